@@ -1,0 +1,1 @@
+"""Keep the tokens whose keys have the smallest norm."""

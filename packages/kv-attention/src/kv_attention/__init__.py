@@ -1,0 +1,1 @@
+"""Attention over pages of compressed keys and values, in parts that add up exactly."""

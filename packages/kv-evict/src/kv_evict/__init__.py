@@ -1,0 +1,1 @@
+"""Which tokens of which head live: eviction policies of the literature."""
