@@ -1,0 +1,69 @@
+"""The contract between the kv packages: a policy sends tokens to tiers, a codec stores a tier."""
+
+from kv_policy.basis import HeadBasis, LayerBasis, fold_values
+from kv_policy.budget import Budget
+from kv_policy.codec import BitLayout, Codec, TokenFormat
+from kv_policy.compose import CompositionError, compose, tier_formats
+from kv_policy.contract import (
+    DROP,
+    FRESH,
+    NOBODY,
+    Basis,
+    Capabilities,
+    Formats,
+    KVPolicy,
+    LayerView,
+    Observe,
+    PlanView,
+    Selector,
+    Step,
+    StepView,
+)
+from kv_policy.evictor import Evictor, best, protect
+from kv_policy.pages import PagedTokens, PageLayout
+from kv_policy.part import Parameter, Part
+from kv_policy.raw import Raw, RawCodec, Uncompressed
+from kv_policy.registry import UnknownPolicyError, installed, load
+from kv_policy.shape import CacheShape
+from kv_policy.spec import parse
+
+__all__ = [
+    "DROP",
+    "FRESH",
+    "NOBODY",
+    "Basis",
+    "BitLayout",
+    "Budget",
+    "CacheShape",
+    "Capabilities",
+    "Codec",
+    "CompositionError",
+    "Evictor",
+    "Formats",
+    "HeadBasis",
+    "KVPolicy",
+    "LayerBasis",
+    "LayerView",
+    "Observe",
+    "PageLayout",
+    "PagedTokens",
+    "Parameter",
+    "Part",
+    "PlanView",
+    "Raw",
+    "RawCodec",
+    "Selector",
+    "Step",
+    "StepView",
+    "TokenFormat",
+    "Uncompressed",
+    "UnknownPolicyError",
+    "best",
+    "compose",
+    "fold_values",
+    "installed",
+    "load",
+    "parse",
+    "protect",
+    "tier_formats",
+]

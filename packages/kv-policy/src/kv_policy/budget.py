@@ -1,0 +1,85 @@
+"""How much of a sequence may be kept: in tokens, as a share of it, or in bytes per token."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+_FORM = re.compile(r"(?P<amount>\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?P<unit>%|B|)", re.IGNORECASE)
+_UNITS: dict[str, Literal["tokens", "percent", "bytes"]] = {
+    "": "tokens",
+    "%": "percent",
+    "B": "bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a policy may keep per KV head, on average over the heads it decides about.
+
+    Tokens are tokens per head. A percentage is a share of the tokens seen so far. Bytes are bytes
+    held per token seen, over all layers and heads: the figure a full cache states as its size per
+    token (23,040 for SmolLM2-135M in bfloat16).
+
+    >>> Budget.parse("1024"), Budget.parse("25%")
+    (Budget(amount=1024, unit='tokens'), Budget(amount=25, unit='percent'))
+    >>> Budget.parse("5760B")
+    Budget(amount=5760, unit='bytes')
+    >>> str(Budget(12.5, "percent"))
+    '12.5%'
+    """
+
+    amount: int | float
+    unit: Literal["tokens", "percent", "bytes"] = "tokens"
+
+    def __post_init__(self) -> None:
+        """Check amount and unit."""
+        if self.unit not in _UNITS.values():
+            raise ValueError(f"budget unit is {self.unit!r}; say tokens, percent or bytes")
+        if not (math.isfinite(self.amount) and self.amount > 0):
+            raise ValueError(f"budget is {self.amount} {self.unit}; say a number above 0")
+        if self.unit == "tokens" and self.amount != int(self.amount):
+            raise ValueError(f"budget is {self.amount} tokens; tokens are whole")
+        if self.unit == "percent" and self.amount > 100:
+            raise ValueError(f"budget is {self.amount}%; a share is at most 100%")
+        if self.amount == int(self.amount):
+            object.__setattr__(self, "amount", int(self.amount))
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """Read `1024` (tokens per head), `25%` (of the tokens seen) or `5760B` (bytes per token).
+
+        Raises:
+            ValueError: the text is none of the three forms, or the amount is out of range.
+        """
+        match = _FORM.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"budget {text!r} is not understood; write tokens as 1024, a share as 25%, "
+                "or bytes per token as 5760B"
+            )
+        return cls(float(match["amount"]), _UNITS[match["unit"].upper()])
+
+    def resolve(
+        self, length: Int[Tensor, " B"], token_bytes: int, least: int = 1
+    ) -> Int[Tensor, " B"]:
+        """Turn the budget into whole tokens per head.
+
+        Args:
+            length: tokens seen so far, per sequence.
+            token_bytes: bytes one kept token takes over all layers and heads, as it is stored.
+            least: tokens the policy always keeps; a share or a byte budget never goes below it.
+        """
+        if self.unit == "tokens":
+            return torch.full_like(length, int(self.amount))
+        whole = 100 if self.unit == "percent" else token_bytes
+        return (length.double() * self.amount / whole).floor().to(length.dtype).clamp(min=least)
+
+    def __str__(self) -> str:
+        """Give back the text that `parse` reads."""
+        unit = next(mark for mark, name in _UNITS.items() if name == self.unit)
+        return f"{self.amount!r}{unit}"

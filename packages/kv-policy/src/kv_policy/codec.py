@@ -1,0 +1,129 @@
+"""How a vector becomes bytes: the protocol of a codec, and its bit layout as data."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BitLayout:
+    """Where the integer code of each dimension lies, for every kernel that reads a format.
+
+    An encoded vector is two parts: `stride` bytes of codes, then per group of `group` dimensions
+    a float16 scale, and after all scales a float16 zero per group. Dimension d is in byte
+    d % stride, at bit bits * (d // stride), so neighbouring dimensions are in neighbouring bytes
+    and one shift unpacks a whole register. The vector is code * scale + zero.
+
+    >>> BitLayout(dim=128, bits=4, group=128).place(65)  # byte 1, high nibble
+    (1, 4)
+    """
+
+    dim: int
+    bits: int
+    group: int
+
+    def __post_init__(self) -> None:
+        """Check that no code crosses a byte."""
+        if self.bits not in (1, 2, 4, 8):
+            raise ValueError(f"bits is {self.bits}; a code takes 1, 2, 4 or 8 bits")
+        if self.dim < 1 or self.group < 1:
+            raise ValueError(f"dim is {self.dim} and group {self.group}; both must be at least 1")
+
+    @property
+    def stride(self) -> int:
+        """Bytes of codes in one vector."""
+        return -(-self.dim * self.bits // 8)
+
+    @property
+    def groups(self) -> int:
+        """Scales (and zeros) in one vector."""
+        return -(-self.dim // self.group)
+
+    @property
+    def scale_offset(self) -> int:
+        """Byte of the first scale inside the second part."""
+        return 0
+
+    @property
+    def zero_offset(self) -> int:
+        """Byte of the first zero inside the second part."""
+        return 2 * self.groups
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of codes and of scales with zeros."""
+        return self.stride, 4 * self.groups
+
+    def place(self, d: int) -> tuple[int, int]:
+        """Byte and bit where the code of dimension `d` starts."""
+        return d % self.stride, self.bits * (d // self.stride)
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Stores `block` consecutive vectors of one head in exactly `sum(parts)` bytes."""
+
+    @property
+    def dim(self) -> int:
+        """D, length of a vector."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """S, tokens encoded together; 1 where every token stands alone."""
+        ...
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of each part of one encoded block; a page keeps equal parts side by side."""
+        ...
+
+    @property
+    def layout(self) -> BitLayout | None:
+        """The codes as data for kernels, or None: only `decode` can read this codec."""
+        ...
+
+    def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
+        """Turn n blocks into N = sum(parts) bytes each."""
+        ...
+
+    def decode(self, data: UInt8[Tensor, "n N"]) -> Float[Tensor, "n S D"]:
+        """Turn bytes back into vectors, in float32 or in the dtype stored."""
+        ...
+
+    def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
+        """Largest absolute error that decode(encode(x)) may have, element by element."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFormat:
+    """How one tier stores a token of one head: a codec for its key, one for its value."""
+
+    key: Codec
+    value: Codec
+
+    def __post_init__(self) -> None:
+        """Check that both codecs advance by the same number of tokens."""
+        if self.key.block != self.value.block:
+            raise ValueError(
+                f"the key codec takes {self.key.block} tokens at a time and the value codec "
+                f"{self.value.block}; a tier needs the same for both"
+            )
+
+    @property
+    def block(self) -> int:
+        """Tokens encoded together."""
+        return self.key.block
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of every part of one block: the key's, then the value's."""
+        return (*self.key.parts, *self.value.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block, metadata included."""
+        return sum(self.parts)

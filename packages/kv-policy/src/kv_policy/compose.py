@@ -1,0 +1,101 @@
+"""Joining policies that supply different facets."""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final, Literal
+
+from kv_policy.codec import TokenFormat
+from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
+from kv_policy.raw import Raw
+from kv_policy.shape import CacheShape
+
+Facet = Literal["basis", "selector", "formats"]
+FACETS: Final[tuple[Facet, ...]] = ("basis", "selector", "formats")
+
+
+class CompositionError(ValueError):
+    """Two policies cannot be joined; the message names both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """Several policies as one. Made by `compose`, which checks them and puts them in order."""
+
+    parts: tuple[KVPolicy, ...]
+
+    @property
+    def selector(self) -> Selector | None:
+        """The selector of the part that has one."""
+        return next((p.selector for p in self.parts if p.selector is not None), None)
+
+    @property
+    def formats(self) -> Formats | None:
+        """The formats of the part that has them."""
+        return next((p.formats for p in self.parts if p.formats is not None), None)
+
+    @property
+    def basis(self) -> Basis | None:
+        """The basis of the part that has one."""
+        return next((p.basis for p in self.parts if p.basis is not None), None)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all parts together still can do."""
+        return reduce(lambda a, b: a & b, (p.capabilities for p in self.parts))
+
+    def __str__(self) -> str:
+        """Join the parts' texts by `+`."""
+        return "+".join(str(p) for p in self.parts)
+
+
+def compose(*policies: KVPolicy) -> KVPolicy:
+    """Join policies into one; the order they are given in does not matter.
+
+    Raises:
+        CompositionError: two policies supply the same facet, one supplies none, or the selector
+            sends tokens to more or fewer tiers than there are formats for.
+    """
+    parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
+    if not parts:
+        raise CompositionError("nothing to compose; name at least one policy, for example k8v4")
+    for facet in FACETS:
+        suppliers = [p for p in parts if getattr(p, facet) is not None]
+        if len(suppliers) > 1:
+            raise CompositionError(
+                f"{suppliers[0]} and {suppliers[1]} both say {_MEANING[facet]}; keep one of them"
+            )
+    for part in parts:
+        if all(getattr(part, facet) is None for facet in FACETS):
+            raise CompositionError(f"{part} supplies no selector, no formats and no basis")
+    joined = parts[0] if len(parts) == 1 else Composed(tuple(sorted(parts, key=_order)))
+    _check_tiers(joined, parts)
+    return joined
+
+
+_MEANING: Final[dict[Facet, str]] = {
+    "basis": "in which basis vectors are stored",
+    "selector": "which tokens are kept",
+    "formats": "how tokens are stored",
+}
+
+
+def _order(part: KVPolicy) -> int:
+    return next(i for i, facet in enumerate(FACETS) if getattr(part, facet) is not None)
+
+
+def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:
+    sent = joined.selector.tiers if joined.selector else 1
+    stored = joined.formats.tiers if joined.formats else 1
+    if sent != stored:
+        chooser = next((p for p in parts if p.selector is not None), "keeping every token")
+        storer = next((p for p in parts if p.formats is not None), "raw storage")
+        raise CompositionError(
+            f"{chooser} sends tokens to {sent} tier(s) and {storer} has formats for {stored}; "
+            "the two numbers must be equal"
+        )
+
+
+def tier_formats(policy: KVPolicy, shape: CacheShape) -> tuple[TokenFormat, ...]:
+    """The format of each tier of a policy; raw where the policy does not say."""
+    formats: Formats = policy.formats if policy.formats is not None else Raw()
+    return formats.bind(shape)

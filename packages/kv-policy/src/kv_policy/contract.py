@@ -1,0 +1,242 @@
+"""What the packages agree on: a policy sends each token of each KV head to a tier, or drops it.
+
+N layers, B sequences, H KV heads, G query heads per KV head, L tokens, D head dimension, K tiers.
+Keys are after RoPE. Positions count the real tokens of a sequence from 0 and stay with a token when
+its neighbours go; -1 marks a place that holds none.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy.basis import LayerBasis
+from kv_policy.budget import Budget
+from kv_policy.codec import TokenFormat
+from kv_policy.shape import CacheShape
+
+DROP: Final = 255  # the tier of a token that is let go
+FRESH: Final = 254  # the tier of a token that is not stored yet
+NOBODY: Final = 253  # as a step's victim: no token moves
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Which attention probabilities a policy wants summed per token while the model attends.
+
+    Each counted query gives a token its probability to the `power`, reduced over the query heads
+    of the token's KV head by `group`; these are summed over the counted queries. A query counts for
+    a token if it is among the `last` queries of the forward pass (None: all of them; 0: none), does
+    not come before the token, and is at least `skip` positions after it.
+    """
+
+    last: int | None = 0
+    group: Literal["sum", "mean", "max"] = "mean"
+    power: Literal[1, 2] = 1
+    skip: int = 0
+    generated: bool = False  # go on with every generated query
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.last is not None and self.last < 0:
+            raise ValueError(f"last is {self.last}; say how many queries to watch, or None for all")
+        if self.skip < 0:
+            raise ValueError(f"skip is {self.skip}; it must be 0 or more")
+        if self.group not in ("sum", "mean", "max"):
+            raise ValueError(f"group is {self.group!r}; say sum, mean or max")
+        if self.power not in (1, 2):
+            raise ValueError(f"power is {self.power}; say 1 or 2")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a policy's cache can and cannot do, for hosts that need more than appending."""
+
+    shortens: bool = False  # some heads end up with fewer tokens than were seen
+    shares_prefixes: bool = True  # a token's bytes do not depend on what comes after it
+    rolls_back: bool = True  # the newest tokens can be taken back (speculative drafts)
+    splits_heads: bool = True  # a shard of the heads decides as it would inside the whole
+
+    def __and__(self, other: "Capabilities") -> "Capabilities":
+        """Capabilities of both together."""
+        return Capabilities(
+            self.shortens or other.shortens,
+            self.shares_prefixes and other.shares_prefixes,
+            self.rolls_back and other.rolls_back,
+            self.splits_heads and other.splits_heads,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer's tokens as a selector scores them, each head's in the order of their positions.
+
+    After a prompt or a part of one the view holds all tokens, stored and fresh. In decoding it
+    holds all tokens if the policy observes generated queries, else only the arriving one.
+    """
+
+    layer: int
+    shape: CacheShape
+    position: Int[Tensor, "B H L"]  # -1: no token here
+    fresh: Bool[Tensor, "B H L"]  # arrived with this forward pass
+    score: Float[Tensor, "B H L"]  # what the policy last said of a stored token; 0 for a fresh one
+    length: Int[Tensor, " B"]  # tokens seen so far
+    mass: Float[Tensor, "B H L"] | None = None  # as `observe` asks, from this pass alone
+    seen: Int[Tensor, "B H L"] | None = None  # queries that counted into `mass`
+    keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
+    values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """The scored tokens of all layers (or of one, for a selector of scope `layer`)."""
+
+    shape: CacheShape
+    first_layer: int
+    score: Float[Tensor, "N B H L"]
+    position: Int[Tensor, "N B H L"]  # -1: no token here
+    tier: UInt8[Tensor, "N B H L"]  # where a token is now; FRESH if it is not stored yet
+    length: Int[Tensor, " B"]  # tokens seen so far
+    budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A decoding step: per head one candidate, and the weakest stored token of each tier."""
+
+    shape: CacheShape
+    first_layer: int
+    candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
+    weakest: Float[Tensor, "K N B H"]  # lowest score stored in a tier; inf where it is empty
+    count: Int[Tensor, "K N B H"]  # tokens stored in a tier
+    length: Int[Tensor, " B"]
+    budget: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a decoding step does per head; with at most one victim its work is bounded."""
+
+    candidate: UInt8[Tensor, "N B H"]  # tier, or DROP
+    victim: UInt8[Tensor, "N B H"]  # the tier whose weakest token moves, or NOBODY
+    target: UInt8[Tensor, "N B H"]  # a later tier than the victim's, or DROP
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which tokens live, and at which tier. Pure: equal views give equal answers."""
+
+    @property
+    def tiers(self) -> int:
+        """K, tiers it sends tokens to, best first; a token only ever moves to a later one."""
+        ...
+
+    @property
+    def budget(self) -> Budget:
+        """What may be kept, unless a request brings a budget of its own."""
+        ...
+
+    @property
+    def protected(self) -> int:
+        """Tokens per head it always keeps (sinks, window): the smallest budget it can meet."""
+        ...
+
+    @property
+    def observe(self) -> Observe:
+        """What to watch while attending."""
+        ...
+
+    @property
+    def reads(self) -> frozenset[Literal["keys", "values"]]:
+        """Vectors that `score` looks at."""
+        ...
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """Whether `plan` sees one layer at a time or must see the scores of all."""
+        ...
+
+    @property
+    def decode(self) -> Literal["grow", "step"]:
+        """Whether generated tokens just join the cache or each is a `step`."""
+        ...
+
+    @property
+    def replan(self) -> int:
+        """Generated tokens after which `plan` runs again; 0 for after prompts only."""
+        ...
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Say what each token is worth; higher stays. Infinity protects a token."""
+        ...
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        """Send each token to a tier or DROP it, within the budget."""
+        ...
+
+    def step(self, view: StepView) -> Step:
+        """Place the candidate of each head, and move at most one victim."""
+        ...
+
+
+@runtime_checkable
+class Formats(Protocol):
+    """How each tier is stored."""
+
+    @property
+    def tiers(self) -> int:
+        """K, tiers it has formats for."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Most recent tokens kept raw, in the model's dtype, before a tier takes them."""
+        ...
+
+    def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
+        """Give the format of each tier for heads of this shape."""
+        ...
+
+
+@runtime_checkable
+class Basis(Protocol):
+    """A linear map in front of the codecs, with ranks that may differ per layer and head."""
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        """Give the maps of one layer, cut to the heads of `shape`."""
+        ...
+
+
+@runtime_checkable
+class KVPolicy(Protocol):
+    """How a cache is compressed: which tokens live, how they are stored, in which basis.
+
+    Each facet may be absent: no selector keeps every token, no formats stores them raw in the
+    model's dtype, no basis stores them as they are. `compose` joins policies that supply different
+    facets into one that is again a KVPolicy. Equality and `str` go by value.
+    """
+
+    @property
+    def selector(self) -> Selector | None:
+        """Which tokens live, or None: all of them."""
+        ...
+
+    @property
+    def formats(self) -> Formats | None:
+        """How tiers are stored, or None: raw."""
+        ...
+
+    @property
+    def basis(self) -> Basis | None:
+        """In which basis, or None: as they are."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a cache under this policy can do."""
+        ...
+
+    def __str__(self) -> str:
+        """Text form, which `parse` turns back into an equal policy."""
+        ...

@@ -1,0 +1,201 @@
+"""The base of everything that has a name in a policy's text form."""
+
+import dataclasses
+import re
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kv_policy.budget import Budget
+from kv_policy.contract import Basis, Capabilities, Formats, Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a part: what `kv-serve policies NAME` prints."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named, frozen set of parameters that supplies one or more facets of a policy.
+
+    Subclass it as a frozen dataclass, set `name` and `source`, annotate fields with
+    `Annotated[int, Meta(ge=1, description="...")]`, and give the facets it supplies. A parameter is
+    a bool, int, float, string, `Literal` or Budget, or one of these or None. They are checked when
+    the part is made, from Python or from text alike. A part alone is a KVPolicy.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check every parameter against its annotation.
+
+        Raises:
+            ValueError: a value has the wrong type or is out of range.
+        """
+        for key, hint in _hints(type(self)).items():
+            value = getattr(self, key)
+            try:
+                object.__setattr__(self, key, _checked(value, hint))  # 1 becomes 1.0 in a float
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {key}={value!r} is refused: {error}") from None
+
+    @property
+    def selector(self) -> Selector | None:
+        """Which tokens live, if this part says so."""
+        return None
+
+    @property
+    def formats(self) -> Formats | None:
+        """How tiers are stored, if this part says so."""
+        return None
+
+    @property
+    def basis(self) -> Basis | None:
+        """In which basis, if this part says so."""
+        return None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a cache under this part can do."""
+        return Capabilities()
+
+    @classmethod
+    def from_text(cls, options: dict[str, str]) -> "Part":
+        """Make the part from the key=value texts of its text form.
+
+        Raises:
+            ValueError: an unknown key (the right ones are listed), a missing one, or a value that
+                does not convert.
+        """
+        hints = _hints(cls)
+        values: dict[str, Any] = {}
+        for key, text in options.items():
+            if key not in hints:
+                known = ", ".join(hints) or "none"
+                raise ValueError(f"{cls.name} has no parameter {key!r}; its parameters: {known}")
+            try:
+                values[key] = _read(text, hints[key])
+            except ValueError as error:
+                raise ValueError(f"{cls.name}: {key}={text} is refused: {error}") from None
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ValueError(f"{cls.name} needs {field.name}=..., which has no default")
+        return cls(**values)
+
+    @classmethod
+    def parameters(cls) -> tuple[Parameter, ...]:
+        """Describe the parameters, in order, with their defaults as text."""
+        hints = _hints(cls)
+        return tuple(
+            Parameter(f.name, _type_name(hints[f.name]), _default(f), _doc(hints[f.name]))
+            for f in dataclasses.fields(cls)
+        )
+
+    def __str__(self) -> str:
+        """Give the canonical text: the name, then what differs from the defaults."""
+        changed = [
+            f"{f.name}={_write(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}:{','.join(changed)}" if changed else self.name
+
+
+def split(text: str, mark: str, limit: int = -1) -> list[str]:
+    r"""Split at an unescaped mark; a backslash takes the next character as it is.
+
+    >>> split(r"a\+b+c", "+") == [r"a\+b", "c"]
+    True
+    """
+    pieces, start, i = [], 0, 0
+    while i < len(text) and limit != 0:
+        if text[i] == "\\":
+            i += 1
+        elif text[i] == mark:
+            pieces.append(text[start:i])
+            start = i + 1
+            limit -= 1
+        i += 1
+    return [*pieces, text[start:]]
+
+
+def strip(text: str) -> str:
+    r"""Take unescaped white space off both ends.
+
+    >>> strip(r" a\  ") == r"a\ "
+    True
+    """
+    kept = text.strip()
+    backslashes = len(kept) - len(kept.rstrip("\\"))
+    end = text.find(kept) + len(kept)
+    return kept + text[end : end + backslashes % 2]
+
+
+def _hints(cls: type[Part]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name in names}
+
+
+def _plain(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    plain = _plain(hint)
+    return get_args(plain) if get_origin(plain) in (Union, types.UnionType) else (plain,)
+
+
+def _checked(value: Any, hint: Any) -> Any:
+    if value is None and type(None) in _choices(hint):
+        return None
+    if Budget not in _choices(hint):
+        return msgspec.convert(value, hint)
+    if not isinstance(value, Budget):
+        raise ValueError("expected a Budget, such as Budget(1024)")
+    return value
+
+
+def _read(text: str, hint: Any) -> Any:
+    text = strip(text)
+    if text == "none" and type(None) in _choices(hint):
+        return None
+    raw = re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+    if Budget in _choices(hint):
+        return Budget.parse(raw)
+    return msgspec.convert(raw, hint, strict=str in map(_plain, _choices(hint)))
+
+
+def _write(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if value == "none":
+        return "\\none"
+    text = repr(value) if isinstance(value, float) else str(value)
+    return re.sub(r"[\\+,]|^\s|\s\Z", r"\\\g<0>", text)
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    return "required" if field.default is dataclasses.MISSING else _write(field.default)
+
+
+def _doc(hint: Any) -> str:
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((m.description for m in metas if isinstance(m, msgspec.Meta) and m.description), "")
+
+
+def _type_name(hint: Any) -> str:
+    names = {Budget: "tokens, % or B", type(None): "none"}
+    return " | ".join(
+        names.get(choice) or " | ".join(map(str, get_args(choice))) or choice.__name__
+        for choice in map(_plain, _choices(hint))
+    )

@@ -1,0 +1,88 @@
+"""The codec that stores vectors as they are, and the policy that keeps everything."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from kv_policy.codec import TokenFormat
+from kv_policy.contract import Formats
+from kv_policy.part import Part
+from kv_policy.shape import CacheShape
+
+
+@dataclass(frozen=True, slots=True)
+class RawCodec:
+    """Stores a vector in a floating-point dtype; exact for vectors of that dtype."""
+
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> int:
+        """Every token stands alone."""
+        return 1
+
+    @property
+    def parts(self) -> tuple[int]:
+        """The vector's own bytes."""
+        return (self.dim * self.dtype.itemsize,)
+
+    @property
+    def layout(self) -> None:
+        """There are no integer codes to lay out."""
+        return None
+
+    def encode(self, x: Float[Tensor, "n 1 D"]) -> UInt8[Tensor, "n N"]:
+        """Cast to the stored dtype and give its bytes."""
+        return x[:, 0].to(self.dtype).contiguous().view(torch.uint8)
+
+    def decode(self, data: UInt8[Tensor, "n N"]) -> Float[Tensor, "n 1 D"]:
+        """Read the bytes as vectors of the stored dtype."""
+        data = data.contiguous()
+        if data.storage_offset() % self.dtype.itemsize:
+            data = data.clone()  # torch reads numbers only where they are aligned
+        return data.view(self.dtype)[:, None]
+
+    def bound(self, x: Float[Tensor, "n 1 D"]) -> Float[Tensor, "n 1 D"]:
+        """Rounding to the stored dtype: half a unit in the last place; infinite past its range."""
+        info = torch.finfo(self.dtype)
+        size = x.abs().to(torch.float64)
+        return torch.where(size > info.max, torch.inf, size * info.eps / 2 + info.tiny)
+
+
+@dataclass(frozen=True)
+class Uncompressed(Part):
+    """Base of formats that store keys and values as floating-point numbers."""
+
+    dtype: ClassVar[torch.dtype | None] = None  # None: the model's own
+
+    @property
+    def formats(self) -> Formats:
+        """This format."""
+        return self
+
+    @property
+    def tiers(self) -> int:
+        """Everything is stored alike."""
+        return 1
+
+    @property
+    def window(self) -> int:
+        """There is nothing rawer to keep recent tokens in."""
+        return 0
+
+    def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
+        """Store the shape's own dimensions."""
+        dtype = self.dtype or shape.dtype
+        return (TokenFormat(RawCodec(shape.key_dim, dtype), RawCodec(shape.value_dim, dtype)),)
+
+
+@dataclass(frozen=True)
+class Raw(Uncompressed):
+    """Keep every token as the model made it: the identity."""
+
+    name: ClassVar[str] = "raw"
+    source: ClassVar[str] = "no compression, in pages"

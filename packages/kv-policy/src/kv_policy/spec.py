@@ -1,0 +1,51 @@
+"""The text form of a policy: `name[:key=value[,key=value...]]`, joined by `+`."""
+
+from kv_policy.compose import compose
+from kv_policy.contract import KVPolicy
+from kv_policy.part import Part, split
+from kv_policy.registry import load
+
+
+def parse(text: str) -> KVPolicy:
+    r"""Read a policy's text form, for example `snapkv:budget=1024,window=32+k8v4`.
+
+    A backslash takes the next character into a value: `+`, `,`, another backslash, white space at
+    an end, and the `n` of a string that is "none". `str` of the result is the canonical text, and
+    parsing that gives an equal policy.
+
+    Raises:
+        UnknownPolicyError: a name that is not installed.
+        CompositionError: parts that do not go together.
+        ValueError: a malformed text, an unknown or repeated key, or a value that is refused.
+    """
+    return compose(*(_part(piece) for piece in split(text, "+")))
+
+
+def _part(text: str) -> Part:
+    name, options = read(text)
+    return load(name).from_text(options)
+
+
+def read(text: str) -> tuple[str, dict[str, str]]:
+    """Take the text of one part into its name and the texts of its parameters, still escaped.
+
+    Raises:
+        ValueError: the name is missing, a piece is not key=value, or a key comes twice.
+    """
+    name, *rest = split(text, ":", 1)
+    name = name.strip()
+    if not name:
+        raise ValueError(
+            "a policy's name is missing; write name[:key=value,...][+name...], for example "
+            "snapkv:budget=1024+k8v4"
+        )
+    options: dict[str, str] = {}
+    for item in split(rest[0], ",") if rest else []:
+        key, *value = split(item, "=", 1)
+        key = key.strip()
+        if not key or not value:
+            raise ValueError(f"{item!r} in {text!r} is not of the form key=value")
+        if key in options:
+            raise ValueError(f"{key!r} is given twice in {text!r}")
+        options[key] = value[0]
+    return name, options
