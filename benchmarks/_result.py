@@ -1,4 +1,4 @@
-"""How a benchmark's result is written: one JSON file that says what was measured, where, on what."""
+"""How a benchmark's result is written: one JSON file that says what was measured, and where."""
 
 import json
 import os
