@@ -53,7 +53,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheel(session: nox.Session, package: str) -> None:
     """Builds the wheels, installs this one into an empty environment and runs its tests there."""
-    dist = Path(session.create_tmp()) / "dist"
+    dist = Path(session.create_tmp()).resolve() / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for name in PACKAGES:
         session.run("uv", "build", "--quiet", "--wheel", f"packages/{name}", "-o", str(dist))
