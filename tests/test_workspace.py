@@ -1,0 +1,74 @@
+"""Every package of the workspace is complete, and is named wherever packages are listed."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+NAMES = [package.name for package in PACKAGES]
+MODULES = [name.replace("-", "_") for name in NAMES]
+POLICIES = {"kv_quant", "kv_evict", "kv_svd"}
+HEAVY = {"transformers", "triton", "vllm", "gguf"}
+
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=NAMES)
+
+
+def settings(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())
+
+
+@each_package
+def test_a_package_is_complete(package: Path) -> None:
+    module = package / "src" / package.name.replace("-", "_")
+    for path in (package / "README.md", package / "CHANGELOG.md", module / "py.typed"):
+        assert path.is_file(), path
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert list((package / "tests").rglob("test_*.py")), "it has no tests of its own"
+    assert settings(package)["project"]["name"] == package.name
+
+
+@each_package
+def test_a_package_is_named_where_packages_are_listed(package: Path) -> None:
+    module = package.name.replace("-", "_")
+    root = settings(ROOT)["tool"]
+    assert module in root["importlinter"]["root_packages"]
+    assert any(module in layer for layer in root["importlinter"]["contracts"][0]["layers"])
+    checked = next(o for o in root["pytest"]["ini_options"]["addopts"] if "jaxtyping" in o)
+    assert module in checked.replace("=", ",").split(",")
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert f"packages/{package.name}/src" in site
+    assert f"api/{package.name}.md" in site
+    assert f"::: {module}\n" in (ROOT / "docs" / "api" / f"{package.name}.md").read_text()
+
+
+@each_package
+def test_siblings_are_declared_as_ranges(package: Path) -> None:
+    ours = [d for d in settings(package)["project"]["dependencies"] if d.startswith("kv-")]
+    assert all(">=" in line and "<" in line for line in ours), ours
+
+
+def test_importing_packages_is_light_and_imports_no_policies() -> None:
+    first = ", ".join(module for module in MODULES if module not in POLICIES)
+    code = f"""
+import json, sys, {first}
+seen = [*sys.modules]
+import {", ".join(sorted(POLICIES))}
+print(json.dumps([seen, [*sys.modules]]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seen, everything = json.loads(done.stdout)
+    assert not POLICIES & {*seen}
+    assert not HEAVY & {*everything}
+
+
+def test_every_entry_point_of_ours_can_be_loaded() -> None:
+    ours = [entry for entry in entry_points(group="kv_policy") if entry.dist.name in NAMES]
+    assert {entry.name for entry in ours} >= {"raw", "k8v4", "streaming", "snapkv"}
+    for entry in ours:
+        assert entry.load().name == entry.name
