@@ -1,0 +1,160 @@
+"""The storage of one batch: pool, tiers, raw window, and how many tokens were seen."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from kv_paging import PagePool, TokenStore
+from kv_policy import CacheShape, KVPolicy, PageLayout, tier_formats
+from torch import Tensor
+
+from kv_serve.memory import MemoryReport
+from kv_serve.window import RawWindow
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: where its columns stand in their sequences."""
+
+    position: Int[Tensor, "B L"]  # -1: padding
+    total: Int[Tensor, " B"]  # tokens seen once the pass ends
+
+    @property
+    def prompt(self) -> bool:
+        """Whether the pass brings more than one column: a prompt, or a part of one."""
+        return self.position.shape[1] != 1
+
+
+def lay_out(policy: KVPolicy, shape: CacheShape, page_tokens: int) -> tuple[PageLayout, ...]:
+    """Lay out a page of each tier; all have the bytes of a page of the first."""
+    extra = policy.selector is not None
+    first, *others = tier_formats(policy, shape)
+    page = PageLayout.sized(first, page_tokens, extra, extra)
+    return page, *(PageLayout.fitted(f, page.nbytes, extra, extra) for f in others)
+
+
+@dataclass
+class Batch:
+    """Pages of every tier and the raw window, for all layers of a batch of sequences."""
+
+    shape: CacheShape
+    layouts: tuple[PageLayout, ...]
+    window_size: int
+    pool: PagePool
+    stores: tuple[TokenStore, ...]
+    window: RawWindow | None
+    seen: Int[Tensor, " B"]  # tokens per sequence
+    columns: int = field(default=0)  # columns of the batch, padding included
+
+    @classmethod
+    def allocate(
+        cls,
+        policy: KVPolicy,
+        shape: CacheShape,
+        layouts: tuple[PageLayout, ...],
+        sequences: int,
+        pages: int | None,
+        device: torch.device,
+    ) -> "Batch":
+        """Make room for a batch; a pool without a size grows as tokens arrive."""
+        pool = PagePool(layouts[0].nbytes, pages or 0, grows=pages is None, device=device)
+        size = policy.formats.window if policy.formats is not None else 0
+        scores = policy.selector is not None
+        return cls(
+            shape=shape,
+            layouts=layouts,
+            window_size=size,
+            pool=pool,
+            stores=tuple(
+                TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
+                for layout in layouts
+            ),
+            window=RawWindow(shape, sequences, size, device, scores) if size else None,
+            seen=torch.zeros(sequences, dtype=torch.long, device=device),
+        )
+
+    @property
+    def held_window(self) -> RawWindow | None:
+        """The raw window, once it holds something."""
+        return self.window if self.columns else None
+
+    def streams(self, layer: int | None = None) -> Int[Tensor, " S"]:
+        """Stream numbers of one layer, or of all; the same in every tier."""
+        where = slice(None) if layer is None else slice(layer, layer + 1)
+        return self.stores[0].streams(where)
+
+    def by_head(self, x: Int[Tensor, "B S"]) -> Int[Tensor, "B H S"]:
+        """One row per KV head."""
+        return x[:, None].expand(-1, self.shape.kv_heads, -1)
+
+    def reserve(self, tokens: Int[Tensor, " B"]) -> None:
+        """Grow a growing pool once for a whole prompt instead of once per layer."""
+        per_head = -(-(tokens + 1) // self.layouts[0].tokens)
+        need = int(per_head.sum()) * self.shape.layers * self.shape.kv_heads
+        self.pool.reserve(max(0, need - self.pool.used))
+
+    def end(self, now: Pass) -> None:
+        """Count what a finished pass brought."""
+        if self.window is not None:
+            self.window.advance(now.position, now.total)
+        self.seen = now.total
+        self.columns += now.position.shape[1]
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
+        for store in self.stores:
+            store.select(source)
+        if self.window is not None:
+            self.window.select(source)
+        self.seen = self.seen[source]
+
+    def take_back(self, columns: int) -> None:
+        """Forget the newest columns of every sequence, which must all be stored tokens.
+
+        Raises:
+            ValueError: some sequence has fewer tokens.
+        """
+        if columns < 0 or bool((self.seen < columns).any()):
+            raise ValueError(
+                f"{columns} tokens cannot be taken back: the shortest sequence has "
+                f"{int(self.seen.min())}"
+            )
+        self.seen = self.seen - columns
+        self.columns -= columns
+        for store in self.stores:
+            store.truncate(self.seen)
+
+    def memory(self) -> MemoryReport:
+        """Count what is held."""
+        counts = [(int(s.length.sum()), lay) for s, lay in zip(self.stores, self.layouts, strict=True)]
+        vectors = sum(n // lay.format.block * lay.format.nbytes for n, lay in counts)
+        scores = sum(4 * n * lay.scores for n, lay in counts)
+        positions = sum(4 * n * lay.positions for n, lay in counts)
+        page = self.layouts[0].nbytes
+        tokens = torch.stack([s.length.long() for s in self.stores]).sum(0)
+        if self.window is not None:
+            tokens = tokens + (self.window.position >= 0).sum(-1)[None, :, None]
+        return MemoryReport(
+            vector_bytes=vectors,
+            score_bytes=scores,
+            position_bytes=positions,
+            unfilled_bytes=self.pool.used * page - vectors - scores - positions,
+            spare_bytes=self.pool.free * page,
+            window_bytes=self.window.nbytes if self.window is not None else 0,
+            table_bytes=sum(s.table_bytes for s in self.stores) + self.pool.table_bytes,
+            full_bytes=int(self.seen.sum()) * self.shape.token_bytes,
+            pages_used=self.pool.used,
+            pages_free=self.pool.free,
+            page_bytes=page,
+            tokens=tokens,
+        )
+
+
+def flat(x: Tensor) -> Tensor:
+    """[B, H, ...] as one row per stream of a layer."""
+    return x.flatten(0, 1)
+
+
+def grid(x: Tensor, heads: int) -> Tensor:
+    """One row per stream of a layer as [B, H, ...]."""
+    return x.unflatten(0, (-1, heads))

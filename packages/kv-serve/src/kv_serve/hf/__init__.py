@@ -1,0 +1,1 @@
+"""The compressed cache inside Hugging Face transformers."""

@@ -1,0 +1,184 @@
+"""The compressed cache as `past_key_values` of transformers."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from kv_policy import Budget, KVPolicy, parse
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kv_serve.hf.attention import NAME, FreshKeys, install
+from kv_serve.hf.support import cache_shape
+from kv_serve.memory import MemoryReport
+from kv_serve.tiered import TieredCache
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer as transformers sees it; everything is kept by the cache it belongs to."""
+
+    is_compileable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, cache: "CompressedCache", index: int) -> None:
+        """Stand for layer `index` of `cache`."""
+        super().__init__()
+        self._cache, self._index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the cache allocates when a pass begins."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Mark the fresh keys; the attention function takes them to the cache."""
+        self._cache.expect_own_attention()
+        return FreshKeys.mark(key_states, self._cache, self._index), value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the columns a mask has to cover: all that were seen."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding and dropped tokens included: positions go on from here."""
+        return self._cache.tiered.columns
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+
+class CompressedCache(Cache):
+    """A KV cache that holds what a policy keeps, as the policy stores it.
+
+    Use it as `past_key_values` in `generate` or in a forward pass. Attention runs over the pages;
+    the cache never holds an uncompressed copy of what it stores. While tokens of a prompt arrive,
+    a layer's own fresh keys and values exist as the model made them (those of all layers, for a
+    policy that decides over all layers at once).
+
+    The model's attention implementation becomes `kv_serve`, which serves other caches as SDPA.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: KVPolicy | str,
+        *,
+        pages: int | None = None,
+        page_tokens: int = 16,
+        budgets: Sequence[Budget | None] | None = None,
+    ) -> None:
+        """Make an empty cache for a model.
+
+        Args:
+            model: a decoder-only model of transformers whose layers attend to every token.
+            policy: a policy or its text form, such as `snapkv:budget=1024+k8v4`.
+            pages: size of a fixed pool of pages; None lets it grow as needed.
+            page_tokens: tokens of the first tier in a page.
+            budgets: a budget per sequence of the batch, None for the policy's own.
+
+        Raises:
+            UnsupportedModelError: the model's attention is of another kind.
+            ValueError: the policy's text, the policy itself or a budget is refused.
+        """
+        self.policy = parse(policy) if isinstance(policy, str) else policy
+        shape = cache_shape(model)
+        self.tiered = TieredCache(
+            self.policy,
+            shape,
+            pages=pages,
+            page_tokens=page_tokens,
+            budgets=budgets,
+            device=model.device,
+        )
+        install(model)
+        self._config = model.config
+        super().__init__(layers=[CompressedLayer(self, i) for i in range(shape.layers)])
+
+    def expect_own_attention(self) -> None:
+        """Raise if the model was switched to an attention that does not know this cache."""
+        used = self._config._attn_implementation
+        if used != NAME:
+            raise RuntimeError(
+                f"the model's attention implementation was changed to {used!r}; a compressed cache "
+                f"needs {NAME!r}: make a new cache, or call model.set_attn_implementation({NAME!r})"
+            )
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "B Hq L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        scale: float,
+        valid: Bool[Tensor, "B L"] | None,
+    ) -> Float[Tensor, "B L Hq Dv"]:
+        """Attend over everything held and the fresh tokens, then store those."""
+        # What is stored outlives the pass, so none of it may be made as inference-mode tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            if layer == 0:
+                self.tiered.begin(self._columns(query, valid))
+            grouped = query.unflatten(1, (key.shape[1], -1))
+            out = self.tiered.attend(layer, grouped, key, value, scale)
+        return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def _columns(query: Tensor, valid: Bool[Tensor, "B L"] | None) -> Bool[Tensor, "B L"]:
+        batch, _, length, _ = query.shape
+        if valid is None:
+            return torch.ones(batch, length, dtype=torch.bool, device=query.device)
+        return valid.expand(batch, length)
+
+    def memory(self) -> MemoryReport:
+        """Bytes held, by name, and tokens kept per layer, sequence and KV head."""
+        return self.tiered.memory()
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        self.tiered.reset()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Let each beam go on from the beam it was chosen from."""
+        self.tiered.select(beam_idx)
+
+    def batch_select_indices(self, indices: Int[Tensor, " B2"]) -> None:
+        """Keep only some sequences, in the order given."""
+        self.tiered.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, copies side by side."""
+        batch = self.tiered.sequences
+        if batch is not None:
+            self.tiered.select(torch.arange(batch).repeat_interleave(repeats))
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, or -1 before the first pass."""
+        batch = self.tiered.sequences
+        return -1 if batch is None else batch
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a pass has begun."""
+        return self.tiered.sequences is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` works, which it does where the policy keeps every token."""
+        return self.tiered.rolls_back
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens, given as a negative number; 0 does nothing.
+
+        Raises:
+            ValueError: the number is positive, or the policy cannot take tokens back.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) was called; say how many tokens to take back as a "
+                f"negative number, such as crop(-{tokens_to_remove})"
+            )
+        if tokens_to_remove:
+            self.tiered.roll_back(-tokens_to_remove)

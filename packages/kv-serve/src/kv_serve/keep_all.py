@@ -1,0 +1,73 @@
+"""Storing without a selector: every token goes to the only tier, by way of the raw window."""
+
+import torch
+from jaxtyping import Float, Int
+from kv_attention import Attended
+from kv_policy import Observe
+from torch import Tensor
+
+from kv_serve.batch import Batch, Pass, flat
+
+
+class KeepAll:
+    """Stores every token once the window lets it go."""
+
+    observe_prompt = observe_step = Observe()
+
+    def __init__(self) -> None:
+        """Start with nothing waiting."""
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def take(
+        self,
+        batch: Batch,
+        now: Pass,
+        layer: int,
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        result: Attended,
+    ) -> None:
+        """Store a prompt's tokens layer by layer; single tokens wait for the end of the pass."""
+        if not now.prompt:
+            self._waiting.append((key, value))
+            return
+        if layer == 0:
+            batch.reserve(now.total)
+        key, value, position = self._leaving(batch, now, layer, key, value)
+        keep = flat(batch.by_head(position)) >= 0
+        batch.stores[0].append(batch.streams(layer), flat(key), flat(value), keep, None, None)
+
+    def finish(self, batch: Batch, now: Pass) -> None:
+        """Store one token per sequence, for all layers at once."""
+        waiting, self._waiting = self._waiting, []
+        if now.prompt:
+            return
+        key = torch.stack([k for k, _ in waiting])
+        value = torch.stack([v for _, v in waiting])
+        position = now.position
+        if batch.window is not None:
+            key, value, position, _ = batch.window.exchange(key, value, now.position, now.total)
+        keep = (position >= 0)[None, :, None].expand(key.shape[:-1])
+        batch.stores[0].append(
+            batch.streams(), key.flatten(0, 2), value.flatten(0, 2), keep.flatten(0, 2), None, None
+        )
+
+    def after(self, batch: Batch) -> None:
+        """Nothing is ever planned again."""
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Nothing here is per sequence."""
+
+    @staticmethod
+    def _leaving(
+        batch: Batch, now: Pass, layer: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Int[Tensor, "B A"]]:
+        """Tokens that the window lets go, oldest first (position -1 where one stays)."""
+        raw = batch.window
+        if raw is None:
+            return key, value, now.position
+        old_key, old_value, old_position = raw.in_order(layer)
+        position = torch.cat([old_position, now.position], 1)
+        keys, values = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+        raw.put(slice(layer, layer + 1), key[None], value[None], now.position, now.total)
+        return keys, values, position.masked_fill(raw.stays(position, now.total), -1)

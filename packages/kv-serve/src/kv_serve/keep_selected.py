@@ -1,0 +1,353 @@
+"""Storing under a selector: score, plan, and move tokens between tiers, pages and oblivion."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from kv_attention import Attended
+from kv_policy import DROP, FRESH, NOBODY, Budget, Observe, Selector, StepView
+from torch import Tensor
+
+from kv_serve.batch import Batch, Pass, flat, grid
+from kv_serve.planning import Group, Scored, plan_layers, score_layer
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a layer brought and its selector said, until the pass can be settled."""
+
+    key: Float[Tensor, "B H L D"]
+    value: Float[Tensor, "B H L Dv"]
+    scored: Scored | None = None
+
+    def fresh_score(self) -> Float[Tensor, "B H L"]:
+        """Scores of the fresh tokens; 0 where the selector was not asked."""
+        if self.scored is None:
+            return torch.zeros(self.key.shape[:-1], device=self.key.device)
+        return self.scored.split(self.scored.score)[-1]
+
+
+class KeepSelected:
+    """Keeps what a selector keeps, within each sequence's budget."""
+
+    def __init__(self, selector: Selector, budgets: tuple[Budget | None, ...] | None) -> None:
+        """Start for a batch; `budgets` holds a sequence's own budget, or None for the policy's."""
+        self.selector = selector
+        self.budgets = budgets
+        self.observe_prompt = selector.observe
+        self.observe_step = selector.observe if selector.observe.generated else Observe()
+        self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
+        self._since_plan = 0
+        self._waiting: list[_Arrival] = []
+
+    def take(
+        self,
+        batch: Batch,
+        now: Pass,
+        layer: int,
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        result: Attended,
+    ) -> None:
+        """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
+        scored = None
+        if now.prompt or self.selector.observe.generated:
+            groups = self._groups(batch, now, layer, key, value, result.mass, result.seen)
+            scored = score_layer(self.selector, layer, batch.shape, groups, now.total)
+            self._note(batch, layer, scored)
+        elif self.selector.decode == "step":
+            fresh = self._fresh(batch, now, key, value)
+            scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total)
+        arrival = _Arrival(key, value, scored)
+        if now.prompt and self.selector.scope == "layer":
+            self._plan(batch, now, layer, [arrival])
+        else:
+            self._waiting.append(arrival)
+
+    def finish(self, batch: Batch, now: Pass) -> None:
+        """Settle what waited for all layers."""
+        waiting, self._waiting = self._waiting, []
+        if now.prompt:
+            self._since_plan = 0
+            if waiting:
+                self._plan(batch, now, 0, waiting)
+            return
+        self._decode(batch, now, waiting)
+        self._since_plan += 1
+
+    def after(self, batch: Batch) -> None:
+        """Plan all layers again where enough tokens were generated since the last plan."""
+        if not self.selector.replan or self._since_plan < self.selector.replan:
+            return
+        shape, sequences = batch.shape, len(batch.seen)
+        now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
+        lead = (sequences, shape.kv_heads, 0)
+        key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
+        value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=batch.seen.device)
+        arrivals = [
+            _Arrival(key, value, Scored.carried(self._groups(batch, now, i, key, value, (), ())))
+            for i in range(shape.layers)
+        ]
+        if self.selector.scope == "model":
+            self._plan(batch, now, 0, arrivals)
+        else:
+            for layer, arrival in enumerate(arrivals):
+                self._plan(batch, now, layer, [arrival])
+        self._since_plan = 0
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Let budgets follow their sequences."""
+        if self.budgets is not None:
+            self.budgets = tuple(self.budgets[i] for i in source.tolist())
+        if self._budget is not None:
+            self._budget = self._budget[source]
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def _groups(
+        self,
+        batch: Batch,
+        now: Pass,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        mass: Sequence[Tensor],
+        seen: Sequence[Tensor],
+    ) -> list[Group]:
+        """A layer's tokens as groups: each tier, the window, the fresh ones, as attended."""
+        reads, heads = self.selector.reads, batch.shape.kv_heads
+        masses, counts = iter(mass), iter(seen)
+        groups = []
+        for tier, store in enumerate(batch.stores):
+            if not store.pages_used:
+                continue
+            held = store.read(batch.streams(layer), reads)
+            assert held.position is not None and held.score is not None
+            groups.append(
+                Group(
+                    position=grid(held.position.long().masked_fill(~held.held, -1), heads),
+                    tier=tier,
+                    fresh=False,
+                    score=grid(held.score, heads),
+                    mass=next(masses, None),
+                    seen=next(counts, None),
+                    key=None if held.key is None else grid(held.key, heads),
+                    value=None if held.value is None else grid(held.value, heads),
+                )
+            )
+        raw = batch.held_window
+        if raw is not None:
+            groups.append(
+                Group(
+                    position=batch.by_head(raw.position),
+                    tier=FRESH,
+                    fresh=False,
+                    score=None if raw.score is None else raw.score[layer],
+                    mass=next(masses, None),
+                    seen=next(counts, None),
+                    key=raw.key[layer] if "keys" in reads else None,
+                    value=raw.value[layer] if "values" in reads else None,
+                )
+            )
+        return [
+            *groups,
+            self._fresh(batch, now, key, value, next(masses, None), next(counts, None)),
+        ]
+
+    def _fresh(
+        self,
+        batch: Batch,
+        now: Pass,
+        key: Tensor,
+        value: Tensor,
+        mass: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> Group:
+        return Group(
+            position=batch.by_head(now.position),
+            tier=FRESH,
+            fresh=True,
+            mass=mass,
+            seen=seen,
+            key=key if "keys" in self.selector.reads else None,
+            value=value if "values" in self.selector.reads else None,
+        )
+
+    def _note(self, batch: Batch, layer: int, scored: Scored) -> None:
+        """Let stored and windowed tokens carry the scores they were just given."""
+        for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
+            if group.tier != FRESH:
+                batch.stores[group.tier].set_scores(batch.streams(layer), flat(score))
+            elif not group.fresh and batch.window is not None and batch.window.score is not None:
+                batch.window.score[layer] = score
+
+    def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
+        """Plan some layers together and carry it out, layer by layer."""
+        if first == 0:
+            self._budget = self._resolve(batch, now.total)
+            batch.reserve(torch.minimum(now.total, self._budget))
+        assert self._budget is not None
+        scored = [a.scored for a in arrivals if a.scored is not None]
+        plans = plan_layers(
+            self.selector, batch.shape, first, scored, now.total, self._budget, batch.window_size
+        )
+        for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
+            self._restack(batch, first + i, scored[i], plan)
+            self._enter(batch, now, first + i, arrival, scored[i], plan)
+
+    def _restack(
+        self, batch: Batch, layer: int, scored: Scored, plan: Sequence[Tensor]
+    ) -> None:
+        """Drop and downgrade stored tokens; whole pages return to the pool."""
+        streams = batch.streams(layer)
+        moved = []
+        for group, tier in zip(scored.groups, plan, strict=True):
+            if group.tier == FRESH:
+                continue
+            held = group.position >= 0
+            down = held & (tier != group.tier) & (tier != DROP)
+            if bool((down & (tier < group.tier)).any()):
+                raise ValueError("the plan sends a stored token back to an earlier tier")
+            store = batch.stores[group.tier]
+            if bool(down.any()):
+                read = store.read(streams, frozenset({"keys", "values"}))
+                moved.append((read, flat(tier.masked_fill(~down, DROP))))
+            store.compact(streams, flat(held & (tier == group.tier)))
+        for read, tier in moved:
+            assert read.key is not None and read.value is not None
+            for index, store in enumerate(batch.stores):
+                store.append(
+                    streams, read.key, read.value, tier == index, read.score, read.position
+                )
+
+    def _enter(
+        self,
+        batch: Batch,
+        now: Pass,
+        layer: int,
+        arrival: _Arrival,
+        scored: Scored,
+        plan: Sequence[Tensor],
+    ) -> None:
+        """Append what leaves the window to its tiers, and put the rest into the window."""
+        raw = batch.held_window
+        keys = [arrival.key] if raw is None else [raw.key[layer], arrival.key]
+        values = [arrival.value] if raw is None else [raw.value[layer], arrival.value]
+        scores = scored.split(scored.score)
+        loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
+        key, value = flat(torch.cat(keys, 2)), flat(torch.cat(values, 2))
+        tier = flat(torch.cat([plan[i] for i in loose], -1))
+        score = flat(torch.cat([scores[i] for i in loose], -1))
+        position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
+        for index, store in enumerate(batch.stores):
+            store.append(batch.streams(layer), key, value, tier == index, score, position)
+        if batch.window is not None:
+            batch.window.put(
+                slice(layer, layer + 1),
+                arrival.key[None],
+                arrival.value[None],
+                now.position,
+                now.total,
+                scores[-1][None],
+            )
+
+    def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """Budgets of the sequences, in tokens per head."""
+        heads = batch.shape.layers * batch.shape.kv_heads
+        token_bytes = round(batch.layouts[0].token_bytes * heads)
+        least = max(1, self.selector.protected)
+        own = self.selector.budget
+        if self.budgets is None:
+            return own.resolve(total, token_bytes, least)
+        rows = [
+            (asked or own).resolve(total[i : i + 1], token_bytes, least)
+            for i, asked in enumerate(self.budgets)
+        ]
+        return torch.cat(rows)
+
+    # -- decoding ----------------------------------------------------------------------------
+
+    def _decode(self, batch: Batch, now: Pass, arrivals: Sequence[_Arrival]) -> None:
+        """Store one fresh token per sequence, for all layers at once."""
+        key = torch.stack([a.key for a in arrivals])
+        value = torch.stack([a.value for a in arrivals])
+        score = torch.stack([a.fresh_score() for a in arrivals])
+        position = now.position
+        if batch.window is not None:
+            key, value, position, left = batch.window.exchange(
+                key, value, position, now.total, score
+            )
+            score = score if left is None else left
+        where = position[None, :, None].expand(key.shape[:-1])
+        rows = (
+            key.flatten(0, 2),
+            value.flatten(0, 2),
+            score.flatten(0, 2),
+            where.flatten(0, 2).int(),
+        )
+        if self.selector.decode == "step":
+            self._step(batch, now, *rows)
+        else:
+            keys, values, scores, places = rows
+            batch.stores[0].append(batch.streams(), keys, values, places >= 0, scores, places)
+
+    def _step(
+        self,
+        batch: Batch,
+        now: Pass,
+        key: Float[Tensor, "S 1 D"],
+        value: Float[Tensor, "S 1 Dv"],
+        score: Float[Tensor, "S 1"],
+        position: Int[Tensor, "S 1"],
+    ) -> None:
+        """Let the selector place each head's candidate and move at most one victim."""
+        streams, lead = batch.streams(), batch.stores[0].length.shape  # N B H
+        if self._budget is None:
+            self._budget = self._resolve(batch, now.total)
+        found = [store.weakest(streams) for store in batch.stores]
+        step = self.selector.step(
+            StepView(
+                shape=batch.shape,
+                first_layer=0,
+                candidate=score.view(lead),
+                weakest=torch.stack([weakest.view(lead) for weakest, _ in found]),
+                count=torch.stack([s.length.long() for s in batch.stores]),
+                length=now.total,
+                budget=self._budget,
+            )
+        )
+        absent = position[:, 0] < 0
+        candidate = step.candidate.flatten().masked_fill(absent, DROP)
+        victim = step.victim.flatten().masked_fill(absent, NOBODY)
+        target = step.target.flatten()
+        for tier, (store, (_, slot)) in enumerate(zip(batch.stores, found, strict=True)):
+            mine = (victim == tier) & (slot >= 0)
+            # A victim that goes for good leaves its place to a candidate of the same tier.
+            swap = mine & (candidate == tier) & (target == DROP)
+            store.replace(
+                streams,
+                slot.masked_fill(~swap, -1),
+                key[:, 0],
+                value[:, 0],
+                score[:, 0],
+                position[:, 0],
+            )
+            self._move(batch, tier, slot.masked_fill(~(mine & ~swap), -1), target)
+            enters = (candidate == tier) & ~swap
+            store.append(streams, key, value, enters[:, None], score, position)
+
+    @staticmethod
+    def _move(
+        batch: Batch, tier: int, slot: Int[Tensor, " S"], target: Int[Tensor, " S"]
+    ) -> None:
+        """Take victims (slot -1: none) out of their tier, into a later one or away."""
+        store, streams = batch.stores[tier], batch.streams()
+        down = (slot >= 0) & (target != DROP)
+        if bool(down.any()):
+            read = store.fetch(streams, slot.masked_fill(~down, -1))
+            assert read.key is not None and read.value is not None
+            for index, later in enumerate(batch.stores):
+                enters = (down & (target == index))[:, None]
+                later.append(streams, read.key, read.value, enters, read.score, read.position)
+        store.remove(streams, slot)

@@ -1,0 +1,139 @@
+"""From stored and fresh tokens to what a selector sees, and back from its plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy import DROP, CacheShape, LayerView, PlanView, Selector
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of a layer's tokens that lie together: a tier's, the window's, the fresh ones."""
+
+    position: Int[Tensor, "B H S"]  # -1: no token
+    tier: int  # index of the tier, or FRESH
+    fresh: bool
+    score: Float[Tensor, "B H S"] | None = None
+    mass: Float[Tensor, "B H S"] | None = None
+    seen: Int[Tensor, "B H S"] | None = None
+    key: Float[Tensor, "B H S D"] | None = None
+    value: Float[Tensor, "B H S Dv"] | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A layer's tokens with the scores its selector gave, in the order of their positions."""
+
+    groups: tuple[Group, ...]
+    order: Int[Tensor, "B H L"]  # place in the groups laid side by side
+    position: Int[Tensor, "B H L"]
+    tier: UInt8[Tensor, "B H L"]
+    score: Float[Tensor, "B H L"]
+
+    @classmethod
+    def carried(cls, groups: Sequence[Group]) -> "Scored":
+        """Take the scores the tokens carry, without asking the selector."""
+        order = _order(groups)
+        score = torch.cat([_carried_score(g) for g in groups], -1).gather(-1, order)
+        position = torch.cat([g.position for g in groups], -1).gather(-1, order)
+        return cls(tuple(groups), order, position, _tiers(groups).gather(-1, order), score)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Take a result in position order apart again, by group."""
+        sizes = [g.position.shape[-1] for g in self.groups]
+        return list(torch.empty_like(x).scatter_(-1, self.order, x).split(sizes, -1))
+
+
+def score_layer(
+    selector: Selector,
+    layer: int,
+    shape: CacheShape,
+    groups: Sequence[Group],
+    length: Int[Tensor, " B"],
+) -> Scored:
+    """Lay the groups side by side, sort by position, and let the selector score the tokens."""
+    order = _order(groups)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, -1).gather(-1, order)
+
+    def vectors(parts: list[Tensor | None]) -> Tensor | None:
+        whole = torch.cat([p.float() for p in parts if p is not None], -2)
+        return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
+
+    observed = all(g.mass is not None for g in groups)
+    view = LayerView(
+        layer=layer,
+        shape=shape,
+        position=joined([g.position for g in groups]),
+        fresh=joined([torch.full_like(g.position, g.fresh, dtype=torch.bool) for g in groups]),
+        score=joined([_carried_score(g) for g in groups]),
+        length=length,
+        mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
+        seen=joined([g.seen.long() for g in groups if g.seen is not None]) if observed else None,
+        keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
+        values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
+    )
+    score = selector.score(view).float()
+    return Scored(tuple(groups), order, view.position, _tiers(groups).gather(-1, order), score)
+
+
+def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
+    """Places of the tokens by position; places without a token come last."""
+    position = torch.cat([g.position for g in groups], -1)
+    last = torch.iinfo(position.dtype).max
+    return position.masked_fill(position < 0, last).argsort(dim=-1, stable=True)
+
+
+def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
+    if group.score is not None:
+        return group.score
+    return torch.zeros_like(group.position, dtype=torch.float32)
+
+
+def _tiers(groups: Sequence[Group]) -> UInt8[Tensor, "B H L"]:
+    return torch.cat([torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in groups], -1)
+
+
+def plan_layers(
+    selector: Selector,
+    shape: CacheShape,
+    first_layer: int,
+    scored: Sequence[Scored],
+    length: Int[Tensor, " B"],
+    budget: Int[Tensor, " B"],
+    window: int,
+) -> list[list[UInt8[Tensor, "B H S"]]]:
+    """Plan some layers together; give each group's tiers, layer by layer.
+
+    Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
+    beside the budget.
+    """
+    width = max(s.position.shape[-1] for s in scored)
+
+    def stack(parts: list[Tensor], fill: float) -> Tensor:
+        return torch.stack(
+            [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
+        )
+
+    position = stack([s.position for s in scored], -1)
+    if window:
+        held_raw = position >= (length - window)[None, :, None, None]
+        position = position.masked_fill(held_raw, -1)
+    plan = selector.plan(
+        PlanView(
+            shape=shape,
+            first_layer=first_layer,
+            score=stack([s.score for s in scored], 0.0),
+            position=position,
+            tier=stack([s.tier for s in scored], DROP),
+            length=length,
+            budget=budget,
+        )
+    )
+    plan = torch.where(position >= 0, plan, DROP)
+    return [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]

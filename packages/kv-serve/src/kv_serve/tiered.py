@@ -1,0 +1,237 @@
+"""A compressed cache for all layers of a model, independent of the host that runs it.
+
+Per forward pass the host calls `begin` once and `attend` for every layer in order. Attention reads
+stored pages in place, the raw window, and the fresh tokens; then the fresh tokens are stored as the
+policy says. Nothing keeps an uncompressed copy of what is stored.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from kv_attention import DenseTokens, attend
+from kv_paging import TokenStore
+from kv_policy import Budget, CacheShape, KVPolicy
+from torch import Tensor
+
+from kv_serve.batch import Batch, Pass, grid, lay_out
+from kv_serve.keep_all import KeepAll
+from kv_serve.keep_selected import KeepSelected
+from kv_serve.memory import MemoryReport
+
+
+class TieredCache:
+    """The cache of one batch under one policy."""
+
+    def __init__(
+        self,
+        policy: KVPolicy,
+        shape: CacheShape,
+        *,
+        pages: int | None = None,
+        page_tokens: int = 16,
+        budgets: Sequence[Budget | None] | None = None,
+        device: torch.device | str = "cpu",
+        backend: str = "torch",
+    ) -> None:
+        """Check what is asked; memory is taken when the first tokens arrive.
+
+        Args:
+            policy: what to keep and how.
+            shape: the model's cache, or a shard of its heads.
+            pages: size of a fixed pool; None lets the pool grow as needed.
+            page_tokens: tokens of the first tier in a page.
+            budgets: a budget per sequence of the batch, None for the policy's own.
+            device: where the cache lives.
+            backend: name of the attention backend.
+
+        Raises:
+            ValueError: the policy asks for something this cache cannot do, a budget is below what
+                the policy protects, or a size is not positive.
+        """
+        if pages is not None and pages < 1:
+            raise ValueError(f"a pool of {pages} pages holds nothing; give at least 1, or None to grow")
+        if policy.basis is not None:
+            raise ValueError(
+                f"{policy} stores vectors in a basis of its own, which this cache does not serve; "
+                "leave that part out"
+            )
+        self.policy, self.shape = policy, shape
+        self._device, self._backend, self._pages = torch.device(device), backend, pages
+        self._layouts = lay_out(policy, shape, page_tokens)
+        for layout in self._layouts:
+            if layout.format.block != 1:
+                raise ValueError(
+                    f"{policy} encodes {layout.format.block} tokens together; this cache stores "
+                    "formats whose tokens stand alone"
+                )
+        self._budgets = tuple(budgets) if budgets is not None else None
+        self._check_budgets()
+        self.reset()
+
+    def _check_budgets(self) -> None:
+        selector = self.policy.selector
+        for budget in self._budgets or ():
+            if budget is not None and selector is None:
+                raise ValueError(
+                    f"{self.policy} keeps every token, so a budget of {budget} has no meaning"
+                )
+            if budget is None or selector is None:
+                continue
+            if budget.unit == "tokens" and budget.amount < selector.protected:
+                raise ValueError(
+                    f"a budget of {budget} tokens is smaller than the {selector.protected} that "
+                    f"{self.policy} protects; give at least that many"
+                )
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        self.batch: Batch | None = None
+        self._keeper: KeepAll | KeepSelected = KeepAll()
+        self._pass: Pass | None = None
+        self._next_layer = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of the batch so far, padding included."""
+        return self.batch.columns if self.batch is not None else 0
+
+    @property
+    def sequences(self) -> int | None:
+        """Sequences held, or None before the first pass."""
+        return len(self.batch.seen) if self.batch is not None else None
+
+    def begin(self, valid: Bool[Tensor, "B L"]) -> None:
+        """Start a pass over new columns; `valid` is False where a column is padding.
+
+        Raises:
+            ValueError: no columns, another batch size than before, or a sequence that goes on
+                without ever having had a token.
+            RuntimeError: the pass before this one did not finish.
+        """
+        if self._pass is not None:
+            raise RuntimeError(
+                f"the forward pass before this one stopped at layer {self._next_layer} of "
+                f"{self.shape.layers}, so the cache holds a part of it; call reset() and start anew"
+            )
+        sequences, columns = valid.shape
+        if columns == 0 or sequences == 0:
+            raise ValueError("the prompt is empty; give at least one sequence of at least one token")
+        batch = self.batch or self._allocate(sequences)
+        if sequences != len(batch.seen):
+            raise ValueError(
+                f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use "
+                "one cache per batch, or reset() it"
+            )
+        if columns == 1 and batch.columns and bool((batch.seen == 0).any()):
+            rows = (batch.seen == 0).nonzero().flatten().tolist()
+            raise ValueError(
+                f"sequence(s) {rows} of the batch are all padding, so there is no prompt to go on "
+                "from; leave them out"
+            )
+        count = valid.long().cumsum(-1)
+        position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
+        self.batch = batch
+        self._pass = Pass(position, batch.seen + count[:, -1])
+        self._next_layer = 0
+
+    def _allocate(self, sequences: int) -> Batch:
+        budgets = self._budgets
+        if budgets is not None:
+            if sequences % len(budgets):
+                raise ValueError(
+                    f"{len(budgets)} budgets were given for a batch of {sequences}; give one for "
+                    "each sequence (beams of a sequence share theirs)"
+                )
+            beams = sequences // len(budgets)
+            budgets = tuple(b for b in budgets for _ in range(beams))
+        selector = self.policy.selector
+        self._keeper = KeepAll() if selector is None else KeepSelected(selector, budgets)
+        return Batch.allocate(
+            self.policy, self.shape, self._layouts, sequences, self._pages, self._device
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "B H G L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        scale: float,
+    ) -> Float[Tensor, "B H G L Dv"]:
+        """Attend over everything the layer holds and the fresh tokens, then store those.
+
+        Raises:
+            RuntimeError: `begin` was not called, or layers come out of order.
+            kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
+        """
+        now, batch = self._pass, self.batch
+        if now is None or batch is None or layer != self._next_layer:
+            expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
+            raise RuntimeError(f"layer {layer} attends where {expected} was expected")
+        keeper = self._keeper
+        stored = [s for s in batch.stores if s.pages_used]
+        dense = [DenseTokens(key, value, now.position)]
+        raw = batch.held_window
+        if raw is not None:
+            dense.insert(0, DenseTokens(raw.key[layer], raw.value[layer], raw.position))
+        observe = keeper.observe_prompt if now.prompt else keeper.observe_step
+        result = attend(
+            query,
+            now.position,
+            [s.view(layer) for s in stored],
+            dense,
+            scale,
+            observe,
+            page_positions=self._positions(batch, layer, stored) if observe.skip else None,
+            backend=self._backend,
+        )
+        keeper.take(batch, now, layer, key, value, result)
+        self._next_layer += 1
+        if self._next_layer == self.shape.layers:
+            keeper.finish(batch, now)
+            batch.end(now)
+            self._pass = None
+            keeper.after(batch)
+        return result.out
+
+    def _positions(
+        self, batch: Batch, layer: int, stored: list[TokenStore]
+    ) -> list[Int[Tensor, "B H S"] | None]:
+        """Positions of stored tokens, for observations that skip near queries."""
+        reads = [s.read(batch.streams(layer)).position for s in stored]
+        return [None if p is None else grid(p, self.shape.kv_heads) for p in reads]
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
+        if self.batch is not None:
+            source = source.to(self._device)
+            self.batch.select(source)
+            self._keeper.select(source)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the newest tokens can be taken back."""
+        formats = self.policy.formats
+        return self.policy.capabilities.rolls_back and not (formats and formats.window)
+
+    def roll_back(self, columns: int) -> None:
+        """Take the newest `columns` columns back.
+
+        Raises:
+            ValueError: the policy cannot, or there are not that many.
+        """
+        if not self.rolls_back:
+            raise ValueError(
+                f"{self.policy} cannot take tokens back; use a policy that keeps every token and "
+                "has no raw window, such as k8v4"
+            )
+        if self.batch is not None and columns:
+            self.batch.take_back(columns)
+
+    def memory(self) -> MemoryReport:
+        """Count what is held, by name."""
+        if self.batch is not None:
+            return self.batch.memory()
+        none = torch.zeros(self.shape.layers, 0, self.shape.kv_heads, dtype=torch.long)
+        return MemoryReport(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, self._layouts[0].nbytes, none)

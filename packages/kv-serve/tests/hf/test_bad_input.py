@@ -1,0 +1,191 @@
+"""What a cache refuses, and that it says so in a sentence."""
+
+import pytest
+import torch
+from kv_paging import PoolExhausted
+from kv_policy import Budget, UnknownPolicyError
+from kv_serve import CompressedCache
+from kv_serve.hf.support import UnsupportedModelError
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma2Config,
+    MistralConfig,
+)
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def test_an_unknown_policy_lists_the_installed_ones(make) -> None:
+    with pytest.raises(UnknownPolicyError, match=r"'k9v9'.*k8v4.*snapkv.*streaming"):
+        CompressedCache(make(), "k9v9")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("snapkv:budget=-3", "budget '-3' is not understood"),
+        ("snapkv:window=many", "window=many is refused"),
+        ("snapkv:budget=16,window=32", "smaller than the 32 it protects"),
+        ("snapkv:size=3", "no parameter 'size'.*budget, window"),
+        ("k8v4+k4v2", "k8v4 and k4v2 both say"),
+        ("", "a policy's name is missing"),
+    ],
+)
+def test_a_bad_policy_is_refused_with_what_would_be_right(make, spec, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompressedCache(make(), spec)
+
+
+def test_a_budget_below_the_window_of_one_request(make) -> None:
+    with pytest.raises(ValueError, match="budget of 8 tokens is smaller than the 32"):
+        CompressedCache(make(), "snapkv:window=32", budgets=[None, Budget(8)])
+    with pytest.raises(ValueError, match="keeps every token"):
+        CompressedCache(make(), "k8v4", budgets=[Budget(64)])
+
+
+@torch.no_grad()
+def test_budgets_for_another_number_of_sequences(make, batch) -> None:
+    model = make()
+    cache = CompressedCache(model, "streaming:budget=8", budgets=[Budget(9), Budget(10)])
+    with pytest.raises(ValueError, match="2 budgets were given for a batch of 3"):
+        model(**batch(), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**TINY, sliding_window=16), "MistralForCausalLM has layers of type sliding"),
+        (Gemma2Config(**TINY), "Gemma2ForCausalLM caps its attention logits"),
+        (
+            DeepseekV3Config(
+                **(TINY | {"num_key_value_heads": 4}),
+                kv_lora_rank=8,
+                q_lora_rank=None,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=8,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                moe_intermediate_size=16,
+                first_k_dense_replace=2,
+            ),
+            "DeepseekV3ForCausalLM has latent attention",
+        ),
+    ],
+    ids=["sliding", "softcap", "latent"],
+)
+def test_a_model_of_another_kind_is_refused(config, message) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        CompressedCache(model, "k8v4")
+
+
+@torch.no_grad()
+def test_an_empty_prompt(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    with pytest.raises(ValueError, match="prompt is empty"):
+        model(torch.zeros(1, 0, dtype=torch.long), past_key_values=cache)
+
+
+def test_a_row_that_is_all_padding(make, batch) -> None:
+    model, inputs = make(), batch((6, 4))
+    inputs["attention_mask"][1] = 0
+    cache = CompressedCache(model, "k8v4")
+    with pytest.raises(ValueError, match=r"sequence\(s\) \[1\] of the batch are all padding"):
+        model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_pool_too_small_says_so_and_the_cache_can_be_reset(make) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, 40))
+    cache = CompressedCache(model, "k8v4", pages=10)
+    with pytest.raises(PoolExhausted, match="10") as caught:
+        model(ids, past_key_values=cache)
+    assert caught.value.needed > caught.value.free
+    with pytest.raises(RuntimeError, match="stopped at layer 1 of 3"):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    model(ids[:, :16], past_key_values=cache)
+    assert cache.memory().pages_used == 3 * 2
+
+
+@torch.no_grad()
+def test_another_batch_in_the_same_cache(make, batch) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    model(**batch((5, 5)), past_key_values=cache)
+    with pytest.raises(ValueError, match="3 sequences and the cache holds 2"):
+        model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_an_attention_that_does_not_know_the_cache(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="changed to 'sdpa'"):
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+
+
+def test_training_is_refused(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    with pytest.raises(ValueError, match="inference only"):
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_is_refused(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    with pytest.raises(ValueError, match="2D mask"):
+        model(
+            torch.ones(1, 4, dtype=torch.long),
+            attention_mask=torch.zeros(1, 1, 4, 4),
+            past_key_values=cache,
+        )
+
+
+@torch.no_grad()
+def test_taking_back_what_cannot_be(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "streaming:budget=8")
+    model(torch.ones(1, 12, dtype=torch.long), past_key_values=cache)
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="negative number"):
+        cache.crop(2)
+    exact = CompressedCache(model, "k8v4")
+    model(torch.ones(1, 12, dtype=torch.long), past_key_values=exact)
+    with pytest.raises(ValueError, match="13 tokens cannot be taken back"):
+        exact.crop(-13)
+
+
+@pytest.mark.parametrize("length", [1, 5, 31, 32, 33])
+@torch.no_grad()
+def test_a_prompt_shorter_than_the_window_loses_nothing(make, length) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, length))
+    cache = CompressedCache(model, "snapkv:budget=64,window=32")
+    got = model(ids, past_key_values=cache).logits
+    more = model(ids[:, :1], past_key_values=cache).logits
+    full = DynamicCache()
+    torch.testing.assert_close(got, model(ids, past_key_values=full).logits, rtol=1e-4, atol=1e-5)
+    want = model(ids[:, :1], past_key_values=full).logits
+    torch.testing.assert_close(more, want, rtol=1e-4, atol=1e-5)
+    assert (cache.memory().tokens == length + 1).all()

@@ -1,0 +1,151 @@
+"""A policy that drops nothing and stores exactly must change nothing."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import pytest
+import torch
+from kv_policy import CacheShape, Formats, Part, RawCodec, TokenFormat
+from kv_serve import CompressedCache
+from msgspec import Meta
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class Windowed(Part):
+    """Exact storage behind a raw window, so that tokens travel through the ring."""
+
+    name: ClassVar[str] = "windowed"
+    window: Annotated[int, Meta(ge=0)] = 5
+
+    @property
+    def formats(self) -> Formats:
+        return self
+
+    @property
+    def tiers(self) -> int:
+        return 1
+
+    def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
+        return (TokenFormat(RawCodec(shape.key_dim, shape.dtype), RawCodec(shape.value_dim, shape.dtype)),)
+
+
+POLICIES = ["raw", Windowed(5), Windowed(1), Windowed(64)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_greedy_tokens_of_a_ragged_batch_are_those_of_the_full_cache(name, policy, make, batch) -> None:
+    model, inputs = make(name), batch()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    full = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, past_key_values=CompressedCache(model, policy))
+    assert torch.equal(ours, full)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@torch.no_grad()
+def test_logits_of_chunked_forwards_are_those_of_one(policy, chunk, make, batch) -> None:
+    model, inputs = make(), batch()
+    whole = model(**inputs, past_key_values=DynamicCache()).logits
+    cache, pieces, width = CompressedCache(model, policy), [], inputs["input_ids"].shape[1]
+    for start in range(0, width, chunk):
+        end = min(start + chunk, width)
+        if chunk == 1 and start == 1:
+            break  # rows that start with padding cannot go on token by token
+        mask = inputs["attention_mask"][:, :end]
+        place = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+        ids = inputs["input_ids"][:, start:end]
+        pieces.append(
+            model(ids, attention_mask=mask, position_ids=place, past_key_values=cache).logits
+        )
+    got = torch.cat(pieces, 1)
+    real = inputs["attention_mask"][:, : got.shape[1]].bool()
+    place = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    whole = model(**inputs, position_ids=place, past_key_values=DynamicCache()).logits
+    torch.testing.assert_close(got[real], whole[:, : got.shape[1]][real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_beams_go_on_from_the_beams_they_were_chosen_from(policy, make, batch) -> None:
+    model, inputs = make(), batch((14, 8))
+    options = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False}
+    full = model.generate(**inputs, **options)
+    cache = CompressedCache(model, policy)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), full)
+    assert cache.batch_size == 6
+
+
+def test_sampling_draws_the_same_tokens(make, batch) -> None:
+    model, inputs = make(), batch()
+    options = {"max_new_tokens": 10, "do_sample": True, "temperature": 0.9}
+    torch.manual_seed(11)
+    full = model.generate(**inputs, **options)
+    torch.manual_seed(11)
+    ours = model.generate(**inputs, **options, past_key_values=CompressedCache(model, "raw"))
+    assert torch.equal(ours, full)
+
+
+def test_generate_in_chunks_of_the_prompt(make, batch) -> None:
+    model, inputs = make(), batch()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    full = model.generate(**inputs, **options)
+    ours = model.generate(
+        **inputs, **options, prefill_chunk_size=7, past_key_values=CompressedCache(model, "raw")
+    )
+    assert torch.equal(ours, full)
+
+
+def test_a_conversation_goes_on_in_the_same_cache(make, batch) -> None:
+    model = make()
+    torch.manual_seed(1)
+    ids = torch.randint(3, 101, (1, 20))
+    cache = CompressedCache(model, "raw")
+    first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    more = torch.cat([first, torch.randint(3, 101, (1, 9))], 1)
+    again = model.generate(more, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    assert torch.equal(again, model.generate(more, max_new_tokens=6, do_sample=False))
+    assert cache.get_seq_length() == again.shape[1] - 1
+
+
+@torch.no_grad()
+def test_tokens_taken_back_leave_no_trace(make, batch) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (2, 21))
+    cache = CompressedCache(model, "raw", page_tokens=4)
+    model(ids, past_key_values=cache)
+    used = cache.memory().pages_used
+    assert cache.is_croppable
+    model(torch.randint(3, 101, (2, 9)), past_key_values=cache)
+    cache.crop(-9)
+    assert cache.get_seq_length() == 21
+    assert cache.memory().pages_used == used
+    more = torch.randint(3, 101, (2, 3))
+    got = model(more, past_key_values=cache).logits
+    whole = model(torch.cat([ids, more], 1)).logits[:, -3:]
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_other_caches_go_on_working_in_the_model(make, batch) -> None:
+    model, inputs = make(), batch()
+    before = model(**inputs, past_key_values=DynamicCache()).logits
+    text = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    CompressedCache(model, "raw")
+    assert model.config._attn_implementation == "kv_serve"
+    assert torch.equal(model(**inputs, past_key_values=DynamicCache()).logits, before)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), text)
+    assert torch.equal(model(**inputs, use_cache=False).logits, before)
+
+
+def test_a_cache_used_under_inference_mode_goes_on_outside(make, batch) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, 12))
+    cache = CompressedCache(model, Windowed(4))
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        got = model(ids[:, :1], past_key_values=cache).logits
+        whole = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,109 @@
+"""Bytes: what the cache says it holds is what its parts and its tensors hold."""
+
+import pytest
+import torch
+from kv_serve import CompressedCache
+
+POLICIES = [
+    "raw",
+    "k8v4",
+    "k4v2:window=16",
+    "streaming:budget=24",
+    "snapkv:budget=24,window=8",
+    "snapkv:budget=50%,window=8+k8v4",
+    "snapkv:budget=24,window=8+k4v2:window=4",
+]
+
+
+def held(cache: CompressedCache) -> int:
+    """Bytes of every tensor that the cache reaches, each storage counted once."""
+    found, queue, known = {}, [cache.tiered.batch], set()
+    while queue:
+        thing = queue.pop()
+        if id(thing) in known:
+            continue
+        known.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, (tuple, list)):
+            queue.extend(thing)
+        elif type(thing).__module__.startswith(("kv_serve", "kv_paging")):
+            slots = getattr(type(thing), "__slots__", ())
+            queue.extend(getattr(thing, name) for name in slots)
+            queue.extend(getattr(thing, "__dict__", {}).values())
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@torch.no_grad()
+def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> None:
+    model = make()
+    cache = CompressedCache(model, policy, page_tokens=8)
+    inputs = batch((70, 41))
+    model(**inputs, past_key_values=cache)
+    for _ in range(5):
+        model(torch.full((2, 1), 9), past_key_values=cache)
+        report = cache.memory()
+        named = (
+            report.vector_bytes,
+            report.score_bytes,
+            report.position_bytes,
+            report.unfilled_bytes,
+            report.spare_bytes,
+            report.window_bytes,
+            report.table_bytes,
+        )
+        assert min(named) >= 0
+        assert sum(named) == report.total_bytes
+        assert report.pages_held_bytes == cache.tiered.batch.pool.data.numel()
+        # Counters of a few numbers (tokens seen, ends of the free list) are not memory to account.
+        assert 0 <= held(cache) - report.total_bytes <= 64
+
+
+@torch.no_grad()
+def test_integers_take_exactly_their_bytes(make) -> None:
+    model = make("qwen3", torch.bfloat16)  # 10 dimensions: 10 + 4 and 5 + 4 bytes, not 40
+    cache = CompressedCache(model, "k8v4", page_tokens=16)
+    model(torch.randint(3, 101, (1, 64)), past_key_values=cache)
+    report = cache.memory()
+    heads = 3 * 2 * 64
+    assert report.vector_bytes == heads * (14 + 9)
+    assert report.full_bytes == heads * 40
+    assert report.unfilled_bytes == 0
+    assert report.pages_used == 3 * 2 * 4
+    assert (report.tokens == 64).all()
+
+
+@torch.no_grad()
+def test_snapkv_holds_its_budget_and_the_pages_for_it(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "snapkv:budget=48,window=8", pages=60, page_tokens=16)
+    model(torch.randint(3, 101, (1, 160)), past_key_values=cache)
+    report = cache.memory()
+    assert (report.tokens == 48).all()
+    assert report.pages_used == 3 * 2 * 3
+    assert report.pages_free == 60 - 18
+
+
+@torch.no_grad()
+def test_what_a_follow_up_drops_goes_back_to_the_pool(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "snapkv:budget=32,window=8", page_tokens=4)
+    model(torch.randint(3, 101, (1, 100)), past_key_values=cache)
+    for _ in range(3):
+        model(torch.randint(3, 101, (1, 40)), past_key_values=cache)
+        assert (cache.memory().tokens == 32).all()
+        assert cache.memory().pages_used == 3 * 2 * 8
+
+
+@torch.no_grad()
+def test_nothing_is_held_before_the_first_token_nor_after_a_reset(make) -> None:
+    model = make()
+    cache = CompressedCache(model, "k8v4")
+    assert cache.memory().total_bytes == 0
+    model(torch.randint(3, 101, (1, 30)), past_key_values=cache)
+    assert cache.memory().total_bytes > 0
+    cache.reset()
+    assert cache.memory().total_bytes == 0
+    assert cache.get_seq_length() == 0

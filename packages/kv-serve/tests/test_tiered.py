@@ -1,0 +1,295 @@
+"""The cache under selectors, against attention over the very tokens it says it keeps."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+import torch
+from jaxtyping import Float, UInt8
+from kv_policy import (
+    DROP,
+    NOBODY,
+    Budget,
+    CacheShape,
+    Evictor,
+    Formats,
+    LayerView,
+    Observe,
+    Part,
+    PlanView,
+    RawCodec,
+    Selector,
+    Step,
+    StepView,
+    TokenFormat,
+    best,
+    compose,
+    parse,
+    protect,
+)
+from kv_serve.tiered import TieredCache
+from msgspec import Meta
+from torch import Tensor
+
+SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Exact(Part):
+    """Several tiers that all store exactly, so that only the plumbing is tested."""
+
+    name: ClassVar[str] = "exact"
+    tiers: Annotated[int, Meta(ge=1)] = 1
+    window: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def formats(self) -> Formats:
+        return self
+
+    def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
+        key, value = RawCodec(shape.key_dim, shape.dtype), RawCodec(shape.value_dim, shape.dtype)
+        return (TokenFormat(key, value),) * self.tiers
+
+
+@dataclass(frozen=True)
+class ByKey(Evictor):
+    """Keeps the keys of greatest first coordinate, and replans while decoding."""
+
+    name: ClassVar[str] = "bykey"
+    every: int = 0
+    whole: bool = False
+    sinks: int = 1
+
+    @property
+    def reads(self) -> frozenset[Literal["keys", "values"]]:
+        return frozenset({"keys"})
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        return "model" if self.whole else "layer"
+
+    @property
+    def replan(self) -> int:
+        return self.every
+
+    @property
+    def protected(self) -> int:
+        return self.sinks
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        assert view.keys is not None
+        return protect(view.keys[..., 0].float(), view, self.sinks)
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        if not self.whole:
+            return super().plan(view)
+        N, B, H, L = view.score.shape
+        held = view.position >= 0
+        pooled = view.score.masked_fill(~held, -torch.inf).permute(1, 0, 2, 3).reshape(B, -1)
+        keep = best(pooled, view.budget * N * H).view(B, N, H, L).permute(1, 0, 2, 3) & held
+        return torch.where(keep, 0, DROP).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Ladder(Evictor):
+    """Two tiers and a way out: a token arrives in the first and is handed down step by step."""
+
+    name: ClassVar[str] = "ladder"
+    high: int = 4
+    low: int = 6
+
+    @property
+    def tiers(self) -> int:
+        return 2
+
+    @property
+    def decode(self) -> Literal["grow", "step"]:
+        return "step"
+
+    @property
+    def observe(self) -> Observe:
+        return Observe(last=None, group="max", generated=True, skip=1)
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        assert view.mass is not None
+        return torch.where(view.position >= 0, view.score + view.mass, 0)
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        score = view.score.masked_fill(view.position < 0, -torch.inf)
+        rank = score.argsort(-1, descending=True, stable=True).argsort(-1)
+        tier = torch.where(rank < self.high, 0, torch.where(rank < self.high + self.low, 1, DROP))
+        tier = torch.where((view.tier == 1) & (tier == 0), 1, tier)
+        return tier.to(torch.uint8)
+
+    def step(self, view: StepView) -> Step:
+        high, low = view.count
+        first = torch.zeros_like(high, dtype=torch.uint8)
+        spill = high >= self.high
+        leave = ~spill & (low >= self.low)
+        victim = torch.where(spill, 0, torch.where(leave, 1, NOBODY)).to(torch.uint8)
+        target = torch.where(spill, 1, DROP).to(torch.uint8)
+        return Step(first, victim, target)
+
+
+class World:
+    """A batch of random streams, of which everything is remembered, beside the cache."""
+
+    def __init__(self, policy, sequences: int = 2, **options: object) -> None:
+        self.cache = TieredCache(policy, SHAPE, page_tokens=4, **options)
+        self.sequences = sequences
+        lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
+        self.key, self.value = torch.randn(*lead, 6), torch.randn(*lead, 5)
+        self.seen = torch.zeros(sequences, dtype=torch.long)
+
+    def kept(self, layer: int) -> Tensor:
+        """[B, H, 400] bool: the positions the layer holds, each once."""
+        batch = self.cache.batch
+        count = torch.zeros(self.sequences, SHAPE.kv_heads, 401, dtype=torch.long)
+        if batch is None:
+            return count[..., :400] > 0
+        for store in batch.stores:
+            read = store.read(batch.streams(layer))
+            place = read.position.long().masked_fill(~read.held, 400)
+            count.scatter_add_(-1, place.view(self.sequences, 2, -1), torch.ones_like(place.view(self.sequences, 2, -1)))
+        if batch.window is not None:
+            place = batch.window.position.masked_fill(batch.window.position < 0, 400)
+            place = place[:, None].expand(-1, 2, -1)
+            count.scatter_add_(-1, place, torch.ones_like(place))
+        assert count[..., :400].max() <= 1
+        return count[..., :400] > 0
+
+    def forward(self, valid: Tensor) -> None:
+        """One pass over new columns, checked layer by layer."""
+        self.cache.begin(valid)
+        width = valid.shape[1]
+        place = (self.seen[:, None] + valid.long().cumsum(-1) - 1).masked_fill(~valid, 399)
+        total = self.seen + valid.sum(-1)
+        for layer in range(SHAPE.layers):
+            before = self.kept(layer)
+            index = place[:, None, :, None].expand(-1, 2, -1, 6)
+            key = self.key[layer].gather(2, index)
+            value = self.value[layer].gather(2, index[..., :5])
+            query = torch.randn(self.sequences, 2, 2, width, 6)
+            out = self.cache.attend(layer, query, key, value, 0.4)
+            fresh = torch.arange(400)[None] >= self.seen[:, None]
+            fresh &= torch.arange(400)[None] < total[:, None]
+            visible = before[:, :, None] | fresh[:, None, None]
+            causal = torch.arange(400)[None, None] <= place[..., None]
+            mask = (visible & causal[:, None])[:, :, None]  # B H 1 L 400
+            logits = (query @ self.key[layer][:, :, None].mT) * 0.4
+            want = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ self.value[layer][:, :, None]
+            real = valid[:, None, None, :].expand(out.shape[:-1])
+            torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
+        self.seen = total
+        pool = self.cache.batch.pool
+        pool.check(torch.cat([s.pages() for s in self.cache.batch.stores]))
+
+
+def ragged(*lengths: int) -> Tensor:
+    width = max(lengths)
+    return torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
+
+
+def one(sequences: int = 2) -> Tensor:
+    return torch.ones(sequences, 1, dtype=torch.bool)
+
+
+POLICIES = {
+    "streaming": parse("streaming:budget=12,sinks=2"),
+    "streaming-window": compose(parse("streaming:budget=12,sinks=2"), Exact(1, 5)),
+    "snapkv": parse("snapkv:budget=14,window=4,pool=3"),
+    "snapkv-window": compose(parse("snapkv:budget=14,window=4,pool=3"), Exact(1, 6)),
+    "bykey": ByKey(Budget(10)),
+    "bykey-replan": ByKey(Budget(10), every=3),
+    "bykey-model": ByKey(Budget(10), whole=True),
+    "bykey-model-replan": ByKey(Budget(50, "percent"), every=4, whole=True),
+    "bykey-replan-window": compose(ByKey(Budget(10), every=3), Exact(1, 5)),
+    "ladder": compose(Ladder(), Exact(2)),
+    "ladder-window": compose(Ladder(), Exact(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_attention_is_over_the_tokens_that_are_kept(name: str) -> None:
+    world = World(POLICIES[name])
+    world.forward(ragged(31, 18))
+    for _ in range(9):
+        world.forward(one())
+    world.forward(ragged(3, 11))
+    for _ in range(9):
+        world.forward(one())
+    world.cache.select(torch.tensor([1, 1, 0]))
+    world.sequences = 3
+    chosen = torch.tensor([1, 1, 0])
+    world.key, world.value = world.key[:, chosen], world.value[:, chosen]
+    world.seen = world.seen[chosen]
+    for _ in range(6):
+        world.forward(one(3))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_streaming_holds_its_sinks_and_the_newest(window: int) -> None:
+    policy = parse("streaming:budget=12,sinks=2")
+    world = World(compose(policy, Exact(1, window)) if window else policy)
+    world.forward(ragged(31, 7))
+    for step in range(20):
+        world.forward(one())
+        for layer in range(SHAPE.layers):
+            kept = world.kept(layer)
+            for b in range(2):
+                n = int(world.seen[b])
+                want = set(range(min(n, 2))) | set(range(max(0, n - 10 - window), n))
+                got = set(kept[b, 0].nonzero().flatten().tolist())
+                assert got == want, (step, b)
+                assert torch.equal(kept[b, 0], kept[b, 1])
+
+
+def test_the_best_are_kept_and_the_budget_is_met_per_sequence() -> None:
+    world = World(ByKey(Budget(10)), budgets=[None, Budget(4)])
+    world.forward(ragged(31, 25))
+    for layer in range(SHAPE.layers):
+        for b, budget in enumerate((10, 4)):
+            score = world.key[layer, b, :, : int(world.seen[b]), 0].clone()
+            score[:, 0] = torch.inf
+            want = best(score, torch.full((2,), budget))
+            assert torch.equal(world.kept(layer)[b, :, : score.shape[1]], want)
+
+
+def test_a_budget_over_all_layers_is_spent_where_scores_are_high() -> None:
+    world = World(ByKey(Budget(10), whole=True))
+    world.key[1, ..., 0] += 10
+    world.forward(ragged(31, 25))
+    tokens = world.cache.memory().tokens
+    assert (tokens.sum((0, 2)) == 10 * 3 * 2).all()
+    assert (tokens[1] > tokens[0]).all()
+
+
+def test_a_share_of_the_prompt_and_bytes_per_token() -> None:
+    world = World(ByKey(Budget(50, "percent")))
+    world.forward(ragged(32, 20))
+    assert world.cache.memory().tokens[0, :, 0].tolist() == [16, 10]
+    record = 3 * 2 * (4 * 11 + 8)
+    world = World(ByKey(Budget(record / 4, "bytes")))
+    world.forward(ragged(32, 20))
+    assert world.cache.memory().tokens[0, :, 0].tolist() == [8, 5]
+
+
+def test_a_ladder_keeps_its_tiers_full_and_bounded() -> None:
+    world = World(compose(Ladder(high=4, low=6), Exact(2)))
+    world.forward(ragged(31, 28))
+    for _ in range(15):
+        world.forward(one())
+        high, low = (s.length for s in world.cache.batch.stores)
+        assert int(high.min()) >= 4
+        assert int(high.max()) <= 5
+        assert int(low.max()) <= 6 + 15
+
+
+def test_pages_are_reused_and_none_is_lost() -> None:
+    world = World(parse("streaming:budget=12,sinks=2"), pages=40)
+    world.forward(ragged(16, 16))
+    used = world.cache.memory().pages_used
+    for _ in range(100):
+        world.forward(one())
+    assert world.cache.memory().pages_used <= used
+    assert world.cache.memory().pages_used == 3 * 2 * 2 * 3
