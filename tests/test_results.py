@@ -1,0 +1,44 @@
+"""Results of benchmarks and counts of tests are written as documents and CI read them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _result
+from tools.count import count
+
+REPORT = """<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2">
+<testcase name="a"/></testsuite></testsuites>"""
+
+
+def test_a_quick_run_writes_nothing(tmp_path: Path) -> None:
+    written = _result.write("name", {"figure": 1.0}, [], quick=True, folder=tmp_path / "results")
+    assert written is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_says_what_was_measured_where_and_on_what(tmp_path: Path) -> None:
+    rows = [{"policy": "raw", "score": 0.5}]
+    path = _result.write("name", {"figure": 0.5}, rows, quick=False, folder=tmp_path / "results")
+    assert path == tmp_path / "results" / "name.json"
+    result = json.loads(path.read_text())
+    assert list(result) == ["name", "commit", "machine", "versions", "summary", "rows"]
+    assert result["summary"] == {"figure": 0.5}
+    assert result["rows"] == rows
+    assert len(result["commit"].removesuffix("-dirty")) == 40
+    assert {"cores", "memory_gib", "processor", "threads"} <= result["machine"].keys()
+    assert {"kv-policy", "python", "torch"} <= result["versions"].keys()
+
+
+def test_a_figure_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        _result.write("name", {"figure": math.nan}, [], quick=False, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_count_as_failures_and_reports_add_up(tmp_path: Path) -> None:
+    for name in ("one.xml", "two.xml"):
+        (tmp_path / name).write_text(REPORT)
+    assert count(tmp_path) == (6, 4, 4)
