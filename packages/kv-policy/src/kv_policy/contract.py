@@ -72,6 +72,7 @@ class Capabilities:
 class LayerView:
     """One layer's tokens as a selector scores them, each head's in the order of their positions.
 
+    Heads with fewer tokens have places without one (position -1) after their last.
     After a prompt or a part of one the view holds all tokens, stored and fresh. In decoding it
     holds all tokens if the policy observes generated queries, else only the arriving one.
     """
@@ -172,7 +173,7 @@ class Selector(Protocol):
         ...
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Send each token to a tier or DROP it, within the budget."""
+        """Send each token to a tier or DROP it, within the budget; drop places without a token."""
         ...
 
     def step(self, view: StepView) -> Step:

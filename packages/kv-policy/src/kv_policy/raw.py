@@ -41,9 +41,9 @@ class RawCodec:
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float[Tensor, "n 1 D"]:
         """Read the bytes as vectors of the stored dtype."""
-        data = data.contiguous()
-        if data.storage_offset() % self.dtype.itemsize:
-            data = data.clone()  # torch reads numbers only where they are aligned
+        size = self.dtype.itemsize
+        if data.storage_offset() % size or data.stride(0) % size or data.stride(1) != 1:
+            data = data.clone(memory_format=torch.contiguous_format)  # views must be aligned
         return data.view(self.dtype)[:, None]
 
     def bound(self, x: Float[Tensor, "n 1 D"]) -> Float[Tensor, "n 1 D"]:

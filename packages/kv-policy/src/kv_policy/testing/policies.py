@@ -1,0 +1,122 @@
+"""The laws of a policy."""
+
+from typing import Final
+
+from kv_policy.basis import HeadBasis, LayerBasis
+from kv_policy.codec import TokenFormat
+from kv_policy.compose import Composed
+from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
+from kv_policy.part import Part, split
+from kv_policy.registry import installed
+from kv_policy.shape import CacheShape
+from kv_policy.spec import parse, read
+from kv_policy.testing.codecs import check_codec
+from kv_policy.testing.laws import equal, law, works
+from kv_policy.testing.selectors import check_selector
+from kv_policy.testing.views import shard
+
+_SHAPE: Final = CacheShape(layers=2, kv_heads=4, group=3, key_dim=64, value_dim=32)
+
+
+def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
+    """Check a policy against the contract.
+
+    Its text form parses back to an equal policy. Its selector is pure, treats every sequence by
+    itself, ignores padding, keeps what it protects, stays within the budget and never sends a token
+    back to an earlier tier; its formats hold as many tiers as they say, each a pair of codecs that
+    pass `check_codec`; its basis fits the heads; and its capabilities are true as far as can be
+    seen.
+
+    Args:
+        policy: the policy, alone or composed.
+        shape: the cache to try it on; give one where the policy is made for particular sizes.
+
+    Raises:
+        AssertionError: a law does not hold; the message says which.
+    """
+    law(isinstance(policy, KVPolicy), f"{policy!r} lacks a member of the KVPolicy protocol")
+    law(isinstance(policy.capabilities, Capabilities), "capabilities must give a Capabilities")
+    selector, formats, basis = policy.selector, policy.formats, policy.basis
+    law(
+        selector is not None or formats is not None or basis is not None,
+        f"{policy} supplies no selector, no formats and no basis",
+    )
+    _check_text(policy)
+    if selector is not None:
+        law(isinstance(selector, Selector), f"the selector of {policy} lacks a member of Selector")
+        check_selector(selector, policy.capabilities, shape)
+    if formats is not None:
+        law(isinstance(formats, Formats), f"the formats of {policy} lack a member of Formats")
+        _check_formats(formats, shape)
+    if basis is not None:
+        law(isinstance(basis, Basis), f"the basis of {policy} lacks a member of Basis")
+        _check_basis(basis, policy.capabilities, shape)
+
+
+def _check_text(policy: KVPolicy) -> None:
+    text = str(policy)
+    for part in policy.parts if isinstance(policy, Composed) else (policy,):
+        name, options = works(f"{part} cannot be read back", read, str(part))
+        if isinstance(part, Part):
+            law(name == part.name, f"{part} does not start with its name, {part.name}")
+            again = works(f"the parameters of {part} cannot be read back", part.from_text, options)
+            law(again == part, f"reading {part} gives {again!r}, not the equal of {part!r}")
+    selector = policy.selector
+    whole = selector is None or selector.tiers == 1 or policy.formats is not None
+    if whole and {read(piece)[0] for piece in split(text, "+")} <= installed().keys():
+        parsed = works(f"the text {text} is refused", parse, text)
+        law(parsed == policy, f"parsing {text} gives {parsed!r}, which is not equal to {policy!r}")
+        law(str(parsed) == text, f"parsing {text} gives the text {parsed}")
+
+
+def _check_formats(formats: Formats, shape: CacheShape) -> None:
+    law(formats.tiers >= 1, f"formats has {formats.tiers} tiers; it needs at least 1")
+    law(formats.window >= 0, f"the raw window is {formats.window} tokens; it must be 0 or more")
+    bound = works(f"bind failed for {shape}", formats.bind, shape)
+    law(
+        isinstance(bound, tuple) and all(isinstance(tier, TokenFormat) for tier in bound),
+        f"bind gave {bound!r}; it must give a tuple of TokenFormat",
+    )
+    law(
+        len(bound) == formats.tiers,
+        f"bind gave {len(bound)} formats and tiers says {formats.tiers}",
+    )
+    for tier in bound:
+        law(
+            (tier.key.dim, tier.value.dim) == (shape.key_dim, shape.value_dim),
+            f"bind gave codecs for {tier.key.dim} and {tier.value.dim} dimensions; keys have "
+            f"{shape.key_dim} and values {shape.value_dim}",
+        )
+        check_codec(tier.key)
+        check_codec(tier.value)
+
+
+def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
+    half = slice(shape.kv_heads // 2, shape.kv_heads)
+    for layer in range(shape.layers):
+        whole = _bind(basis, layer, shape)
+        part = _bind(basis, layer, shard(shape, half)) if able.splits_heads else None
+        for facet, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+            maps: HeadBasis | None = getattr(whole, facet)
+            if maps is None:
+                continue
+            law(
+                maps.matrix.shape[:2] == (shape.kv_heads, dim),
+                f"layer {layer}'s {facet} basis has shape {tuple(maps.matrix.shape)}; "
+                f"{shape.kv_heads} heads of {dim} dimensions are right",
+            )
+            if part is None:
+                continue
+            shared: HeadBasis | None = getattr(part, facet)
+            law(
+                shared is not None
+                and shared.rank == maps.rank[half]
+                and equal(shared.matrix, maps.matrix[half]),
+                f"layer {layer}'s {facet} basis of a shard of the heads differs from the whole's",
+            )
+
+
+def _bind(basis: Basis, layer: int, shape: CacheShape) -> LayerBasis:
+    bound = works(f"bind failed for layer {layer} of {shape}", basis.bind, layer, shape)
+    law(isinstance(bound, LayerBasis), f"bind gave {bound!r}; it must give a LayerBasis")
+    return bound

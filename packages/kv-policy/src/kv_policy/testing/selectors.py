@@ -1,0 +1,235 @@
+"""The laws of a selector."""
+
+import copy
+import dataclasses
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from kv_policy.budget import Budget
+from kv_policy.contract import DROP, NOBODY, Capabilities, LayerView, Observe, Selector, Step
+from kv_policy.shape import CacheShape
+from kv_policy.testing.laws import equal, law, works
+from kv_policy.testing.views import (
+    Tokens,
+    after_prompt,
+    cut_step,
+    decoding_step,
+    while_decoding,
+)
+
+_EVERY = slice(0, None)
+
+
+def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) -> None:
+    """Check what a selector says of itself, its scores, its plans and its steps."""
+    _check_answers(selector)
+    for seed, stored in enumerate((0.0, 0.5, 0.9)):
+        tokens = after_prompt(selector, shape, stored, seed)
+        score = _check_scores(selector, able, tokens)
+        _check_plan(selector, able, tokens, score)
+    if selector.decode == "step":
+        _check_scores(selector, able, while_decoding(selector, shape, seed=3))
+        for seed in range(5):
+            _check_step(selector, able, shape, seed)
+
+
+def _check_answers(selector: Selector) -> None:
+    law(0 < selector.tiers < NOBODY, f"tiers is {selector.tiers}; 1 to {NOBODY - 1} are right")
+    law(isinstance(selector.budget, Budget), f"budget is {selector.budget!r}; it must be a Budget")
+    law(isinstance(selector.observe, Observe), "observe must give an Observe")
+    law(selector.protected >= 0, f"protected is {selector.protected}; it must be 0 or more")
+    law(selector.replan >= 0, f"replan is {selector.replan}; it must be 0 or more")
+    law(selector.scope in ("layer", "model"), f"scope is {selector.scope!r}; say layer or model")
+    law(selector.decode in ("grow", "step"), f"decode is {selector.decode!r}; say grow or step")
+    law(
+        selector.reads <= {"keys", "values"},
+        f"reads is {set(selector.reads)}; it may hold keys and values",
+    )
+    law(
+        selector.budget.unit != "tokens" or selector.budget.amount >= selector.protected,
+        f"the budget of {selector.budget} tokens is below the {selector.protected} it protects",
+    )
+
+
+def _layer_score(selector: Selector, view: LayerView) -> Float[Tensor, "B H L"]:
+    score = works(
+        "score failed on a view that holds just what the selector says it observes and reads",
+        selector.score,
+        view,
+    )
+    law(
+        score.shape == view.position.shape and score.is_floating_point(),
+        f"score gave {score.dtype} of shape {tuple(score.shape)}; floats of shape "
+        f"{tuple(view.position.shape)} are right",
+    )
+    law(not score[view.position >= 0].isnan().any(), "score gave a token NaN")
+    return score.float()
+
+
+def _scores(selector: Selector, tokens: Tokens) -> Float[Tensor, "N B H L"]:
+    layers = range(tokens.shape.layers)
+    return torch.stack([_layer_score(selector, tokens.layer(layer)) for layer in layers])
+
+
+def _check_scores(
+    selector: Selector, able: Capabilities, tokens: Tokens
+) -> Float[Tensor, "N B H L"]:
+    before = copy.deepcopy(tokens)
+    score = _scores(selector, tokens)
+    for name in ("position", "score", "mass", "seen", "keys", "values"):
+        old, new = getattr(before, name), getattr(tokens, name)
+        law(old is None or equal(old, new), f"score changed the view's {name}")
+    there = tokens.position >= 0
+    law(equal(score[there], _scores(selector, tokens)[there]), "score differs the second time")
+    law(
+        bool((((score == torch.inf) & there).sum(-1) <= selector.protected).all()),
+        f"score is infinite for more tokens of a head than the {selector.protected} protected",
+    )
+    for sequences, heads, sentence in _parts(tokens, able):
+        part, pick = tokens.cut(sequences, heads)
+        there = part.position >= 0
+        close = torch.isclose(_scores(selector, part), pick(score), rtol=1e-4, atol=1e-6)
+        law(bool(close[there].all()), f"scores {sentence}")
+    return score
+
+
+def _parts(tokens: Tokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:
+    count, heads = len(tokens.length), tokens.shape.kv_heads
+    parts = [(torch.arange(count).flip(0), _EVERY, "change when sequences trade places")]
+    alone = "of a sequence depend on the other sequences, or on how much padding it has"
+    parts += [(torch.tensor([b]), _EVERY, alone) for b in range(count)]
+    if able.splits_heads and heads > 1:
+        differ = "of a shard of the heads differ from the whole's, though splits_heads is said"
+        half = heads // 2
+        parts += [(torch.arange(count), s, differ) for s in (slice(0, half), slice(half, heads))]
+    return parts
+
+
+def _plans(
+    selector: Selector, tokens: Tokens, score: Float[Tensor, "N B H L"]
+) -> UInt8[Tensor, "N B H L"]:
+    layers = tokens.shape.layers
+    step = layers if selector.scope == "model" else 1
+    views = [tokens.plan(score, slice(first, first + step)) for first in range(0, layers, step)]
+    plans = []
+    for view in views:
+        plan = works("plan failed", selector.plan, view)
+        law(
+            plan.shape == view.score.shape and plan.dtype == torch.uint8,
+            f"plan gave {plan.dtype} of shape {tuple(plan.shape)}; uint8 of shape "
+            f"{tuple(view.score.shape)} is right",
+        )
+        plans.append(plan)
+    return torch.cat(plans)
+
+
+def _check_plan(
+    selector: Selector, able: Capabilities, tokens: Tokens, score: Float[Tensor, "N B H L"]
+) -> None:
+    plan = _plans(selector, tokens, score)
+    law(equal(plan, _plans(selector, tokens, score)), "plan differs the second time")
+    there = tokens.position >= 0
+    kept = plan != DROP
+    law(
+        bool((plan[kept] < selector.tiers).all()),
+        f"plan sends tokens to a tier other than 0 to {selector.tiers - 1} and DROP ({DROP})",
+    )
+    law(not (kept & ~there).any(), "plan keeps a place that holds no token (position -1)")
+    stored = there & ~tokens.fresh
+    law(
+        bool((plan >= tokens.tier)[stored].all()),
+        "plan sends a stored token back to an earlier tier than it is in",
+    )
+    law(
+        bool(kept[there & (score == torch.inf)].all()),
+        "plan drops a token whose score is infinite: a protected one",
+    )
+    _check_budget(selector, tokens, kept)
+    law(
+        able.shortens or not (there & ~kept).any(),
+        "plan drops tokens, and the capabilities say shortens=False",
+    )
+    for sequences, heads, sentence in _parts(tokens, able):
+        part, pick = tokens.cut(sequences, heads)
+        law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
+
+
+def _check_budget(selector: Selector, tokens: Tokens, kept: Tensor) -> None:
+    per_layer = kept.sum((2, 3))  # N B
+    total = per_layer.sum(0, keepdim=True) if selector.scope == "model" else per_layer
+    heads = tokens.shape.kv_heads * (tokens.shape.layers if selector.scope == "model" else 1)
+    over = total > tokens.budget * heads
+    if over.any():
+        _, b = over.nonzero()[0].tolist()
+        raise AssertionError(
+            f"plan keeps {int(total[:, b].max())} tokens of a sequence over {heads} heads; its "
+            f"budget of {int(tokens.budget[b])} per head allows {int(tokens.budget[b]) * heads}"
+        )
+
+
+def _check_step(selector: Selector, able: Capabilities, shape: CacheShape, seed: int) -> None:
+    layers = shape.layers if selector.scope == "model" else 1
+    view = decoding_step(selector, shape, layers, seed)
+    step = works("step failed, though decode says 'step'", selector.step, view)
+    for name in ("candidate", "victim", "target"):
+        tier = getattr(step, name)
+        law(
+            tier.shape == view.candidate.shape and tier.dtype == torch.uint8,
+            f"a step's {name} is {tier.dtype} of shape {tuple(tier.shape)}; uint8 of shape "
+            f"{tuple(view.candidate.shape)} is right",
+        )
+    again = selector.step(view)
+    law(_same_step(step, again), "step differs the second time")
+    tiers = selector.tiers
+    placed, moved = step.candidate != DROP, step.victim != NOBODY
+    law(
+        bool((step.candidate[placed] < tiers).all()),
+        f"a step sends the candidate to a tier other than 0 to {tiers - 1} and DROP ({DROP})",
+    )
+    law(
+        bool((step.victim[moved] < tiers).all()),
+        f"a step's victim is a tier other than 0 to {tiers - 1} and NOBODY ({NOBODY})",
+    )
+    victim = step.victim.masked_fill(~moved, 0).long()
+    held = view.count.gather(0, victim[None])[0] > 0
+    law(bool(held[moved].all()), "a step takes its victim from an empty tier")
+    later = (step.target > step.victim) & ((step.target < tiers) | (step.target == DROP))
+    law(bool(later[moved].all()), "a step moves its victim to no later tier, nor to DROP")
+    lost = moved & (step.target == DROP)
+    law(
+        able.shortens or not (lost | ~placed).any(),
+        "step drops tokens, and the capabilities say shortens=False",
+    )
+    before = view.count.sum(0)  # N B H
+    after = before + placed.long() - lost.long()
+    each = (after <= before.maximum(view.budget[:, None])).all(2).all(0)
+    most = (view.budget * before[:, 0].numel()).maximum(before.sum((0, 2)))
+    law(
+        bool((each | (after.sum((0, 2)) <= most)).all()),
+        "a step lets a sequence grow beyond its budget",
+    )
+    sequences = torch.arange(len(view.length))
+    for b in sequences:
+        alone = selector.step(cut_step(view, b[None], _EVERY))
+        law(_same_step(_cut(step, b[None], _EVERY), alone), "a step depends on other sequences")
+    if able.splits_heads and shape.kv_heads > 1:
+        heads = slice(shape.kv_heads // 2, shape.kv_heads)
+        part = selector.step(cut_step(view, sequences, heads))
+        law(
+            _same_step(_cut(step, sequences, heads), part),
+            "a step of a shard of the heads differs from the whole's, though splits_heads is said",
+        )
+
+
+def _cut(step: Step, sequences: Tensor, heads: slice) -> Step:
+    parts = (x[:, sequences][:, :, heads] for x in (step.candidate, step.victim, step.target))
+    return Step(*parts)
+
+
+def _same_step(a: Step, b: Step) -> bool:
+    moved = a.victim != NOBODY  # a target without a victim means nothing
+    target = Step(a.candidate, a.victim, torch.where(moved, a.target, b.target))
+    pairs = zip(dataclasses.astuple(target), dataclasses.astuple(b), strict=True)
+    return all(equal(x, y) for x, y in pairs)

@@ -1,0 +1,220 @@
+"""Made-up ragged batches, from seeds, for checks of selectors."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy.contract import DROP, FRESH, LayerView, Observe, PlanView, Selector, StepView
+from kv_policy.shape import CacheShape
+
+_SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of all layers, each head's own ones in the order of their positions, then padding."""
+
+    shape: CacheShape
+    length: Int[Tensor, " B"]
+    budget: Int[Tensor, " B"]
+    position: Int[Tensor, "N B H L"]
+    fresh: Bool[Tensor, "N B H L"]
+    tier: UInt8[Tensor, "N B H L"]
+    score: Float[Tensor, "N B H L"]
+    mass: Float[Tensor, "N B H L"] | None
+    seen: Int[Tensor, "N B H L"] | None
+    keys: Float[Tensor, "N B H L D"] | None
+    values: Float[Tensor, "N B H L Dv"] | None
+
+    def layer(self, layer: int) -> LayerView:
+        """What `score` sees of a layer."""
+        return LayerView(
+            layer=layer,
+            shape=self.shape,
+            position=self.position[layer],
+            fresh=self.fresh[layer],
+            score=self.score[layer],
+            length=self.length,
+            mass=None if self.mass is None else self.mass[layer],
+            seen=None if self.seen is None else self.seen[layer],
+            keys=None if self.keys is None else self.keys[layer],
+            values=None if self.values is None else self.values[layer],
+        )
+
+    def plan(self, score: Float[Tensor, "N B H L"], layers: slice) -> PlanView:
+        """What `plan` sees of some layers; where there is no token the score is NaN."""
+        position = self.position[layers]
+        return PlanView(
+            shape=self.shape,
+            first_layer=layers.start,
+            score=score[layers].masked_fill(position < 0, torch.nan),
+            position=position,
+            tier=self.tier[layers],
+            length=self.length,
+            budget=self.budget,
+        )
+
+    def newest(self) -> "Tokens":
+        """Keep only the last token of each head."""
+        at = (self.position >= 0).sum(-1, keepdim=True) - 1
+
+        def pick(x: Tensor) -> Tensor:
+            index = at.reshape(*at.shape, *(1,) * (x.ndim - 4))
+            return x.gather(3, index.expand(*at.shape, *x.shape[4:]))
+
+        return self._with(pick, self.shape, self.length, self.budget)
+
+    def cut(
+        self, sequences: Int[Tensor, " S"], heads: slice
+    ) -> tuple["Tokens", Callable[[Tensor], Tensor]]:
+        """Give some sequences and heads alone, without spare places, and how a result is cut so."""
+        kept = self.position[:, sequences][:, :, heads] >= 0
+        places = max(1, int(kept.sum(-1).max()))
+
+        def pick(x: Tensor) -> Tensor:
+            return x[:, sequences][:, :, heads, :places]
+
+        shape = shard(self.shape, heads)
+        return self._with(pick, shape, self.length[sequences], self.budget[sequences]), pick
+
+    def _with(
+        self,
+        pick: Callable[[Tensor], Tensor],
+        shape: CacheShape,
+        length: Int[Tensor, " B"],
+        budget: Int[Tensor, " B"],
+    ) -> "Tokens":
+        picked = {
+            field.name: pick(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor) and value.ndim >= 4
+        }
+        return dataclasses.replace(self, shape=shape, length=length, budget=budget, **picked)
+
+
+def shard(shape: CacheShape, heads: slice) -> CacheShape:
+    """Give the shape of a range of the heads."""
+    kept = range(shape.kv_heads)[heads]
+    return dataclasses.replace(shape, kv_heads=len(kept), first_head=shape.first_head + kept.start)
+
+
+def after_prompt(selector: Selector, shape: CacheShape, stored: float, seed: int) -> Tokens:
+    """Make the tokens that a selector sees after a pass over a prompt, or over its end.
+
+    `stored` is the share of each sequence that came before this pass; some of those tokens are gone
+    by now, in every head others. One sequence has a single token and one has none.
+    """
+    length = torch.tensor([selector.protected + 40, selector.protected + 17, 1, 0])
+    return _tokens(selector, selector.observe, shape, length, (length * stored).long(), seed)
+
+
+def while_decoding(selector: Selector, shape: CacheShape, seed: int) -> Tokens:
+    """Make the tokens that a selector sees when one token arrives in each sequence."""
+    length = torch.tensor([selector.protected + 40, selector.protected + 17, 2, 1])
+    if selector.observe.generated:
+        watch = dataclasses.replace(selector.observe, last=None)
+        return _tokens(selector, watch, shape, length, length - 1, seed)
+    return _tokens(selector, Observe(), shape, length, length - 1, seed).newest()
+
+
+def _tokens(
+    selector: Selector,
+    watch: Observe,
+    shape: CacheShape,
+    length: Int[Tensor, " B"],
+    before: Int[Tensor, " B"],
+    seed: int,
+) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    lead = (shape.layers, len(length), shape.kv_heads)
+    grid = torch.arange(int(length.max())).expand(*lead, -1)
+    gone = (torch.rand(grid.shape, generator=generator) < 0.4) & (grid < before[:, None, None])
+    held = (grid < length[:, None, None]) & ~gone
+    past = int(length.max())
+    position = grid.masked_fill(~held, past).sort(-1).values
+    position = position.masked_fill(position == past, -1)
+    there = position >= 0
+    fresh = there & (position >= before[:, None, None])
+    tier = torch.randint(selector.tiers, position.shape, generator=generator).to(torch.uint8)
+    score = torch.randn(position.shape, generator=generator).masked_fill(~there | fresh, 0)
+    mass, seen = _observed(watch, shape, position, length, before, generator)
+
+    def vectors(dim: int) -> Float[Tensor, "N B H L D"]:
+        x = torch.randn(*position.shape, dim, generator=generator)
+        return x.masked_fill(~there[..., None], 0)
+
+    least = max(1, selector.protected)
+    return Tokens(
+        shape=shape,
+        length=length,
+        budget=torch.tensor([least, least + 7, least, least + 1000]),
+        position=position,
+        fresh=fresh,
+        tier=tier.masked_fill(fresh, FRESH).masked_fill(~there, DROP),
+        score=score,
+        mass=mass,
+        seen=seen,
+        keys=vectors(shape.key_dim) if "keys" in selector.reads else None,
+        values=vectors(shape.value_dim) if "values" in selector.reads else None,
+    )
+
+
+def _observed(
+    watch: Observe,
+    shape: CacheShape,
+    position: Int[Tensor, "N B H L"],
+    length: Int[Tensor, " B"],
+    before: Int[Tensor, " B"],
+    generator: torch.Generator,
+) -> tuple[Float[Tensor, "N B H L"] | None, Int[Tensor, "N B H L"] | None]:
+    if watch.last == 0 and not watch.generated:
+        return None, None
+    first = before if watch.last is None else torch.maximum(before, length - watch.last)
+    from_here = torch.maximum(first[:, None, None], position + watch.skip)
+    seen = (length[:, None, None] - from_here).clamp(min=0).masked_fill(position < 0, 0)
+    most = shape.group if watch.group == "sum" else 1
+    return torch.rand(position.shape, generator=generator) * seen * most, seen
+
+
+def decoding_step(selector: Selector, shape: CacheShape, layers: int, seed: int) -> StepView:
+    """Make a decoding step of three sequences, with heads below, at and above their budget."""
+    generator = torch.Generator().manual_seed(seed)
+    budget = max(1, selector.protected) + torch.tensor([0, 5, 60])
+    lead = (layers, 3, shape.kv_heads)
+    extra = torch.randint(-2, 2, lead, generator=generator)
+    extra[:, 2, -1] = 100 if selector.scope == "model" else 1
+    total = (budget[:, None] + extra).clamp(min=0)
+    share = torch.rand(selector.tiers, *lead, generator=generator)
+    count = (share / share.sum(0) * total).long()
+    count[0] += total - count.sum(0)
+    weakest = torch.randn(count.shape, generator=generator).masked_fill(count == 0, torch.inf)
+    return StepView(
+        shape=shape,
+        first_layer=0,
+        candidate=torch.randn(lead, generator=generator),
+        weakest=weakest,
+        count=count,
+        length=total.amax((0, 2)) + 5,
+        budget=budget,
+    )
+
+
+def cut_step(view: StepView, sequences: Int[Tensor, " S"], heads: slice) -> StepView:
+    """Give the step of some sequences and heads alone."""
+
+    def pick(x: Tensor) -> Tensor:
+        return x[..., sequences, :][..., heads]
+
+    return dataclasses.replace(
+        view,
+        shape=shard(view.shape, heads),
+        candidate=pick(view.candidate),
+        weakest=pick(view.weakest),
+        count=pick(view.count),
+        length=view.length[sequences],
+        budget=view.budget[sequences],
+    )
