@@ -151,6 +151,8 @@ def install(
 
 def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
     """Makes the environment hold vLLM for the CPU and our packages, in one resolution."""
+    if sys.platform != "linux":
+        session.skip("vLLM for the CPU is built for Linux only")
     excludes = Path(session.create_tmp()) / "excludes.txt"
     excludes.write_text("\n".join(VLLM_EXCLUDES))
     chosen = torch_build(gpu=False)  # vLLM for the CPU takes a CPU torch, GPU or not
