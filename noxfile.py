@@ -46,7 +46,8 @@ def tests(session: nox.Session, package: str) -> None:
     else:
         install(session, *editable([package]), groups=("test",), own=package)
         check_siblings(session, package)
-        pytest(session, f"packages/{package}/tests", f"packages/{package}/src")
+        sources = ("--doctest-modules", f"packages/{package}/src")
+        pytest(session, f"packages/{package}/tests", *sources)
 
 
 @nox.session
