@@ -1,0 +1,71 @@
+"""What `IntegerCodec` must store, written a second time: one vector, one bit at a time, no tensors.
+
+Exact powers of two and Python's own rounding stand in for the bit tricks of the fast path. It is
+far too slow to use; the tests compare the two byte by byte.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from kv_policy import BitLayout
+
+LIMIT: Final = 65504 / 2
+
+
+def encode(layout: BitLayout, vector: Sequence[float]) -> bytes:
+    """Encode one vector."""
+    clean = [_clean(x) for x in vector]
+    codes, meta = bytearray(layout.parts[0]), bytearray(layout.parts[1])
+    for group in range(layout.groups):
+        dims = range(group * layout.group, min((group + 1) * layout.group, layout.dim))
+        scale, zero = _affine([clean[d] for d in dims], 2**layout.bits - 1)
+        struct.pack_into("<e", meta, layout.scale_offset + 2 * group, scale)
+        struct.pack_into("<e", meta, layout.zero_offset + 2 * group, zero)
+        for d in dims:
+            code = round(_float32(_float32(clean[d] - zero) / scale)) if scale else 0
+            byte, start = layout.place(d)
+            for bit in range(layout.bits):
+                codes[byte] |= (code >> bit & 1) << (start + bit)
+    return bytes(codes + meta)
+
+
+def decode(layout: BitLayout, data: bytes) -> list[float]:
+    """Decode one vector, to float32 numbers."""
+    vector, meta = [], data[layout.parts[0] :]
+    for d in range(layout.dim):
+        byte, start = layout.place(d)
+        code = sum((data[byte] >> (start + bit) & 1) << bit for bit in range(layout.bits))
+        group = d // layout.group
+        (scale,) = struct.unpack_from("<e", meta, layout.scale_offset + 2 * group)
+        (zero,) = struct.unpack_from("<e", meta, layout.zero_offset + 2 * group)
+        vector.append(_float32(code * scale + zero))
+    return vector
+
+
+def _clean(x: float) -> float:
+    if math.isnan(x):
+        return 0.0
+    return _float32(min(max(x, -LIMIT), LIMIT)) + 0.0
+
+
+def _affine(group: list[float], top: int) -> tuple[float, float]:
+    least, greatest = min(group), max(group)
+    if least == greatest:
+        return 0.0, struct.unpack("<e", struct.pack("<e", least))[0]
+    step = _float16_step(least)
+    zero = math.floor(least / step) * step
+    wanted = _float32(_float32(greatest - zero) / top)
+    step = _float16_step(wanted)
+    return math.ceil(wanted / step) * step, zero
+
+
+def _float16_step(x: float) -> float:
+    """Distance of float16 numbers of the magnitude of x: 11 significant bits, none below 2**-24."""
+    return 2.0 ** max(math.frexp(x)[1] - 11, -24)
+
+
+def _float32(x: float) -> float:
+    """Round to the nearest float32, to even between two."""
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])

@@ -1,0 +1,151 @@
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+
+from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
+from kv_quant import IntegerCodec, IntegerFormat, formats
+
+BITS = (8, 4, 2, 1)
+PAIRS = [(key, value) for key in BITS for value in BITS]
+INTEGER = {f"k{key}v{value}": getattr(formats, f"K{key}V{value}") for key, value in PAIRS}
+RAW = {"bf16": formats.BF16, "fp16": formats.FP16, "fp32": formats.FP32}
+
+KEY = torch.tensor([[[-1.5, 0.25, 0.5, 3.0, -0.125, 2.75]]])
+VALUE = torch.tensor([[[1.0, -2.0, 0.5, 0.75, 4.0]]])
+
+# Bytes of KEY and of VALUE; pages may outlive the program that wrote them, so these never change.
+# By hand, k4: the zero -1.5 is be00; 4.5 / 15 rounds up to 0.300048828125, 34cd; the codes are
+# 0 6 7 15 5 14, and byte i holds those of dimensions i (low) and i + 3 (high): f0 56 e7.
+GOLDEN = {
+    "k8v8": "006371ff4ef1 8524 00be | 7f006a75ff 0726 00c0",
+    "k8v4": "006371ff4ef1 8524 00be | 77f006 6736 00c0",
+    "k8v2": "006371ff4ef1 8524 00be | 3604 0040 00c0",
+    "k8v1": "006371ff4ef1 8524 00be | 10 0046 00c0",
+    "k4v8": "f056e7 cd34 00be | 7f006a75ff 0726 00c0",
+    "k4v4": "f056e7 cd34 00be | 77f006 6736 00c0",
+    "k4v2": "f056e7 cd34 00be | 3604 0040 00c0",
+    "k4v1": "f056e7 cd34 00be | 10 0046 00c0",
+    "k2v8": "143d 003e 00be | 7f006a75ff 0726 00c0",
+    "k2v4": "143d 003e 00be | 77f006 6736 00c0",
+    "k2v2": "143d 003e 00be | 3604 0040 00c0",
+    "k2v1": "143d 003e 00be | 10 0046 00c0",
+    "k1v8": "28 8044 00be | 7f006a75ff 0726 00c0",
+    "k1v4": "28 8044 00be | 77f006 6736 00c0",
+    "k1v2": "28 8044 00be | 3604 0040 00c0",
+    "k1v1": "28 8044 00be | 10 0046 00c0",
+    "bf16": "c0bf803e003f404000be3040 | 803f00c0003f403f8040",
+    "fp16": "00be00340038004200b08041 | 003c00c00038003a0044",
+    "fp32": "0000c0bf0000803e0000003f00004040000000be00003040"
+    "|0000803f000000c00000003f0000403f00008040",
+}
+# With groups of 4: all scales, then all zeros; VALUE's last group is a single, flat element.
+GOLDEN_GROUPS = {
+    "k8v8": "006371ff00ff 8524c621 00be00b0 | ff00d4ea00 07220000 00c00044",
+    "k4v4": "f006f7 cd342332 00be00b0 | ef000c 67320000 00c00044",
+    "k2v2": "043d 003eab3b 00be00b0 | 0b0c 003c0000 00c00044",
+    "k1v1": "28 8044c041 00be00b0 | 0d 00420000 00c00044",
+}
+
+BYTES_AT_64 = {"k8v8": 136, "k8v4": 104, "k4v8": 104, "k4v4": 72, "k4v2": 56, "k4v1": 48}
+BYTES_AT_64 |= {"k2v2": 40, "k1v1": 24, "bf16": 256, "fp16": 256, "fp32": 512}
+
+
+def shape(key_dim: int = 64, value_dim: int = 64) -> CacheShape:
+    return CacheShape(layers=2, kv_heads=3, group=2, key_dim=key_dim, value_dim=value_dim)
+
+
+def stored(tier: TokenFormat) -> str:
+    parts = tier.key.encode(KEY)[0].tolist(), tier.value.encode(VALUE)[0].tolist()
+    return "|".join(bytes(part).hex() for part in parts)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_bytes(name):
+    part = (INTEGER | RAW)[name]()
+    (tier,) = part.bind(shape(6, 5))
+    assert stored(tier) == GOLDEN[name].replace(" ", "")
+
+
+@pytest.mark.parametrize("name", GOLDEN_GROUPS)
+def test_golden_bytes_of_groups(name):
+    (tier,) = INTEGER[name](group=4).bind(shape(6, 5))
+    assert stored(tier) == GOLDEN_GROUPS[name].replace(" ", "")
+
+
+@pytest.mark.parametrize(("name", "nbytes"), BYTES_AT_64.items())
+def test_bytes_of_a_token_of_64_dimensions(name, nbytes):
+    (tier,) = parse(name).formats.bind(shape())
+    assert tier.nbytes == nbytes
+    assert PageLayout.sized(tier, tokens=16).nbytes == 16 * nbytes
+    assert tier.key.encode(torch.zeros(3, 1, 64)).shape[1] == sum(tier.key.parts)
+    assert tier.value.encode(torch.zeros(3, 1, 64)).shape[1] == sum(tier.value.parts)
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_a_format_is_what_its_name_says(name):
+    part = INTEGER[name](group=16, window=8)
+    assert isinstance(part, IntegerFormat)
+    assert isinstance(part, KVPolicy)
+    assert isinstance(part, Formats)
+    (tier,) = part.bind(shape(64, 48))
+    assert tier.key == IntegerCodec(64, int(name[1]), 16)
+    assert tier.value == IntegerCodec(48, int(name[3]), 16)
+    assert (part.window, part.tiers, part.selector, part.basis) == (8, 1, None, None)
+    assert "LeanKV" in part.source
+    assert part.__doc__
+
+
+def test_every_format_is_registered():
+    ours = {e.name: e.value for e in entry_points(group="kv_policy") if "kv_quant" in e.value}
+    assert ours == {name: f"kv_quant.formats:{name.upper()}" for name in INTEGER | RAW}
+
+
+@pytest.mark.parametrize("name", [*INTEGER, *RAW])
+def test_text_form(name):
+    assert parse(name) == (INTEGER | RAW)[name]()
+    assert str(parse(name)) == name
+
+
+def test_parameters_in_text():
+    policy = parse("k4v2:window=64,group=32")
+    assert policy == formats.K4V2(group=32, window=64)
+    assert str(policy) == "k4v2:group=32,window=64"
+    assert policy != formats.K4V4(group=32, window=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("k8v4:window=-1", "k8v4: window=-1 is refused"),
+        ("k8v4:group=-3", "k8v4: group=-3 is refused"),
+        ("k8v4:group=half", "k8v4: group=half is refused"),
+        ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window"),
+        ("bf16:window=4", "bf16 has no parameter 'window'"),
+        ("k8v4+k4v2", "both say how tokens are stored"),
+    ],
+)
+def test_bad_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_a_raw_window_keeps_a_prefix_from_being_shared():
+    assert formats.K8V4().capabilities.shares_prefixes
+    assert not formats.K8V4(window=64).capabilities.shares_prefixes
+
+
+def test_more_bits_are_closer():
+    x = torch.randn(100, 1, 64)
+    errors = []
+    for bits in BITS:
+        codec = IntegerCodec(64, bits)
+        errors.append((codec.decode(codec.encode(x)) - x).square().mean().item())
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_formats_keep_their_own_dtype_exactly(name):
+    (tier,) = RAW[name]().bind(shape())
+    x = torch.randn(20, 1, 64).to(RAW[name].dtype)
+    assert torch.equal(tier.key.decode(tier.key.encode(x)), x)
