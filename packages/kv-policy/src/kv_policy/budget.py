@@ -38,6 +38,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Check amount and unit."""
+        if math.isfinite(self.amount) and self.amount == int(self.amount):
+            object.__setattr__(self, "amount", int(self.amount))
         if self.unit not in _UNITS.values():
             raise ValueError(f"budget unit is {self.unit!r}; say tokens, percent or bytes")
         if not (math.isfinite(self.amount) and self.amount > 0):
@@ -46,8 +48,6 @@ class Budget:
             raise ValueError(f"budget is {self.amount} tokens; tokens are whole")
         if self.unit == "percent" and self.amount > 100:
             raise ValueError(f"budget is {self.amount}%; a share is at most 100%")
-        if self.amount == int(self.amount):
-            object.__setattr__(self, "amount", int(self.amount))
 
     @classmethod
     def parse(cls, text: str) -> "Budget":

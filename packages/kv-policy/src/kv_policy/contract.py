@@ -72,7 +72,8 @@ class Capabilities:
 class LayerView:
     """One layer's tokens as a selector scores them, each head's in the order of their positions.
 
-    Heads with fewer tokens have places without one (position -1) after their last.
+    Heads with fewer tokens have places without one (position -1) after their last; mass, keys and
+    values are zero there.
     After a prompt or a part of one the view holds all tokens, stored and fresh. In decoding it
     holds all tokens if the policy observes generated queries, else only the arriving one.
     """

@@ -181,13 +181,14 @@ def _observed(
 
 
 def decoding_step(selector: Selector, shape: CacheShape, layers: int, seed: int) -> StepView:
-    """Make a decoding step of three sequences, with heads below, at and above their budget."""
+    """Make a decoding step of three sequences, heads empty, below, at and above budget."""
     generator = torch.Generator().manual_seed(seed)
     budget = max(1, selector.protected) + torch.tensor([0, 5, 60])
     lead = (layers, 3, shape.kv_heads)
     extra = torch.randint(-2, 2, lead, generator=generator)
     extra[:, 2, -1] = 100 if selector.scope == "model" else 1
     total = (budget[:, None] + extra).clamp(min=0)
+    total[:, 1, 0] = 0
     share = torch.rand(selector.tiers, *lead, generator=generator)
     count = (share / share.sum(0) * total).long()
     count[0] += total - count.sum(0)

@@ -1,0 +1,109 @@
+"""A basis with a rank per head: attention in the reduced space, and values folded into weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_policy import HeadBasis, LayerBasis, fold_values
+
+H, G, D, HIDDEN, L = 2, 3, 8, 12, 7
+F64 = torch.float64
+
+
+def rotations(heads: int, dim: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(heads, dim, dim, dtype=F64)).Q
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """Causal attention of one sequence: q is H G L d, k and v are H L d, o is hidden by HGd."""
+    logits = q @ k[:, None].mT * D**-0.5
+    masked = logits.masked_fill(torch.ones(L, L).triu(1).bool(), -torch.inf)
+    out = masked.softmax(-1) @ v[:, None]  # H G L d
+    return out.permute(2, 0, 1, 3).reshape(L, -1) @ o.mT
+
+
+def toy(group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(L, HIDDEN, dtype=F64)
+    q = torch.randn(H, group, L, D, dtype=F64)
+    k = torch.randn(H, L, D, dtype=F64)
+    v_proj = torch.randn(H * D, HIDDEN, dtype=F64)
+    o_proj = torch.randn(HIDDEN, H * group * D, dtype=F64)
+    return x, q, k, v_proj, o_proj
+
+
+def values(x: Tensor, v_proj: Tensor) -> Tensor:
+    return (x @ v_proj.mT).unflatten(-1, (H, -1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("group", [1, G])
+def test_full_rank_is_exact(group: int) -> None:
+    x, q, k, v_proj, o_proj = toy(group)
+    full = attend(q, k, values(x, v_proj), o_proj)
+    layer = LayerBasis(HeadBasis(rotations(H, D), (D,) * H), HeadBasis(rotations(H, D), (D,) * H))
+    assert layer.key is not None
+    assert layer.value is not None
+    folded_v, folded_o = fold_values(layer.value, v_proj, o_proj)
+    rotated = attend(
+        layer.key.project_queries(q[None])[0],
+        layer.key.project(k[None])[0],
+        values(x, folded_v),
+        folded_o,
+    )
+    torch.testing.assert_close(rotated, full, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(folded_v, v_proj)
+
+
+def test_a_rank_per_head_is_exact_where_vectors_need_no_more() -> None:
+    """Each head's vectors lie in a subspace of its own; its rank is that subspace's dimension."""
+    x, q, k, v_proj, o_proj = toy(G)
+    rank = (3, 6)
+    inside = torch.arange(D) < torch.tensor(rank)[:, None]  # H D
+    matrix = rotations(H, D) * inside[:, None]
+    projector = matrix @ matrix.mT
+    k = k @ projector
+    v_proj = (projector @ v_proj.view(H, D, HIDDEN)).flatten(0, 1)
+    basis = HeadBasis(matrix[..., :6], rank)  # 6 columns: the most that a head keeps
+    folded_v, folded_o = fold_values(basis, v_proj, o_proj)
+    assert folded_v.shape == (H * 6, HIDDEN)
+    assert folded_o.shape == (HIDDEN, H * G * 6)
+    assert (folded_v.view(H, 6, HIDDEN)[0, 3:] == 0).all()  # never stored
+    reduced = attend(
+        basis.project_queries(q[None])[0], basis.project(k[None])[0], values(x, folded_v), folded_o
+    )
+    full = attend(q, k, values(x, v_proj), o_proj)
+    torch.testing.assert_close(reduced, full, rtol=1e-12, atol=1e-12)
+
+
+def test_folding_keeps_the_weights_dtype() -> None:
+    _, _, _, v_proj, o_proj = (t.bfloat16() for t in toy(G))
+    basis = HeadBasis(rotations(H, D).float(), (D,) * H)
+    folded_v, folded_o = fold_values(basis, v_proj, o_proj)
+    assert folded_v.dtype == folded_o.dtype == torch.bfloat16
+
+
+def test_a_shard_of_heads_folds_as_in_the_whole() -> None:
+    _, _, _, v_proj, o_proj = toy(G)
+    matrix = rotations(H, D)
+    folded_v, folded_o = fold_values(HeadBasis(matrix, (D,) * H), v_proj, o_proj)
+    shard = HeadBasis(matrix[1:], (D,))
+    v, o = fold_values(shard, v_proj[D:], o_proj[:, G * D :])
+    torch.testing.assert_close(v, folded_v[D:])
+    torch.testing.assert_close(o, folded_o[:, G * D :])
+
+
+@pytest.mark.parametrize("rank", [(8,), (8, 0), (8, 9), (8, 8, 8)])
+def test_ranks_that_do_not_fit_are_refused(rank: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="do not fit 2 heads of 8 dimensions"):
+        HeadBasis(rotations(2, 8), rank)
+
+
+def test_columns_past_the_rank_must_be_zero() -> None:
+    with pytest.raises(ValueError, match="columns past a head's rank must be zero"):
+        HeadBasis(rotations(2, 8), (8, 5))
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    _, _, _, v_proj, o_proj = toy(G)
+    basis = HeadBasis(rotations(3, D), (D,) * 3)
+    with pytest.raises(ValueError, match="3 heads of 8 dimensions needs 24 rows"):
+        fold_values(basis, v_proj, o_proj)

@@ -1,0 +1,84 @@
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_policy import Budget
+
+TOKENS = st.integers(1, 10**9).map(Budget)
+PERCENT = st.floats(1e-6, 100).map(lambda amount: Budget(amount, "percent"))
+BYTES = st.floats(1e-6, 1e12).map(lambda amount: Budget(amount, "bytes"))
+LENGTHS = st.lists(st.integers(0, 10**6), min_size=1, max_size=5)
+
+
+@given(TOKENS | PERCENT | BYTES)
+def test_text_comes_back(budget: Budget) -> None:
+    assert Budget.parse(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("1024", 1024, "tokens"),
+        (" 12 ", 12, "tokens"),
+        ("1e3", 1000, "tokens"),
+        ("25%", 25, "percent"),
+        ("12.5%", 12.5, "percent"),
+        ("100%", 100, "percent"),
+        ("5760B", 5760, "bytes"),
+        ("0.5b", 0.5, "bytes"),
+    ],
+)
+def test_forms(text: str, amount: float, unit: str) -> None:
+    budget = Budget.parse(text)
+    assert (budget.amount, budget.unit) == (amount, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "write tokens as 1024"),
+        ("many", "write tokens as 1024"),
+        ("-3", "write tokens as 1024"),
+        ("12 %", "write tokens as 1024"),
+        ("5KB", "write tokens as 1024"),
+        ("0", "above 0"),
+        ("0%", "above 0"),
+        ("1e999", "above 0"),
+        ("10.5", "tokens are whole"),
+        ("101%", "at most 100%"),
+    ],
+)
+def test_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Budget.parse(text)
+
+
+@given(st.integers(1, 10**6), LENGTHS, st.integers(1, 10**6))
+def test_tokens_do_not_depend_on_the_length(amount: int, length: list[int], size: int) -> None:
+    resolved = Budget(amount).resolve(torch.tensor(length), size, least=amount)
+    assert resolved.tolist() == [amount] * len(length)
+
+
+@given(st.integers(1, 100), LENGTHS, st.integers(1, 64))
+def test_a_share_is_the_exact_share_rounded_down(
+    percent: int, length: list[int], least: int
+) -> None:
+    resolved = Budget(percent, "percent").resolve(torch.tensor(length), 100, least)
+    assert resolved.tolist() == [max(least, n * percent // 100) for n in length]
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), LENGTHS)
+def test_bytes_are_never_exceeded(amount: int, token_bytes: int, length: list[int]) -> None:
+    resolved = Budget(amount, "bytes").resolve(torch.tensor(length), token_bytes, least=0)
+    exact = [int(Fraction(n * amount, token_bytes)) for n in length]
+    assert resolved.tolist() == exact
+
+
+def test_resolve_keeps_dtype_and_device() -> None:
+    length = torch.tensor([100, 0], dtype=torch.int32)
+    for budget in (Budget(8), Budget(50, "percent"), Budget(10, "bytes")):
+        assert budget.resolve(length, 20).dtype == torch.int32
+    assert Budget(50, "percent").resolve(length, 20, least=3).tolist() == [50, 3]

@@ -1,0 +1,114 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy.codec import BitLayout, Codec
+
+
+class Fake:
+    """A codec that is nothing but its sizes."""
+
+    layout = None
+
+    def __init__(self, block: int, parts: tuple[int, ...]) -> None:
+        self.dim, self.block, self.parts = 1, block, parts
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    decode = bound = encode
+
+
+PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+FORMATS = st.builds(
+    lambda block, key, value: TokenFormat(Fake(block, key), Fake(block, value)),
+    st.sampled_from([1, 4, 16]),
+    PARTS,
+    PARTS,
+)
+
+
+def check_arithmetic(layout: PageLayout) -> None:
+    format, ends = layout.format, []
+    assert layout.rows * format.block == layout.tokens
+    for (offset, rows, size), part in zip(layout.segments, format.parts, strict=True):
+        assert (rows, size) == (layout.rows, part)
+        ends.append((offset, offset + rows * size))
+    ends.append((layout.score_offset, layout.score_offset + 4 * layout.tokens * layout.scores))
+    ends.append(
+        (layout.position_offset, layout.position_offset + 4 * layout.tokens * layout.positions)
+    )
+    assert ends[0][0] == 0
+    assert all(before[1] == after[0] for before, after in pairwise(ends))
+    assert ends[-1][1] == layout.used <= layout.nbytes
+    assert layout.used == layout.tokens * layout.token_bytes
+
+
+@given(FORMATS, st.integers(1, 8), st.booleans(), st.booleans())
+def test_sized_wastes_nothing(
+    format: TokenFormat, blocks: int, scores: bool, positions: bool
+) -> None:
+    layout = PageLayout.sized(format, blocks * format.block, scores, positions)
+    check_arithmetic(layout)
+    assert layout.used == layout.nbytes
+
+
+@given(FORMATS, st.integers(0, 4000), st.booleans(), st.booleans())
+def test_fitted_holds_as_many_blocks_as_there_is_room_for(
+    format: TokenFormat, spare: int, scores: bool, positions: bool
+) -> None:
+    block = PageLayout.sized(format, format.block, scores, positions).nbytes
+    layout = PageLayout.fitted(format, block + spare, scores, positions)
+    check_arithmetic(layout)
+    assert layout.nbytes == block + spare
+    assert layout.nbytes - layout.used < block
+
+
+@given(FORMATS, st.integers(1, 20))
+def test_what_does_not_fit_is_refused(format: TokenFormat, missing: int) -> None:
+    room = PageLayout.sized(format, format.block).nbytes
+    with pytest.raises(ValueError, match="it must hold at least one block"):
+        PageLayout.fitted(format, max(0, room - missing))
+    with pytest.raises(ValueError, match=f"the page has {room - 1}"):
+        PageLayout(format, format.block, room - 1)
+    if format.block > 1:
+        with pytest.raises(ValueError, match="only whole blocks"):
+            PageLayout.sized(format, format.block + 1)
+
+
+def test_a_page_of_tiers_with_different_formats_is_equally_large() -> None:
+    high, low = (
+        TokenFormat(RawCodec(64, dtype), RawCodec(64, dtype))
+        for dtype in (torch.float32, torch.half)
+    )
+    page = PageLayout.sized(high, 8, scores=True, positions=True).nbytes
+    assert PageLayout.fitted(low, page, scores=True, positions=True).tokens == 15
+
+
+def test_a_format_needs_equal_blocks() -> None:
+    with pytest.raises(ValueError, match="takes 1 tokens at a time and the value codec 4"):
+        TokenFormat(Fake(1, (4,)), Fake(4, (4,)))
+    assert isinstance(Fake(1, (1,)), Codec)
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 2, 4, 8]), st.integers(1, 300))
+def test_bit_layout_places_every_code_once(dim: int, bits: int, group: int) -> None:
+    layout = BitLayout(dim, bits, group)
+    taken = {
+        (byte, bit + i) for d in range(dim) for byte, bit in [layout.place(d)] for i in range(bits)
+    }
+    assert len(taken) == dim * bits
+    assert all(0 <= byte < layout.stride and 0 <= bit < 8 for byte, bit in taken)
+    assert layout.stride * 8 - dim * bits < 8
+    assert layout.zero_offset == layout.scale_offset + 2 * layout.groups
+    assert layout.parts == (layout.stride, layout.zero_offset + 2 * layout.groups)
+
+
+@pytest.mark.parametrize(("dim", "bits", "group"), [(64, 3, 64), (0, 4, 1), (64, 4, 0)])
+def test_bit_layout_refuses(dim: int, bits: int, group: int) -> None:
+    with pytest.raises(ValueError, match="is"):
+        BitLayout(dim, bits, group)
