@@ -1,0 +1,170 @@
+"""From a name to a model that generates."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_serve.models.convert import converted_folder
+from kv_serve.models.folder import fingerprint, weight_files
+from kv_serve.models.quiet import quiet
+from kv_serve.models.source import (
+    DEFAULT_MODEL,
+    ModelError,
+    Progress,
+    Source,
+    resolve_model,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_HUB_LEAVE = ("*/*", "consolidated*")  # copies in other layouts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to generate, with what a report has to say about it.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        tokenizer: With its chat template, where it has one.
+        name: As it was asked for.
+        fingerprint: 16 hexadecimal digits; equal for equal weights, settings and tokenizer.
+        folder: Where it was loaded from; another host can serve it too.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    name: str
+    fingerprint: str
+    folder: Path
+
+
+def load_model(
+    name: str | None = None,
+    dtype: "str | torch.dtype" = "auto",
+    device: "str | torch.device | None" = None,
+    *,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: As for `resolve_model`.
+        dtype: `auto` (as the weights are stored), `bfloat16`, `float16`, `float32`, or torch's
+            own.
+        device: A torch device; by default the first GPU where there is one, and the CPU otherwise.
+        progress: Told what is being done; None is silence.
+
+    Raises:
+        ModelError: the model cannot be found, fetched, converted or read, or dtype or device are
+            unknown.
+    """
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
+    source = resolve_model(name)
+    folder = _folder(source, progress)
+    say = progress or _silent
+    say(f"loading {source.name}")
+    with quiet():
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        loader: Any = AutoModelForCausalLM  # its types do not know `output_loading_info`
+        target = _device(device)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, info = loader.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:  # what a strange config or tokenizer raises is not documented
+            raise ModelError(
+                f"{source.name} cannot be loaded as a causal language model from {folder}"
+                f" ({type(error).__name__}: {_first_line(error)})"
+            ) from error
+        if missing := sorted(info["missing_keys"]):
+            raise ModelError(
+                f"{folder} lacks {len(missing)} of the model's weights, the first being"
+                f" {missing[0]}; they would be random. Fetch the model again"
+            )
+        try:
+            model = model.to(target).eval()
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{source.name} does not fit into the memory of {target}") from error
+    return LoadedModel(model, tokenizer, source.name, fingerprint(folder), folder)
+
+
+def model_folder(name: str | None = None, *, progress: Progress | None = None) -> Path:
+    """The folder of a model in the Hugging Face layout, fetched or converted if it is not there.
+
+    Args:
+        name: As for `resolve_model`.
+        progress: Told what is being done; None is silence.
+
+    Raises:
+        ModelError: the model cannot be found, fetched or converted, or its files are damaged.
+    """
+    return _folder(resolve_model(name), progress)
+
+
+def _folder(source: Source, progress: Progress | None) -> Path:
+    say = progress or _silent
+    if source.kind == "gguf":
+        return converted_folder(source, say)
+    if source.kind == "folder":
+        assert source.path is not None
+        weight_files(source.path)
+        return source.path
+    folder = _download(source.name, say, bars=progress is not None)
+    try:
+        weight_files(folder)
+    except ModelError as error:
+        raise ModelError(
+            f"the copy of {source.name} in the hub's cache cannot be used: {error}. If its download"
+            " was interrupted, run the same again with a network connection, and it goes on"
+        ) from error
+    return folder
+
+
+def _download(name: str, say: Progress, *, bars: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    say(f"looking for {name} on the hub and in its cache")
+    with quiet(hub_bars=bars):
+        try:
+            folder = snapshot_download(
+                name, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_LEAVE)
+            )
+        except Exception as error:  # from names and permissions to any failure of the network
+            raise ModelError(
+                f"{name} could not be fetched from the Hugging Face hub"
+                f" ({type(error).__name__}: {_first_line(error)}). Check the name and the"
+                " network and run it again, and an interrupted download goes on; or name a local"
+                f" folder, a .gguf file, or {DEFAULT_MODEL}, which needs no network once installed"
+            ) from error
+    return Path(os.fspath(folder))
+
+
+def _device(device: "str | torch.device | None") -> "torch.device":
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device={str(device)!r} is not usable: {_first_line(error)}") from error
+    return target
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def _silent(line: str) -> None:
+    del line

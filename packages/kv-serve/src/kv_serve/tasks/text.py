@@ -1,0 +1,95 @@
+"""The text that prompts are cut from: a file, or what every Python installation has."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kv_serve.tasks.sample import TaskError
+
+LONGEST_PIECE = 60  # words; a text without full stops still offers places for a needle
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A named text, as paragraphs of words that single spaces part."""
+
+    name: str
+    paragraphs: tuple[str, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a text without words."""
+        if not self.paragraphs:
+            raise TaskError(f"the text {self.name} holds no words; give one that does")
+
+    @property
+    def body(self) -> str:
+        """The paragraphs, one a line."""
+        return "\n".join(self.paragraphs)
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of the body."""
+        return hashlib.sha256(self.body.encode()).hexdigest()[:16]
+
+    def pieces(self) -> tuple[tuple[str, ...], ...]:
+        """The text as sentences of words; a sentence above 60 words is cut into several."""
+        found: list[tuple[str, ...]] = []
+        for paragraph in self.paragraphs:
+            for sentence in _SENTENCE.split(paragraph):
+                words = sentence.split()
+                found += [
+                    tuple(words[i : i + LONGEST_PIECE]) for i in range(0, len(words), LONGEST_PIECE)
+                ]
+        return tuple(found)
+
+
+def read_text(path: str | Path) -> Text:
+    """Read a UTF-8 file, one paragraph between blank lines.
+
+    Raises:
+        TaskError: the file is missing, is not UTF-8, or holds no words.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 text; convert it first") from error
+    except OSError as error:
+        raise TaskError(f"cannot read the text {path}: {error.strerror or error}") from error
+    return Text(path.name, _paragraphs(raw))
+
+
+def default_text() -> Text:
+    """The prose of the help topics that CPython carries for its `help()`, about 30,000 tokens.
+
+    It differs a little between versions of Python, which the name says.
+
+    Raises:
+        TaskError: this Python was installed without `pydoc_data`.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise TaskError(
+            "this Python lacks pydoc_data, where the default text is from; name a text file"
+        ) from error
+    import sys
+
+    raw = "\n\n".join(topics[name] for name in sorted(topics))
+    prose = dict.fromkeys(filter(_is_prose, _paragraphs(raw)))  # topics quote each other
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Text(f"python-{version}-topics", tuple(prose))
+
+
+def _paragraphs(raw: str) -> tuple[str, ...]:
+    joined = (" ".join(part.split()) for part in _PARAGRAPH.split(raw))
+    return tuple(part for part in joined if part)
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Leave out headings, grammars, tables and code."""
+    plain = sum(letter.isalpha() or letter == " " for letter in paragraph) / len(paragraph)
+    return len(paragraph) > 80 and paragraph[0].isupper() and paragraph[-1] == "." and plain > 0.88

@@ -1,0 +1,124 @@
+"""Plain text: nats per token of its true continuation, and agreement on a generated one."""
+
+import random
+from typing import TYPE_CHECKING
+
+from kv_serve.tasks.sample import Sample, TaskError, TaskName
+from kv_serve.tasks.text import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def nll(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Text,
+    *,
+    length: int,
+    samples: int,
+    seed: int = 0,
+    continuation: int = 256,
+) -> tuple[Sample, ...]:
+    """Windows of text: `length` tokens of prompt, then the true continuation to be teacher-forced.
+
+    The prompt's last token is fed after the compression, so that all of the continuation is
+    predicted from the compressed cache. Windows are spread evenly over the text and overlap only
+    where it is too short for all of them.
+
+    Args:
+        tokenizer: The model's.
+        text: Where the windows are cut from.
+        length: Tokens of the prompt, at least 2.
+        samples: How many windows.
+        seed: Shifts the windows.
+        continuation: Tokens that are scored, at least 1.
+
+    Raises:
+        TaskError: the text is shorter than one window, or a number is out of range.
+    """
+    if continuation < 1:
+        raise TaskError(f"continuation={continuation}: nll scores at least 1 token")
+    windows = _windows("nll", tokenizer, text, length, continuation, samples, seed)
+    return tuple(
+        Sample(
+            task="nll",
+            setting="agnostic",
+            prompt_ids=window[: length - 1],
+            question_ids=window[length - 1 : length],
+            target_ids=window[length:],
+        )
+        for window in windows
+    )
+
+
+def agreement(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Text,
+    *,
+    length: int,
+    samples: int,
+    seed: int = 0,
+    new_tokens: int = 64,
+) -> tuple[Sample, ...]:
+    """Windows of text to be continued greedily for `new_tokens` tokens, past any end of text.
+
+    Args:
+        tokenizer: The model's.
+        text: Where the windows are cut from.
+        length: Tokens of the prompt, at least 2.
+        samples: How many windows.
+        seed: Shifts the windows.
+        new_tokens: Tokens to generate and compare, at least 1.
+
+    Raises:
+        TaskError: the text is shorter than one window, or a number is out of range.
+    """
+    if new_tokens < 1:
+        raise TaskError(f"new_tokens={new_tokens}: agreement compares at least 1 token")
+    windows = _windows("agreement", tokenizer, text, length, 0, samples, seed)
+    return tuple(
+        Sample(
+            task="agreement",
+            setting="agnostic",
+            prompt_ids=window[:-1],
+            question_ids=window[-1:],
+            new_tokens=new_tokens,
+            stop=False,
+        )
+        for window in windows
+    )
+
+
+def _windows(
+    task: TaskName,
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Text,
+    length: int,
+    after: int,
+    samples: int,
+    seed: int,
+) -> list[tuple[int, ...]]:
+    if length < 2:
+        raise TaskError(f"length={length}: {task} needs a prompt of at least 2 tokens")
+    if samples < 1:
+        raise TaskError(f"samples={samples}: {task} needs at least 1")
+    lead = _lead(tokenizer)
+    ids = tokenizer.encode(text.body, add_special_tokens=False, verbose=False)
+    size = length + after - len(lead)
+    room = len(ids) - size
+    if room < 0:
+        raise TaskError(
+            f"the text {text.name} has {len(ids)} tokens, fewer than the {size} of one window of"
+            f" {task} at length={length}; give a longer text or a smaller length"
+        )
+    stride = room / samples
+    shift = random.Random(f"{task} {seed}").random() * stride
+    begins = [int(shift + i * stride) for i in range(samples)]
+    return [tuple(lead + ids[begin : begin + size]) for begin in begins]
+
+
+def _lead(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The beginning-of-text token, where the tokenizer puts one before every text."""
+    bos = tokenizer.bos_token_id
+    first = tokenizer.encode("a")[:1]
+    return first if bos is not None and first == [bos] else []
