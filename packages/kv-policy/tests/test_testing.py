@@ -94,6 +94,13 @@ class Overprotects(Good):
         return protect(super().score(view), view, first=self.sinks + 1)
 
 
+class Clings(Good):
+    """Protects the newest token, whose score stays when it is no longer the newest."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return protect(view.position.float(), view, first=self.sinks - 1, last=1)
+
+
 class Mixes(Good):
     def score(self, view: LayerView) -> Tensor:
         return super().score(view) - view.length.float().mean()
@@ -243,6 +250,7 @@ class Keys(Good):
         (Sized, "score gave a token NaN"),
         (Careful, "score failed on a view that holds just what the selector says it observes and"),
         (Overprotects, "score is infinite for more tokens of a head than the 3 protected"),
+        (Clings, "so it would be protected for good"),
         (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
         (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),

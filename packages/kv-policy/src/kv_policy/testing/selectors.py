@@ -30,7 +30,7 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
         score = _check_scores(selector, able, tokens)
         _check_plan(selector, able, tokens, score)
     if selector.decode == "step":
-        _check_scores(selector, able, while_decoding(selector, shape, seed=3))
+        _check_arriving(selector, able, while_decoding(selector, shape, seed=3))
         for seed in range(5):
             _check_step(selector, able, shape, seed)
 
@@ -93,6 +93,16 @@ def _check_scores(
         close = torch.isclose(_scores(selector, part), pick(score), rtol=1e-4, atol=1e-6)
         law(bool(close[there].all()), f"scores {sentence}")
     return score
+
+
+def _check_arriving(selector: Selector, able: Capabilities, tokens: Tokens) -> None:
+    score = _check_scores(selector, able, tokens)
+    forever = (score == torch.inf) & (tokens.position >= selector.protected)
+    law(
+        selector.observe.generated or not forever.any(),
+        "score is infinite for a token that arrives in decoding; without observing generated "
+        "queries it is not scored again, so it would be protected for good",
+    )
 
 
 def _parts(tokens: Tokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from kv_knorm import Knorm
+from kv_policy import FRESH, Budget, CacheShape, LayerView, PlanView, compose, parse
+from kv_policy.raw import Raw
+from kv_policy.testing import check_policy
+
+
+@pytest.mark.parametrize(
+    "policy", [Knorm(), Knorm(Budget(10, "percent"), sinks=4, recent=16), compose(Knorm(), Raw())]
+)
+def test_it_keeps_the_contract(policy: Knorm) -> None:
+    check_policy(policy)
+
+
+def test_small_keys_stay() -> None:
+    shape = CacheShape(layers=1, kv_heads=2, group=1, key_dim=8, value_dim=8)
+    size = torch.tensor([[[3.0, 1, 5, 2, 4, 6], [6, 5, 4, 3, 2, 1]]])
+    position = torch.arange(6).expand(1, 2, 6)
+    view = LayerView(
+        layer=0,
+        shape=shape,
+        position=position,
+        fresh=position >= 0,
+        score=torch.zeros(1, 2, 6),
+        length=torch.tensor([6]),
+        keys=torch.nn.functional.normalize(torch.randn(1, 2, 6, 8), dim=-1) * size[..., None],
+    )
+    policy = Knorm(Budget(3), recent=1)
+    plan = policy.plan(
+        PlanView(
+            shape=shape,
+            first_layer=0,
+            score=policy.score(view)[None],
+            position=position[None],
+            tier=torch.full((1, 1, 2, 6), FRESH, dtype=torch.uint8),
+            length=view.length,
+            budget=torch.tensor([3]),
+        )
+    )
+    assert position[plan[0] == 0].tolist() == [1, 3, 5, 3, 4, 5]
+
+
+def test_it_is_found_by_name() -> None:
+    assert parse("knorm:budget=64") == Knorm(Budget(64))
+    with pytest.raises(ValueError, match="a budget of 8 tokens is smaller than the 9 it protects"):
+        parse("knorm:budget=8,recent=9")
