@@ -1,1 +1,6 @@
 """A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
+
+from kv_paging.pool import PagePool, PoolExhausted
+from kv_paging.store import Stored, TokenStore
+
+__all__ = ["PagePool", "PoolExhausted", "Stored", "TokenStore"]

@@ -1,0 +1,56 @@
+"""What is refused before anything changes, each with a sentence."""
+
+from torch import Tensor
+
+
+def expect_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
+    """Refuse a tensor of another shape; None stands for any size.
+
+    Raises:
+        ValueError: the shape differs; both are named.
+    """
+    fits = tensor.ndim == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; it must be ({wanted})")
+
+
+def expect_field(name: str, tensor: Tensor | None, stored: bool, *shape: int) -> None:
+    """Refuse scores or positions that pages do not hold, and their absence where pages do.
+
+    Raises:
+        ValueError: what is given and what pages hold do not agree, or the shape differs.
+    """
+    if tensor is None:
+        if stored:
+            raise ValueError(f"pages hold a {name} per token and none is given; give {name}")
+    elif not stored:
+        raise ValueError(f"a {name} is given and pages of this layout hold none; give None")
+    else:
+        expect_shape(name, tensor, *shape)
+
+
+def expect_cover(name: str, slots: int, longest: int) -> None:
+    """Refuse a tensor over fewer slots than the longest stream fills.
+
+    Raises:
+        ValueError: some slots would have no answer.
+    """
+    if slots < longest:
+        raise ValueError(
+            f"{name} covers {slots} slots and the longest of the streams holds {longest} tokens; "
+            "it must cover all of them, as read gives them"
+        )
+
+
+def expect_within(name: str, tensor: Tensor, most: int) -> None:
+    """Refuse numbers that are not from 0 to `most`.
+
+    Raises:
+        ValueError: one is not; the first such is named.
+    """
+    strange = tensor[(tensor < 0) | (tensor > most)]
+    if strange.numel():
+        raise ValueError(f"{name} {int(strange[0])} is out of range; it must be from 0 to {most}")

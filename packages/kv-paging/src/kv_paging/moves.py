@@ -1,0 +1,136 @@
+"""Rows of bytes between pages and tensors: the one place that reads and writes page data.
+
+A page is a run of segments of equal rows; scores and positions are segments like the others, with
+rows of 4 bytes. Nothing here knows what the bytes mean, and nothing assumes that a segment is
+aligned.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from kv_policy import PageLayout
+
+# Wider units move fewer elements; 8 bytes is the widest that any machine copies at once.
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_BYTES = 1 << 24  # copied at a time while rows or pages change places
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`rows` rows of `width` bytes each, from byte `offset` of a page."""
+
+    offset: int
+    rows: int
+    width: int
+
+
+def format_segments(layout: PageLayout) -> tuple[Segment, ...]:
+    """Give a segment for each part of the format, in order."""
+    return tuple(Segment(*segment) for segment in layout.segments)
+
+
+def score_segment(layout: PageLayout) -> Segment | None:
+    """Give the segment of the float32 scores, if pages hold them."""
+    return Segment(layout.score_offset, layout.tokens, 4) if layout.scores else None
+
+
+def position_segment(layout: PageLayout) -> Segment | None:
+    """Give the segment of the int32 positions, if pages hold them."""
+    return Segment(layout.position_offset, layout.tokens, 4) if layout.positions else None
+
+
+def put(
+    data: UInt8[Tensor, "P nbytes"],
+    segment: Segment,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    source: UInt8[Tensor, "n width"],
+) -> None:
+    """Write row i of `source` to row `row[i]` of page `page[i]`; places must differ."""
+    if page.numel() == 0:
+        return
+    unit = _unit(data, segment)
+    _rows(data, segment, unit)[page, row] = source.contiguous().view(_UNITS[unit])
+
+
+def take(
+    data: UInt8[Tensor, "P nbytes"],
+    segment: Segment,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+) -> UInt8[Tensor, "n width"]:
+    """Read row `row[i]` of page `page[i]`."""
+    return _bytes(_rows(data, segment, _unit(data, segment))[page, row], segment.width)
+
+
+def put_pages(
+    data: UInt8[Tensor, "P nbytes"],
+    segment: Segment,
+    page: Int[Tensor, " n"],
+    source: UInt8[Tensor, "n rows width"],
+) -> None:
+    """Write all rows of whole pages."""
+    if page.numel() == 0:
+        return
+    unit = _unit(data, segment)
+    _rows(data, segment, unit)[page] = source.contiguous().view(_UNITS[unit])
+
+
+def take_pages(
+    data: UInt8[Tensor, "P nbytes"], segment: Segment, page: Int[Tensor, "S T"]
+) -> UInt8[Tensor, "S slots width"]:
+    """Read all rows of whole pages, those of one stream's pages one after the other."""
+    rows = _rows(data, segment, _unit(data, segment))[page]
+    return _bytes(rows, segment.width).flatten(1, 2)
+
+
+def move(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    source: tuple[Tensor, Tensor],
+    target: tuple[Tensor, Tensor],
+) -> None:
+    """Copy tokens from (page, row) to (page, row) with all that belongs to them, bytes as they are.
+
+    No target may be a source. The copy goes in pieces, so it needs no second cache.
+    """
+    extra = (score_segment(layout), position_segment(layout))
+    segments = (*format_segments(layout), *(s for s in extra if s is not None))
+    widest = max(segment.width for segment in segments)
+    for piece in _pieces(source[0].shape[0], widest):
+        for segment in segments:
+            rows = take(data, segment, source[0][piece], source[1][piece])
+            put(data, segment, target[0][piece], target[1][piece], rows)
+
+
+def copy_pages(
+    data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
+) -> None:
+    """Copy whole pages, in pieces."""
+    for piece in _pieces(source.shape[0], data.shape[1]):
+        data[target[piece]] = data[source[piece]]
+
+
+def _pieces(count: int, width: int) -> Iterator[slice]:
+    step = max(1, _MOST_BYTES // max(width, 1))
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _unit(data: Tensor, segment: Segment) -> int:
+    return gcd(8, data.storage_offset() + segment.offset, data.stride(0), segment.width)
+
+
+def _rows(data: Tensor, segment: Segment, unit: int) -> Tensor:
+    span = data[:, segment.offset : segment.offset + segment.rows * segment.width]
+    return span.view(_UNITS[unit]).view(len(data), segment.rows, segment.width // unit)
+
+
+def _bytes(rows: Tensor, width: int) -> Tensor:
+    if rows.numel() == 0:  # what indexing gives for no index cannot be viewed in other units
+        return rows.new_empty((*rows.shape[:-1], width), dtype=torch.uint8)
+    return rows.view(torch.uint8)
