@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
+from kv_policy.testing import check_policy
 from kv_quant import IntegerCodec, IntegerFormat, formats
 
 BITS = (8, 4, 2, 1)
@@ -94,6 +95,13 @@ def test_a_format_is_what_its_name_says(name):
     assert (part.window, part.tiers, part.selector, part.basis) == (8, 1, None, None)
     assert "LeanKV" in part.source
     assert part.__doc__
+
+
+@pytest.mark.parametrize(
+    "policy", [formats.K8V4(), formats.K4V2(group=32, window=64), formats.K1V8(group=7)]
+)
+def test_the_contract_holds(policy):
+    check_policy(policy)
 
 
 def test_every_format_is_registered():

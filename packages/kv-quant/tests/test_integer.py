@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_policy.testing import check_codec
 from kv_quant import LIMIT, IntegerCodec, reference
 
 BITS = (8, 4, 2, 1)
@@ -146,7 +147,7 @@ def test_what_is_not_finite_is_clamped_and_nan_is_zero(bits, dtype):
     x = torch.tensor([[inf, -inf, inf], [inf, inf, inf], [nan, nan, nan], [nan, 1.0, 0.0]])
     expected = [[LIMIT, -LIMIT, LIMIT], [LIMIT] * 3, [0.0] * 3, [0.0, 1.0, 0.0]]
     back = codec.decode(codec.encode(x.to(dtype)[:, None]))[:, 0]
-    torch.testing.assert_close(back, torch.tensor(expected), rtol=1e-3, atol=0)
+    assert torch.allclose(back, torch.tensor(expected), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -181,6 +182,12 @@ def test_negative_zero_is_zero():
     x = torch.tensor([[[0.0, -0.0, 0.0, -0.0]]])
     assert not codec.encode(x).any()
     assert not torch.signbit(codec.decode(codec.encode(x))).any()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("dim", "group"), [(64, 0), (64, 16), (1, 0), (13, 0), (13, 5)])
+def test_the_contract_holds(bits, dim, group):
+    check_codec(IntegerCodec(dim, bits, group))
 
 
 def test_the_input_is_left_alone():

@@ -1,0 +1,116 @@
+"""SnapKV: keep what the last queries of the prompt look at, and the neighbours of it."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from msgspec import Meta
+from torch import Tensor
+
+from kv_policy import Evictor, LayerView, Observe, protect
+
+
+@dataclass(frozen=True)
+class SnapKV(Evictor):
+    """Keep the last `window` tokens and what their queries attend to most, `budget` in all.
+
+    A token's score is the attention probability it gets from a query of the window, on average over
+    the window's queries and over the query heads of its KV head (`group`), pooled over `pool`
+    neighbouring positions. The window itself always stays and lends its neighbours nothing.
+    Generated tokens join the cache; the next prompt is compressed together with what is stored.
+
+    A pass with fewer queries than the window, such as a short question after a long text, sees
+    only a part of the window. Its share of the score is the share of the window that it is; the
+    rest is the score a token brings along. A token that brings none (it is new, or the window
+    protected it until now) is scored by this pass alone.
+
+    The paper's code pools over 5 or 7 neighbours. On SmolLM2-135M a mean over 21 finds far more
+    hidden numbers than one over 5, which keeps the first digits of a number and drops its end,
+    so 21 is the default. Where neighbours were dropped, only those still there are pooled.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    source: ClassVar[str] = "SnapKV, Li et al., 2024, https://arxiv.org/abs/2404.14469"
+
+    window: Annotated[
+        int, Meta(ge=1, description="last tokens of the prompt: always kept, their queries decide")
+    ] = 32
+    pool: Annotated[
+        int, Meta(ge=1, description="neighbouring positions a score is pooled over; an odd number")
+    ] = 21
+    pooling: Annotated[
+        Literal["avg", "max"], Meta(description="how scores of neighbours are pooled")
+    ] = "avg"
+    group: Annotated[
+        Literal["mean", "sum", "max"],
+        Meta(description="how query heads that share a KV head are put together"),
+    ] = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(
+                f"{self.name}: pool={self.pool} has no middle; give an odd number, such as "
+                f"{self.pool + 1}"
+            )
+
+    @property
+    def protected(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def observe(self) -> Observe:
+        """The last queries of a prompt."""
+        return Observe(last=self.window, group=self.group)
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Give a token the pooled attention of the window, and those in the window infinity."""
+        score = view.score.masked_fill(~view.score.isfinite(), 0)
+        if view.mass is not None and view.seen is not None:
+            older = view.position < view.length[:, None, None] - self.window
+            counts = older & (view.position >= 0)
+            seen = view.seen.to(score.dtype)
+            mean = view.mass.to(score.dtype) / seen.clamp(min=1)
+            pooled = pool(mean, view.position, counts, self.pool, self.pooling)
+            share = (seen / self.window).masked_fill(score == 0, 1)
+            score = torch.lerp(score, pooled, share)
+        return protect(score, view, last=self.window)
+
+
+def pool(
+    score: Float[Tensor, "B H L"],
+    position: Int[Tensor, "B H L"],
+    counts: Bool[Tensor, "B H L"],
+    size: int,
+    how: Literal["avg", "max"],
+) -> Float[Tensor, "B H L"]:
+    """Pool each token's score over those that count among the `size` positions around its own.
+
+    Neighbours are told by position, not by place: what is left on the two sides of a gap stays
+    apart. At the ends and beside gaps, a mean is over the tokens that are there.
+
+    Args:
+        score: one number per token.
+        position: ascending in each head among the tokens that count.
+        counts: tokens that are pooled; the others get 0 and give nothing.
+        size: positions in a pool, odd.
+        how: the mean or the greatest of the pool.
+    """
+    radius, places = size // 2, score.shape[-1]
+    given = score.masked_fill(~counts, 0)
+    total, number = given.clone(), counts.to(score.dtype)
+    for step in range(1, min(radius, places - 1) + 1):  # neighbours lie at most `radius` places off
+        before, after = slice(None, -step), slice(step, None)
+        near = position[..., after] - position[..., before] <= radius
+        near &= counts[..., after] & counts[..., before]
+        for here, there in ((before, after), (after, before)):
+            if how == "avg":
+                total[..., here] += given[..., there] * near
+                number[..., here] += near
+            else:
+                other = given[..., there].where(near, total[..., here])
+                total[..., here] = torch.maximum(total[..., here], other)
+    return total / number.clamp(min=1) if how == "avg" else total
