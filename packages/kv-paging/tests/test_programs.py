@@ -176,6 +176,21 @@ class Programs(RuleBasedStateMachine):
             found = list(zip(score.tolist(), slot.tolist(), strict=True))
             assert found == self.oracles[which].weakest(streams)
 
+    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
+    def fetch(self, which: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        streams = self.some_streams(which, generator)
+        slot = self.slots(which, streams, generator)
+        one = self.stores[which].fetch(streams, slot)
+        every = self.stores[which].read(streams, frozenset({"keys", "values"}))
+        assert torch.equal(one.held[:, 0], slot >= 0)
+        for name, padding in (("score", 0), ("position", -1), ("key", 0), ("value", 0)):
+            numbers, all_numbers = getattr(one, name), getattr(every, name)
+            if numbers is not None:
+                held = slot >= 0
+                assert torch.equal(numbers[held, 0], all_numbers[held, slot[held]])
+                assert (numbers[~held] == padding).all()
+
     @invariant()
     def bytes_are_exact(self) -> None:
         for store, oracle in zip(self.stores, self.oracles, strict=True):
@@ -215,7 +230,7 @@ class Programs(RuleBasedStateMachine):
 
 TestPrograms = Programs.TestCase
 TestPrograms.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, derandomize=True
+    max_examples=30, stateful_step_count=25, deadline=None, derandomize=True
 )
 
 

@@ -1,6 +1,7 @@
 """A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
 
 from kv_paging.pool import PagePool, PoolExhausted
-from kv_paging.store import Stored, TokenStore
+from kv_paging.store import TokenStore
+from kv_paging.tokens import Stored
 
 __all__ = ["PagePool", "PoolExhausted", "Stored", "TokenStore"]

@@ -61,11 +61,13 @@ def put(
 def take(
     data: UInt8[Tensor, "P nbytes"],
     segment: Segment,
-    page: Int[Tensor, " n"],
-    row: Int[Tensor, " n"],
-) -> UInt8[Tensor, "n width"]:
-    """Read row `row[i]` of page `page[i]`."""
-    return _bytes(_rows(data, segment, _unit(data, segment))[page, row], segment.width)
+    page: Int[Tensor, "*S"],
+    row: Int[Tensor, "*S"],
+) -> UInt8[Tensor, "*S width"]:
+    """Read row `row[i]` of page `page[i]`; zeros where there is no page at all."""
+    if len(data) == 0 or page.numel() == 0:
+        return data.new_zeros(*page.shape, segment.width)
+    return _rows(data, segment, _unit(data, segment))[page, row].view(torch.uint8)
 
 
 def put_pages(
@@ -85,8 +87,10 @@ def take_pages(
     data: UInt8[Tensor, "P nbytes"], segment: Segment, page: Int[Tensor, "S T"]
 ) -> UInt8[Tensor, "S slots width"]:
     """Read all rows of whole pages, those of one stream's pages one after the other."""
+    if len(data) == 0 or page.numel() == 0:
+        return data.new_zeros(len(page), page.shape[1] * segment.rows, segment.width)
     rows = _rows(data, segment, _unit(data, segment))[page]
-    return _bytes(rows, segment.width).flatten(1, 2)
+    return rows.view(torch.uint8).flatten(1, 2)
 
 
 def move(
@@ -128,9 +132,3 @@ def _unit(data: Tensor, segment: Segment) -> int:
 def _rows(data: Tensor, segment: Segment, unit: int) -> Tensor:
     span = data[:, segment.offset : segment.offset + segment.rows * segment.width]
     return span.view(_UNITS[unit]).view(len(data), segment.rows, segment.width // unit)
-
-
-def _bytes(rows: Tensor, width: int) -> Tensor:
-    if rows.numel() == 0:  # what indexing gives for no index cannot be viewed in other units
-        return rows.new_empty((*rows.shape[:-1], width), dtype=torch.uint8)
-    return rows.view(torch.uint8)

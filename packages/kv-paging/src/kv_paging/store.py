@@ -1,6 +1,5 @@
 """One tier of a cache: tokens of one format, with what belongs to them, in streams of pages."""
 
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -8,42 +7,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_field, expect_shape
-from kv_paging.moves import Segment, move, position_segment, score_segment
+from kv_paging.moves import Segment, move, score_segment, take, take_pages
 from kv_paging.streams import Streams
 from kv_paging.table import pages_for, spread
-from kv_paging.tokens import (
-    read_keys,
-    read_positions,
-    read_scores,
-    read_values,
-    write_scores,
-    write_tokens,
-)
+from kv_paging.tokens import Stored, read_scores, read_tokens, write_scores, write_tokens
 
 _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Tokens of S streams in the order of their slots, padded to the longest stream.
-
-    Where `held` is false there is no token: its score is 0, its position -1, its vectors are 0.
-    """
-
-    held: Bool[Tensor, "S L"]
-    score: Float[Tensor, "S L"] | None = None  # float32, if pages hold scores
-    position: Int[Tensor, "S L"] | None = None  # if pages hold positions
-    key: Float[Tensor, "S L D"] | None = None  # if asked for
-    value: Float[Tensor, "S L Dv"] | None = None  # if asked for
-
-
 class TokenStore(Streams):
-    """The tokens of one tier; tokens are encoded once, and after that only bytes move.
-
-    The host waits for the device where `_agree` reads the few numbers an operation must know (how
-    many pages, how long, whether the arguments are right), once an operation, and where `nonzero`
-    lists tokens: once in append, replace and remove, twice in compact. Nothing else waits.
-    """
+    """The tokens of one tier; tokens are encoded once, and after that only bytes move."""
 
     def append(
         self,
@@ -92,22 +65,32 @@ class TokenStore(Streams):
         """
         streams, length, wrong = self._named(streams)
         (longest,) = self._agree(wrong, _most(length))
-        held = _before(length, longest)
         page = self._table.block(streams, pages_for(longest, self.layout.tokens))
-        data, layout = self.pool.data, self.layout
-        scores, positions = score_segment(layout), position_segment(layout)
 
-        def trim(slots: Tensor, padding: int) -> Tensor:
-            mask = held if slots.ndim == 2 else held[..., None]
-            return slots[:, :longest].where(mask, padding)
+        def take_all(segment: Segment) -> Tensor:
+            return take_pages(self.pool.data, segment, page)
 
-        return Stored(
-            held,
-            None if scores is None else trim(read_scores(data, scores, page), 0),
-            None if positions is None else trim(read_positions(data, positions, page), -1),
-            trim(read_keys(data, layout, page), 0) if "keys" in vectors else None,
-            trim(read_values(data, layout, page), 0) if "values" in vectors else None,
-        )
+        return read_tokens(self.layout, _before(length, longest), take_all, vectors)
+
+    def fetch(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
+        """Read one token of each stream, vectors included, as tensors of length 1.
+
+        Slot -1 gives no token. This is how a token is taken to another tier: fetched here, appended
+        there, removed here.
+
+        Raises:
+            ValueError: a slot that holds no token.
+        """
+        expect_shape("slot", slot, streams.shape[0])
+        streams, length, wrong = self._named(streams)
+        self._agree_slots(wrong, slot, length)
+        page, row = self._place(streams[:, None], slot.clamp(min=0)[:, None])
+
+        def take_one(segment: Segment) -> Tensor:
+            return take(self.pool.data, segment, page, row)
+
+        both: frozenset[Literal["keys", "values"]] = frozenset({"keys", "values"})
+        return read_tokens(self.layout, (slot >= 0)[:, None], take_one, both)
 
     def set_scores(self, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
         """Give stored tokens new scores, slot by slot; what lies past a stream's end is unused.
@@ -218,10 +201,9 @@ class TokenStore(Streams):
         segment = self._score_segment()
         streams, length, wrong = self._named(streams)
         (longest,) = self._agree(wrong, _most(length))
-        if longest == 0:
-            return torch.full_like(length, torch.inf, dtype=torch.float32), length - 1
-        page = self._table.block(streams, pages_for(longest, self.layout.tokens))
-        score = read_scores(self.pool.data, segment, page)
+        # One slot at least, for argmin to point at where all streams are empty.
+        page = self._table.block(streams, pages_for(max(longest, 1), self.layout.tokens))
+        score = read_scores(take_pages(self.pool.data, segment, page))
         score = score.masked_fill(~_before(length, score.shape[1]), torch.inf)
         slot = score.argmin(1)
         return score.gather(1, slot[:, None])[:, 0], slot.where(length > 0, -1)

@@ -22,6 +22,11 @@ class Streams:
     of the streams they are about, each named once, and work on all of them at once. What is
     refused, by PoolExhausted or otherwise, leaves everything as it was. Several stores, of
     different layouts, may share a pool.
+
+    Here and in TokenStore, the host waits for the device where `_agree` reads the few numbers that
+    an operation must know (how many pages, how long, whether the arguments are right): once an
+    operation. select, clear and truncate wait once more to check sequences; append, replace and
+    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class PageTable:
         total = int(count.sum()) if total is None else total
         return self.lookup(*spread(torch.zeros_like(count), count, total))
 
-    def lookup(self, streams: Int[Tensor, " n"], column: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    def lookup(self, streams: Int[Tensor, "*n"], column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Give the page id at `column[i]` of stream `streams[i]`."""
         return self._ids[streams, column].long()
 

@@ -1,0 +1,303 @@
+"""TokenStore by example: what it lays where, what it refuses, and that refusing changes nothing."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_paging import PagePool, PoolExhausted, TokenStore, store
+from kv_paging.checks import expect_cover, expect_field, expect_shape
+from kv_paging.reference import ReferenceStore, stored
+from kv_policy import PageLayout, RawCodec, TokenFormat
+
+FORMAT = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.bfloat16))
+LAYOUT = PageLayout.sized(FORMAT, 4, scores=True, positions=True)
+
+
+def make(layout: PageLayout = LAYOUT, pages: int | None = None, sequences: int = 2) -> TokenStore:
+    pool = PagePool(layout.nbytes, pages or 0, grows=pages is None, poison=True)
+    return TokenStore(pool, layout, layers=2, sequences=sequences, heads=2)
+
+
+def tokens(streams: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, all kept, scores and positions."""
+    position = torch.arange(length).expand(streams, length)
+    return (
+        torch.randn(streams, length, 4),
+        torch.randn(streams, length, 2).bfloat16(),
+        torch.ones(streams, length, dtype=torch.bool),
+        torch.rand(streams, length),
+        position,
+    )
+
+
+def fill(some: TokenStore, length: int) -> None:
+    some.append(some.streams(), *tokens(len(some.streams()), length))
+
+
+def snapshot(some: TokenStore) -> tuple[list, list, list, int]:
+    return some.table.tolist(), some.length.tolist(), some.pool.data.tolist(), some.pool.free
+
+
+def test_streams_are_numbered_layer_by_layer() -> None:
+    some = make()
+    assert some.streams().tolist() == list(range(8))
+    assert some.streams(slice(1, 2)).tolist() == [4, 5, 6, 7]
+
+
+def test_a_view_is_one_layer_as_the_contract_says() -> None:
+    some = make()
+    key, value, keep, score, position = tokens(4, 6)
+    some.append(some.streams(slice(1, 2)), key, value, keep, score, position)
+    view = some.view(1)
+    assert view.layout is LAYOUT
+    assert view.length.tolist() == [[6, 6], [6, 6]]
+    page = int(view.table[1, 0, 5 // 4])  # token 5 of head 0 of sequence 1
+    start, _, width = LAYOUT.segments[0]
+    row = view.data[page, start + (5 % 4) * width :][:width]
+    assert torch.equal(row.view(torch.float32), key[2, 5])
+    assert some.view(0).length.tolist() == [[0, 0], [0, 0]]
+
+
+def test_heads_keep_different_tokens() -> None:
+    some = make(sequences=1)
+    key, value, _, score, position = tokens(4, 5)
+    keep = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
+    some.append(some.streams(), key, value, keep, score, position)
+    read = some.read(some.streams(), frozenset({"keys", "values"}))
+    assert some.length.flatten().tolist() == [5, 0, 2, 1]
+    assert some.pages_used == 2 + 0 + 1 + 1 == some.pool.used
+    assert read.position is not None
+    assert read.key is not None
+    assert read.value is not None
+    assert read.position.tolist()[1:] == [[-1] * 5, [1, 3, -1, -1, -1], [0, -1, -1, -1, -1]]
+    assert torch.equal(read.key[2, :2], key[2, [1, 3]])
+    assert torch.equal(read.value[0], value[0])
+    assert read.key.dtype == torch.float32
+    assert read.value.dtype == torch.bfloat16
+
+
+def test_reading_nothing() -> None:
+    some = make()
+    read = some.read(some.streams(), frozenset({"keys", "values"}))
+    assert read.held.shape == (8, 0)
+    assert read.key is not None
+    assert read.key.shape == (8, 0, 4)
+    score, slot = some.weakest(some.streams())
+    assert score.isposinf().all()
+    assert slot.tolist() == [-1] * 8
+    assert some.compact(some.streams(), torch.ones(8, 0, dtype=torch.bool)) == 0
+    fetched = some.fetch(some.streams(), torch.full((8,), -1))
+    assert fetched.held.tolist() == [[False]] * 8
+    assert some.pool.capacity == 0
+
+
+def test_long_prompts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, pieces = make(), make()
+    ids, (key, value, keep, score, position) = whole.streams(), tokens(8, 9)
+    keep = torch.rand(8, 9) < 0.5
+    whole.append(ids, key, value, keep, score, position)
+    monkeypatch.setattr(store, "_ROWS", 5)
+    pieces.append(ids, key, value, keep, score, position)
+    assert stored(whole) == stored(pieces)
+
+
+def test_strided_vectors_are_stored_as_they_are() -> None:
+    some, oracle = make(), ReferenceStore(LAYOUT, 2, 2, 2)
+    key, value, keep, score, position = tokens(8, 5)
+    key = key.transpose(0, 1).contiguous().transpose(0, 1)
+    value = value.repeat_interleave(2, dim=1)[:, ::2]
+    for one in (some, oracle):
+        one.append(some.streams(), key, value, keep, score, position)
+    assert stored(some) == oracle.tokens
+
+
+def test_compacting_moves_the_last_into_the_holes_and_frees_pages() -> None:
+    some = make(sequences=1)
+    fill(some, 10)
+    keep = torch.zeros(4, 10, dtype=torch.bool)
+    keep[:, [0, 5, 8, 9]] = True
+    assert some.compact(some.streams(), keep) == 4 * 2
+    position = some.read(some.streams()).position
+    assert position is not None
+    assert position.tolist() == [[0, 5, 8, 9]] * 4
+
+
+def test_beams_share_nothing() -> None:
+    some = make()
+    fill(some, 5)
+    some.select(torch.tensor([1, 1, 0]))
+    assert some.length.shape == (2, 3, 2)
+    before = stored(some)
+    assert before[0] == before[2] != before[4]
+    ids = some.streams()[:2]
+    key, value, _, score, position = tokens(2, 1)
+    some.replace(ids, torch.zeros(2).long(), key[:, 0], value[:, 0], score[:, 0], position[:, 0])
+    after = stored(some)
+    assert after[0] != before[0]
+    assert after[2] == before[2]
+    some.pool.check(some.pages())
+
+
+def test_two_tiers_share_a_pool() -> None:
+    first = make(sequences=1)
+    small = PageLayout.fitted(
+        TokenFormat(RawCodec(4, torch.bfloat16), RawCodec(2, torch.bfloat16)), LAYOUT.nbytes
+    )
+    second = TokenStore(first.pool, small, layers=2, sequences=1, heads=2)
+    fill(first, 3)
+    key, value, keep, _, _ = tokens(4, 9)
+    second.append(second.streams(), key, value, keep)
+    assert first.pool.used == first.pages_used + second.pages_used == 4 + 4
+    first.pool.check(torch.cat((first.pages(), second.pages())))
+    first.clear(torch.tensor([0]))
+    assert first.pool.used == second.pages_used
+    assert second.read(second.streams()).score is None
+
+
+def test_tables_are_small_and_counted() -> None:
+    some = make(sequences=1)
+    fill(some, 4 * 100)
+    assert some.table_bytes == 4 * some.table.numel() + 4 * 4
+    assert some.table.shape[-1] < 100 * 9 / 8 + 1
+
+
+def test_a_dry_pool_changes_nothing() -> None:
+    some = make(pages=8)
+    fill(some, 3)
+    before = snapshot(some)
+    with pytest.raises(PoolExhausted, match="8 pages are needed and 0 are free") as error:
+        fill(some, 2)
+    assert (error.value.needed, error.value.free) == (8, 0)
+    assert snapshot(some) == before
+    with pytest.raises(PoolExhausted, match="4 pages are needed and 0 are free"):
+        some.select(torch.tensor([0, 1, 1]))
+    assert snapshot(some) == before
+    some.select(torch.tensor([1, 1]))  # what sequence 0 gives back is enough
+    assert some.pool.free == 0
+
+
+@dataclass(frozen=True)
+class Moody:
+    """Refuses vectors that begin with 13."""
+
+    dim: int = 4
+    block: int = 1
+    parts: tuple[int] = (4,)
+    layout: None = None
+
+    def encode(self, x: Tensor) -> Tensor:
+        if (x[..., 0] == 13).any():
+            raise ArithmeticError("13")
+        return x[:, 0].to(torch.uint8)
+
+    def decode(self, data: Tensor) -> Tensor:
+        return data[:, None].float()
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+
+def test_a_codec_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_ROWS", 3)
+    some = make(PageLayout.sized(TokenFormat(Moody(), Moody()), 2))
+    vectors = torch.ones(8, 3, 4)
+    keep = torch.ones(8, 3, dtype=torch.bool)
+    some.append(some.streams(), vectors, vectors, keep)
+    before, used = stored(some), some.pool.used
+    bad = vectors.clone()
+    bad[5, 1, 0] = 13
+    with pytest.raises(ArithmeticError):
+        some.append(some.streams(), vectors, bad, keep)
+    with pytest.raises(ArithmeticError):
+        some.replace(some.streams(), torch.zeros(8).long(), 2 * vectors[:, 0], bad[:, 1])
+    assert stored(some) == before
+    assert some.pool.used == used
+    some.pool.check(some.pages())
+
+
+@dataclass(frozen=True)
+class Pairs(RawCodec):
+    """Two tokens at a time."""
+
+    @property
+    def block(self) -> int:
+        return 2
+
+
+def test_what_a_store_cannot_be_made_of() -> None:
+    pool = PagePool(LAYOUT.nbytes)
+    with pytest.raises(ValueError, match=r"pages of 128 bytes and the pool's have 64"):
+        TokenStore(PagePool(64), PageLayout(FORMAT, 4, 128), 1, 1, 1)
+    pairs = TokenFormat(Pairs(4, torch.float32), Pairs(2, torch.bfloat16))
+    with pytest.raises(ValueError, match="stores 2 tokens at a time"):
+        TokenStore(pool, PageLayout(pairs, 4, LAYOUT.nbytes), 1, 1, 1)
+    with pytest.raises(ValueError, match="1 layers, 0 sequences and 2 heads make no stream"):
+        TokenStore(pool, LAYOUT, 1, 0, 2)
+
+
+def test_arguments_that_do_not_fit_are_refused_with_a_sentence() -> None:
+    some = make()
+    fill(some, 3)
+    before = snapshot(some)
+    ids, (key, value, keep, score, position) = some.streams(), tokens(8, 2)
+    first = torch.zeros(8).long()
+    with pytest.raises(ValueError, match=r"key has the shape \(8, 2, 3\); it must be \(8, 2, 4\)"):
+        some.append(ids, key[..., :3], value, keep, score, position)
+    with pytest.raises(ValueError, match="value has the shape"):
+        some.replace(ids, first, key[:, 0], value[:, 0, :1], score[:, 0], position[:, 0])
+    with pytest.raises(ValueError, match="a score per token and none is given"):
+        some.append(ids, key, value, keep, None, position)
+    with pytest.raises(ValueError, match="a position per token and none is given"):
+        some.append(ids, key, value, keep, score)
+    for wrong in (torch.tensor([0, 1, 0]), torch.tensor([8]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match=r"named twice or does not exist.*from 0 to 7"):
+            some.read(wrong)
+    with pytest.raises(ValueError, match="slot 3 holds no token, the stream has 3"):
+        some.remove(ids, torch.tensor([0, 0, 3, 0, 0, 0, 0, 0]))
+    with pytest.raises(ValueError, match="slot -2 holds no token"):
+        some.fetch(ids, first - 2)
+    with pytest.raises(ValueError, match="slot 7 holds no token"):
+        some.replace(ids, first + 7, key[:, 0], value[:, 0], score[:, 0], position[:, 0])
+    with pytest.raises(ValueError, match=r"keep covers 2 slots and the longest .* holds 3"):
+        some.compact(ids, keep)
+    with pytest.raises(ValueError, match="score covers 2 slots"):
+        some.set_scores(ids, score)
+    with pytest.raises(ValueError, match="sequence 2 is out of range; it must be from 0 to 1"):
+        some.select(torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="no sequence is selected"):
+        some.select(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match="sequence -1 is out of range"):
+        some.clear(torch.tensor([-1]))
+    with pytest.raises(ValueError, match="named twice"):
+        some.clear(torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"length is \[1, -1\]"):
+        some.truncate(torch.tensor([1, -1]))
+    with pytest.raises(ValueError, match=r"length has the shape \(3,\)"):
+        some.truncate(torch.tensor([1, 1, 1]))
+    assert snapshot(some) == before
+
+
+def test_scores_where_pages_hold_none() -> None:
+    some = make(PageLayout.sized(FORMAT, 4))
+    key, value, keep, score, position = tokens(8, 1)
+    with pytest.raises(ValueError, match="a score is given and pages of this layout hold none"):
+        some.append(some.streams(), key, value, keep, score)
+    with pytest.raises(ValueError, match="a position is given and pages of this layout hold none"):
+        some.append(some.streams(), key, value, keep, None, position)
+    with pytest.raises(ValueError, match="scores=True"):
+        some.weakest(some.streams())
+    with pytest.raises(ValueError, match="scores=True"):
+        some.set_scores(some.streams(), score)
+
+
+def test_shapes_are_checked_without_a_type_checker_too() -> None:
+    expect_shape("x", torch.zeros(2, 3), 2, None)
+    with pytest.raises(ValueError, match=r"x has the shape \(2, 3\); it must be \(any, 4\)"):
+        expect_shape("x", torch.zeros(2, 3), None, 4)
+    with pytest.raises(ValueError, match=r"x has the shape \(2,\); it must be \(2, any\)"):
+        expect_shape("x", torch.zeros(2), 2, None)
+    with pytest.raises(ValueError, match="score has the shape"):
+        expect_field("score", torch.zeros(2), True, 3)
+    expect_cover("keep", 3, 3)
