@@ -58,7 +58,7 @@ def resolve_model(name: str | None = None) -> Source:
     if name.startswith(PACKAGE):
         return _from_package(name, name.removeprefix(PACKAGE))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return Source(name, "folder", path)
     if path.suffix == ".gguf":
         if not path.is_file():

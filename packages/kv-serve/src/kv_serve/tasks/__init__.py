@@ -1,6 +1,6 @@
 """What a compressed cache is asked: prompts with hidden numbers, and windows of plain text."""
 
-from kv_serve.tasks.needle import multikey, needle
+from kv_serve.tasks.hidden import multikey, needle
 from kv_serve.tasks.sample import Sample, Setting, TaskError, TaskName
 from kv_serve.tasks.scoring import agreement_share, found, nats_per_token
 from kv_serve.tasks.text import Text, default_text, read_text

@@ -9,7 +9,7 @@ from kv_serve.tasks.sample import TaskError
 
 LONGEST_PIECE = 60  # words; a text without full stops still offers places for a needle
 _PARAGRAPH = re.compile(r"\n\s*\n")
-_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+")
 
 
 @dataclass(frozen=True, slots=True)

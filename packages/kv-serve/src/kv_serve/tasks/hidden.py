@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DIGITS = 7
 NEW_TOKENS = 16
-SLACK = 16  # tokens that a prompt may fall short of its length, because it ends with a whole word
+SLACK = 16  # tokens that the last prompt of a text may fall short of its length
 KEYS = ("harbor", "violin", "meadow", "glacier", "lantern", "orchard", "compass", "pepper")
 
 INTRO = "A special magic number is hidden in the text below. Find it and remember it."
@@ -164,17 +164,19 @@ def _sample(
     def cost(count: int) -> int:
         return sum(map(len, encode(count)))
 
-    count = fit(cost, length, len(haystack.words) - begin)
+    available = len(haystack.words) - begin
+    count = fit(cost, length, available)
     if count < 0:
         raise TaskError(
             f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
             " tokenizer; ask for more"
         )
     prompt, rest = encode(count)
-    if len(prompt) + len(rest) < length - SLACK:
+    total = len(prompt) + len(rest)
+    if count == available and total < length - SLACK:
         raise TaskError(
-            f"the text {haystack.name} gives a prompt of {len(prompt) + len(rest)} tokens, fewer"
-            f" than length={length}; give a longer text"
+            f"the text {haystack.name} gives a prompt of {total} tokens, fewer than"
+            f" length={length}; give a longer text"
         )
     if setting == "aware":
         prompt, rest = [*prompt, *rest[:-1]], rest[-1:]
