@@ -18,7 +18,8 @@ Row = Mapping[str, object]
 
 def commit(root: Path = ROOT) -> str:
     """Names the commit that was measured, with `-dirty` behind it if files differ from it."""
-    command = ("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty")
+    describe = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    command = ("git", "-C", str(root), *describe)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
