@@ -1,1 +1,8 @@
 """Attention over pages of compressed keys and values, in parts that add up exactly."""
+
+from kv_attention.attention import attend
+from kv_attention.backends import BACKENDS, Backend, available
+from kv_attention.partial import Partial
+from kv_attention.tokens import Attended, DenseTokens
+
+__all__ = ["BACKENDS", "Attended", "Backend", "DenseTokens", "Partial", "attend", "available"]

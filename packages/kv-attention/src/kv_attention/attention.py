@@ -1,0 +1,55 @@
+"""Attention over pages and plain tokens at once."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.backends import load
+from kv_attention.checks import check_parts, check_positions, check_queries
+from kv_attention.tokens import Attended, DenseTokens
+from kv_policy import Observe, PagedTokens
+
+NOTHING: Final = Observe()
+
+
+def attend(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    scale: float,
+    observe: Observe = NOTHING,
+    page_positions: Sequence[Int[Tensor, "B H _"] | None] | None = None,
+    backend: str = "torch",
+) -> Attended:
+    """Attend to the union of several tiers in pages and several tensors of plain tokens.
+
+    Every stored token precedes all queries, so all see it; a plain token is seen by the queries
+    that do not come before it. A query that is padding, or sees no token, gives zeros.
+
+    Args:
+        q: queries by KV head and place in its group, in any floating-point dtype.
+        position: of the queries, -1 for padding; real ones ascend.
+        pages: stored tokens, one entry a tier.
+        dense: plain tokens, such as the raw window and the fresh chunk.
+        scale: what to multiply the logits with.
+        observe: the attention to sum per token; `last` counts the real queries of each sequence.
+            Whether to ask in decoding, as `generated` says, is up to the caller.
+        page_positions: positions of the stored tokens by slot, at least as many as the longest
+            stream has; needed, and read, only where `observe.skip` is above 0.
+        backend: a name in `BACKENDS`.
+
+    Returns:
+        The output in the dtype of `q`, and per part, pages first, the mass and counts asked for, in
+        float32 (float64 for queries in float64) and int32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a backend that cannot be used.
+    """
+    check_queries(q, position)
+    value_dim = check_parts(q, pages, dense)
+    positions = [None] * len(pages) if page_positions is None else list(page_positions)
+    check_positions(q, pages, positions, observe)
+    return load(backend)(q, position, pages, dense, value_dim, scale, observe, positions)

@@ -1,0 +1,62 @@
+"""Plain attention over a part of the tokens, in blocks of bounded size."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_attention.partial import Partial
+from kv_attention.parts import Part, block_sizes
+from kv_attention.vectors import Vectors
+
+
+def blockwise(
+    q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Part, value_dim: int
+) -> Partial:
+    """Attend to a part, block after block; each block of tokens is read once.
+
+    Args:
+        q: queries, with the scale of the logits multiplied in.
+        position: of the queries.
+        part: the tokens.
+        value_dim: Dv.
+    """
+    size, tokens = block_sizes(q, value_dim)
+    chunks = [slice(start, start + size) for start in range(0, q.shape[3], size)]
+    totals: list[Partial] = []
+    for at in part.spans(tokens):
+        keys, values = part.keys(at), part.values(at)
+        if q.shape[2] * q.shape[3] > q.shape[4]:
+            keys, values = keys.plain(), values.plain()
+        found = [
+            _block(q[..., chunk, :], keys, values, part.visible(at, position[:, chunk]))
+            for chunk in chunks
+        ]
+        totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+    if len(totals) == 1:
+        return totals[0]
+    if not totals:
+        return Partial.empty(q, value_dim)
+    return Partial(torch.cat([t.out for t in totals], 3), torch.cat([t.lse for t in totals], 3))
+
+
+def _block(
+    q: Float[Tensor, "B H G L D"],
+    keys: Vectors,
+    values: Vectors,
+    visible: Bool[Tensor, "B _ _ S"] | None,
+) -> Partial:
+    x = logits(q, keys)
+    if visible is not None:
+        x.masked_fill_(~visible[:, :, None], -torch.inf)
+    top = x.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    weights = x.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    # The largest weight is 1, so a total below 1 is that of a query that sees nothing.
+    out = values.weigh(weights.flatten(0, 1).flatten(1, 2)).view(*q.shape[:-1], -1)
+    return Partial(out.div_(total.clamp(min=1)), (top + total.log()).squeeze(-1))
+
+
+def logits(q: Float[Tensor, "B H G L D"], keys: Vectors) -> Float[Tensor, "B H G L S"]:
+    """Products of queries and keys, in memory of their own."""
+    rows = q.flatten(0, 1).flatten(1, 2)
+    return keys.dot(rows).view(*q.shape[:-1], -1)

@@ -1,0 +1,111 @@
+"""Sentences for arguments that do not fit each other."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.tokens import DenseTokens
+from kv_policy import Observe, PagedTokens
+
+
+def check_queries(q: Tensor, position: Tensor) -> None:
+    """Refuse queries of a wrong shape, and positions that are not theirs."""
+    if q.ndim != 5 or 0 in q.shape or not q.is_floating_point():
+        raise ValueError(
+            f"queries are {q.dtype} of shape {tuple(q.shape)}; give floating-point numbers of "
+            "shape [sequences, KV heads, group, queries, dimension], none of them 0"
+        )
+    if position.shape != (q.shape[0], q.shape[3]):
+        raise ValueError(
+            f"positions are of shape {tuple(position.shape)}; {q.shape[3]} queries of "
+            f"{q.shape[0]} sequences need {(q.shape[0], q.shape[3])}"
+        )
+
+
+def check_parts(
+    q: Float[Tensor, "B H G L D"], pages: Sequence[PagedTokens], dense: Sequence[DenseTokens]
+) -> int:
+    """Refuse tokens that do not fit the queries or each other; give the dimension of values."""
+    dims = set()
+    for i, part in enumerate(pages):
+        _check_pages(f"pages[{i}]", part, q)
+        dims.add(part.layout.format.value.dim)
+    for i, tokens in enumerate(dense):
+        _check_dense(f"dense[{i}]", tokens, q)
+        dims.add(tokens.value.shape[-1])
+    if len(dims) > 1:
+        raise ValueError(
+            f"values of the parts have {', '.join(map(str, sorted(dims)))} dimensions; "
+            "they must all have the same number"
+        )
+    return dims.pop() if dims else q.shape[-1]
+
+
+def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) -> None:
+    streams, layout = tuple(q.shape[:2]), part.layout
+    if part.length.shape != streams or part.table.shape[:2] != streams:
+        raise ValueError(
+            f"{name} has lengths of shape {tuple(part.length.shape)} and a table of shape "
+            f"{tuple(part.table.shape)}; both must start with [sequences, KV heads], here {streams}"
+        )
+    if part.data.shape[1] != layout.nbytes:
+        raise ValueError(
+            f"{name} has pages of {part.data.shape[1]} bytes; its layout says {layout.nbytes}"
+        )
+    if layout.format.key.dim != q.shape[-1]:
+        raise ValueError(
+            f"{name} stores keys of {layout.format.key.dim} dimensions and queries have "
+            f"{q.shape[-1]}; project both into the same basis"
+        )
+    room = part.table.shape[2] * layout.tokens
+    if (part.length > room).any():
+        raise ValueError(
+            f"{name} has a stream of {int(part.length.max())} tokens; its table has room for {room}"
+        )
+
+
+def _check_dense(name: str, tokens: DenseTokens, q: Float[Tensor, "B H G L D"]) -> None:
+    places = (*q.shape[:2], tokens.key.shape[2])
+    if tokens.key.shape[:-1] != places or tokens.value.shape[:-1] != places:
+        raise ValueError(
+            f"{name} has keys of shape {tuple(tokens.key.shape)} and values of shape "
+            f"{tuple(tokens.value.shape)}; both must start with [sequences, KV heads, tokens], "
+            f"here {places}"
+        )
+    if tokens.key.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"{name} has keys of {tokens.key.shape[-1]} dimensions and queries have {q.shape[-1]}; "
+            "project both into the same basis"
+        )
+    if tokens.position.shape != (places[0], places[2]):
+        raise ValueError(
+            f"{name} has positions of shape {tuple(tokens.position.shape)}; {places[2]} tokens of "
+            f"{places[0]} sequences need {(places[0], places[2])}"
+        )
+
+
+def check_positions(
+    q: Float[Tensor, "B H G L D"],
+    pages: Sequence[PagedTokens],
+    positions: Sequence[Int[Tensor, "B H _"] | None],
+    observe: Observe,
+) -> None:
+    """Refuse positions that are not those of the pages, or are needed and missing."""
+    if len(positions) != len(pages):
+        raise ValueError(
+            f"page_positions has {len(positions)} entries for {len(pages)} tiers in pages"
+        )
+    for i, (part, at) in enumerate(zip(pages, positions, strict=True)):
+        longest = int(part.length.max())
+        if at is None:
+            if observe.skip and observe.last != 0 and longest:
+                raise ValueError(
+                    f"observing with skip={observe.skip} needs the positions of the stored tokens; "
+                    f"give page_positions[{i}]"
+                )
+        elif at.shape[:2] != q.shape[:2] or at.shape[2] < longest:
+            raise ValueError(
+                f"page_positions[{i}] is of shape {tuple(at.shape)}; {tuple(q.shape[:2])} streams "
+                f"of up to {longest} tokens need {(*q.shape[:2], longest)} or more"
+            )

@@ -1,0 +1,90 @@
+"""The second pass: how much attention each token got, from the log-sum-exp of the first."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_attention.blockwise import logits
+from kv_attention.parts import Part, block_sizes
+from kv_policy import Observe
+
+
+def observe_part(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    lse: Float[Tensor, "B H G L"],
+    part: Part,
+    observe: Observe,
+) -> tuple[Float[Tensor, "B H S"], Int[Tensor, "B H S"]]:
+    """Sum the attention that each token of a part got, and count the queries that it came from.
+
+    Args:
+        q: the queries that count, with the scale of the logits multiplied in.
+        position: theirs, or -1 for one that does not count after all.
+        lse: theirs, over all parts.
+        part: the tokens.
+        observe: what to sum; `last` is already done, by `last_queries`.
+    """
+    mass = q.new_zeros((*q.shape[:2], part.width))
+    seen = torch.zeros_like(mass, dtype=torch.int32)
+    size, tokens = block_sizes(q, q.shape[-1])
+    all_real = bool((position >= 0).all())
+    for at in part.spans(tokens):
+        keys = part.keys(at)
+        if q.shape[2] * q.shape[3] > q.shape[4]:
+            keys = keys.plain()
+        for start in range(0, q.shape[3], size):
+            chunk = slice(start, start + size)
+            p = logits(q[..., chunk, :], keys).sub_(lse[..., chunk, None]).exp_()
+            counts = _counts(position[:, chunk], part, at, observe, all_real)
+            if counts is None:
+                seen[..., at] += p.shape[3]
+            else:
+                counts = counts.expand(*p.shape[:2], *p.shape[3:])
+                p.masked_fill_(~counts[:, :, None], 0)
+                seen[..., at] += counts.sum(dim=2)
+            mass[..., at] += _summed(p, observe)
+    return mass, seen
+
+
+def _counts(
+    position: Int[Tensor, "B L"], part: Part, at: slice, observe: Observe, all_real: bool
+) -> Bool[Tensor, "B _ _ S"] | None:
+    """Which queries count for which tokens; None: all for all."""
+    query = position[:, None, :, None]
+    counts = part.visible(at, position)
+    if not all_real:
+        real = query >= 0
+        counts = real.expand(-1, -1, -1, at.stop - at.start) if counts is None else counts & real
+    if observe.skip:
+        far = query - part.position(at)[:, :, None] >= observe.skip
+        counts = far if counts is None else counts & far
+    return counts
+
+
+def _summed(p: Float[Tensor, "B H G L S"], observe: Observe) -> Float[Tensor, "B H S"]:
+    if observe.power == 2:
+        p = p.square_()
+    if observe.group == "max":
+        return p.amax(dim=2).sum(dim=2)
+    total = p.sum(dim=(2, 3))
+    return total / p.shape[2] if observe.group == "mean" else total
+
+
+def last_queries(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    lse: Float[Tensor, "B H G L"],
+    last: int | None,
+) -> tuple[Float[Tensor, "B H G w D"], Int[Tensor, "B w"], Float[Tensor, "B H G w"]]:
+    """Pick the last real queries of each sequence; position -1 where it has fewer."""
+    length = position.shape[1]
+    if last is None or last >= length:
+        return q, position, lse
+    place = torch.arange(length, device=position.device).where(position >= 0, -1)
+    place = place.topk(last, dim=1).values
+    index = place.clamp(min=0)
+    chosen = position.gather(1, index).where(place >= 0, -1)
+    index = index[:, None, None].expand(*q.shape[:3], -1)
+    rows = q.gather(3, index[..., None].expand(*index.shape, q.shape[-1]))
+    return rows, chosen, lse.gather(3, index)

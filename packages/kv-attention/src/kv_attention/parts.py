@@ -1,0 +1,146 @@
+"""The tokens that attention goes over, block by block: those in pages, and those in tensors.
+
+Both kinds answer the same questions about `at`, a run of S slots of each of the R = B * H streams.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_attention.tokens import DenseTokens
+from kv_attention.vectors import Vectors, read
+from kv_policy import Codec, PagedTokens
+
+ROOM = 1 << 19  # numbers in a temporary tensor: 2 MiB in float32
+
+
+@dataclass(frozen=True)
+class PagedPart:
+    """The tokens of one tier. All of them come before the queries."""
+
+    pages: PagedTokens
+    shortest: int
+    width: int
+    dtype: torch.dtype  # to compute in
+    positions: Int[Tensor, "B H _"] | None = None
+
+    @classmethod
+    def of(
+        cls, pages: PagedTokens, dtype: torch.dtype, positions: Int[Tensor, "B H _"] | None
+    ) -> "PagedPart":
+        """Look up how long the streams are."""
+        shortest, longest = pages.length.aminmax()
+        return cls(pages, int(shortest), int(longest), dtype, positions)
+
+    def spans(self, size: int) -> Iterator[slice]:
+        """All slots, in runs of whole pages."""
+        tokens = self.pages.layout.tokens
+        step = max(1, size // tokens) * tokens
+        return (slice(start, min(start + step, self.width)) for start in range(0, self.width, step))
+
+    def keys(self, at: slice) -> Vectors:
+        """The keys there."""
+        return self._read(at, self.pages.layout.format.key, first=0)
+
+    def values(self, at: slice) -> Vectors:
+        """The values there; zero where no token is."""
+        form = self.pages.layout.format
+        values = self._read(at, form.value, first=len(form.key.parts))
+        held = self._held(at)
+        return values if held is None else values.only(held.flatten(0, 1))
+
+    def position(self, at: slice) -> Int[Tensor, "B H S"]:
+        """The positions of the tokens there, which the caller has to have given."""
+        if self.positions is None:
+            raise ValueError("positions of stored tokens were not given")
+        return self.positions[..., at]
+
+    def visible(self, at: slice, position: Int[Tensor, "B L"]) -> Bool[Tensor, "B H 1 S"] | None:
+        """Which slots hold a token; None: all of them."""
+        held = self._held(at)
+        return None if held is None else held[:, :, None]
+
+    def _held(self, at: slice) -> Bool[Tensor, "B H S"] | None:
+        if at.stop <= self.shortest:
+            return None
+        length = self.pages.length
+        return torch.arange(at.start, at.stop, device=length.device) < length[..., None]
+
+    def _read(self, at: slice, codec: Codec, first: int) -> Vectors:
+        layout, table = self.pages.layout, self.pages.table
+        columns = slice(at.start // layout.tokens, -(-at.stop // layout.tokens))
+        pages = table[..., columns]
+        if at.stop > self.shortest:  # what lies past a stream's last page is not a page number
+            column = torch.arange(columns.start, columns.stop, device=table.device)
+            pages = pages.where(column * layout.tokens < self.pages.length[..., None], 0)
+        pages = pages.reshape(-1)
+        parts = [
+            self.pages.data[:, offset : offset + rows * size].index_select(0, pages)
+            for offset, rows, size in layout.segments[first : first + len(codec.parts)]
+        ]
+        streams = table.shape[0] * table.shape[1]
+        return read(parts, codec, streams, self.dtype).head(at.stop - at.start)
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """Tokens in plain tensors, each with a position."""
+
+    tokens: DenseTokens
+    full: bool  # every place holds a token
+    dtype: torch.dtype  # to compute in
+
+    @classmethod
+    def of(cls, tokens: DenseTokens, dtype: torch.dtype) -> "DensePart":
+        """Look up whether places are empty."""
+        return cls(tokens, bool((tokens.position >= 0).all()), dtype)
+
+    @property
+    def width(self) -> int:
+        """Places in the tensors."""
+        return self.tokens.position.shape[1]
+
+    def spans(self, size: int) -> Iterator[slice]:
+        """All places, in runs of `size`."""
+        return (slice(start, min(start + size, self.width)) for start in range(0, self.width, size))
+
+    def keys(self, at: slice) -> Vectors:
+        """The keys there."""
+        return Vectors(self._rows(self.tokens.key, at))
+
+    def values(self, at: slice) -> Vectors:
+        """The values there; zero where no token is."""
+        values = Vectors(self._rows(self.tokens.value, at))
+        if self.full:
+            return values
+        held = self.tokens.position[:, None, at] >= 0
+        return values.only(held.expand(-1, self.tokens.value.shape[1], -1).flatten(0, 1))
+
+    def position(self, at: slice) -> Int[Tensor, "B 1 S"]:
+        """The positions of the tokens there."""
+        return self.tokens.position[:, None, at]
+
+    def visible(self, at: slice, position: Int[Tensor, "B L"]) -> Bool[Tensor, "B 1 L S"]:
+        """The tokens that do not come after a query."""
+        stored = self.tokens.position[:, None, None, at]
+        return (stored >= 0) & (stored <= position[:, None, :, None])
+
+    def _rows(self, x: Float[Tensor, "B H S D"], at: slice) -> Float[Tensor, "R n D"]:
+        return x[:, :, at].to(self.dtype).flatten(0, 1)
+
+
+Part: TypeAlias = PagedPart | DensePart
+
+
+def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int]:
+    """Queries and tokens to take at a time, so that no temporary is much larger than ROOM."""
+    sequences, heads, group, length, dim = q.shape
+    streams = sequences * heads
+    rows = group * min(length, 64)  # enough to pay for reading a block of tokens
+    tokens = max(1, ROOM // (streams * max(rows, dim, value_dim)))
+    queries = max(1, ROOM // (streams * group * tokens))
+    return queries, tokens

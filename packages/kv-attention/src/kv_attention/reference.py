@@ -1,0 +1,130 @@
+"""The judge of the other backends: attention by its definition, in float64, stream by stream."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_attention.tokens import Attended, DenseTokens
+from kv_policy import Observe, PagedTokens
+
+
+class Tokens(NamedTuple):
+    """The tokens of one stream in one part; stored ones precede every query."""
+
+    key: Float[Tensor, "S D"]
+    value: Float[Tensor, "S Dv"]
+    position: Int[Tensor, " S"]  # -1 if it is not known, or no token is here
+    stored: Bool[Tensor, " S"]
+
+
+def attend(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    value_dim: int,
+    scale: float,
+    observe: Observe,
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
+) -> Attended:
+    """Decode the tokens of one stream after another, and take a plain softmax over them.
+
+    Slow on purpose, and it shares no code with the backends that it judges. It holds a number per
+    query head, query and token of a stream.
+    """
+    sequences, heads = q.shape[:2]
+    widths = [int(p.length.max()) for p in pages] + [tokens.key.shape[2] for tokens in dense]
+    out = q.new_zeros((*q.shape[:-1], value_dim), dtype=torch.float64)
+    mass = [out.new_zeros((sequences, heads, width)) for width in widths]
+    seen = [torch.zeros_like(m, dtype=torch.int32) for m in mass]
+    for b in range(sequences):
+        for h in range(heads):
+            parts = [
+                *(paged(p, at, b, h) for p, at in zip(pages, page_positions, strict=True)),
+                *(plain(tokens, b, h) for tokens in dense),
+            ]
+            if not parts:
+                continue
+            every = Tokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
+            sees = visible(position[b], every)
+            p = softmax(q[b, h].double() @ every.key.mT * scale, sees)
+            out[b, h] = p @ every.value
+            counts = sees & watched(position[b], observe.last)[:, None]
+            if observe.skip:
+                counts &= position[b][:, None] - every.position >= observe.skip
+            got = (grouped(p**observe.power, observe) * counts).sum(dim=0)
+            sizes = [len(part.key) for part in parts]
+            shares = torch.split(got, sizes), torch.split(counts.sum(dim=0), sizes)
+            for i, (share, count) in enumerate(zip(*shares, strict=True)):
+                mass[i][b, h, : len(share)], seen[i][b, h, : len(count)] = share, count
+    if observe.last == 0:
+        return Attended(out.to(q.dtype))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return Attended(out.to(q.dtype), tuple(m.to(dtype) for m in mass), tuple(seen))
+
+
+def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h: int) -> Tokens:
+    """Decode one stream of a tier."""
+    layout, count = pages.layout, int(pages.length[b, h])
+    form = layout.format
+    table = pages.table[b, h, : -(-count // layout.tokens)].long()
+    rows = [
+        pages.data[table, offset : offset + rows * size].reshape(-1, size)
+        for offset, rows, size in layout.segments
+    ]
+    split = len(form.key.parts)
+    key = form.key.decode(torch.cat(rows[:split], dim=1))
+    value = form.value.decode(torch.cat(rows[split:], dim=1))
+    place = torch.full((count,), -1, device=table.device)
+    if positions is not None:
+        place = positions[b, h, :count]
+    return Tokens(
+        key.reshape(-1, form.key.dim)[:count].double(),
+        value.reshape(-1, form.value.dim)[:count].double(),
+        place,
+        torch.ones_like(place, dtype=torch.bool),
+    )
+
+
+def plain(tokens: DenseTokens, b: int, h: int) -> Tokens:
+    """Take one stream of plain tensors; places without a token become zeros."""
+    position = tokens.position[b]
+    empty = (position < 0)[:, None]
+    return Tokens(
+        tokens.key[b, h].double().masked_fill(empty, 0),
+        tokens.value[b, h].double().masked_fill(empty, 0),
+        position,
+        torch.zeros_like(position, dtype=torch.bool),
+    )
+
+
+def visible(position: Int[Tensor, " L"], tokens: Tokens) -> Bool[Tensor, "L S"]:
+    """Say which tokens a query sees; a padding query sees none."""
+    query = position[:, None]
+    before = (tokens.position >= 0) & (tokens.position <= query)
+    return (query >= 0) & (tokens.stored | before)
+
+
+def softmax(logits: Float[Tensor, "G L S"], visible: Bool[Tensor, "L S"]) -> Float[Tensor, "G L S"]:
+    """Turn the visible logits of a query into probabilities; all 0 if there are none."""
+    p = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return p.masked_fill(~visible, 0)
+
+
+def watched(position: Int[Tensor, " L"], last: int | None) -> Bool[Tensor, " L"]:
+    """Mark the last real queries of a sequence."""
+    real = position >= 0
+    if last is None:
+        return real
+    later = real.long().flip(0).cumsum(0).flip(0)  # real queries from here on
+    return real & (later <= last)
+
+
+def grouped(p: Float[Tensor, "G L S"], observe: Observe) -> Float[Tensor, "L S"]:
+    """Reduce over the query heads of a KV head."""
+    if observe.group == "max":
+        return p.amax(dim=0)
+    return p.sum(dim=0) if observe.group == "sum" else p.mean(dim=0)

@@ -1,0 +1,34 @@
+"""What goes into attention besides pages, and what comes out."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTokens:
+    """Tokens in plain tensors: the raw window, the fresh chunk of a forward pass.
+
+    A token is visible to the queries that do not come before it. A place with position -1 holds no
+    token, and whatever lies there has no effect.
+    """
+
+    key: Float[Tensor, "B H S D"]
+    value: Float[Tensor, "B H S Dv"]
+    position: Int[Tensor, "B S"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """The output of attention, and per part of the tokens what was observed of it.
+
+    Parts are in the order paged, then dense; a paged part has as many places as its longest
+    stream, in the order of its slots. `mass` is summed as the contract's `Observe` says, `seen`
+    is the number of queries that counted into it. Both are empty if nothing was to be observed, and
+    0 at places without a token.
+    """
+
+    out: Float[Tensor, "B H G L Dv"]
+    mass: tuple[Float[Tensor, "B H _"], ...] = ()
+    seen: tuple[Int[Tensor, "B H _"], ...] = ()

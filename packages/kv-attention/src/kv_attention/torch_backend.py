@@ -1,0 +1,66 @@
+"""Attention in plain torch, in blocks: no decompressed copy of a layer is ever held."""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.blockwise import blockwise
+from kv_attention.flash import causal, is_causal, is_worth_it, stored
+from kv_attention.observe import last_queries, observe_part
+from kv_attention.partial import Partial
+from kv_attention.parts import DensePart, PagedPart, Part
+from kv_attention.tokens import Attended, DenseTokens
+from kv_policy import Observe, PagedTokens
+
+
+def attend(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    value_dim: int,
+    scale: float,
+    observe: Observe,
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
+) -> Attended:
+    """Attend part by part and add up; then look back at what was to be observed.
+
+    Logits and sums are in float32, or in float64 if the queries are. A temporary holds about
+    `parts.ROOM` numbers; the fresh chunk goes through torch's own fused kernel where that fits.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scaled = q.to(dtype) * scale
+    parts: list[Part] = [
+        *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
+        *(DensePart.of(tokens, dtype) for tokens in dense),
+    ]
+    partials = [_partial(q, scaled, position, part, value_dim, scale) for part in parts]
+    total = reduce(add, partials) if partials else Partial.empty(q, value_dim)
+    real = position >= 0
+    if not real.all():
+        total = total.only(real)
+    out = total.out.to(q.dtype)
+    if observe.last == 0:
+        return Attended(out)
+    watched = last_queries(scaled, position, total.lse, observe.last)
+    found = [observe_part(*watched, part, observe) for part in parts]
+    return Attended(out, tuple(m for m, _ in found), tuple(n for _, n in found))
+
+
+def _partial(
+    q: Float[Tensor, "B H G L D"],
+    scaled: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    part: Part,
+    value_dim: int,
+    scale: float,
+) -> Partial:
+    if isinstance(part, DensePart) and is_causal(q, position, part):
+        return causal(q, part, scale)
+    if isinstance(part, PagedPart) and is_worth_it(q, value_dim):
+        return stored(scaled, position, part)
+    return blockwise(scaled, position, part, value_dim)

@@ -1,0 +1,95 @@
+"""A block of stored vectors, and the two products that attention takes with them."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor
+
+from kv_policy import BitLayout, Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """S vectors of each of R streams: row by row, or as integer codes with a scale and a zero.
+
+    The vector is code * scale + zero. A scale or zero per vector stays outside of the products,
+    so that codes are never multiplied out.
+    """
+
+    rows: Float[Tensor, "R S D"]
+    scale: Float[Tensor, "R S"] | None = None
+    zero: Float[Tensor, "R S"] | None = None
+
+    def dot(self, q: Float[Tensor, "R Q D"]) -> Float[Tensor, "R Q S"]:
+        """Products of each query with each vector."""
+        products = q @ self.rows.mT
+        if self.scale is None or self.zero is None:
+            return products
+        shift = q.sum(dim=-1, keepdim=True) * self.zero[:, None]
+        return products.mul_(self.scale[:, None]).add_(shift)
+
+    def weigh(self, p: Float[Tensor, "R Q S"]) -> Float[Tensor, "R Q D"]:
+        """Sums of the vectors with each query's weights."""
+        if self.scale is None or self.zero is None:
+            return p @ self.rows
+        return (p * self.scale[:, None]) @ self.rows + p @ self.zero[..., None]
+
+    def plain(self) -> "Vectors":
+        """The same, multiplied out: worth it for more queries than there are dimensions."""
+        if self.scale is None or self.zero is None:
+            return self
+        return Vectors((self.rows * self.scale[..., None]).add_(self.zero[..., None]))
+
+    def head(self, count: int) -> "Vectors":
+        """The first vectors of each stream."""
+        if self.scale is None or self.zero is None:
+            return Vectors(self.rows[:, :count])
+        return Vectors(self.rows[:, :count], self.scale[:, :count], self.zero[:, :count])
+
+    def only(self, held: Bool[Tensor, "R S"]) -> "Vectors":
+        """The same with zero vectors where no token is held, whatever bytes lie there."""
+        if self.scale is None or self.zero is None:
+            return Vectors(self.rows.masked_fill(~held[..., None], 0))
+        return Vectors(self.rows, self.scale.masked_fill(~held, 0), self.zero.masked_fill(~held, 0))
+
+
+def read(
+    parts: list[UInt8[Tensor, "n _"]], codec: Codec, streams: int, dtype: torch.dtype
+) -> Vectors:
+    """Read the encoded blocks of equally many pages of each stream.
+
+    Args:
+        parts: per part of the codec the bytes of n = streams * pages pages, in memory of its own.
+        codec: what they are encoded with.
+        streams: R, streams the pages belong to, one after the other.
+        dtype: what to compute in.
+    """
+    layout = codec.layout
+    if layout is not None and codec.block == 1 and len(parts) == 2 and 8 % layout.bits == 0:
+        return _codes(parts[0], parts[1], layout, streams, dtype)
+    blocks = parts[0].numel() // codec.parts[0]
+    split = [part.view(blocks, size) for part, size in zip(parts, codec.parts, strict=True)]
+    data = split[0] if len(split) == 1 else torch.cat(split, dim=-1)
+    return Vectors(codec.decode(data).to(dtype).reshape(streams, -1, codec.dim))
+
+
+def _codes(
+    codes: UInt8[Tensor, "n _"],
+    meta: UInt8[Tensor, "n _"],
+    layout: BitLayout,
+    streams: int,
+    dtype: torch.dtype,
+) -> Vectors:
+    packed = codes.view(streams, -1, layout.stride)
+    if layout.bits < 8:  # plane i of the dimensions is at bit i * bits of every byte
+        mask = (1 << layout.bits) - 1
+        planes = [(packed >> shift) & mask for shift in range(0, 8, layout.bits)]
+        packed = torch.cat(planes, dim=-1)
+    rows = packed.to(dtype)[..., : layout.dim]
+    numbers = meta.view(torch.float16).view(streams, -1, 2, layout.groups).to(dtype)
+    scale, zero = numbers.unbind(dim=2)
+    if layout.groups == 1:
+        return Vectors(rows, scale[..., 0], zero[..., 0])
+    spread = [x.repeat_interleave(layout.group, dim=-1)[..., : layout.dim] for x in (scale, zero)]
+    return Vectors(rows.mul_(spread[0]).add_(spread[1]))

@@ -1,0 +1,98 @@
+"""Arguments that do not fit are refused with a sentence."""
+
+from dataclasses import replace
+
+import jaxtyping
+import pytest
+import torch
+
+from kv_attention import BACKENDS, DenseTokens, attend, available
+from kv_policy import Observe, PagedTokens
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch):
+    """Without the annotations' own checks, as in a user's program."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def test_queries_of_another_shape(case):
+    c = case(1)
+    with pytest.raises(ValueError, match=r"queries are torch\.int64 of shape"):
+        replace(c, q=c.q.nan_to_num().long()).attend()
+    with pytest.raises(ValueError, match="none of them 0"):
+        replace(c, q=c.q[..., :0]).attend()
+
+
+def test_positions_of_other_queries(case):
+    c = case(1)
+    with pytest.raises(ValueError, match=r"3 queries of 2 sequences need \(2, 3\)"):
+        replace(c, position=c.position[:, :2]).attend()
+
+
+def test_pages_of_other_streams(case):
+    c = case(1)
+    (p,) = c.pages
+    fewer = PagedTokens(p.data, p.table[:, :1], p.length[:, :1], p.layout)
+    with pytest.raises(ValueError, match=r"pages\[0\] has lengths of shape \(2, 1\)"):
+        replace(c, pages=[fewer]).attend()
+
+
+def test_pages_of_another_size(case):
+    c = case(1)
+    (p,) = c.pages
+    with pytest.raises(ValueError, match="its layout says"):
+        replace(c, pages=[PagedTokens(p.data[:, :-1], p.table, p.length, p.layout)]).attend()
+
+
+def test_more_tokens_than_the_table_has_room_for(case):
+    c = case(1, stored=20, page=4)
+    (p,) = c.pages
+    with pytest.raises(ValueError, match="a stream of 99 tokens; its table has room for"):
+        replace(c, pages=[PagedTokens(p.data, p.table, p.length * 0 + 99, p.layout)]).attend()
+
+
+def test_keys_in_another_basis(case):
+    c, other = case(1, D=5), case(1, D=6)
+    with pytest.raises(ValueError, match="stores keys of 6 dimensions and queries have 5"):
+        replace(c, pages=other.pages).attend()
+    with pytest.raises(ValueError, match="keys of 6 dimensions and queries have 5"):
+        replace(c, dense=other.dense).attend()
+
+
+def test_values_of_different_dimensions(case):
+    c, other = case(1, Dv=5), case(1, Dv=6)
+    with pytest.raises(ValueError, match="values of the parts have 5, 6 dimensions"):
+        replace(c, dense=other.dense).attend()
+
+
+def test_dense_tokens_that_do_not_fit(case):
+    c = case(1)
+    (d,) = c.dense
+    with pytest.raises(ValueError, match=r"dense\[0\] has keys of shape"):
+        replace(c, dense=[DenseTokens(d.key[:, :1], d.value[:, :1], d.position)]).attend()
+    with pytest.raises(ValueError, match="3 tokens of 2 sequences need"):
+        replace(c, dense=[DenseTokens(d.key, d.value, d.position[:, :2])]).attend()
+
+
+def test_positions_of_stored_tokens_are_needed_for_skipping(case):
+    c = case(1)
+    with pytest.raises(ValueError, match=r"skip=2 needs the positions .* give page_positions\[0\]"):
+        attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(None, skip=2))
+    attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # nothing to skip for
+    with pytest.raises(ValueError, match="0 entries for 1 tiers"):
+        replace(c, page_positions=[]).attend()
+    with pytest.raises(ValueError, match=r"page_positions\[0\] is of shape"):
+        replace(c, page_positions=[c.page_positions[0][..., :1]]).attend()
+
+
+def test_backends_by_name(case):
+    assert available() == dict.fromkeys(["reference", "torch"])
+    with pytest.raises(ValueError, match="no backend is called 'fast'; there are reference, torch"):
+        case(1).attend(backend="fast")
+    broken = replace(BACKENDS["torch"], missing=lambda: "it was not built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kv_attention.backends.BACKENDS", {"torch": broken})
+        with pytest.raises(ValueError, match="'torch' cannot be used here: it was not built"):
+            case(1).attend()
+    assert torch.isfinite(case(1).attend().out).all()

@@ -1,0 +1,123 @@
+"""What was observed, against the oracle and against the laws of probabilities."""
+
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_policy import Observe
+
+OBSERVE = st.builds(
+    Observe,
+    last=st.sampled_from([None, 1, 2, 5, 40]),
+    group=st.sampled_from(["sum", "mean", "max"]),
+    power=st.sampled_from([1, 2]),
+    skip=st.sampled_from([0, 1, 4, 30]),
+)
+
+
+def assert_same_observation(case, observe, error=2e-5):
+    found = case.attend(observe, backend="torch")
+    expected = case.attend(observe, backend="reference")
+    parts = len(case.pages) + len(case.dense)
+    assert len(found.mass) == len(found.seen) == len(expected.mass) == parts
+    for got, wanted in zip(found.mass, expected.mass, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+    for got, wanted in zip(found.seen, expected.seen, strict=True):
+        assert got.dtype == wanted.dtype == torch.int32
+        assert torch.equal(got, wanted)
+    return found
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 99),
+    OBSERVE,
+    st.fixed_dictionaries(
+        {
+            "B": st.integers(1, 3),
+            "G": st.integers(1, 3),
+            "L": st.sampled_from([1, 3, 20]),
+            "group": st.sampled_from([2, 128]),
+            "stored": st.sampled_from([0, 1, 19]),
+            "window": st.sampled_from([0, 5]),
+            "fresh": st.booleans(),
+            "padding": st.sampled_from(["none", "left", "right", "all"]),
+            "ragged": st.booleans(),
+        }
+    ),
+    st.lists(st.sampled_from([("8", "4"), ("4", "2"), ("float32", "float32")]), max_size=2),
+)
+@pytest.mark.parametrize("room", [1 << 19, 50])
+def test_any_observation(case, room, seed, observe, shape, tiers):
+    with patch("kv_attention.parts.ROOM", room):
+        assert_same_observation(case(seed, tiers=tiers, **shape), observe)
+
+
+ALL = list(product([None, 3], ["sum", "mean", "max"], [1, 2], [0, 2]))
+
+
+@pytest.mark.parametrize(("last", "group", "power", "skip"), ALL)
+def test_every_combination(case, last, group, power, skip):
+    c = case(1, B=3, L=6, G=3, padding="left", window=4, dtype=torch.float64)
+    assert_same_observation(c, Observe(last, group, power, skip), error=1e-12)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_the_attention_of_a_query_sums_to_one(case, padding):
+    c = case(2, B=3, L=11, G=4, padding=padding, tiers=[("8", "4"), ("2", "2")], window=4)
+    found = c.attend(Observe(None, "sum"))
+    total = torch.cat(found.mass, dim=-1).sum(dim=-1)
+    real = (c.position >= 0).sum(dim=1)[:, None]
+    torch.testing.assert_close(total, (real * 4.0).expand(3, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_last_counts_the_real_queries_of_each_sequence(case, padding):
+    c = case(3, B=3, L=9, padding=padding, tiers=[("8", "8")], window=3)
+    real = (c.position >= 0).sum(dim=1)
+    assert len(real.unique()) > 1
+    found = c.attend(Observe(5))
+    stored = torch.arange(found.seen[0].shape[-1]) < c.pages[0].length[..., None]
+    assert torch.equal(found.seen[0], (real.clamp(max=5)[:, None, None] * stored).int())
+    # Of the real queries i = 0 .. n - 1, token i is seen by those from i on, at most the last 5.
+    n, i = real[:, None], c.position - c.position.where(c.position >= 0, 10**9).amin(1, True)
+    own = (n - i).clamp(max=5).where(c.position >= 0, 0)
+    assert torch.equal(found.seen[-1], own[:, None].expand(-1, 2, -1).int())
+
+
+def test_skipped_queries_do_not_count(case):
+    c = case(4, B=1, L=6, tiers=[], dtype=torch.float64)
+    everything = c.attend(Observe(None)).mass[0]
+    near = c.attend(Observe(None, skip=2))
+    assert near.seen[0][0, 0].tolist() == [4, 3, 2, 1, 0, 0]
+    assert (near.mass[0][0, :, 4:] == 0).all()
+    assert (near.mass[0] <= everything).all()
+
+
+def test_power_and_group_do_what_they_say(case):
+    c = case(5, B=1, L=1, G=3, tiers=[], window=6, dtype=torch.float64)
+
+    def mass(group, power):
+        return torch.cat(c.attend(Observe(1, group, power)).mass, dim=-1)
+
+    torch.testing.assert_close(mass("sum", 1), mass("mean", 1) * 3)
+    torch.testing.assert_close(mass("sum", 2), mass("mean", 2) * 3)
+    torch.testing.assert_close(mass("max", 2), mass("max", 1) ** 2)
+    assert (mass("max", 1) <= mass("sum", 1)).all()
+
+
+def test_nothing_is_observed_unless_asked(case):
+    c = case(6)
+    for observe in (Observe(), Observe(generated=True)):
+        found = c.attend(observe)
+        assert found.mass == found.seen == ()
+
+
+def test_observing_does_not_change_the_output(case):
+    c = case(7, L=20, tiers=[("8", "4")], window=4)
+    assert torch.equal(c.attend().out, c.attend(Observe(None, "max", 2, 1)).out)
