@@ -1,0 +1,35 @@
+"""The entry point through which vLLM finds kv-serve."""
+
+from typing import Final
+
+KEY: Final = "kv_policy"  # of a policy's text in `additional_config`
+
+# What vLLM calls its attention on a CPU, and our class in its place: the stock one until a
+# configuration names a policy.
+OVERRIDES: Final = {
+    "CPU_ATTN": "kv_serve.vllm.switch.CpuBackend",
+    "CPU_MLA": "kv_serve.vllm.latent.CpuLatentBackend",
+    "AMX_MLA": "kv_serve.vllm.latent.AmxLatentBackend",
+}
+
+
+def register() -> None:
+    """Put our attention in front of vLLM's; called in every process of vLLM, any number of times.
+
+    Nothing is imported here that vLLM has not imported already, and nothing changes for an engine
+    without `kv_policy` in its `additional_config`.
+    """
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not current_platform.is_cpu():
+        init_logger("vllm.kv_serve").warning(
+            "kv-serve serves policies on a CPU; on %s a kv_policy in additional_config changes "
+            "nothing",
+            current_platform.device_name,
+        )
+        return
+    for name, path in OVERRIDES.items():
+        if name in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum[name], path)

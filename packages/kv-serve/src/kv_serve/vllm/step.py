@@ -1,0 +1,96 @@
+"""What one step of the engine asks of attention: where new tokens go, and what they see."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests with about equally many new tokens, as one rectangle."""
+
+    row: Int[Tensor, "B L"]  # of a new token among all new tokens of the step; any where padded
+    position: Int[Tensor, "B L"]  # in its sequence; -1 where padded
+    table: Int[Tensor, "B H T"]
+    stored: Int[Tensor, "B H"]  # tokens on pages that all of a request's new tokens see
+
+    @property
+    def single(self) -> bool:
+        """One new token each: it sees what is on pages, itself among it, and nothing beside."""
+        return self.row.shape[1] == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, for all layers whose blocks are alike."""
+
+    page: Int[Tensor, "n H"]  # where each new token is stored
+    slot: Int[Tensor, " n"]
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Pages inside the blocks of one layer.
+
+    A block holds one page of each KV head, one after the other: head h of block b has page
+    b * H + h.
+    """
+
+    heads: int  # H
+    tokens: int  # of a page, which are those of a block
+
+    def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
+        """Give the pages of blocks."""
+        return block[..., None] * self.heads + torch.arange(self.heads, device=block.device)
+
+    def step(
+        self,
+        start: Int[Tensor, " B1"],
+        length: Int[Tensor, " B"],
+        longest: int,
+        table: Int[Tensor, "B W"],
+        slot: Int[Tensor, " n"],
+    ) -> Step:
+        """Describe a step.
+
+        Args:
+            start: on the CPU, the first new token of each request among all new ones, then their
+                number.
+            length: tokens of each request, the new ones included.
+            longest: at least the largest length.
+            table: blocks of each request, in order.
+            slot: where each new token goes: block * tokens + place in the block, or -1 for padding.
+        """
+        # Padding goes to block 0, which vLLM gives to nobody.
+        place = slot.clamp(min=0)
+        page = self.pages(place.div(self.tokens, rounding_mode="floor"))
+        columns = table[:, : -(-longest // self.tokens)]
+        return Step(page, place % self.tokens, tuple(self._batches(start, length, columns)))
+
+    def _batches(
+        self, start: Int[Tensor, " B1"], length: Int[Tensor, " B"], table: Int[Tensor, "B T"]
+    ) -> Iterator[Batch]:
+        device = length.device
+        count = start.diff()
+        # By powers of two, so that less than half of a rectangle is padding.
+        rank = torch.frexp((count - 1).double()).exponent.where(count > 0, -1)
+        for each in sorted(set(rank.tolist()) - {-1}):
+            request = (rank == each).nonzero()[:, 0]
+            new = count[request][:, None]
+            offset = torch.arange(int(new.max()))
+            real = (offset < new).to(device)
+            row = (start[request][:, None] + offset).to(device)
+            chosen = request.to(device)
+            before = length[chosen][:, None] - new.to(device)
+            position = before + offset.to(device)
+            stored = before + 1 if len(offset) == 1 else before
+            yield Batch(
+                row.where(real, 0),
+                position.where(real, -1),
+                self.pages(table[chosen]).mT,
+                stored.expand(-1, self.heads),
+            )

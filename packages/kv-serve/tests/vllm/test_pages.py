@@ -1,0 +1,129 @@
+"""Steps of an engine, without the engine: what is stored where, and what each token sees."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_policy import CacheShape, TokenFormat, parse, tier_formats
+from kv_serve.vllm.layer import PagedLayer
+from kv_serve.vllm.step import Blocks
+
+HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64
+SCALE = 0.3
+SHAPE = CacheShape(1, HEADS, GROUP, DIM, DIM, torch.float32)
+
+
+class Engine:
+    """Requests whose tokens come in pieces, over blocks handed out in a strange order."""
+
+    def __init__(self, form: TokenFormat, lengths: Sequence[int]) -> None:
+        torch.manual_seed(0)
+        self.form = form
+        self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
+        self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
+        self.value = [torch.randn(n, HEADS, DIM) for n in lengths]
+        self.done = [0] * len(lengths)
+        self.cache = torch.full((BLOCKS, HEADS, SIZE, form.nbytes), 255, dtype=torch.uint8)
+        free = iter((1 + torch.randperm(BLOCKS - 1)).tolist())
+        width = max(-(-n // SIZE) for n in lengths)
+        self.table = torch.full((len(lengths), width), 10**6, dtype=torch.int32)
+        for row, n in zip(self.table, lengths, strict=True):
+            for column in range(-(-n // SIZE)):
+                row[column] = next(free)
+
+    def step(self, new: dict[int, int], padding: int = 0) -> dict[int, Tensor]:
+        """Let some requests go on by some tokens, and give the outputs of these."""
+        requests = list(new)
+        spans = {r: slice(self.done[r], self.done[r] + new[r]) for r in requests}
+        q, k, v = (
+            torch.cat([x[r][spans[r]] for r in requests] + [x[0][:1].expand(padding, -1, -1)])
+            for x in (self.query, self.key, self.value)
+        )
+        slots = []
+        for r in requests:
+            at = torch.arange(spans[r].start, spans[r].stop)
+            slots.append(self.table[r][at // SIZE].long() * SIZE + at % SIZE)
+        slot = torch.cat([*slots, torch.full((padding,), -1)])
+        counts = torch.tensor([0, *new.values()])
+        length = torch.tensor([spans[r].stop for r in requests])
+        blocks = Blocks(HEADS, SIZE)
+        step = blocks.step(counts.cumsum(0), length, int(length.max()), self.table[requests], slot)
+        out = torch.full_like(q, torch.nan)
+        PagedLayer(self.form, SCALE).forward(q, k, v, self.cache, step, out)
+        for r in requests:
+            self.done[r] = spans[r].stop
+        return dict(zip(requests, out.split([*new.values(), padding]), strict=False))
+
+    def expected(self, request: int) -> Tensor:
+        """Causal attention over what the codecs make of the tokens, in float64."""
+        key, value = (
+            codec.decode(codec.encode(x[request].flatten(0, 1)[:, None]))
+            .view(x[request].shape)
+            .double()
+            .repeat_interleave(GROUP, dim=1)
+            for codec, x in ((self.form.key, self.key), (self.form.value, self.value))
+        )
+        logits = torch.einsum("lhd,shd->hls", self.query[request].double(), key) * SCALE
+        later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
+        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        return torch.einsum("hls,shd->lhd", weights, value)
+
+
+def form(name: str) -> TokenFormat:
+    return tier_formats(parse(name), SHAPE)[0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "k8v8", "k8v4", "k4v2"])
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=10, deadline=None)
+def test_a_token_sees_what_is_stored_of_its_sequence_however_steps_are_cut(
+    name: str, lengths: list[int], seed: int
+) -> None:
+    cuts = random.Random(seed)
+    engine = Engine(form(name), lengths)
+    outputs: dict[int, list[Tensor]] = {r: [] for r in range(len(lengths))}
+    while any(done < n for done, n in zip(engine.done, lengths, strict=True)):
+        left = {r: n - engine.done[r] for r, n in enumerate(lengths) if n > engine.done[r]}
+        chosen = cuts.sample(sorted(left), cuts.randint(1, len(left)))
+        new = {r: cuts.choice((1, cuts.randint(1, left[r]))) for r in chosen}
+        for r, out in engine.step(new, padding=cuts.randint(0, 2)).items():
+            outputs[r].append(out)
+    for r, pieces in outputs.items():
+        torch.testing.assert_close(
+            torch.cat(pieces).double(), engine.expected(r), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_what_is_stored_does_not_depend_on_the_steps() -> None:
+    whole, cut = (Engine(form("k8v4"), [17, 9]) for _ in range(2))
+    whole.step({0: 17, 1: 9})
+    for new in ({0: 5}, {1: 3, 0: 1}, {0: 11, 1: 1}, {1: 5}):
+        cut.step(new)
+    assert torch.equal(whole.cache, cut.cache)
+
+
+def test_padding_writes_only_to_the_block_that_nobody_has() -> None:
+    engine = Engine(form("k8v4"), [3])
+    engine.step({0: 3}, padding=2)
+    used = {0, int(engine.table[0, 0])}
+    untouched = [b for b in range(BLOCKS) if b not in used]
+    assert bool((engine.cache[untouched] == 255).all())
+
+
+def test_requests_with_alike_many_new_tokens_attend_together() -> None:
+    lengths = [1, 1, 1, 3, 4, 9]
+    counts = torch.tensor([0, *lengths])
+    table = torch.arange(1, 19).view(6, 3)
+    step = Blocks(HEADS, SIZE).step(
+        counts.cumsum(0), torch.tensor(lengths), 9, table, torch.arange(int(counts.sum()))
+    )
+    assert [tuple(batch.row.shape) for batch in step.batches] == [(3, 1), (2, 4), (1, 9)]
+    assert [batch.single for batch in step.batches] == [True, False, False]
