@@ -1,13 +1,11 @@
 """Random programs of operations on two stores over one pool, against the slow oracle."""
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
 from kv_paging import PagePool, PoolExhausted, TokenStore
@@ -15,6 +13,7 @@ from kv_paging.reference import ReferenceStore, stored
 from kv_policy import PageLayout, RawCodec, TokenFormat
 
 LAYERS, HEADS = 2, 2
+VECTORS = frozenset({"keys", "values"})
 
 
 @dataclass(frozen=True)
@@ -40,36 +39,33 @@ class Offset:
         return torch.zeros_like(x)
 
 
-def numbers(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randint(-100, 101, shape, generator=generator).float()
-
-
-class Programs(RuleBasedStateMachine):
+class Program:
     """A cache of two tiers: sequences come and go, tokens too, and pages go round."""
 
-    @initialize(
-        tokens=st.sampled_from([1, 7, 16]),
-        slack=st.sampled_from([0, 3, 8]),
-        capacity=st.one_of(st.none(), st.integers(1, 40)),
-        sequences=st.integers(1, 3),
-        wide=st.booleans(),
-    )
-    def start(
-        self, tokens: int, slack: int, capacity: int | None, sequences: int, wide: bool
+    def __init__(
+        self, seed: int, tokens: int, *, slack: int = 0, capacity: int | None = None
     ) -> None:
-        dim = 8 if wide else 5
+        self.random = torch.Generator().manual_seed(seed)
+        self.done: Counter[str] = Counter()
+        dim, wide = (8, True) if self.below(2) else (5, False)
         raw = TokenFormat(RawCodec(dim, torch.float32), RawCodec(3, torch.bfloat16))
         small = TokenFormat(Offset(dim), Offset(3))
         exact = PageLayout.sized(raw, tokens, scores=True, positions=True)
         first = PageLayout(raw, tokens, exact.nbytes + slack, scores=True, positions=True)
         second = PageLayout.fitted(small, first.nbytes, scores=wide, positions=True)
         self.pool = PagePool(first.nbytes, capacity or 0, grows=capacity is None, poison=True)
-        self.stores = [
-            TokenStore(self.pool, layout, LAYERS, sequences, HEADS) for layout in (first, second)
-        ]
-        self.oracles = [
-            ReferenceStore(layout, LAYERS, sequences, HEADS) for layout in (first, second)
-        ]
+        shape = (LAYERS, 1 + self.below(3), HEADS)
+        self.stores = [TokenStore(self.pool, layout, *shape) for layout in (first, second)]
+        self.oracles = [ReferenceStore(layout, *shape) for layout in (first, second)]
+
+    def below(self, bound: int) -> int:
+        return int(torch.randint(0, bound, (), generator=self.random))
+
+    def numbers(self, *shape: int, most: int = 100) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=self.random).float()
+
+    def mask(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random) < 0.1 * self.below(11)
 
     def both(self, which: int, name: str, *arguments: Tensor | None) -> None:
         """Do the same to a store and its oracle; a dry pool must leave the store as it was."""
@@ -78,183 +74,185 @@ class Programs(RuleBasedStateMachine):
         expected = getattr(oracle, name)(*arguments)
         needed = oracle.pages + self.oracles[1 - which].pages
         store = self.stores[which]
-        before = (store.table.clone(), store.length.clone(), self.pool.data.clone())
-        free = self.pool.free
         if not self.pool.grows and needed > self.pool.capacity:
+            self.done["dry"] += 1
+            before = (store.table.clone(), store.length.clone(), self.pool.data.clone())
+            free = self.pool.free
             with pytest.raises(PoolExhausted) as error:
                 getattr(store, name)(*arguments)
             assert error.value.needed > error.value.free == self.pool.free == free
             assert all(map(torch.equal, before, (store.table, store.length, self.pool.data)))
             return
         assert getattr(store, name)(*arguments) == expected
+        self.done[name] += oracle.tokens != self.oracles[which].tokens
         self.oracles[which] = oracle
 
-    def some_streams(self, which: int, generator: torch.Generator) -> Tensor:
+    def some_streams(self, which: int) -> Tensor:
+        """All streams, or some in any order."""
         every = self.stores[which].length.numel()
-        count = int(torch.randint(0, every + 1, (), generator=generator))
-        return torch.randperm(every, generator=generator)[:count]
+        chosen = torch.randperm(every, generator=self.random)
+        return chosen[: self.below(every + 1)] if self.below(2) else torch.arange(every)
 
-    def vectors(self, which: int, generator: torch.Generator, *shape: int) -> list[Tensor | None]:
+    def some_slots(self, which: int, streams: Tensor) -> Tensor:
+        """A slot of each stream, or -1, which leaves it alone."""
+        length = self.stores[which].length.flatten()[streams]
+        draw = torch.rand(len(streams), generator=self.random)
+        return (draw * (length + 1)).long() - 1
+
+    def tokens(self, which: int, *shape: int) -> list[Tensor | None]:
+        """Keys, values, scores (many of them equal) and positions."""
         layout = self.stores[which].layout
-        score = torch.randint(0, 5, shape, generator=generator).float()
-        position = torch.randint(0, 1000, shape, generator=generator)
+        score = self.numbers(*shape, most=3)
+        position = torch.randint(0, 1000, shape, generator=self.random)
         return [
-            numbers(generator, *shape, layout.format.key.dim),
-            numbers(generator, *shape, layout.format.value.dim),
+            self.numbers(*shape, layout.format.key.dim),
+            self.numbers(*shape, layout.format.value.dim),
             score if layout.scores else None,
             position if layout.positions else None,
         ]
 
-    def slots(self, which: int, streams: Tensor, generator: torch.Generator) -> Tensor:
-        length = self.stores[which].length.flatten()[streams]
-        draw = torch.rand(len(streams), generator=generator)
-        return (draw * (length + 1)).long() - 1  # from -1, which leaves the stream alone
+    def append(self, which: int) -> None:
+        streams, length = self.some_streams(which), self.below(25)
+        keep = self.mask(len(streams), length)
+        key, value, *beside = self.tokens(which, *keep.shape)
+        self.both(which, "append", streams, key, value, keep, *beside)
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99), tokens=st.integers(0, 20))
-    def append(self, which: int, seed: int, tokens: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        streams = self.some_streams(which, generator)
-        keep = torch.rand(len(streams), tokens, generator=generator) < 0.1 * (seed % 11)
-        key, value, score, position = self.vectors(which, generator, len(streams), tokens)
-        self.both(which, "append", streams, key, value, keep, score, position)
-
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def decode_step(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def decode(self, which: int) -> None:
         streams = self.stores[which].streams()
+        key, value, *beside = self.tokens(which, len(streams), 1)
         keep = torch.ones(len(streams), 1, dtype=torch.bool)
-        key, value, score, position = self.vectors(which, generator, len(streams), 1)
-        self.both(which, "append", streams, key, value, keep, score, position)
+        self.both(which, "append", streams, key, value, keep, *beside)
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def compact(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        streams = self.some_streams(which, generator)
-        longest = int(self.stores[which].length.amax())
-        keep = torch.rand(len(streams), longest + 2, generator=generator) < 0.1 * (seed % 11)
-        self.both(which, "compact", streams, keep)
+    def compact(self, which: int) -> None:
+        streams, longest = self.some_streams(which), int(self.stores[which].length.amax())
+        self.both(which, "compact", streams, self.mask(len(streams), longest + self.below(3)))
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def set_scores(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def set_scores(self, which: int) -> None:
         if self.stores[which].layout.scores:
-            streams = self.some_streams(which, generator)
-            longest = int(self.stores[which].length.amax())
-            score = numbers(generator, len(streams), longest)
+            streams, longest = self.some_streams(which), int(self.stores[which].length.amax())
+            score = self.numbers(len(streams), longest + self.below(3), most=3)
             self.both(which, "set_scores", streams, score)
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def replace(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        streams = self.some_streams(which, generator)
-        slot = self.slots(which, streams, generator)
-        self.both(which, "replace", streams, slot, *self.vectors(which, generator, len(streams)))
+    def replace(self, which: int) -> None:
+        streams = self.some_streams(which)
+        slot = self.some_slots(which, streams)
+        self.both(which, "replace", streams, slot, *self.tokens(which, len(streams)))
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def remove(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        streams = self.some_streams(which, generator)
-        self.both(which, "remove", streams, self.slots(which, streams, generator))
+    def remove(self, which: int) -> None:
+        streams = self.some_streams(which)
+        self.both(which, "remove", streams, self.some_slots(which, streams))
 
-    @rule(which=st.integers(0, 1), source=st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    def select(self, which: int, source: list[int]) -> None:
-        self.both(which, "select", torch.tensor(source) % self.stores[which].length.shape[1])
+    def select(self, which: int) -> None:
+        sequences = self.stores[which].length.shape[1]
+        source = torch.randint(0, sequences, (1 + self.below(4),), generator=self.random)
+        self.both(which, "select", source)
 
-    @rule(which=st.integers(0, 1), sequence=st.integers(0, 9))
-    def clear(self, which: int, sequence: int) -> None:
-        self.both(which, "clear", torch.tensor([sequence % self.stores[which].length.shape[1]]))
+    def clear(self, which: int) -> None:
+        sequences = self.stores[which].length.shape[1]
+        self.both(which, "clear", torch.tensor([self.below(sequences)]))
 
-    @rule(which=st.integers(0, 1), length=st.lists(st.integers(0, 30), min_size=4, max_size=4))
-    def truncate(self, which: int, length: list[int]) -> None:
-        self.both(which, "truncate", torch.tensor(length)[: self.stores[which].length.shape[1]])
+    def truncate(self, which: int) -> None:
+        sequences = self.stores[which].length.shape[1]
+        self.both(which, "truncate", torch.randint(0, 40, (sequences,), generator=self.random))
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def weakest(self, which: int, seed: int) -> None:
+    def weakest(self, which: int) -> None:
         if self.stores[which].layout.scores:
-            streams = self.some_streams(which, torch.Generator().manual_seed(seed))
+            streams = self.some_streams(which)
             score, slot = self.stores[which].weakest(streams)
             found = list(zip(score.tolist(), slot.tolist(), strict=True))
             assert found == self.oracles[which].weakest(streams)
 
-    @rule(which=st.integers(0, 1), seed=st.integers(0, 99))
-    def fetch(self, which: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        streams = self.some_streams(which, generator)
-        slot = self.slots(which, streams, generator)
-        one = self.stores[which].fetch(streams, slot)
-        every = self.stores[which].read(streams, frozenset({"keys", "values"}))
-        assert torch.equal(one.held[:, 0], slot >= 0)
+    def fetch(self, which: int) -> None:
+        streams = self.some_streams(which)
+        slot = self.some_slots(which, streams)
+        one, every = (
+            self.stores[which].fetch(streams, slot),
+            self.stores[which].read(streams, VECTORS),
+        )
+        held = slot >= 0
+        assert torch.equal(one.held[:, 0], held)
         for name, padding in (("score", 0), ("position", -1), ("key", 0), ("value", 0)):
-            numbers, all_numbers = getattr(one, name), getattr(every, name)
-            if numbers is not None:
-                held = slot >= 0
-                assert torch.equal(numbers[held, 0], all_numbers[held, slot[held]])
-                assert (numbers[~held] == padding).all()
+            mine, all_of_them = getattr(one, name), getattr(every, name)
+            if mine is not None:
+                assert torch.equal(mine[held, 0], all_of_them[held, slot[held]])
+                assert (mine[~held] == padding).all()
 
-    @invariant()
-    def bytes_are_exact(self) -> None:
-        for store, oracle in zip(self.stores, self.oracles, strict=True):
-            assert stored(store) == oracle.tokens
-
-    @invariant()
-    def every_page_is_free_or_in_one_place(self) -> None:
+    def check(self) -> None:
+        """Bytes are exact, every page is free or in one place, and reading gives the tokens."""
         self.pool.check(torch.cat([store.pages() for store in self.stores]))
+        assert self.pool.free + self.pool.used == self.pool.capacity
         assert self.pool.used == sum(oracle.pages for oracle in self.oracles)
         assert [s.pages_used for s in self.stores] == [o.pages for o in self.oracles]
-        assert self.pool.free + self.pool.used == self.pool.capacity
-
-    @invariant()
-    def reading_gives_the_tokens_and_nothing_else(self) -> None:
         for store, oracle in zip(self.stores, self.oracles, strict=True):
-            streams = store.streams()
-            read = store.read(streams, frozenset({"keys", "values"}))
-            length = store.length.flatten()
-            assert torch.equal(read.held.sum(1), length)
-            assert torch.equal(read.held, torch.arange(int(length.amax())) < length[:, None])
-            for name, codec in (
-                ("key", store.layout.format.key),
-                ("value", store.layout.format.value),
-            ):
-                vectors = getattr(read, name)
-                raw = b"".join(getattr(t, name) for s in oracle.tokens.values() for t in s)
-                data = torch.tensor(list(raw), dtype=torch.uint8).view(-1, sum(codec.parts))
-                assert torch.equal(vectors[read.held], codec.decode(data)[:, 0])
-                assert (vectors[~read.held] == 0).all()
-            for name, padding in (("score", 0), ("position", -1)):
-                number = getattr(read, name)
-                if number is not None:
-                    told = [getattr(t, name) for s in oracle.tokens.values() for t in s]
-                    assert number[read.held].tolist() == told
-                    assert (number[~read.held] == padding).all()
+            assert stored(store) == oracle.tokens
+            self.check_read(store, oracle)
+
+    @staticmethod
+    def check_read(store: TokenStore, oracle: ReferenceStore) -> None:
+        read = store.read(store.streams(), VECTORS)
+        length = store.length.flatten()
+        assert torch.equal(read.held, torch.arange(int(length.amax())) < length[:, None])
+        for name in ("score", "position", "key", "value"):
+            given = getattr(read, name)
+            if given is None:
+                assert not getattr(store.layout, name + "s")
+                continue
+            told = [getattr(token, name) for tokens in oracle.tokens.values() for token in tokens]
+            if name in ("key", "value"):
+                codec = getattr(store.layout.format, name)
+                data = torch.tensor(list(b"".join(told)), dtype=torch.uint8)
+                assert torch.equal(
+                    given[read.held], codec.decode(data.view(-1, sum(codec.parts)))[:, 0]
+                )
+            else:
+                assert given[read.held].tolist() == told
+            assert (given[~read.held] == (-1 if name == "position" else 0)).all()
 
 
-TestPrograms = Programs.TestCase
-TestPrograms.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, derandomize=True
+STEPS = (
+    *(["append"] * 4),
+    *(["compact"] * 3),
+    *(["decode", "remove", "replace"] * 2),
+    *("set_scores", "select", "clear", "truncate", "weakest", "fetch"),
 )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity"),
+    [(1, None), (1, 60), (1, 200), (7, None), (7, 24), (7, 40), (16, None), (16, 16), (16, 24)],
+)
+def test_random_programs(tokens: int, capacity: int | None) -> None:
+    done: Counter[str] = Counter()
+    for seed in range(4):
+        program = Program(seed, tokens, slack=3 * (seed % 2), capacity=capacity)
+        for _ in range(40):
+            step, which = STEPS[program.below(len(STEPS))], program.below(2)
+            getattr(program, step)(which)
+            program.check()
+        done += program.done
+    changes = {"append", "compact", "remove", "replace", "set_scores", "select", "clear"}
+    assert changes <= done.keys()  # each changed something, or this shows little
+    assert ("dry" in done) == (capacity is not None)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16])
 def test_many_sequences_come_and_go(tokens: int) -> None:
-    """Prompts, steps and finishes on 8 sequences, longer than the machine above would go."""
-    generator = torch.Generator().manual_seed(tokens)
-    machine = Programs()
-    machine.start(tokens, slack=3, capacity=None, sequences=8, wide=True)
-    for round in range(30):
-        done = int(torch.randint(0, 8, (), generator=generator))
-        for which in (0, 1):
-            machine.both(which, "clear", torch.tensor([done]))
-            layers = torch.arange(LAYERS)[:, None] * 8 * HEADS
-            streams = (layers + done * HEADS + torch.arange(HEADS)).flatten()
-            prompt = int(torch.randint(1, 40, (), generator=generator))
-            keep = torch.rand(len(streams), prompt, generator=generator) < 0.6
-            key, value, *beside = machine.vectors(which, generator, len(streams), prompt)
-            machine.both(which, "append", streams, key, value, keep, *beside)
-            machine.decode_step(which, round)
-            machine.remove(which, round)
-        machine.bytes_are_exact()
-        machine.every_page_is_free_or_in_one_place()
-    machine.reading_gives_the_tokens_and_nothing_else()
+    """Prompts, steps and finishes on 8 sequences; at the end all pages are free."""
+    program = Program(tokens, tokens, slack=3)
     for which in (0, 1):
-        machine.both(which, "clear", torch.arange(8))
-    assert machine.pool.used == 0
+        program.both(which, "select", torch.zeros(8, dtype=torch.long))
+    for _ in range(25):
+        sequence = program.below(8)
+        layers = torch.arange(LAYERS)[:, None] * 8 * HEADS
+        streams = (layers + sequence * HEADS + torch.arange(HEADS)).flatten()
+        for which in (0, 1):
+            program.both(which, "clear", torch.tensor([sequence]))
+            keep = program.mask(len(streams), 1 + program.below(40))
+            key, value, *beside = program.tokens(which, *keep.shape)
+            program.both(which, "append", streams, key, value, keep, *beside)
+            program.decode(which)
+            program.remove(which)
+        program.check()
+    for which in (0, 1):
+        program.both(which, "clear", torch.arange(8))
+    assert program.pool.used == 0
