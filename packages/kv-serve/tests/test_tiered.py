@@ -6,6 +6,9 @@ from typing import Annotated, ClassVar, Literal
 import pytest
 import torch
 from jaxtyping import Float, UInt8
+from msgspec import Meta
+from torch import Tensor
+
 from kv_policy import (
     DROP,
     NOBODY,
@@ -18,7 +21,6 @@ from kv_policy import (
     Part,
     PlanView,
     RawCodec,
-    Selector,
     Step,
     StepView,
     TokenFormat,
@@ -28,8 +30,6 @@ from kv_policy import (
     protect,
 )
 from kv_serve.tiered import TieredCache
-from msgspec import Meta
-from torch import Tensor
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=torch.float32)
 
@@ -116,7 +116,7 @@ class Ladder(Evictor):
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         score = view.score.masked_fill(view.position < 0, -torch.inf)
-        rank = score.argsort(-1, descending=True, stable=True).argsort(-1)
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         tier = torch.where(rank < self.high, 0, torch.where(rank < self.high + self.low, 1, DROP))
         tier = torch.where((view.tier == 1) & (tier == 0), 1, tier)
         return tier.to(torch.uint8)
@@ -150,7 +150,11 @@ class World:
         for store in batch.stores:
             read = store.read(batch.streams(layer))
             place = read.position.long().masked_fill(~read.held, 400)
-            count.scatter_add_(-1, place.view(self.sequences, 2, -1), torch.ones_like(place.view(self.sequences, 2, -1)))
+            count.scatter_add_(
+                -1,
+                place.view(self.sequences, 2, -1),
+                torch.ones_like(place.view(self.sequences, 2, -1)),
+            )
         if batch.window is not None:
             place = batch.window.position.masked_fill(batch.window.position < 0, 400)
             place = place[:, None].expand(-1, 2, -1)

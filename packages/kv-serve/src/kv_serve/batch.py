@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
-from kv_paging import PagePool, TokenStore
-from kv_policy import CacheShape, KVPolicy, PageLayout, tier_formats
 from torch import Tensor
 
+from kv_paging import PagePool, TokenStore
+from kv_policy import CacheShape, KVPolicy, PageLayout, tier_formats
 from kv_serve.memory import MemoryReport
 from kv_serve.window import RawWindow
 
@@ -87,9 +87,19 @@ class Batch:
         """One row per KV head."""
         return x[:, None].expand(-1, self.shape.kv_heads, -1)
 
-    def reserve(self, tokens: Int[Tensor, " B"]) -> None:
-        """Grow a growing pool once for a whole prompt instead of once per layer."""
-        per_head = -(-(tokens + 1) // self.layouts[0].tokens)
+    def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
+        """Make sure of the pages for so many tokens per head, once instead of layer by layer.
+
+        Args:
+            tokens: tokens that the first tier will hold of each sequence.
+            spare: tokens more per head that a growing pool makes room for.
+
+        Raises:
+            kv_paging.PoolExhausted: a fixed pool is too small for them; nothing has changed.
+        """
+        if self.pool.grows:
+            tokens = tokens + spare
+        per_head = -(-tokens // self.layouts[0].tokens)
         need = int(per_head.sum()) * self.shape.layers * self.shape.kv_heads
         self.pool.reserve(max(0, need - self.pool.used))
 
@@ -126,7 +136,9 @@ class Batch:
 
     def memory(self) -> MemoryReport:
         """Count what is held."""
-        counts = [(int(s.length.sum()), lay) for s, lay in zip(self.stores, self.layouts, strict=True)]
+        counts = [
+            (int(s.length.sum()), lay) for s, lay in zip(self.stores, self.layouts, strict=True)
+        ]
         vectors = sum(n // lay.format.block * lay.format.nbytes for n, lay in counts)
         scores = sum(4 * n * lay.scores for n, lay in counts)
         positions = sum(4 * n * lay.positions for n, lay in counts)
@@ -157,4 +169,4 @@ def flat(x: Tensor) -> Tensor:
 
 def grid(x: Tensor, heads: int) -> Tensor:
     """One row per stream of a layer as [B, H, ...]."""
-    return x.unflatten(0, (-1, heads))
+    return x.reshape(x.shape[0] // heads, heads, *x.shape[1:])

@@ -2,10 +2,10 @@
 
 import torch
 from jaxtyping import Float, Int
-from kv_attention import Attended
-from kv_policy import Observe
 from torch import Tensor
 
+from kv_attention import Attended
+from kv_policy import Observe
 from kv_serve.batch import Batch, Pass, flat
 
 
@@ -17,6 +17,11 @@ class KeepAll:
     def __init__(self) -> None:
         """Start with nothing waiting."""
         self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def prepare(self, batch: Batch, now: Pass) -> None:
+        """Make sure of the pages before anything is stored."""
+        if now.prompt:
+            batch.reserve((now.total - batch.window_size).clamp(min=0), spare=1)
 
     def take(
         self,
@@ -31,8 +36,6 @@ class KeepAll:
         if not now.prompt:
             self._waiting.append((key, value))
             return
-        if layer == 0:
-            batch.reserve(now.total)
         key, value, position = self._leaving(batch, now, layer, key, value)
         keep = flat(batch.by_head(position)) >= 0
         batch.stores[0].append(batch.streams(layer), flat(key), flat(value), keep, None, None)

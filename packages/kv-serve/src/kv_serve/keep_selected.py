@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from kv_attention import Attended
-from kv_policy import DROP, FRESH, NOBODY, Budget, Observe, Selector, StepView
 from torch import Tensor
 
-from kv_serve.batch import Batch, Pass, flat, grid
-from kv_serve.planning import Group, Scored, plan_layers, score_layer
+from kv_attention import Attended
+from kv_policy import DROP, FRESH, Budget, Observe, Selector
+from kv_serve.batch import Batch, Pass, flat
+from kv_serve.groups import fresh_group, layer_groups
+from kv_serve.planning import Scored, plan_layers, score_layer
+from kv_serve.stepping import step
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class KeepSelected:
         self._since_plan = 0
         self._waiting: list[_Arrival] = []
 
+    def prepare(self, batch: Batch, now: Pass) -> None:
+        """Nothing: how many pages are needed is known when the plan is."""
+
     def take(
         self,
         batch: Batch,
@@ -51,13 +56,13 @@ class KeepSelected:
         result: Attended,
     ) -> None:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
-        scored = None
+        scored, reads = None, self.selector.reads
         if now.prompt or self.selector.observe.generated:
-            groups = self._groups(batch, now, layer, key, value, result.mass, result.seen)
+            groups = layer_groups(batch, now, layer, key, value, reads, result.mass, result.seen)
             scored = score_layer(self.selector, layer, batch.shape, groups, now.total)
             self._note(batch, layer, scored)
         elif self.selector.decode == "step":
-            fresh = self._fresh(batch, now, key, value)
+            fresh = fresh_group(batch, now, key, value, reads)
             scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total)
         arrival = _Arrival(key, value, scored)
         if now.prompt and self.selector.scope == "layer":
@@ -83,10 +88,11 @@ class KeepSelected:
         shape, sequences = batch.shape, len(batch.seen)
         now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
         lead = (sequences, shape.kv_heads, 0)
+        reads = self.selector.reads
         key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
         value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=batch.seen.device)
         arrivals = [
-            _Arrival(key, value, Scored.carried(self._groups(batch, now, i, key, value, (), ())))
+            _Arrival(key, value, Scored.carried(layer_groups(batch, now, i, key, value, reads)))
             for i in range(shape.layers)
         ]
         if self.selector.scope == "model":
@@ -103,77 +109,6 @@ class KeepSelected:
         if self._budget is not None:
             self._budget = self._budget[source]
 
-    # -- prompts -----------------------------------------------------------------------------
-
-    def _groups(
-        self,
-        batch: Batch,
-        now: Pass,
-        layer: int,
-        key: Tensor,
-        value: Tensor,
-        mass: Sequence[Tensor],
-        seen: Sequence[Tensor],
-    ) -> list[Group]:
-        """A layer's tokens as groups: each tier, the window, the fresh ones, as attended."""
-        reads, heads = self.selector.reads, batch.shape.kv_heads
-        masses, counts = iter(mass), iter(seen)
-        groups = []
-        for tier, store in enumerate(batch.stores):
-            if not store.pages_used:
-                continue
-            held = store.read(batch.streams(layer), reads)
-            assert held.position is not None and held.score is not None
-            groups.append(
-                Group(
-                    position=grid(held.position.long().masked_fill(~held.held, -1), heads),
-                    tier=tier,
-                    fresh=False,
-                    score=grid(held.score, heads),
-                    mass=next(masses, None),
-                    seen=next(counts, None),
-                    key=None if held.key is None else grid(held.key, heads),
-                    value=None if held.value is None else grid(held.value, heads),
-                )
-            )
-        raw = batch.held_window
-        if raw is not None:
-            groups.append(
-                Group(
-                    position=batch.by_head(raw.position),
-                    tier=FRESH,
-                    fresh=False,
-                    score=None if raw.score is None else raw.score[layer],
-                    mass=next(masses, None),
-                    seen=next(counts, None),
-                    key=raw.key[layer] if "keys" in reads else None,
-                    value=raw.value[layer] if "values" in reads else None,
-                )
-            )
-        return [
-            *groups,
-            self._fresh(batch, now, key, value, next(masses, None), next(counts, None)),
-        ]
-
-    def _fresh(
-        self,
-        batch: Batch,
-        now: Pass,
-        key: Tensor,
-        value: Tensor,
-        mass: Tensor | None = None,
-        seen: Tensor | None = None,
-    ) -> Group:
-        return Group(
-            position=batch.by_head(now.position),
-            tier=FRESH,
-            fresh=True,
-            mass=mass,
-            seen=seen,
-            key=key if "keys" in self.selector.reads else None,
-            value=value if "values" in self.selector.reads else None,
-        )
-
     def _note(self, batch: Batch, layer: int, scored: Scored) -> None:
         """Let stored and windowed tokens carry the scores they were just given."""
         for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
@@ -186,7 +121,8 @@ class KeepSelected:
         """Plan some layers together and carry it out, layer by layer."""
         if first == 0:
             self._budget = self._resolve(batch, now.total)
-            batch.reserve(torch.minimum(now.total, self._budget))
+            if batch.pool.grows:
+                batch.reserve(torch.minimum(now.total, self._budget), spare=1)
         assert self._budget is not None
         scored = [a.scored for a in arrivals if a.scored is not None]
         plans = plan_layers(
@@ -196,9 +132,7 @@ class KeepSelected:
             self._restack(batch, first + i, scored[i], plan)
             self._enter(batch, now, first + i, arrival, scored[i], plan)
 
-    def _restack(
-        self, batch: Batch, layer: int, scored: Scored, plan: Sequence[Tensor]
-    ) -> None:
+    def _restack(self, batch: Batch, layer: int, scored: Scored, plan: Sequence[Tensor]) -> None:
         """Drop and downgrade stored tokens; whole pages return to the pool."""
         streams = batch.streams(layer)
         moved = []
@@ -215,7 +149,8 @@ class KeepSelected:
                 moved.append((read, flat(tier.masked_fill(~down, DROP))))
             store.compact(streams, flat(held & (tier == group.tier)))
         for read, tier in moved:
-            assert read.key is not None and read.value is not None
+            assert read.key is not None  # it was asked for
+            assert read.value is not None
             for index, store in enumerate(batch.stores):
                 store.append(
                     streams, read.key, read.value, tier == index, read.score, read.position
@@ -266,8 +201,6 @@ class KeepSelected:
         ]
         return torch.cat(rows)
 
-    # -- decoding ----------------------------------------------------------------------------
-
     def _decode(self, batch: Batch, now: Pass, arrivals: Sequence[_Arrival]) -> None:
         """Store one fresh token per sequence, for all layers at once."""
         key = torch.stack([a.key for a in arrivals])
@@ -287,67 +220,9 @@ class KeepSelected:
             where.flatten(0, 2).int(),
         )
         if self.selector.decode == "step":
-            self._step(batch, now, *rows)
+            if self._budget is None:
+                self._budget = self._resolve(batch, now.total)
+            step(batch, self.selector, self._budget, now, *rows)
         else:
             keys, values, scores, places = rows
             batch.stores[0].append(batch.streams(), keys, values, places >= 0, scores, places)
-
-    def _step(
-        self,
-        batch: Batch,
-        now: Pass,
-        key: Float[Tensor, "S 1 D"],
-        value: Float[Tensor, "S 1 Dv"],
-        score: Float[Tensor, "S 1"],
-        position: Int[Tensor, "S 1"],
-    ) -> None:
-        """Let the selector place each head's candidate and move at most one victim."""
-        streams, lead = batch.streams(), batch.stores[0].length.shape  # N B H
-        if self._budget is None:
-            self._budget = self._resolve(batch, now.total)
-        found = [store.weakest(streams) for store in batch.stores]
-        step = self.selector.step(
-            StepView(
-                shape=batch.shape,
-                first_layer=0,
-                candidate=score.view(lead),
-                weakest=torch.stack([weakest.view(lead) for weakest, _ in found]),
-                count=torch.stack([s.length.long() for s in batch.stores]),
-                length=now.total,
-                budget=self._budget,
-            )
-        )
-        absent = position[:, 0] < 0
-        candidate = step.candidate.flatten().masked_fill(absent, DROP)
-        victim = step.victim.flatten().masked_fill(absent, NOBODY)
-        target = step.target.flatten()
-        for tier, (store, (_, slot)) in enumerate(zip(batch.stores, found, strict=True)):
-            mine = (victim == tier) & (slot >= 0)
-            # A victim that goes for good leaves its place to a candidate of the same tier.
-            swap = mine & (candidate == tier) & (target == DROP)
-            store.replace(
-                streams,
-                slot.masked_fill(~swap, -1),
-                key[:, 0],
-                value[:, 0],
-                score[:, 0],
-                position[:, 0],
-            )
-            self._move(batch, tier, slot.masked_fill(~(mine & ~swap), -1), target)
-            enters = (candidate == tier) & ~swap
-            store.append(streams, key, value, enters[:, None], score, position)
-
-    @staticmethod
-    def _move(
-        batch: Batch, tier: int, slot: Int[Tensor, " S"], target: Int[Tensor, " S"]
-    ) -> None:
-        """Take victims (slot -1: none) out of their tier, into a later one or away."""
-        store, streams = batch.stores[tier], batch.streams()
-        down = (slot >= 0) & (target != DROP)
-        if bool(down.any()):
-            read = store.fetch(streams, slot.masked_fill(~down, -1))
-            assert read.key is not None and read.value is not None
-            for index, later in enumerate(batch.stores):
-                enters = (down & (target == index))[:, None]
-                later.append(streams, read.key, read.value, enters, read.score, read.position)
-        store.remove(streams, slot)

@@ -115,7 +115,7 @@ def plan_layers(
     """
     width = max(s.position.shape[-1] for s in scored)
 
-    def stack(parts: list[Tensor], fill: float) -> Tensor:
+    def stack(parts: list[Tensor], fill: int | float) -> Tensor:
         return torch.stack(
             [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
         )

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
 from kv_attention import DenseTokens, attend
 from kv_paging import TokenStore
 from kv_policy import Budget, CacheShape, KVPolicy
-from torch import Tensor
-
 from kv_serve.batch import Batch, Pass, grid, lay_out
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
@@ -50,7 +50,9 @@ class TieredCache:
                 the policy protects, or a size is not positive.
         """
         if pages is not None and pages < 1:
-            raise ValueError(f"a pool of {pages} pages holds nothing; give at least 1, or None to grow")
+            raise ValueError(
+                f"a pool of {pages} pages holds nothing; give at least 1, or None to grow"
+            )
         if policy.basis is not None:
             raise ValueError(
                 f"{policy} stores vectors in a basis of its own, which this cache does not serve; "
@@ -108,6 +110,7 @@ class TieredCache:
             ValueError: no columns, another batch size than before, or a sequence that goes on
                 without ever having had a token.
             RuntimeError: the pass before this one did not finish.
+            kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
         """
         if self._pass is not None:
             raise RuntimeError(
@@ -116,7 +119,9 @@ class TieredCache:
             )
         sequences, columns = valid.shape
         if columns == 0 or sequences == 0:
-            raise ValueError("the prompt is empty; give at least one sequence of at least one token")
+            raise ValueError(
+                "the prompt is empty; give at least one sequence of at least one token"
+            )
         batch = self.batch or self._allocate(sequences)
         if sequences != len(batch.seen):
             raise ValueError(
@@ -131,9 +136,9 @@ class TieredCache:
             )
         count = valid.long().cumsum(-1)
         position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
-        self.batch = batch
-        self._pass = Pass(position, batch.seen + count[:, -1])
-        self._next_layer = 0
+        now = Pass(position, batch.seen + count[:, -1])
+        self._keeper.prepare(batch, now)
+        self.batch, self._pass, self._next_layer = batch, now, 0
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = self._budgets

@@ -60,9 +60,7 @@ class RawWindow:
 
     def in_order(
         self, layer: int
-    ) -> tuple[
-        Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]
-    ]:
+    ) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
         """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
         order = self.position.argsort(-1)
         pick = order[:, None, :, None]
@@ -91,7 +89,9 @@ class RawWindow:
         index = slot[None, :, None, :]
         out_key = self.key.gather(3, index[..., None].expand(*key.shape))
         out_value = self.value.gather(3, index[..., None].expand(*value.shape))
-        out_score = None if self.score is None else self.score.gather(3, index.expand(*key.shape[:-1]))
+        out_score = (
+            None if self.score is None else self.score.gather(3, index.expand(*key.shape[:-1]))
+        )
         left = torch.where(position >= 0, self.position.gather(1, slot), -1)
         self.put(slice(None), key, value, position, total, score)
         return out_key, out_value, left, out_score

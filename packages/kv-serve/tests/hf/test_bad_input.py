@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from kv_paging import PoolExhausted
-from kv_policy import Budget, UnknownPolicyError
-from kv_serve import CompressedCache
-from kv_serve.hf.support import UnsupportedModelError
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -13,6 +9,11 @@ from transformers import (
     Gemma2Config,
     MistralConfig,
 )
+
+from kv_paging import PoolExhausted
+from kv_policy import Budget, UnknownPolicyError
+from kv_serve import CompressedCache
+from kv_serve.hf.support import UnsupportedModelError
 
 TINY = {
     "vocab_size": 64,
@@ -92,12 +93,11 @@ def test_a_model_of_another_kind_is_refused(config, message) -> None:
         CompressedCache(model, "k8v4")
 
 
-@torch.no_grad()
 def test_an_empty_prompt(make) -> None:
-    model = make()
-    cache = CompressedCache(model, "k8v4")
-    with pytest.raises(ValueError, match="prompt is empty"):
-        model(torch.zeros(1, 0, dtype=torch.long), past_key_values=cache)
+    cache = CompressedCache(make(), "k8v4")
+    for shape in [(1, 0), (0, 4)]:
+        with pytest.raises(ValueError, match="prompt is empty"):
+            cache.tiered.begin(torch.ones(shape, dtype=torch.bool))
 
 
 def test_a_row_that_is_all_padding(make, batch) -> None:
@@ -109,14 +109,25 @@ def test_a_row_that_is_all_padding(make, batch) -> None:
 
 
 @torch.no_grad()
-def test_a_pool_too_small_says_so_and_the_cache_can_be_reset(make) -> None:
+def test_a_pool_too_small_for_a_prompt_leaves_the_cache_as_it_was(make) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, 40))
     cache = CompressedCache(model, "k8v4", pages=10)
     with pytest.raises(PoolExhausted, match="10") as caught:
         model(ids, past_key_values=cache)
-    assert caught.value.needed > caught.value.free
-    with pytest.raises(RuntimeError, match="stopped at layer 1 of 3"):
+    assert (caught.value.needed, caught.value.free) == (3 * 2 * 3, 10)
+    model(ids[:, :16], past_key_values=cache)
+    assert cache.memory().pages_used == 3 * 2
+
+
+@torch.no_grad()
+def test_a_pool_that_runs_dry_half_way_asks_for_a_reset(make) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, 40))
+    cache = CompressedCache(model, "streaming:budget=32", pages=10)
+    with pytest.raises(PoolExhausted):
+        model(ids, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="stopped at layer 2 of 3"):
         model(ids, past_key_values=cache)
     cache.reset()
     model(ids[:, :16], past_key_values=cache)

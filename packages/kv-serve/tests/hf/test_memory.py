@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kv_serve import CompressedCache
 
 POLICIES = [

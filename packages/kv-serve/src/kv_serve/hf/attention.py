@@ -5,7 +5,7 @@ mark and asks the cache to attend. Without the mark it is transformers' own SDPA
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 NAME: Final = "kv_serve"  # of the attention implementation, in a model's configuration
 
 
+@runtime_checkable
 class Attends(Protocol):
     """What the attention function asks of a cache."""
 
@@ -36,7 +37,7 @@ class Attends(Protocol):
 class FreshKeys(Tensor):
     """Keys of a forward pass on their way from the cache to the attention function."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     cache: Attends
     layer: int
 
@@ -51,7 +52,7 @@ class FreshKeys(Tensor):
 class PaddingMask(Tensor):
     """The batch's 2D padding mask, with a recipe for the usual 4D mask if a layer wants that."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     whole: Callable[[], Tensor | None]
     padded: bool
 
@@ -63,7 +64,7 @@ def _mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
-    **options: object,
+    **options: Any,
 ) -> PaddingMask:
     from transformers.masking_utils import sdpa_mask
 
@@ -91,7 +92,7 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -105,7 +106,9 @@ def _attention(
         return out, None
     for name in ("softcap", "s_aux", "sliding_window"):
         if options.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}, which a compressed cache does not do")
+            raise ValueError(
+                f"{type(module).__name__} asks for {name}, which a compressed cache does not do"
+            )
     if dropout or (query.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
             "a compressed cache serves inference only: put the model in eval() and call it under "
@@ -142,6 +145,6 @@ def install(model: "PreTrainedModel") -> None:
         model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ValueError(
-            f"{type(model).__name__} does not let its attention function be chosen, so a compressed "
-            "cache cannot attend over its pages"
+            f"{type(model).__name__} does not let its attention function be chosen, so a "
+            "compressed cache cannot attend over its pages"
         )

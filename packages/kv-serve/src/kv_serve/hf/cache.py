@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from kv_policy import Budget, KVPolicy, parse
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kv_policy import Budget, KVPolicy, parse
 from kv_serve.hf.attention import NAME, FreshKeys, install
 from kv_serve.hf.support import cache_shape
 from kv_serve.memory import MemoryReport
@@ -24,7 +24,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, cache: "CompressedCache", index: int) -> None:
         """Stand for layer `index` of `cache`."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

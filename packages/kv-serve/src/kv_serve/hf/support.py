@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+
 from kv_policy import CacheShape
 
 if TYPE_CHECKING:

@@ -1,0 +1,82 @@
+"""What a layer holds, as groups of tokens that a selector can score."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from kv_policy import FRESH
+from kv_serve.batch import Batch, Pass, grid
+from kv_serve.planning import Group
+
+Reads = frozenset[Literal["keys", "values"]]
+
+
+def fresh_group(
+    batch: Batch,
+    now: Pass,
+    key: Tensor,
+    value: Tensor,
+    reads: Reads,
+    mass: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Group:
+    """The tokens that a pass brings."""
+    return Group(
+        position=batch.by_head(now.position),
+        tier=FRESH,
+        fresh=True,
+        mass=mass,
+        seen=seen,
+        key=key if "keys" in reads else None,
+        value=value if "values" in reads else None,
+    )
+
+
+def layer_groups(
+    batch: Batch,
+    now: Pass,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    reads: Reads,
+    mass: Sequence[Tensor] = (),
+    seen: Sequence[Tensor] = (),
+) -> list[Group]:
+    """A layer's tokens: each tier, the window, the fresh ones, in the order they are attended."""
+    masses, counts = iter(mass), iter(seen)
+    groups = []
+    for tier, store in enumerate(batch.stores):
+        if not store.pages_used:
+            continue
+        held = store.read(batch.streams(layer), reads)
+        assert held.position is not None  # a selector's pages have both
+        assert held.score is not None
+        groups.append(
+            Group(
+                position=grid(held.position.masked_fill(~held.held, -1), batch.shape.kv_heads),
+                tier=tier,
+                fresh=False,
+                score=grid(held.score, batch.shape.kv_heads),
+                mass=next(masses, None),
+                seen=next(counts, None),
+                key=None if held.key is None else grid(held.key, batch.shape.kv_heads),
+                value=None if held.value is None else grid(held.value, batch.shape.kv_heads),
+            )
+        )
+    raw = batch.held_window
+    if raw is not None:
+        groups.append(
+            Group(
+                position=batch.by_head(raw.position),
+                tier=FRESH,
+                fresh=False,
+                score=None if raw.score is None else raw.score[layer],
+                mass=next(masses, None),
+                seen=next(counts, None),
+                key=raw.key[layer] if "keys" in reads else None,
+                value=raw.value[layer] if "values" in reads else None,
+            )
+        )
+    last = fresh_group(batch, now, key, value, reads, next(masses, None), next(counts, None))
+    return [*groups, last]
