@@ -114,6 +114,12 @@ def test_own_tokens_out_of_order_are_not_taken_for_a_causal_chunk(case):
     assert_same_output(type(c)(c.q, c.position[:, order], [], [mixed], []))
 
 
+def test_as_many_earlier_tokens_as_queries_are_not_taken_for_a_causal_chunk(case):
+    c = case(12, B=2, L=6, window=6, tiers=[], dtype=torch.float64)
+    past = type(c.dense[0])(*(getattr(c.dense[1], x) for x in ("key", "value")), c.position - 6)
+    assert_same_output(type(c)(c.q, c.position, [], [past, c.dense[1]], []))
+
+
 def test_a_chunk_split_in_two_parts_changes_nothing(case):
     c = case(12, L=10, D=8, Dv=8, tiers=[], dtype=torch.float64)
     tokens = c.dense[0]
