@@ -1,0 +1,44 @@
+"""The command line `kv-serve`."""
+
+from typing import Annotated
+
+import typer
+
+from kv_serve.cli.demo import demo
+from kv_serve.cli.eval import evaluate
+from kv_serve.cli.generate import generate
+from kv_serve.cli.policies import policies
+
+app = typer.Typer(
+    name="kv-serve",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo)
+app.command("generate")(generate)
+app.command("eval")(evaluate)
+app.command("policies")(policies)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("kv-serve"))
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    """Run language models on compressed KV caches, and measure what that costs and saves."""
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    app()

@@ -1,0 +1,58 @@
+"""What every command shares: where text goes, and how a refusal is said."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+USER_ERROR: Final = 2
+INTERRUPTED: Final = 130
+WIDE: Final = 200
+
+
+def out() -> Console:
+    """Results, on standard output; in a file or a pipe, lines are not broken to fit a screen."""
+    return Console(width=None if sys.stdout.isatty() else WIDE)
+
+
+def err() -> Console:
+    """Progress and remarks, on standard error."""
+    return Console(stderr=True)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Say what is wrong with the input and leave with status 2."""
+    err().print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True)
+    raise typer.Exit(USER_ERROR)
+
+
+def remark(sentence: str) -> None:
+    """Say something in passing, dimmed, on standard error."""
+    err().print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
+
+
+@contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Turn these exceptions, whose messages are sentences, into refusals."""
+    try:
+        yield
+    except errors as error:
+        refuse(str(error))
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a --json file that could not be written in the end; its folder is made."""
+    if path.is_dir():
+        refuse(f"--json {path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(path.name + ".new")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        refuse(f"--json {path} cannot be written: {error.strerror}")

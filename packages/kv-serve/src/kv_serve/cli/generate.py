@@ -1,0 +1,136 @@
+"""`kv-serve generate`: text from a model over a compressed cache."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kv_serve.cli.console import refuse, refusing, remark
+from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.streaming import TimedStreamer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache
+
+    from kv_serve.models import LoadedModel
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say to the model; it follows --prompt-file.")
+    ] = None,
+    model: ModelOption = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="How the cache is compressed, for example snapkv:budget=1024+k8v4; "
+            "`full` for transformers' own cache. See `kv-serve policies`.",
+        ),
+    ] = "k8v4",
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="A UTF-8 text that comes before PROMPT; - reads standard input."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the likeliest token; more is more varied.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Where sampling starts from.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+) -> None:
+    """Generate text from a compressed cache, and say what the cache holds.
+
+    The text streams to standard output; the bytes and times go to standard error.
+    """
+    text = _prompt(prompt, prompt_file)
+    from kv_serve.evaluate.caches import make_cache
+    from kv_serve.evaluate.specs import read_spec
+
+    with refusing(ValueError):
+        spec = read_spec(policy)
+    loaded = load_model(model, dtype, device)
+    tokens = _tokens(loaded, text, raw=raw)
+    _check_length(loaded, tokens.shape[1], max_new_tokens)
+    with refusing(ValueError):
+        cache = make_cache(loaded.model, spec)
+    import torch
+
+    torch.manual_seed(seed)
+    generator: Any = loaded.model  # its types do not allow a streamer that only acts like one
+    streamer = TimedStreamer(loaded.tokenizer)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    try:
+        generator.generate(
+            tokens,
+            attention_mask=tokens.new_ones(tokens.shape),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **(sampling or greedy),
+        )
+    except KeyboardInterrupt:
+        print(flush=True)
+    remark(_summary(spec, cache, tokens.shape[1], streamer))
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    pieces = []
+    if file is not None:
+        try:
+            pieces.append(sys.stdin.read() if str(file) == "-" else file.read_text("utf-8"))
+        except OSError as error:
+            refuse(f"the prompt file {file} cannot be read: {error.strerror}")
+        except UnicodeDecodeError as error:
+            refuse(f"the prompt file {file} is not UTF-8 text: {error.reason} at {error.start}")
+    pieces.append(prompt or "")
+    text = "\n\n".join(piece.strip() for piece in pieces if piece.strip())
+    if not text:
+        refuse("the prompt is empty; give a text as PROMPT, or a file with --prompt-file")
+    return text
+
+
+def _tokens(loaded: "LoadedModel", text: str, *, raw: bool) -> "Tensor":
+    import torch
+
+    tokenizer = loaded.tokenizer
+    if not raw:
+        if not tokenizer.chat_template:
+            refuse(
+                f"the model {loaded.name} has no chat template; continue the text as it is with "
+                "--raw"
+            )
+        chat = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    ids = tokenizer.encode(text, add_special_tokens=raw)
+    return torch.tensor([ids], device=loaded.model.device)
+
+
+def _check_length(loaded: "LoadedModel", prompt: int, new: int) -> None:
+    limit = getattr(loaded.model.config, "max_position_embeddings", None)
+    if limit is not None and prompt + new > limit:
+        refuse(
+            f"the prompt has {prompt:,} tokens and --max-new-tokens is {new:,}; the model "
+            f"{loaded.name} reads {limit:,} together, so give a shorter prompt or fewer new tokens"
+        )
+
+
+def _summary(spec: str, cache: "Cache", prompt: int, streamer: TimedStreamer) -> str:
+    from kv_serve.evaluate.caches import held
+
+    size = held(cache)
+    pieces = [
+        f"{spec}: {size.kv_bytes:,} bytes of KV cache held, {size.ratio:.3f} of the full "
+        f"{size.full_bytes:,}",
+        f"{prompt:,} + {streamer.tokens:,} tokens",
+    ]
+    if streamer.token_ms is not None:
+        pieces.append(f"{streamer.token_ms:.1f} ms per token")
+    return "; ".join(pieces)

@@ -1,0 +1,76 @@
+"""`kv-serve policies`: what is installed, and what each policy can be told."""
+
+from importlib.metadata import EntryPoint
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kv_serve.cli.console import out, refusing
+
+
+def policies(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A policy whose parameters to list; without it, all policies."),
+    ] = None,
+) -> None:
+    """List the installed policies, or the parameters of one.
+
+    A policy is written name[:key=value[,key=value...]], and several are joined by +, for example
+    snapkv:budget=1024,window=32+k8v4.
+    """
+    from kv_policy import UnknownPolicyError, installed
+
+    if name is not None:
+        with refusing(UnknownPolicyError):
+            _one(name)
+        return
+    table = Table("policy", "what it does, and its source", box=None, padding=(0, 2, 0, 0))
+    with refusing(ValueError):
+        found = installed()
+    for entry in found.values():
+        what, source = map(escape, _line(entry))
+        table.add_row(escape(entry.name), f"{what} [dim]({source})[/]")
+    out().print(table)
+
+
+def _line(entry: EntryPoint) -> tuple[str, str]:
+    from kv_policy import load
+
+    # A broken package of somebody else must not hide the others.
+    try:
+        part = load(entry.name)
+    except Exception as error:
+        return f"cannot be loaded: {type(error).__name__}: {error}", _package(entry)
+    return _first_line(part.__doc__), part.source or _package(entry)
+
+
+def _one(name: str) -> None:
+    from kv_policy import load
+
+    part = load(name)
+    console = out()
+    console.print(
+        f"[bold]{name}[/]: {escape(_first_line(part.__doc__))}", soft_wrap=True, highlight=False
+    )
+    if part.source:
+        console.print(f"source: {escape(part.source)}", soft_wrap=True, highlight=False)
+    parameters = part.parameters()
+    if not parameters:
+        console.print("It has no parameters.")
+        return
+    table = Table("parameter", "type", "default", "meaning", box=None, padding=(0, 2, 0, 0))
+    for parameter in parameters:
+        row = (parameter.name, parameter.type, parameter.default, parameter.doc)
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _first_line(doc: str | None) -> str:
+    return (doc or "").strip().partition("\n")[0]
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist is not None else "unknown package"

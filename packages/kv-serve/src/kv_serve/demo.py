@@ -1,0 +1,156 @@
+"""A first look: one model, one hidden number, a short chat, and several caches side by side."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import torch
+
+from kv_serve.evaluate.caches import MakeCache, held, make_cache
+from kv_serve.evaluate.decode import answer, ends_of, read
+from kv_serve.evaluate.specs import FULL
+from kv_serve.tasks import Text, found, needle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kv_serve.models import LoadedModel
+
+LENGTH: Final = 2200  # tokens of the needle prompt
+QUICK_LENGTH: Final = 600
+TIMED: Final = 16  # tokens whose time is taken
+FACT: Final = "Hello! My name is Ada, and I live in Lisbon with my cat Pixel."
+QUESTION: Final = "In which city do I live? Answer in one sentence."
+CITY: Final = "Lisbon"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one cache did in the demo."""
+
+    policy: str
+    needle: str  # the model's answer
+    needle_right: bool
+    chat: str  # the model's last reply
+    chat_right: bool
+    kv_bytes: int  # held after the needle prompt
+    full_bytes: int
+    ratio: float
+    token_ms: float  # to generate a token behind the needle prompt
+
+
+class Demo(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON file of a demo."""
+
+    model: str
+    prompt_tokens: int
+    needle: str  # the number hidden
+    depth: float  # where it stands in the prompt, from 0 to 1
+    outcomes: tuple[Outcome, ...]
+
+    def write(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        os.replace(fresh, path)
+
+
+def caches(length: int) -> tuple[str, ...]:
+    """The full cache, formats that keep every token, and two ways to keep half of them."""
+    half = length // 2
+    return (FULL, "k8v4", "k4v2", f"streaming:budget={half}", f"snapkv:budget={half}+k8v4")
+
+
+class Show:
+    """The prompts of a demo, and a run of them for each cache."""
+
+    def __init__(self, loaded: "LoadedModel", text: Text, length: int, seed: int = 0) -> None:
+        """Hide a number about a third into a text of `length` tokens.
+
+        Raises:
+            TaskError: the text is too short, or the length leaves no room for the wording.
+        """
+        self.loaded = loaded
+        spread = needle(
+            loaded.tokenizer, text, length=length, samples=3, setting="aware", seed=seed
+        )
+        self.sample = spread[0]
+
+    def run(self, specs: tuple[str, ...], make: MakeCache = make_cache) -> Iterator[Outcome]:
+        """Run the prompts under one cache after another."""
+        for spec in specs:
+            yield self._outcome(spec, make)
+
+    def report(self, outcomes: tuple[Outcome, ...]) -> Demo:
+        """Put the outcomes beside what was asked."""
+        return Demo(
+            model=self.loaded.name,
+            prompt_tokens=self.sample.length,
+            needle=self.sample.answer,
+            depth=self.sample.depth,
+            outcomes=outcomes,
+        )
+
+    def _outcome(self, spec: str, make: MakeCache) -> Outcome:
+        model, sample = self.loaded.model, self.sample
+        cache = make(model, spec)
+        read(model, cache, torch.tensor([sample.prompt_ids]))
+        size = held(cache)
+        logits = read(model, cache, torch.tensor([sample.question_ids]))
+        said = answer(model, cache, logits, sample.new_tokens, ends_of(model))[0]
+        began = time.perf_counter()
+        answer(model, cache, logits, TIMED + 1)  # the same steps again, whatever they say
+        token_ms = 1000 * (time.perf_counter() - began) / TIMED
+        spoken = self._decode(said)
+        reply = chat(self.loaded, make, spec)
+        return Outcome(
+            policy=spec,
+            needle=spoken,
+            needle_right=found(spoken, sample.answer),
+            chat=reply,
+            chat_right=CITY in reply,
+            kv_bytes=size.kv_bytes,
+            full_bytes=size.full_bytes,
+            ratio=size.ratio,
+            token_ms=token_ms,
+        )
+
+    def _decode(self, tokens: tuple[int, ...]) -> str:
+        return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+
+
+def chat(loaded: "LoadedModel", make: MakeCache, spec: str, new_tokens: int = 40) -> str:
+    """Say something to the model, let it answer, ask about it, and give the last reply.
+
+    Both turns use one cache, which goes on from where the first reply ended.
+
+    Raises:
+        ValueError: the model's chat template is missing or rewrites earlier turns.
+    """
+    model, tokenizer, cache = loaded.model, loaded.tokenizer, make(loaded.model, spec)
+    ends = ends_of(model)
+    start = _render(tokenizer, [FACT])
+    logits = read(model, cache, _encode(tokenizer, start))
+    said = answer(model, cache, logits, new_tokens, ends)[0]
+    first = str(tokenizer.decode(list(said)))
+    whole = _render(tokenizer, [FACT, first, QUESTION])
+    if not whole.startswith(start + first):
+        raise ValueError(f"the chat template of {loaded.name} rewrites earlier turns of a chat")
+    # The last token of a reply is not in the cache yet.
+    last = torch.tensor([said[-1:]], dtype=torch.long)
+    rest = _encode(tokenizer, whole.removeprefix(start + first))
+    logits = read(model, cache, torch.cat([last, rest], -1))
+    reply = answer(model, cache, logits, new_tokens, ends)[0]
+    return str(tokenizer.decode(list(reply), skip_special_tokens=True)).strip()
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[str]) -> str:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> torch.Tensor:
+    return torch.tensor([tokenizer.encode(text, add_special_tokens=False)])

@@ -1,0 +1,1 @@
+"""Measuring what a compressed cache costs in answers and saves in bytes."""

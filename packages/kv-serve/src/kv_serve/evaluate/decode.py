@@ -1,0 +1,82 @@
+"""Running a model over a cache: reading tokens, answering greedily, measuring surprise."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+
+@torch.inference_mode()
+def read(
+    model: "PreTrainedModel", cache: "Cache", tokens: Int[Tensor, "B L"]
+) -> Float[Tensor, "B V"]:
+    """Let the cache take in tokens in one forward pass; give the logits after the last ones."""
+    out = model(
+        input_ids=tokens.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    logits: Tensor = out.logits
+    return logits[:, -1].float()
+
+
+def answer(
+    model: "PreTrainedModel",
+    cache: "Cache",
+    logits: Float[Tensor, "B V"],
+    count: int,
+    ends: Collection[int] = (),
+) -> tuple[tuple[int, ...], ...]:
+    """Generate up to `count` tokens per sequence greedily, from the logits after what is cached.
+
+    A sequence ends before a token of `ends`. The last tokens are not put into the cache, since
+    nothing comes after them.
+    """
+    steps: list[Tensor] = []
+    stops = torch.tensor(sorted(ends), device=logits.device)
+    ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    while True:
+        token = logits.argmax(-1)
+        steps.append(token)
+        ended |= torch.isin(token, stops)
+        if len(steps) == count or ended.all():
+            break
+        logits = read(model, cache, token[:, None])
+    return tuple(_until(row, ends) for row in torch.stack(steps, -1).tolist())
+
+
+def nats(
+    model: "PreTrainedModel",
+    cache: "Cache",
+    logits: Float[Tensor, "B V"],
+    targets: Int[Tensor, "B L"],
+) -> Float[Tensor, " B"]:
+    """Give each sequence's mean negative log-likelihood of its targets, in nats per token.
+
+    The targets are fed token by token, as they come in generation, so what is compressed at once
+    is compressed here too.
+    """
+    targets = targets.to(logits.device)
+    total = torch.zeros(len(targets), dtype=torch.float64, device=logits.device)
+    for i in range(targets.shape[1]):
+        if i:
+            logits = read(model, cache, targets[:, i - 1 : i])
+        total += torch.nn.functional.cross_entropy(logits.double(), targets[:, i], reduction="none")
+    return total / targets.shape[1]
+
+
+def ends_of(model: "PreTrainedModel") -> frozenset[int]:
+    """The tokens at which a model's answer ends."""
+    config = model.generation_config
+    ends = config.eos_token_id if config is not None else None
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _until(tokens: list[int], ends: Collection[int]) -> tuple[int, ...]:
+    place = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tuple(tokens[:place])

