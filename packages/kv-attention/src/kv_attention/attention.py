@@ -29,6 +29,13 @@ def attend(
     Every stored token precedes all queries, so all see it; a plain token is seen by the queries
     that do not come before it. A query that is padding, or sees no token, gives zeros.
 
+    >>> import torch
+    >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
+    >>> q = torch.zeros(1, 1, 1, 2, 2)
+    >>> attend(q, place, [], [DenseTokens(k, k, place)], scale=1.0).out[0, 0, 0]
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+
     Args:
         q: queries by KV head and place in its group, in any floating-point dtype.
         position: of the queries, -1 for padding; real ones ascend.
