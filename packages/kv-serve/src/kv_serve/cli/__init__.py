@@ -22,12 +22,13 @@ app.command("eval")(evaluate)
 app.command("policies")(policies)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         from importlib.metadata import version
 
         typer.echo(version("kv-serve"))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
