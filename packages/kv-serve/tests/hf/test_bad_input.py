@@ -134,6 +134,13 @@ def test_a_pool_that_runs_dry_half_way_asks_for_a_reset(make) -> None:
     assert cache.memory().pages_used == 3 * 2
 
 
+def test_a_model_on_several_devices(make) -> None:
+    model = make()
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+        CompressedCache(model, "k8v4")
+
+
 @torch.no_grad()
 def test_another_batch_in_the_same_cache(make, batch) -> None:
     model = make()

@@ -21,6 +21,12 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
         UnsupportedModelError: the model is not a decoder whose layers all attend to every token
             with keys and values of their own.
     """
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread over {', '.join(sorted(devices))}; a compressed "
+            "cache lives on one device, so load the model onto one"
+        )
     config = model.config.get_text_config(decoder=True)
     _refuse(config, type(model).__name__)
     heads = config.num_attention_heads
