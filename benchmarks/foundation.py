@@ -34,8 +34,7 @@ from kv_serve.models import LoadedModel, load_model
 from kv_serve.tasks import default_text
 
 UNIFORM = ("k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v4", "k8v2")
-HALF = ("streaming:budget=1000", "snapkv:budget=1000,pool=5", "snapkv:budget=1000,pool=7")
-POOLED = ("snapkv:budget=1000", "snapkv:budget=1000+k8v4")
+HALF = ("snapkv:budget=1000,pool=5+k8v4", "snapkv:budget=1000+k8v4")
 VLLM = ("k8v8", "k8v4", "k4v2")
 KV_BYTES = 256 << 20
 CONSOLE = Console(stderr=True)
@@ -56,18 +55,18 @@ class Size:
 
 def full_size() -> Size:
     """What the committed figures come from."""
-    compared = ("k8v8", "k8v4", "k4v4", "k4v2", *HALF, *POOLED)
+    compared = ("k8v8", "k8v4", "k4v2", *HALF)
     return Size(
         plans=(
             Plan(read_specs(compared), ("needle",), ("aware",), length=2000, samples=10),
             Plan(read_specs(("k8v4",)), ("needle",), ("agnostic",), length=2000, samples=10),
-            Plan(read_specs(UNIFORM), ("nll",), ("agnostic",), length=1024, samples=8, batch=8),
+            Plan(read_specs(UNIFORM), ("nll",), ("agnostic",), length=1024, samples=6, batch=6),
         ),
         prompt=2000,
         long_prompt=4000,
         budget=1024,
-        batch=8,
-        held=("full", "raw", "k8v4", "k4v2"),
+        batch=4,
+        held=("full", "raw", "k8v4"),
         vllm=True,
     )
 
