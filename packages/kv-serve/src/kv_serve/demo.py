@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600
 TIMED: Final = 16  # tokens whose time is taken
-FACT: Final = "Hello! My name is Ada, and I live in Lisbon with my cat Pixel."
-QUESTION: Final = "In which city do I live? Answer in one sentence."
-CITY: Final = "Lisbon"
+TURNS: Final = ("What is the capital of France?", "Name a famous tower in that city.")
+NAMED: Final = "Eiffel"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +109,7 @@ class Show:
             needle=spoken,
             needle_right=found(spoken, sample.answer),
             chat=reply,
-            chat_right=CITY in reply,
+            chat_right=NAMED in reply,
             kv_bytes=size.kv_bytes,
             full_bytes=size.full_bytes,
             ratio=size.ratio,
@@ -121,8 +120,8 @@ class Show:
         return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
 
-def chat(loaded: "LoadedModel", make: MakeCache, spec: str, new_tokens: int = 40) -> str:
-    """Say something to the model, let it answer, ask about it, and give the last reply.
+def chat(loaded: "LoadedModel", make: MakeCache, spec: str, new_tokens: int = 32) -> str:
+    """Ask the model something, let it answer, ask about its answer, and give the last reply.
 
     Both turns use one cache, which goes on from where the first reply ended.
 
@@ -131,16 +130,17 @@ def chat(loaded: "LoadedModel", make: MakeCache, spec: str, new_tokens: int = 40
     """
     model, tokenizer, cache = loaded.model, loaded.tokenizer, make(loaded.model, spec)
     ends = ends_of(model)
-    start = _render(tokenizer, [FACT])
+    first, second = TURNS
+    start = _render(tokenizer, [first])
     logits = read(model, cache, _encode(tokenizer, start))
     said = answer(model, cache, logits, new_tokens, ends)[0]
-    first = str(tokenizer.decode(list(said)))
-    whole = _render(tokenizer, [FACT, first, QUESTION])
-    if not whole.startswith(start + first):
+    spoken = str(tokenizer.decode(list(said)))
+    whole = _render(tokenizer, [first, spoken, second])
+    if not whole.startswith(start + spoken):
         raise ValueError(f"the chat template of {loaded.name} rewrites earlier turns of a chat")
     # The last token of a reply is not in the cache yet.
     last = torch.tensor([said[-1:]], dtype=torch.long)
-    rest = _encode(tokenizer, whole.removeprefix(start + first))
+    rest = _encode(tokenizer, whole.removeprefix(start + spoken))
     logits = read(model, cache, torch.cat([last, rest], -1))
     reply = answer(model, cache, logits, new_tokens, ends)[0]
     return str(tokenizer.decode(list(reply), skip_special_tokens=True)).strip()

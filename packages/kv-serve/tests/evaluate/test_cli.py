@@ -1,158 +1,327 @@
-"""The commands, as somebody types them."""
+"""The command line: what each command prints, writes, and refuses with a sentence."""
 
 import json
-import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+import kv_serve.evaluate.runner as runner
 from kv_serve.cli import app
+from kv_serve.cli.eval import Task, Where
+from kv_serve.evaluate.journal import Finished
+from kv_serve.evaluate.plan import SETTINGS, TASKS
 
 
-def run(*arguments: str, expect: int = 0, **options: str) -> tuple[str, str]:
-    """Run a command; give standard output and standard error without colours and line breaks."""
-    result = CliRunner().invoke(app, arguments, **options)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == expect, result.output
-    return result.stdout, " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.stderr).split())
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
 
 
-def test_policies_are_listed_with_their_sources() -> None:
-    listed, _ = run("policies")
-    for name in ("raw", "k8v4", "k2v4", "streaming", "snapkv"):
-        assert re.search(rf"^\s*{name}\s", listed, re.MULTILINE), name
-    assert "SnapKV, Li et al., 2024" in listed
+def refused(*arguments: object, stdin: str | None = None) -> str:
+    """Check that a command leaves with status 2 and says why; give what it said, on one line."""
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_one_policy_is_shown_with_its_parameters() -> None:
-    shown, _ = run("policies", "snapkv")
-    for word in ("budget", "1024", "window", "32", "pool", "21", "group"):
-        assert word in shown
+# policies
 
 
-def test_an_unknown_policy_lists_the_installed_ones() -> None:
-    _, said = run("policies", "magic", expect=2)
-    assert "no policy is called 'magic'" in said
-    assert "snapkv" in said
+def test_policies_lists_each_with_what_it_does_and_its_source() -> None:
+    result = run("policies")
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert {"k8v4", "snapkv", "streaming", "raw"} <= set(lines)
+    assert "Keys in 8 bits, values in 4." in lines["k8v4"]
+    assert "SnapKV, Li et al., 2024" in lines["snapkv"]
 
 
-def test_generate_streams_text_and_says_what_the_cache_holds(folder: Path) -> None:
-    ask = ("generate", "--model", str(folder), "--policy", "k8v4", "--max-new-tokens", "7", "Hello")
-    text, said = run(*ask)
-    assert len(text.rstrip("\n")) <= 7
-    assert re.search(r"k8v4: [\d,]+ bytes of KV cache held, 0\.\d+ of the full", said)
-    assert run(*ask)[0] == text
+def test_policies_of_a_name_lists_its_parameters() -> None:
+    result = run("policies", "snapkv")
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+    assert lines["source:"].startswith("source: SnapKV")
+    assert lines["window"].split()[:3] == ["window", "int", "32"]
+    assert "kept per KV head" in lines["budget"]
+    assert "It has no parameters." in run("policies", "raw").stdout
 
 
-def test_generate_reads_a_prompt_from_a_file_and_standard_input(
-    folder: Path, tmp_path: Path
-) -> None:
-    common = ("generate", "--model", str(folder), "--max-new-tokens", "5", "--raw")
+def test_policies_refuses_an_unknown_name() -> None:
+    assert "no policy is called 'nope'; installed policies: bf16" in refused("policies", "nope")
+
+
+def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kv_policy
+
+    real = kv_policy.load
+
+    def load(name: str) -> object:
+        if name == "raw":
+            raise ImportError("libmissing.so")
+        return real(name)
+
+    monkeypatch.setattr(kv_policy, "load", load)
+    result = run("policies")
+    assert "cannot be loaded: ImportError: libmissing.so (package kv-policy)" in result.stdout
+    assert "Keys in 8 bits, values in 4." in result.stdout
+
+
+# generate
+
+
+def test_generate_streams_and_says_what_is_held(folder: Path) -> None:
+    short = ("generate", "--model", folder, "--max-new-tokens", 12, "Hello there")
+    full = run(*short, "--policy", "full")
+    assert full.exit_code == 0, full.output
+    assert "full: " in full.stderr
+    assert ", 1.000 of the full " in full.stderr
+    assert " ms per token" in full.stderr
+    raw = run(*short, "--policy", "raw")
+    assert raw.stdout == full.stdout != ""
+    compressed = run(*short, "--policy", "k8v4")
+    assert compressed.exit_code == 0, compressed.output
+    assert "k8v4: " in compressed.stderr
+    # <user>, the prompt, <end>, <assistant>
+    assert f"{len('Hello there') + 3} + 12 tokens" in compressed.stderr
+
+
+def test_generate_reads_a_file_before_the_prompt(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text("Once upon a time")
-    given, _ = run(*common, "Once upon a time")
-    assert run(*common, "--prompt-file", str(file))[0] == given
-    assert run(*common, "--prompt-file", "-", input="Once upon a time")[0] == given
+    file.write_text("A text.\n\n")
+    tail = ("--model", folder, "--max-new-tokens", 5, "--raw", "--policy", "full")
+    both = run("generate", "--prompt-file", file, *tail, "A question?")
+    assert both.exit_code == 0, both.output
+    assert f"{len('A text.') + 2 + len('A question?')} + " in both.stderr
+    whole = run("generate", *tail, "A text.\n\nA question?")
+    assert whole.stdout == both.stdout
+    piped = run("generate", "--prompt-file", "-", *tail, "A question?", stdin="A text.\n")
+    assert piped.stdout == both.stdout
+
+
+def test_generate_samples_from_a_seed(folder: Path) -> None:
+    def said(*options: object) -> str:
+        base = ("generate", "--model", folder, "--max-new-tokens", 30, "--policy", "full")
+        result = run(*base, *options, "Hello")
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    hot = ("--temperature", 5.0)
+    assert said(*hot, "--seed", 1) == said(*hot, "--seed", 1) != said(*hot, "--seed", 2)
+    assert said("--seed", 1) == said("--seed", 2)
+
+
+@pytest.mark.parametrize("prompt", [[], [""], ["  \n"]])
+def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
+    assert "the prompt is empty; give a text as PROMPT" in refused("generate", *prompt)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("options", "sentence"),
     [
-        (("  ",), "the prompt is empty"),
-        (("--prompt-file", "nowhere.txt"), "nowhere.txt cannot be read"),
-        (("--policy", "k9v9", "hi"), "no policy is called 'k9v9'"),
-        (("--policy", "snapkv:budget=8", "hi"), "smaller than the 32 it protects"),
-        (("--policy", "snapkv:budget=lots", "hi"), "budget 'lots' is not understood"),
-        (("--max-new-tokens", "5000", "hi"), "reads 1,024 together"),
+        (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
+        (("--policy", "k8v4:bits=3"), "k8v4 has no parameter 'bits'; its parameters: group"),
+        (("--policy", "snapkv:budget=16"), "smaller than the"),
+        (("--policy", "k8v4+k4v2"), "keep one of them"),
+        (("--model", "./nothing-here"), "there is no model './nothing-here'"),
+        (("--model", "missing.gguf"), "there is no file missing.gguf"),
+        (("--prompt-file", "missing.txt"), "missing.txt cannot be read"),
+        (("--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--temperature", "-1"), "--temperature"),
+        (("--dtype", "int4"), "--dtype"),
     ],
 )
-def test_generate_refuses_with_a_sentence(
-    folder: Path, arguments: tuple[str, ...], sentence: str
+def test_generate_refuses(options: tuple[str, str], sentence: str, folder: Path) -> None:
+    assert sentence in refused("generate", "--model", folder, *options, "Hello")
+
+
+def test_generate_refuses_what_the_model_cannot_take(
+    folder: Path, plain_folder: Path, tmp_path: Path
 ) -> None:
-    text, said = run("generate", "--model", str(folder), *arguments, expect=2)
-    assert text == ""
-    assert sentence in said
+    long = "x" * 1000
+    said = refused("generate", "--model", folder, "--max-new-tokens", 50, long)
+    assert "the prompt has 1,003 tokens and --max-new-tokens is 50" in said
+    assert "has no chat template" in refused("generate", "--model", plain_folder, "Hello")
+    device = ("--device", "abacus")
+    assert "device='abacus' is not usable" in refused("generate", "--model", folder, *device, "Hi")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("é".encode("latin-1"))
+    assert "is not UTF-8 text" in refused("generate", "--prompt-file", latin)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    _, said = run("generate", "--model", str(tmp_path / "none"), "hi", expect=2)
-    assert "none" in said
+# eval
 
 
-def evaluation(folder: Path, text_file: Path, result: Path, *more: str) -> tuple[str, ...]:
-    options = {
-        "--model": folder,
-        "--text": text_file,
-        "--json": result,
-        "--samples": 2,
-        "--length": 200,
-        "--seed": 3,
-        "--continuation": 8,
-    }
-    flags = [str(x) for pair in options.items() for x in pair]
-    return ("eval", *flags, *more)
+@pytest.fixture
+def options(folder: Path, text_file: Path) -> tuple[object, ...]:
+    size = ("--length", 200, "--samples", 2, "--seed", 5)
+    return ("--model", folder, "--text", text_file, *size, "--continuation", 4)
 
 
-def test_eval_writes_the_rows_and_is_deterministic(
-    folder: Path, text_file: Path, tmp_path: Path
+def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    specs = "k8v4,snapkv:budget=64,window=16+k8v4"
+    tasks = ("--task", "needle", "--task", "nll", "--task", "agreement")
+    result = run("eval", *options, "--policy", specs, *tasks, "--json", path)
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert list(found) == ["model", "commit", "versions", "rows"]
+    assert found["versions"]["kv-serve"]
+    canonical = ["full", "k8v4", "snapkv:budget=64,window=16+k8v4"]
+    pairs = [
+        ("needle", "aware"),
+        ("needle", "agnostic"),
+        ("nll", "agnostic"),
+        ("agreement", "agnostic"),
+    ]
+    rows = found["rows"]
+    assert [(r["task"], r["setting"], r["policy"]) for r in rows] == [
+        (*pair, spec) for pair in pairs for spec in canonical
+    ]
+    for row in rows:
+        assert list(row) == [
+            *("policy", "task", "setting", "length", "samples", "seed", "score", "full_score"),
+            *("kv_bytes", "full_bytes", "seconds"),
+        ]
+        assert (row["length"], row["samples"], row["seed"]) == (200, 2, 5)
+        assert row["seconds"] > 0
+    assert [p.name for p in path.parent.iterdir()] == ["out.json"]
+    assert result.stdout.count("\n") == len(rows) + 1
+    repeated = tmp_path / "again.json"
+    several = ("--policy", "snapkv:budget=64,window=16+k8v4", "--policy", "full")
+    result = run("eval", *options, *several, "--task", "nll", "--json", repeated)
+    assert result.exit_code == 0, result.output
+    scores = {r["policy"]: r["score"] for r in rows if r["task"] == "nll"}
+    for row in json.loads(repeated.read_text())["rows"]:
+        assert row["score"] == scores[row["policy"]]
+
+
+def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = runner.run
+
+    def some(*arguments: object) -> Iterator[Finished]:
+        going = real(*arguments)
+        for _ in range(count):
+            yield next(going)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", some)
+
+
+def test_eval_goes_on_after_an_interruption(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    more = ("--task", "nll", "--task", "agreement", "--policy", "raw,streaming:budget=64,sinks=2")
-    for file in (first, second):
-        run(*evaluation(folder, text_file, file, *more))
-    found = json.loads(first.read_text())
-    assert set(found) == {"model", "commit", "versions", "rows"}
-    keys = "policy task setting length samples seed score full_score kv_bytes full_bytes seconds"
-    for row in found["rows"]:
-        assert set(row) == set(keys.split())
-    scores = {(r["policy"], r["task"]): r["score"] for r in found["rows"]}
-    assert scores["raw", "agreement"] == 1.0
-    assert scores["raw", "nll"] == pytest.approx(scores["full", "nll"], abs=1e-5)
-    assert {policy for policy, _ in scores} == {"full", "raw", "streaming:budget=64,sinks=2"}
-    again = json.loads(second.read_text())
+    path = tmp_path / "out.json"
+    partial = tmp_path / "out.json.partial"
+    command = ("eval", *options, "--policy", "k8v4", "--task", "needle", "--json", path)
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        result = run(*command)
+    assert result.exit_code == 130
+    said = " ".join(result.stderr.split())
+    assert "Interrupted. 3 samples are finished and kept in" in said
+    assert "run the same command again to go on from there" in said
+    assert partial.exists()
+    assert not path.exists()
+    kept = partial.read_bytes()
+    with monkeypatch.context() as patch:
+        interrupt_after(5, patch)
+        result = run(*command)
+    said = " ".join(result.stderr.split())
+    assert "where 3 samples are finished" in said
+    assert partial.read_bytes().startswith(kept)
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "where 5 samples are finished" in " ".join(result.stderr.split())
+    assert path.exists()
+    assert not partial.exists()
 
-    def timeless(rows: list[dict]) -> list[dict]:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
-    assert timeless(again["rows"]) == timeless(found["rows"])
-    assert not list(tmp_path.glob("*.partial"))
+def test_eval_starts_anew_when_the_settings_changed(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    command = ("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        run(*command)
+    result = run(*command, "--seed", 6)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "has samples of other settings: seed was 5 and is 6. Starting anew." in said
+    assert json.loads(path.read_text())["rows"][0]["seed"] == 6
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--task", "nll", "--policy", "magic"), "no policy is called 'magic'"),
-        (("--task", "nll", "--policy", "raw,raw"), "named twice"),
-        (("--task", "nll", "--policy", "raw,,k8v4"), "empty place"),
-        (("--task", "nll", "--setting", "aware", "--policy", "raw"), "no setting `aware`"),
+        (("--policy", "nope"), "`full`, alone, names transformers' own cache"),
+        (("--policy", "k8v4,,k4v2"), "has an empty place where a policy should be"),
+        (("--policy", "k8v4", "--policy", "k8v4"), "the policy k8v4 is named twice"),
+        (("--policy", "snapkv:budget=16,window=32"), "smaller than the"),
+        (("--length", "1"), "--length"),
+        (("--samples", "0"), "--samples"),
+        (("--seed", "-1"), "--seed"),
+        (("--task", "riddle"), "'riddle' is not one of"),
+        (("--setting", "aware", "--task", "nll"), "nll has no question that could be inside"),
+        (("--text", "missing.txt"), "cannot read the text missing.txt"),
+        (("--length", "20"), "for its wording alone"),
+        (("--length", "1100"), "reads 1,024, so ask for fewer"),
+        (("--json", "."), "is a folder; name a file"),
+        (("--model", "./nothing-here"), "there is no model './nothing-here'"),
     ],
 )
-def test_eval_refuses_with_a_sentence(
-    folder: Path, text_file: Path, tmp_path: Path, more: tuple[str, ...], sentence: str
+def test_eval_refuses(
+    more: tuple[str, ...], sentence: str, options: tuple[object, ...], tmp_path: Path
 ) -> None:
-    _, said = run(*evaluation(folder, text_file, tmp_path / "r.json", *more), expect=2)
-    assert sentence in said
-    assert not (tmp_path / "r.json").exists()
+    policy = () if "--policy" in more else ("--policy", "full")
+    base = ("eval", *options, "--task", "needle", "--json", tmp_path / "out.json", *policy)
+    assert sentence in refused(*base, *more)
+    assert not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.model
-def test_the_demo_writes_its_table(tmp_path: Path) -> None:
-    shown, _ = run("demo", "--quick", "--json", str(tmp_path / "demo.json"))
-    found = json.loads((tmp_path / "demo.json").read_text())
-    policies = [outcome["policy"] for outcome in found["outcomes"]]
-    assert policies[:3] == ["full", "k8v4", "k4v2"]
-    assert len(policies) == 5
-    full, k8v4 = found["outcomes"][:2]
-    assert full["needle_right"]
-    assert k8v4["needle_right"]
-    assert full["ratio"] == 1.0
-    assert 104 / 256 < k8v4["ratio"] < 104 / 256 + 0.04
-    assert all(policy.split(":")[0] in shown for policy in policies)
+def test_eval_needs_policies_a_task_and_a_file(tmp_path: Path) -> None:
+    json_file = ("--json", tmp_path / "out.json")
+    assert "--task" in refused("eval", "--policy", "k8v4", *json_file)
+    assert "--policy" in refused("eval", "--task", "nll", *json_file)
+    assert "--json" in refused("eval", "--policy", "k8v4", "--task", "nll")
 
 
-def test_help_says_what_each_command_does() -> None:
-    shown, _ = run("--help")
-    for command in ("demo", "generate", "eval", "policies"):
-        assert command in shown
+def test_eval_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "out.json"
+    said = refused("eval", "--policy", "full", "--task", "nll", "--json", path)
+    assert "cannot be written" in said
+
+
+def test_the_choices_are_those_of_the_tasks() -> None:
+    assert tuple(Task) == TASKS
+    assert tuple(Where) == (*SETTINGS, "both")
+
+
+# all
+
+
+@pytest.mark.parametrize("command", [(), ("policies",), ("generate",), ("eval",), ("demo",)])
+def test_help_says_what_there_is(command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom kv_serve.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'\n"
+    )
+    for option in ("--help", "--version"):
+        subprocess.run([sys.executable, "-c", code, option], check=True, capture_output=True)
+
+
+def test_commands_without_arguments_show_help() -> None:
+    assert "Usage" in run().output

@@ -23,7 +23,7 @@ def demo(
         check_writable(json)
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kv_serve.demo import LENGTH, QUICK_LENGTH, Outcome, Show, caches
+    from kv_serve.demo import LENGTH, QUICK_LENGTH, TURNS, Outcome, Show, caches
     from kv_serve.tasks import default_text
 
     length = QUICK_LENGTH if quick else LENGTH
@@ -32,9 +32,8 @@ def demo(
         show = Show(loaded, default_text(), length)
     console = out()
     console.print(
-        f"The number {show.sample.answer} is hidden in a text of {show.sample.length:,} tokens. "
-        f"SmolLM2 is asked for it; then it is told a name and a city in a chat, and asked "
-        "for the city.",
+        f"The number {show.sample.answer} is hidden in a text of {show.sample.length:,} tokens, "
+        f"and SmolLM2 is asked for it. Then a chat, both turns in one cache: {' '.join(TURNS)}",
         highlight=False,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

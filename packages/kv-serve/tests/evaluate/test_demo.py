@@ -1,0 +1,95 @@
+"""The demo: on a tiny model for its form, on the real one for what it shows."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kv_serve.demo as demo
+from kv_serve.cli import app
+from kv_serve.evaluate.caches import make_cache
+from kv_serve.models import LoadedModel
+from kv_serve.tasks import Text
+
+
+def test_the_caches_keep_half_where_they_drop() -> None:
+    assert demo.caches(2200) == (
+        *("full", "k8v4", "k4v2", "streaming:budget=1100"),
+        "snapkv:budget=1100+k8v4",
+    )
+
+
+def test_each_cache_has_an_outcome(loaded: LoadedModel, text: Text, tmp_path: Path) -> None:
+    show = demo.Show(loaded, text, 400)
+    outcomes = tuple(show.run(("full", "raw", "streaming:budget=200")))
+    full, raw, streaming = outcomes
+    assert (raw.needle, raw.chat) == (full.needle, full.chat)
+    assert full.kv_bytes == full.full_bytes == raw.full_bytes
+    assert full.ratio == 1.0
+    assert streaming.ratio < 0.7
+    assert all(o.token_ms > 0 for o in outcomes)
+    show.report(outcomes).write(tmp_path / "demo.json")
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert list(written) == ["model", "prompt_tokens", "needle", "depth", "outcomes"]
+    assert written["outcomes"][1]["policy"] == "raw"
+    assert written["needle"] == show.sample.answer
+
+
+def test_a_chat_goes_on_in_the_same_cache(loaded: LoadedModel) -> None:
+    made = []
+
+    def make(model: object, spec: str) -> object:
+        made.append(make_cache(model, spec))
+        return made[-1]
+
+    demo.chat(loaded, make, "raw", new_tokens=6)
+    (cache,) = made
+    # <user>, turn, <end>, <assistant>, at most 6 tokens of reply, <end>; then the same again
+    tokens = sum(len(turn) + 4 for turn in demo.TURNS)
+    assert tokens - 2 <= cache.get_seq_length() <= tokens + 12
+
+
+def test_a_template_that_rewrites_turns_is_refused(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for message in messages %}{{ loop.revindex }}{{ message['content'] }}{% endfor %}"
+    )
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        demo.chat(loaded, make_cache, "full", new_tokens=4)
+
+
+def test_the_command_prints_a_table_and_writes_it(
+    loaded: LoadedModel, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = import_module("kv_serve.cli.demo")  # the package has a function of that name
+    monkeypatch.setattr(command, "load_model", lambda name: loaded)
+    monkeypatch.setattr("kv_serve.tasks.default_text", lambda: text)
+    monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
+    path = tmp_path / "demo.json"
+    result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "is hidden in a text of" in result.stdout
+    for spec in demo.caches(300):
+        assert f"\n{spec} " in result.stdout
+    assert len(json.loads(path.read_text())["outcomes"]) == 5
+    result = CliRunner().invoke(app, ["demo", "--json", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is a folder" in " ".join(result.stderr.split())
+
+
+@pytest.mark.model
+def test_the_real_model_finds_the_number_in_half_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    outcomes = {o["policy"]: o for o in json.loads(path.read_text())["outcomes"]}
+    full, k8v4 = outcomes["full"], outcomes["k8v4"]
+    assert full["needle_right"]
+    assert full["chat_right"]
+    assert k8v4["needle_right"]
+    assert k8v4["chat_right"]
+    assert 104 / 256 <= k8v4["ratio"] <= 104 / 256 + 0.04
