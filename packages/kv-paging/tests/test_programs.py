@@ -49,7 +49,7 @@ class Program:
         self.done: Counter[str] = Counter()
         dim, wide = (8, True) if self.below(2) else (5, False)
         raw = TokenFormat(RawCodec(dim, torch.float32), RawCodec(3, torch.bfloat16))
-        small = TokenFormat(Offset(dim), Offset(3))
+        small = TokenFormat(Offset(dim), RawCodec(3, torch.bfloat16))
         exact = PageLayout.sized(raw, tokens, scores=True, positions=True)
         first = PageLayout(raw, tokens, exact.nbytes + slack, scores=True, positions=True)
         second = PageLayout.fitted(small, first.nbytes, scores=wide, positions=True)

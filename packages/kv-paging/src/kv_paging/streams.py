@@ -121,7 +121,7 @@ class Streams:
         stream, column = spread(torch.zeros_like(copied), copied, needed)
         copy_pages(self.pool.data, self._table.lookup(stream, column), pages)
         self._table.enter(stream, column, pages)
-        self._length = self._length[:, source]
+        self._length = self._length[:, source].contiguous()
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
