@@ -1,6 +1,7 @@
 """The command line: what each command prints, writes, and refuses with a sentence."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ def refused(*arguments: object, stdin: str | None = None) -> str:
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output
-    return " ".join(result.stderr.replace("│", " ").split())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.stderr)
+    return " ".join(plain.replace("│", " ").split())
 
 
 # policies
@@ -125,7 +127,8 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
     [
         (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
         (("--policy", "k8v4:bits=3"), "k8v4 has no parameter 'bits'; its parameters: group"),
-        (("--policy", "snapkv:budget=16"), "smaller than the"),
+        (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
+        (("--policy", "snapkv:budget=lots"), "budget 'lots' is not understood"),
         (("--policy", "k8v4+k4v2"), "keep one of them"),
         (("--model", "./nothing-here"), "there is no model './nothing-here'"),
         (("--model", "missing.gguf"), "there is no file missing.gguf"),
@@ -198,6 +201,24 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     scores = {r["policy"]: r["score"] for r in rows if r["task"] == "nll"}
     for row in json.loads(repeated.read_text())["rows"]:
         assert row["score"] == scores[row["policy"]]
+
+
+def test_eval_gives_the_same_rows_again(options: tuple[object, ...], tmp_path: Path) -> None:
+    def rows(name: str) -> list[dict[str, object]]:
+        path = tmp_path / name
+        what = ("--policy", "raw,streaming:budget=64,sinks=2", "--task", "nll")
+        result = run("eval", *options, *what, "--task", "agreement", "--json", path)
+        assert result.exit_code == 0, result.output
+        return json.loads(path.read_text())["rows"]
+
+    first, second = rows("a.json"), rows("b.json")
+    for row in (*first, *second):
+        del row["seconds"]
+    assert first == second
+    scores = {(r["policy"], r["task"]): r["score"] for r in first}
+    assert {policy for policy, _ in scores} == {"full", "raw", "streaming:budget=64,sinks=2"}
+    assert scores["raw", "agreement"] == 1.0
+    assert scores["raw", "nll"] == pytest.approx(scores["full", "nll"], abs=1e-5)
 
 
 def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,4 +345,6 @@ def test_help_and_version_do_not_import_torch() -> None:
 
 
 def test_commands_without_arguments_show_help() -> None:
-    assert "Usage" in run().output
+    for output in (run().output, run("--help").stdout):
+        for command in ("Usage", "demo", "generate", "eval", "policies"):
+            assert command in output
