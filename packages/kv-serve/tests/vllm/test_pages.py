@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_policy import CacheShape, TokenFormat, parse, tier_formats
+from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
 from kv_serve.vllm.layer import PagedLayer
 from kv_serve.vllm.step import Blocks
 
@@ -36,42 +36,49 @@ class Engine:
             for column in range(-(-n // SIZE)):
                 row[column] = next(free)
 
-    def step(self, new: dict[int, int], padding: int = 0) -> dict[int, Tensor]:
-        """Let some requests go on by some tokens, and give the outputs of these."""
-        requests = list(new)
-        spans = {r: slice(self.done[r], self.done[r] + new[r]) for r in requests}
+    def step(self, new: dict[int, int], padding: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
+        """Let some requests go on by some tokens; give what these see and what they should."""
+        spans = {r: slice(self.done[r], self.done[r] + n) for r, n in new.items()}
         q, k, v = (
-            torch.cat([x[r][spans[r]] for r in requests] + [x[0][:1].expand(padding, -1, -1)])
+            torch.cat([x[r][span] for r, span in spans.items()] + [x[0][:1]] * padding)
             for x in (self.query, self.key, self.value)
         )
-        slots = []
-        for r in requests:
-            at = torch.arange(spans[r].start, spans[r].stop)
-            slots.append(self.table[r][at // SIZE].long() * SIZE + at % SIZE)
-        slot = torch.cat([*slots, torch.full((padding,), -1)])
-        counts = torch.tensor([0, *new.values()])
-        length = torch.tensor([spans[r].stop for r in requests])
-        blocks = Blocks(HEADS, SIZE)
-        step = blocks.step(counts.cumsum(0), length, int(length.max()), self.table[requests], slot)
+        slots = [torch.full((padding,), -1)]
+        for r, span in reversed(spans.items()):
+            at = torch.arange(span.start, span.stop)
+            slots.insert(0, self.table[r][at // SIZE].long() * SIZE + at % SIZE)
+        length = torch.tensor([span.stop for span in spans.values()])
+        step = Blocks(HEADS, SIZE).step(
+            torch.tensor([0, *new.values()]).cumsum(0),
+            length,
+            int(length.max()),
+            self.table[list(new)],
+            torch.cat(slots),
+        )
         out = torch.full_like(q, torch.nan)
         PagedLayer(self.form, SCALE).forward(q, k, v, self.cache, step, out)
-        for r in requests:
-            self.done[r] = spans[r].stop
-        return dict(zip(requests, out.split([*new.values(), padding]), strict=False))
+        for r, span in spans.items():
+            self.done[r] = span.stop
+        pieces = out.split([*new.values(), padding])
+        return {
+            r: (x, self.expected(r, s)) for (r, s), x in zip(spans.items(), pieces, strict=False)
+        }
 
-    def expected(self, request: int) -> Tensor:
-        """Causal attention over what the codecs make of the tokens, in float64."""
+    def expected(self, request: int, span: slice) -> Tensor:
+        """Causal attention in float64, over earlier tokens as they are stored."""
         key, value = (
-            codec.decode(codec.encode(x[request].flatten(0, 1)[:, None]))
-            .view(x[request].shape)
-            .double()
-            .repeat_interleave(GROUP, dim=1)
+            torch.cat([_stored(codec, x[request][: span.start]), x[request][span].double()])
             for codec, x in ((self.form.key, self.key), (self.form.value, self.value))
         )
-        logits = torch.einsum("lhd,shd->hls", self.query[request].double(), key) * SCALE
-        later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
+        key, value = (x.repeat_interleave(GROUP, dim=1) for x in (key, value))
+        logits = torch.einsum("lhd,shd->hls", self.query[request][span].double(), key) * SCALE
+        later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1 + span.start)
         weights = logits.masked_fill(later, -torch.inf).softmax(-1)
         return torch.einsum("hls,shd->lhd", weights, value)
+
+
+def _stored(codec: Codec, x: Tensor) -> Tensor:
+    return codec.decode(codec.encode(x.flatten(0, 1)[:, None])).view(x.shape).double()
 
 
 def form(name: str) -> TokenFormat:
@@ -84,22 +91,17 @@ def form(name: str) -> TokenFormat:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=10, deadline=None)
-def test_a_token_sees_what_is_stored_of_its_sequence_however_steps_are_cut(
+def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
     name: str, lengths: list[int], seed: int
 ) -> None:
     cuts = random.Random(seed)
     engine = Engine(form(name), lengths)
-    outputs: dict[int, list[Tensor]] = {r: [] for r in range(len(lengths))}
     while any(done < n for done, n in zip(engine.done, lengths, strict=True)):
         left = {r: n - engine.done[r] for r, n in enumerate(lengths) if n > engine.done[r]}
         chosen = cuts.sample(sorted(left), cuts.randint(1, len(left)))
         new = {r: cuts.choice((1, cuts.randint(1, left[r]))) for r in chosen}
-        for r, out in engine.step(new, padding=cuts.randint(0, 2)).items():
-            outputs[r].append(out)
-    for r, pieces in outputs.items():
-        torch.testing.assert_close(
-            torch.cat(pieces).double(), engine.expected(r), rtol=1e-4, atol=1e-4
-        )
+        for out, expected in engine.step(new, padding=cuts.randint(0, 2)).values():
+            torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_stored_does_not_depend_on_the_steps() -> None:
@@ -126,4 +128,3 @@ def test_requests_with_alike_many_new_tokens_attend_together() -> None:
         counts.cumsum(0), torch.tensor(lengths), 9, table, torch.arange(int(counts.sum()))
     )
     assert [tuple(batch.row.shape) for batch in step.batches] == [(3, 1), (2, 4), (1, 9)]
-    assert [batch.single for batch in step.batches] == [True, False, False]

@@ -36,6 +36,7 @@ def token_capacity(
         "model": str(model_folder),
         "kv_cache_memory_bytes": kv_bytes,
         "enforce_eager": True,
+        "skip_tokenizer_init": True,
         "additional_config": {} if policy is None else {KEY: policy},
         "max_model_len": max_model_len,
         "block_size": block_size,

@@ -15,12 +15,7 @@ class Batch:
     row: Int[Tensor, "B L"]  # of a new token among all new tokens of the step; any where padded
     position: Int[Tensor, "B L"]  # in its sequence; -1 where padded
     table: Int[Tensor, "B H T"]
-    stored: Int[Tensor, "B H"]  # tokens on pages that all of a request's new tokens see
-
-    @property
-    def single(self) -> bool:
-        """One new token each: it sees what is on pages, itself among it, and nothing beside."""
-        return self.row.shape[1] == 1
+    stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +82,9 @@ class Blocks:
             chosen = request.to(device)
             before = length[chosen][:, None] - new.to(device)
             position = before + offset.to(device)
-            stored = before + 1 if len(offset) == 1 else before
             yield Batch(
                 row.where(real, 0),
                 position.where(real, -1),
                 self.pages(table[chosen]).mT,
-                stored.expand(-1, self.heads),
+                before.expand(-1, self.heads),
             )

@@ -1,0 +1,122 @@
+"""Engines inside the test process, and tiny models that they refuse or serve."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+HERE = Path(__file__).parent
+NEEDS_NO_VLLM = ("test_pages.py",)
+TINY: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, where there is no vLLM; and let vLLM warn of what it likes."""
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if item.path.parent != HERE or item.path.name in NEEDS_NO_VLLM:
+            continue
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `nox -s vllm` has one"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_engines() -> None:
+    """Run engines in this process, and compile nothing: starting would take longer than testing."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Make the folder of a tiny model; the weights are drawn when it is loaded."""
+
+    def folder(architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any) -> str:
+        made = tmp_path_factory.mktemp(kind)
+        config = TINY | {"architectures": [architecture], "model_type": kind} | more
+        (made / "config.json").write_text(json.dumps(config))
+        return str(made)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., AbstractContextManager["LLM"]]:
+    """Run an engine of any model in this process, one at a time: they share what they close."""
+
+    @contextmanager
+    def running(model: str, policy: object = None, **options: Any) -> Iterator["LLM"]:
+        from vllm import LLM
+
+        named = {} if policy is None else {"kv_policy": policy}
+        engine = LLM(model, enforce_eager=True, additional_config=named, **options)
+        try:
+            yield engine
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+
+    return running
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The folder of the real model."""
+    from kv_serve.models import model_folder
+
+    return str(model_folder())
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., list[list[int]]]:
+    """Generate greedily from token ids, and give the new ones."""
+
+    def run(engine: "LLM", prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        settings = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = engine.generate(asked, settings, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def patterns(smollm2: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts of 168 to 572 tokens, and the 24 that must follow: nothing else comes near them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    week = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, "
+    fox = "The red fox jumps over the green fence, and the old dog sleeps under the tall tree. "
+    rows = [f"row {i}: left {i}, right {i}\n" for i in range(1, 61)]
+    found = []
+    for text, more in ((week * 12, week * 4), (fox * 20, fox * 4), (rows[:40], rows[40:])):
+        prompt = tokenizer.encode("".join(text).rstrip())
+        both = tokenizer.encode("".join((*text, *more)))
+        assert both[: len(prompt)] == prompt
+        found.append((prompt, both[len(prompt) : len(prompt) + 24]))
+    return found

@@ -1,0 +1,115 @@
+"""Through the entry point alone, in processes of vLLM's own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,"]
+SCRIPT = """
+import json, sys
+from pathlib import Path
+
+def main():
+    from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    options, prompts, count, target = json.loads(sys.argv[1])
+    engine = LLM(enforce_eager=True, **options)
+    settings = SamplingParams(temperature=0, max_tokens=count, logprobs=2, prompt_logprobs=1)
+    told = []
+    for answer in engine.generate(prompts, settings, use_tqdm=False):
+        output = answer.outputs[0]
+        seen = [*answer.prompt_logprobs[1:], *output.logprobs]
+        told.append([output.token_ids, [{i: p.logprob.hex() for i, p in s.items()} for s in seen]])
+    found = {
+        "ours": AttentionBackendEnum.CPU_ATTN.is_overridden(),
+        "tokens": engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        "answers": told,
+    }
+    Path(target).write_text(json.dumps(found))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class Run:
+    """The script in a process of its own, with engines in it or, as vLLM does it, beside it."""
+
+    def __init__(
+        self, folder: Path, options: dict[str, object], count: int, **environment: str
+    ) -> None:
+        self.target = folder / "found.json"
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        given = json.dumps([options, PROMPTS, count, str(self.target)])
+        self.process = start([sys.executable, str(script), given], **environment)
+
+    def found(self) -> dict[str, object]:
+        """Wait for the end, and give what the script wrote."""
+        said = finish(self.process)
+        assert self.process.returncode == 0, said
+        return json.loads(self.target.read_text())
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    left_out = ("TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.Popen(
+        command,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=400)[0]
+    finally:
+        process.kill()
+
+
+@pytest.mark.model
+def test_without_a_policy_every_token_and_probability_is_as_without_the_plugin(
+    smollm2: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = {"model": smollm2, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 512}
+    inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+    runs = [
+        Run(tmp_path_factory.mktemp("run"), options, 32, **inside, **plugins)
+        for plugins in ({"VLLM_PLUGINS": ""}, {})
+    ]
+    stock, ours = (run.found() for run in runs)
+    assert (stock.pop("ours"), ours.pop("ours")) == (False, True)
+    assert stock == ours
+
+
+@pytest.mark.model
+def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path: Path) -> None:
+    options = {
+        "model": smollm2,
+        "kv_cache_memory_bytes": 1 << 26,
+        "max_model_len": 512,
+        "additional_config": {"kv_policy": "k8v4"},
+    }
+    found = Run(tmp_path, options, 2, TORCH_COMPILE_DISABLE="1").found()
+    assert found["tokens"] == (1 << 26) // (30 * 3 * 128 * 104) * 128
+
+
+def test_a_server_ends_with_the_reason_of_a_refusal(tiny: Callable[..., str]) -> None:
+    # vLLM's own command asks for the version of a distribution called vllm, and is not there with
+    # the one for CPUs, which has another name; this is what it runs.
+    server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny())
+    options = ("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager")
+    policy = ("--additional-config", json.dumps({"kv_policy": "streaming"}))
+    process = start([*server, *options, *policy])
+    said = finish(process)
+    assert process.returncode != 0
+    assert "the policy streaming chooses which tokens are kept" in said

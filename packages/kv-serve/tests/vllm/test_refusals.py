@@ -1,0 +1,244 @@
+"""What cannot be served is refused when an engine starts, with a sentence."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+
+from kv_policy import (
+    Basis,
+    CacheShape,
+    Capabilities,
+    Formats,
+    LayerBasis,
+    Part,
+    RawCodec,
+    TokenFormat,
+    parse,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+
+
+@dataclass(frozen=True)
+class PairCodec(RawCodec):
+    """Stores two tokens together."""
+
+    @property
+    def block(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class Strange(Part):
+    """Formats that this version does not serve inside vLLM."""
+
+    name: ClassVar[str] = "strange"
+    tiers: int = 1
+    window: int = 0
+    pairs: bool = False
+    shares: bool = True
+
+    @property
+    def formats(self) -> Formats:
+        return self
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(shares_prefixes=self.shares)
+
+    def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
+        codec = (PairCodec if self.pairs else RawCodec)(shape.key_dim, shape.dtype)
+        return (TokenFormat(codec, codec),) * self.tiers
+
+
+@dataclass(frozen=True)
+class Turned(Part):
+    """A basis."""
+
+    name: ClassVar[str] = "turned"
+
+    @property
+    def basis(self) -> Basis:
+        return self
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        return LayerBasis()
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Callable[..., str]) -> str:
+    return tiny()
+
+
+@pytest.fixture
+def start_tiny(start: Start) -> Start:
+    small = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 512}
+    return partial(start, load_format="dummy", skip_tokenizer_init=True, **small)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("streaming", "the policy streaming chooses which tokens are kept"),
+        ("snapkv+k8v4", r"the policy snapkv\+k8v4 chooses which tokens are kept"),
+        (7, "kv_policy is 7; give a policy's text"),
+        ("", "a policy's name is missing"),
+        ("k9v9", "'k9v9'; installed policies: .*k8v4"),
+        ("k8v4+k4v2", "k8v4 and k4v2 both say how tokens are stored"),
+    ],
+)
+def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(
+    llama: str, start_tiny: Start, policy: object, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason), start_tiny(llama, policy):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (Turned(), "stores vectors in a basis"),
+        (Strange(tiers=2), "stores tokens in 2 tiers"),
+        (Strange(window=64), "keeps the last 64 tokens raw"),
+    ],
+)
+def test_a_policy_is_more_than_one_format(policy: Part, reason: str) -> None:
+    from kv_serve.vllm.config import UnservableError, check_policy
+
+    with pytest.raises(UnservableError, match=f"the policy {policy} {reason}; .* for example k8v4"):
+        check_policy(policy)
+
+
+def test_a_format_encodes_several_tokens_together() -> None:
+    from kv_serve.vllm.config import UnservableError, bound_format
+
+    shape = CacheShape(1, 1, 1, 8, 8, torch.float32)
+    with pytest.raises(UnservableError, match="encodes 2 tokens together"):
+        bound_format(Strange(pairs=True), shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more", "reason"),
+    [
+        ("mistral", "MistralForCausalLM", {"sliding_window": 64}, "has a sliding window"),
+        (
+            "gemma2",
+            "Gemma2ForCausalLM",
+            {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 32, "sliding_window": None},
+            "has a soft cap on its logits",
+        ),
+        (
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            {
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 32,
+                "v_head_dim": 32,
+                "q_lora_rank": None,
+                "num_key_value_heads": 4,
+                "n_routed_experts": 1,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 2,
+            },
+            "has latent attention",
+        ),
+    ],
+)
+def test_a_model_whose_attention_is_of_another_kind(
+    tiny: Callable[..., str],
+    start_tiny: Start,
+    kind: str,
+    architecture: str,
+    more: dict[str, Any],
+    reason: str,
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    with (
+        pytest.raises(UnservableError, match=reason),
+        start_tiny(tiny(architecture, kind, **more), "k8v4"),
+    ):
+        pass
+
+
+def test_two_say_how_keys_and_values_are_stored(llama: str, start_tiny: Start) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    with (
+        pytest.raises(UnservableError, match="kv_cache_dtype is fp8 and kv_policy is given too"),
+        start_tiny(llama, "k8v4", kv_cache_dtype="fp8"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 2,
+                }
+            },
+            "speculative decoding",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                }
+            },
+            "a KV transfer connector",
+        ),
+    ],
+)
+def test_an_engine_that_would_share_or_move_pages(
+    llama: str, options: dict[str, Any], what: str
+) -> None:
+    from vllm import EngineArgs
+
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    config = EngineArgs(model=llama, skip_tokenizer_init=True, **options).create_engine_config()
+    with pytest.raises(UnservableError, match=f"the policy k8v4 cannot be served with {what}"):
+        check_engine(config, parse("k8v4"))
+
+
+def test_cached_prefixes_of_a_policy_that_cannot_share_them(llama: str) -> None:
+    from vllm import EngineArgs
+
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    config = EngineArgs(model=llama, skip_tokenizer_init=True).create_engine_config()
+    with pytest.raises(UnservableError, match="--no-enable-prefix-caching"):
+        check_engine(config, Strange(shares=False))
+    config.cache_config.enable_prefix_caching = False
+    check_engine(config, Strange(shares=False))
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0", "dev"])
+def test_a_vllm_of_another_version(version: str) -> None:
+    from kv_serve.vllm.config import UnservableError, check_version
+
+    with pytest.raises(UnservableError, match=rf"0\.30 to 0\.32, and this is vLLM {version}"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.1rc2", "0.32.0+cpu"])
+def test_a_vllm_that_is_served(version: str) -> None:
+    from kv_serve.vllm.config import check_version
+
+    check_version(version)
