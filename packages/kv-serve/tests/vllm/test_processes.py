@@ -107,7 +107,8 @@ def test_a_server_ends_with_the_reason_of_a_refusal(tiny: Callable[..., str]) ->
     # vLLM's own command asks for the version of a distribution called vllm, and is not there with
     # the one for CPUs, which has another name; this is what it runs.
     server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny())
-    options = ("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager")
+    tiny_one = ("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager")
+    options = (*tiny_one, "--kv-cache-memory-bytes", str(1 << 22))
     policy = ("--additional-config", json.dumps({"kv_policy": "streaming"}))
     process = start([*server, *options, *policy])
     said = finish(process)
