@@ -74,7 +74,7 @@ def shown(sample: Sample, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> tup
 # Hidden numbers
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     length=st.integers(700, 5000),
     samples=st.integers(1, 4),
