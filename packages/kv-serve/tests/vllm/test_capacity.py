@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,8 +57,12 @@ def test_capacity_as_a_function_starts_an_engine_of_its_own(smollm2: str) -> Non
     assert found == (1 << 26) // (LAYERS * HEADS * 128 * 104) * 128
 
 
-def test_capacity_of_what_does_not_start_says_why(tiny: Callable[..., str]) -> None:
+def test_capacity_of_what_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kv_serve.vllm.capacity import token_capacity
 
-    with pytest.raises(RuntimeError, match="the policy streaming chooses which tokens are kept"):
-        token_capacity(tiny(), "streaming", 1 << 22, max_model_len=512)
+    (tmp_path / "vllm.py").write_text("raise ImportError('this vLLM is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"(?s)did not start with .*this vLLM is broken"):
+        token_capacity(tmp_path, "k8v4", 1 << 22)

@@ -217,6 +217,18 @@ def test_an_engine_that_would_share_or_move_pages(
         check_engine(config, parse("k8v4"))
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_an_engine_that_cuts_sequences(llama: str, kind: str) -> None:
+    from vllm import EngineArgs
+
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    config = EngineArgs(model=llama, skip_tokenizer_init=True).create_engine_config()
+    setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
+    with pytest.raises(UnservableError, match="cannot be served with context parallelism"):
+        check_engine(config, parse("k8v4"))
+
+
 def test_cached_prefixes_of_a_policy_that_cannot_share_them(llama: str) -> None:
     from vllm import EngineArgs
 
