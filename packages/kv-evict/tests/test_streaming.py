@@ -73,6 +73,7 @@ class Host:
                 candidate=one * score,
                 weakest=one[None] * weakest,
                 count=(one[None] * len(self.kept)).long(),
+                cuts=0 * one[None],
                 length=torch.tensor([self.seen]),
                 budget=torch.tensor([int(self.policy.budget.amount)]),
             )

@@ -26,6 +26,7 @@ from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import UnknownPolicyError, installed, load
 from kv_policy.shape import CacheShape
 from kv_policy.spec import parse
+from kv_policy.tiered import TieredFormats, read_formats
 
 __all__ = [
     "DROP",
@@ -55,6 +56,7 @@ __all__ = [
     "Selector",
     "Step",
     "StepView",
+    "TieredFormats",
     "TokenFormat",
     "Uncompressed",
     "UnknownPolicyError",
@@ -65,5 +67,6 @@ __all__ = [
     "load",
     "parse",
     "protect",
+    "read_formats",
     "tier_formats",
 ]

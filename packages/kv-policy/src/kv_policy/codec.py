@@ -11,10 +11,14 @@ from torch import Tensor
 class BitLayout:
     """Where the integer code of each dimension lies, for every kernel that reads a format.
 
-    An encoded vector is two parts: `stride` bytes of codes, then per group of `group` dimensions
-    a float16 scale, and after all scales a float16 zero per group. Dimension d is in byte
+    Codes and metadata are two parts. A vector has `stride` bytes of codes: dimension d is in byte
     d % stride, at bit bits * (d // stride), so neighbouring dimensions are in neighbouring bytes
-    and one shift unpacks a whole register. The vector is code * scale + zero.
+    and one shift unpacks a whole register. The metadata of `tokens` consecutive vectors is a
+    float16 scale per group of `group` dimensions, and after all scales a float16 zero per group.
+    A vector is code * scale + zero. Per token: tokens=1, group=dim. Per channel: group=1.
+
+    A codec of `block` tokens has `block` rows of codes in its first part, and block / tokens
+    records of metadata in its second, so a page's segment is rows of codes, then of records.
 
     >>> BitLayout(dim=128, bits=4, group=128).place(65)  # byte 1, high nibble
     (1, 4)
@@ -23,13 +27,17 @@ class BitLayout:
     dim: int
     bits: int
     group: int
+    tokens: int = 1  # vectors that share their scales and zeros
 
     def __post_init__(self) -> None:
         """Check that no code crosses a byte."""
         if self.bits not in (1, 2, 4, 8):
             raise ValueError(f"bits is {self.bits}; a code takes 1, 2, 4 or 8 bits")
-        if self.dim < 1 or self.group < 1:
-            raise ValueError(f"dim is {self.dim} and group {self.group}; both must be at least 1")
+        if self.dim < 1 or self.group < 1 or self.tokens < 1:
+            raise ValueError(
+                f"dim is {self.dim}, group {self.group} and tokens {self.tokens}; all must be at "
+                "least 1"
+            )
 
     @property
     def stride(self) -> int:
@@ -38,7 +46,7 @@ class BitLayout:
 
     @property
     def groups(self) -> int:
-        """Scales (and zeros) in one vector."""
+        """Scales (and zeros) in one record of metadata."""
         return -(-self.dim // self.group)
 
     @property
@@ -53,8 +61,8 @@ class BitLayout:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of codes and of scales with zeros."""
-        return self.stride, 4 * self.groups
+        """Bytes of the codes of `tokens` vectors, and of their scales with zeros."""
+        return self.tokens * self.stride, 4 * self.groups
 
     def place(self, d: int) -> tuple[int, int]:
         """Byte and bit where the code of dimension `d` starts."""

@@ -43,6 +43,11 @@ class Composed:
         """What all parts together still can do."""
         return reduce(lambda a, b: a & b, (p.capabilities for p in self.parts))
 
+    @property
+    def fitted_to(self) -> str | None:
+        """The model that a part was calibrated with; `compose` saw to it that there is one."""
+        return next((p.fitted_to for p in self.parts if p.fitted_to is not None), None)
+
     def __str__(self) -> str:
         """Join the parts' texts by `+`."""
         return "+".join(str(p) for p in self.parts)
@@ -52,8 +57,9 @@ def compose(*policies: KVPolicy) -> KVPolicy:
     """Join policies into one; the order they are given in does not matter.
 
     Raises:
-        CompositionError: two policies supply the same facet, one supplies none, or the selector
-            sends tokens to more or fewer tiers than there are formats for.
+        CompositionError: two policies supply the same facet or were calibrated with different
+            models, one supplies no facet, or the selector sends tokens to more or fewer tiers than
+            there are formats for.
     """
     parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
     if not parts:
@@ -67,6 +73,12 @@ def compose(*policies: KVPolicy) -> KVPolicy:
     for part in parts:
         if all(getattr(part, facet) is None for facet in FACETS):
             raise CompositionError(f"{part} supplies no selector, no formats and no basis")
+    fitted = [p for p in parts if p.fitted_to is not None]
+    if len({p.fitted_to for p in fitted}) > 1:
+        raise CompositionError(
+            f"{fitted[0]} and {fitted[1]} were calibrated with different models; calibrate both "
+            "with the one to be served"
+        )
     joined = parts[0] if len(parts) == 1 else Composed(tuple(sorted(parts, key=_order)))
     _check_tiers(joined, parts)
     return joined

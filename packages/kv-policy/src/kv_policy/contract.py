@@ -26,13 +26,14 @@ class Observe:
     """Which attention probabilities a policy wants summed per token while the model attends.
 
     Each counted query gives a token its probability to the `power`, reduced over the query heads
-    of the token's KV head by `group`; these are summed over the counted queries. A query counts for
-    a token if it is among the `last` queries of the forward pass (None: all of them; 0: none), does
-    not come before the token, and is at least `skip` positions after it.
+    of the token's KV head by `group`; these are summed over the counted queries. With "max-of-sums"
+    the sum over the queries of the pass comes first, and the largest of the group's sums is given.
+    A query counts for a token if it is among the `last` queries of the forward pass (None: all of
+    them; 0: none), does not come before the token, and is at least `skip` positions after it.
     """
 
     last: int | None = 0
-    group: Literal["sum", "mean", "max"] = "mean"
+    group: Literal["sum", "mean", "max", "max-of-sums"] = "mean"
     power: Literal[1, 2] = 1
     skip: int = 0
     generated: bool = False  # go on with every generated query
@@ -43,8 +44,8 @@ class Observe:
             raise ValueError(f"last is {self.last}; say how many queries to watch, or None for all")
         if self.skip < 0:
             raise ValueError(f"skip is {self.skip}; it must be 0 or more")
-        if self.group not in ("sum", "mean", "max"):
-            raise ValueError(f"group is {self.group!r}; say sum, mean or max")
+        if self.group not in ("sum", "mean", "max", "max-of-sums"):
+            raise ValueError(f"group is {self.group!r}; say sum, mean, max or max-of-sums")
         if self.power not in (1, 2):
             raise ValueError(f"power is {self.power}; say 1 or 2")
 
@@ -70,12 +71,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer's tokens as a selector scores them, each head's in the order of their positions.
+    """One layer's tokens as a selector scores them.
 
-    Heads with fewer tokens have places without one (position -1) after their last; mass, keys and
-    values are zero there.
-    After a prompt or a part of one the view holds all tokens, stored and fresh. In decoding it
-    holds all tokens if the policy observes generated queries, else only the arriving one.
+    After a prompt or a part of one the view holds all tokens, stored and fresh, each head's in the
+    order of their positions; heads with fewer tokens have places without one (position -1) after
+    their last. In decoding it holds all tokens if the policy observes generated queries, else only
+    the arriving one; they come as they are stored, in no order, with empty places between them, so
+    a method that looks at neighbours goes by `position`. Mass, keys and values are zero where there
+    is no token.
     """
 
     layer: int
@@ -101,6 +104,7 @@ class PlanView:
     tier: UInt8[Tensor, "N B H L"]  # where a token is now; FRESH if it is not stored yet
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
+    aside: Float[Tensor, "N B H"] | None = None  # scores of the raw window's tokens, not in view
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class StepView:
     candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
     weakest: Float[Tensor, "K N B H"]  # lowest score stored in a tier; inf where it is empty
     count: Int[Tensor, "K N B H"]  # tokens stored in a tier
+    cuts: Float[Tensor, "K N B H"]  # what `cuts` said after the last prompt
     length: Int[Tensor, " B"]
     budget: Int[Tensor, " B"]
 
@@ -135,8 +140,11 @@ class Selector(Protocol):
         ...
 
     @property
-    def budget(self) -> Budget:
-        """What may be kept, unless a request brings a budget of its own."""
+    def budget(self) -> Budget | None:
+        """What may be kept, unless a request brings a budget of its own.
+
+        None: it goes by a rule of its own, and a request may bring no budget.
+        """
         ...
 
     @property
@@ -175,6 +183,13 @@ class Selector(Protocol):
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Send each token to a tier or DROP it, within the budget; drop places without a token."""
+        ...
+
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+        """Say per head what `step` is to know of a prompt's plan, such as the scores tiers ask for.
+
+        Asked after `plan`, of the same view, where `decode` is "step"; hosts carry the answer.
+        """
         ...
 
     def step(self, view: StepView) -> Step:
@@ -237,6 +252,11 @@ class KVPolicy(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What a cache under this policy can do."""
+        ...
+
+    @property
+    def fitted_to(self) -> str | None:
+        """Fingerprint of the model it was calibrated with, or None: it serves any."""
         ...
 
     def __str__(self) -> str:

@@ -127,6 +127,10 @@ class Evictor(Part):
         keep = best(score, count) & held
         return torch.where(keep, 0, DROP).to(torch.uint8)
 
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+        """Nothing: a step goes by the budget alone."""
+        return view.score.new_zeros(self.tiers, *view.score.shape[:-1])
+
     def step(self, view: StepView) -> Step:
         """Take the candidate in, and let the weakest token go where the budget is full."""
         full = view.count[0] >= view.budget[None, :, None]

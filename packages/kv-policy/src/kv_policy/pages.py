@@ -95,11 +95,16 @@ class PageLayout:
 class PagedTokens:
     """One tier of one layer inside a pool of equal pages; each (sequence, head) is a stream.
 
-    Token i of stream (b, h) is slot i % tokens of page table[b, h, i // tokens]. Entries of the
-    table past a stream's last page mean nothing and must not be read.
+    Token i of stream (b, h) is slot i % tokens of its page i // tokens. Page j is table[b, h, j],
+    or table[b, h, T - 1 - j] where the tier is the one that grows from the right of a table it
+    shares (`reverse`; the bidirectional table of LeanKV section 5.2). Entries that belong to no
+    page of the stream mean nothing and must not be read.
     """
 
     data: UInt8[Tensor, "P nbytes"]
     table: Int[Tensor, "B H T"]
     length: Int[Tensor, "B H"]
     layout: PageLayout
+    reverse: bool = False
+    holes: bool = False  # a slot below `length` whose stored position is negative holds no token
+    longest: int | None = None  # no stream is longer: known on the host, so nobody need ask

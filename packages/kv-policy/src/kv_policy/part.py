@@ -68,6 +68,11 @@ class Part:
         """What a cache under this part can do."""
         return Capabilities()
 
+    @property
+    def fitted_to(self) -> str | None:
+        """Fingerprint of the model this part was calibrated with; None: it serves any."""
+        return None
+
     @classmethod
     def from_text(cls, options: dict[str, str]) -> "Part":
         """Make the part from the key=value texts of its text form.

@@ -8,7 +8,16 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import DROP, NOBODY, Capabilities, LayerView, Observe, Selector, Step
+from kv_policy.contract import (
+    DROP,
+    NOBODY,
+    Capabilities,
+    LayerView,
+    Observe,
+    Selector,
+    Step,
+    StepView,
+)
 from kv_policy.shape import CacheShape
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.views import (
@@ -37,7 +46,10 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
 
 def _check_answers(selector: Selector) -> None:
     law(0 < selector.tiers < NOBODY, f"tiers is {selector.tiers}; 1 to {NOBODY - 1} are right")
-    law(isinstance(selector.budget, Budget), f"budget is {selector.budget!r}; it must be a Budget")
+    law(
+        selector.budget is None or isinstance(selector.budget, Budget),
+        f"budget is {selector.budget!r}; it must be a Budget, or None for a rule of its own",
+    )
     law(isinstance(selector.observe, Observe), "observe must give an Observe")
     law(selector.protected >= 0, f"protected is {selector.protected}; it must be 0 or more")
     law(selector.replan >= 0, f"replan is {selector.replan}; it must be 0 or more")
@@ -48,7 +60,9 @@ def _check_answers(selector: Selector) -> None:
         f"reads is {set(selector.reads)}; it may hold keys and values",
     )
     law(
-        selector.budget.unit != "tokens" or selector.budget.amount >= selector.protected,
+        selector.budget is None
+        or selector.budget.unit != "tokens"
+        or selector.budget.amount >= selector.protected,
         f"the budget of {selector.budget} tokens is below the {selector.protected} it protects",
     )
 
@@ -156,7 +170,8 @@ def _check_plan(
         bool(kept[there & (score == torch.inf)].all()),
         "plan drops a token whose score is infinite: a protected one",
     )
-    _check_budget(selector, tokens, kept)
+    if selector.budget is not None:
+        _check_budget(selector, tokens, kept)
     law(
         able.shortens or not (there & ~kept).any(),
         "plan drops tokens, and the capabilities say shortens=False",
@@ -212,14 +227,8 @@ def _check_step(selector: Selector, able: Capabilities, shape: CacheShape, seed:
         able.shortens or not (lost | ~placed).any(),
         "step drops tokens, and the capabilities say shortens=False",
     )
-    before = view.count.sum(0)  # N B H
-    after = before + placed.long() - lost.long()
-    each = (after <= before.maximum(view.budget[:, None])).all(2).all(0)
-    most = (view.budget * before[:, 0].numel()).maximum(before.sum((0, 2)))
-    law(
-        bool((each | (after.sum((0, 2)) <= most)).all()),
-        "a step lets a sequence grow beyond its budget",
-    )
+    if selector.budget is not None:
+        _check_step_budget(view, placed, lost)
     sequences = torch.arange(len(view.length))
     for b in sequences:
         alone = selector.step(cut_step(view, b[None], _EVERY))
@@ -231,6 +240,17 @@ def _check_step(selector: Selector, able: Capabilities, shape: CacheShape, seed:
             _same_step(_cut(step, sequences, heads), part),
             "a step of a shard of the heads differs from the whole's, though splits_heads is said",
         )
+
+
+def _check_step_budget(view: StepView, placed: Tensor, lost: Tensor) -> None:
+    before = view.count.sum(0)  # N B H
+    after = before + placed.long() - lost.long()
+    each = (after <= before.maximum(view.budget[:, None])).all(2).all(0)
+    most = (view.budget * before[:, 0].numel()).maximum(before.sum((0, 2)))
+    law(
+        bool((each | (after.sum((0, 2)) <= most)).all()),
+        "a step lets a sequence grow beyond its budget",
+    )
 
 
 def _cut(step: Step, sequences: Tensor, heads: slice) -> Step:

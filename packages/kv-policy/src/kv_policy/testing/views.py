@@ -147,11 +147,11 @@ def _tokens(
         x = torch.randn(*position.shape, dim, generator=generator)
         return x.masked_fill(~there[..., None], 0)
 
-    least = max(1, selector.protected)
+    least, whole = max(1, selector.protected), selector.budget is None
     return Tokens(
         shape=shape,
         length=length,
-        budget=torch.tensor([least, least + 7, least, least + 1000]),
+        budget=length if whole else torch.tensor([least, least + 7, least, least + 1000]),
         position=position,
         fresh=fresh,
         tier=tier.masked_fill(fresh, FRESH).masked_fill(~there, DROP),
@@ -199,6 +199,7 @@ def decoding_step(selector: Selector, shape: CacheShape, layers: int, seed: int)
         candidate=torch.randn(lead, generator=generator),
         weakest=weakest,
         count=count,
+        cuts=torch.rand(count.shape, generator=generator).sort(0, descending=True).values,
         length=total.amax((0, 2)) + 5,
         budget=budget,
     )
@@ -216,6 +217,7 @@ def cut_step(view: StepView, sequences: Int[Tensor, " S"], heads: slice) -> Step
         candidate=pick(view.candidate),
         weakest=pick(view.weakest),
         count=pick(view.count),
+        cuts=pick(view.cuts),
         length=view.length[sequences],
         budget=view.budget[sequences],
     )

@@ -1,0 +1,271 @@
+"""LeanKV: high precision, low precision or nothing, token by token and head by head."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from msgspec import Meta
+from torch import Tensor
+
+from kv_evict.leankv_profile import Profile, load_profile
+from kv_policy import (
+    DROP,
+    FRESH,
+    NOBODY,
+    Capabilities,
+    Formats,
+    LayerView,
+    Observe,
+    Part,
+    PlanView,
+    Selector,
+    Step,
+    StepView,
+    TieredFormats,
+    UnknownPolicyError,
+    read_formats,
+)
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class LeanKV(Part):
+    """Store the tokens a head attends to in a high precision, most others in a low one, prune rest.
+
+    A token's significance is the attention it gets from a query after it, on average; query heads
+    that share a KV head count by the largest of their sums, or their mean (`group`).
+
+    Prompts: the newest `window` tokens stay raw. Of the others, a head prunes the least significant
+    whose shares of its attention add up to less than `t_low`, stores in `low` those up to `t_high`,
+    and the rest in `high`: each head keeps as much as its own attention asks for.
+
+    Generation: the score at which a prompt reached `t_high`, in units of 1 / length, is what that
+    head asks of a token from then on, and likewise `t_low`. The token that leaves the window is
+    placed by it, and at most one victim a step, the least significant token of the tier it enters,
+    is stored anew in the low precision, or pruned (Algorithm 1). Averages fall as 1 / length
+    when nobody looks any more, and so does what is asked, so neither tier drains or floods.
+
+    `form="token"` asks for the same `alpha_high` / length and `alpha_low` / length in every head
+    and both phases, as the authors' code does. A head that its prompt gave fewer than
+    `window` tokens to sort uses these in generation too.
+
+    With `low="drop"` what is not worth `high` is pruned. `profile` names a file written by
+    `kv-serve calibrate leankv`, which then gives formats and thresholds.
+    """
+
+    name: ClassVar[str] = "leankv"
+    source: ClassVar[str] = "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131"
+
+    high: Annotated[str, Meta(description="format of significant tokens")] = "k8v4"
+    low: Annotated[str, Meta(description="format of the others; drop: there is none")] = "k4v2"
+    t_high: Annotated[Share, Meta(description="share of attention below which not high")] = 0.05
+    t_low: Annotated[Share, Meta(description="share of attention that is pruned")] = 0.0
+    window: Annotated[int, Meta(ge=0, description="newest tokens, kept raw")] = 64
+    group: Annotated[
+        Literal["max", "mean"], Meta(description="how query heads of a KV head are put together")
+    ] = "max"
+    last: Annotated[
+        Count | None, Meta(description="queries of a prompt that are watched; none: all")
+    ] = None
+    form: Annotated[
+        Literal["mass", "token"], Meta(description="thresholds on shares, or on single scores")
+    ] = "mass"
+    alpha_high: Annotated[
+        float, Meta(ge=0, description="high asks for this / length, in form=token")
+    ] = 1.0
+    alpha_low: Annotated[
+        float, Meta(ge=0, description="staying asks for this / length, in form=token")
+    ] = 0.0
+    profile: Annotated[
+        str | None, Meta(description="file of kv-serve calibrate: formats and thresholds")
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters, and find the formats.
+
+        Raises:
+            ValueError: thresholds out of order or out of range, a format that is not one, or a
+                profile that cannot be read or says something else than what is given beside it.
+        """
+        super().__post_init__()
+        if self.profile is not None:
+            self._follow(load_profile(Path(self.profile)))
+        for above, below in (("t_high", "t_low"), ("alpha_high", "alpha_low")):
+            high, low = getattr(self, above), getattr(self, below)
+            if low > high:
+                raise ValueError(
+                    f"{self.name}: {below}={low} is above {above}={high}; what is pruned is part "
+                    f"of what is not stored in high precision, so give at most {high}"
+                )
+            if self.low == "drop" and low:
+                raise ValueError(
+                    f"{self.name}: with low=drop, {above} says what is pruned, so {below}={low} "
+                    "has no meaning; leave it out"
+                )
+        self._tiers()
+
+    def _follow(self, profile: Profile) -> None:
+        """Take a profile's settings; what is given beside it must be the same."""
+        for key in ("high", "low", "t_high", "t_low", "window", "group", "last"):
+            found, given = getattr(profile, key), getattr(self, key)
+            if given not in (found, type(self).__dataclass_fields__[key].default):
+                raise ValueError(
+                    f"{self.name}: {key}={given} is given and the profile {self.profile} says "
+                    f"{found}; leave {key} out, or the profile"
+                )
+            object.__setattr__(self, key, found)
+
+    def _tiers(self) -> TieredFormats:
+        names = [self.high] if self.low == "drop" else [self.high, self.low]
+        try:
+            return TieredFormats(tuple(read_formats(name) for name in names), self.window)
+        except UnknownPolicyError as error:
+            raise UnknownPolicyError(
+                f"{self.name} stores tokens as {' and '.join(names)}: {error}; formats such as "
+                "k8v4 come with `pip install kv-quant`"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def selector(self) -> Selector:
+        """This method."""
+        return self
+
+    @property
+    def formats(self) -> Formats:
+        """The two precisions behind the raw window."""
+        return self._tiers()
+
+    @property
+    def fitted_to(self) -> str | None:
+        """The model that the profile was made with."""
+        return None if self.profile is None else load_profile(Path(self.profile)).fingerprint
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a token becomes depends on what comes after it."""
+        return Capabilities(shortens=self._prunes, shares_prefixes=False, rolls_back=False)
+
+    @property
+    def _prunes(self) -> bool:
+        return self.low == "drop" or self.t_low > 0 or self.alpha_low > 0
+
+    @property
+    def tiers(self) -> int:
+        """High, and low unless that is dropped."""
+        return 1 if self.low == "drop" else 2
+
+    @property
+    def budget(self) -> None:
+        """There is none: a head keeps what its attention asks for."""
+        return None
+
+    @property
+    def protected(self) -> int:
+        """Nothing beside the raw window."""
+        return 0
+
+    @property
+    def observe(self) -> Observe:
+        """All queries after a token, or the last of a prompt and all generated ones."""
+        group: Literal["max-of-sums", "mean"] = "max-of-sums" if self.group == "max" else "mean"
+        return Observe(last=self.last, group=group, skip=1, generated=True)
+
+    @property
+    def reads(self) -> frozenset[Literal["keys", "values"]]:
+        """No vectors."""
+        return frozenset()
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """Each head decides for itself."""
+        return "layer"
+
+    @property
+    def decode(self) -> Literal["grow", "step"]:
+        """Algorithm 1, every step."""
+        return "step"
+
+    @property
+    def replan(self) -> int:
+        """Prompts only."""
+        return 0
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Average the attention from the queries after a token, those of this pass included.
+
+        With `last` a token's past counts as at most that many queries, so what generated queries
+        say replaces it gradually.
+        """
+        assert view.mass is not None  # it is observed
+        assert view.seen is not None
+        before = view.length[:, None, None] - view.fresh.sum(-1, keepdim=True)
+        past = (before - 1 - view.position).clamp(min=0, max=self.last)
+        seen = past + view.seen
+        mean = (view.score * past + view.mass) / seen.clamp(min=1)
+        return mean.masked_fill(view.position < 0, 0)
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        """Sort the tokens of each head into high, low and pruned."""
+        here = view.position >= 0
+        level = torch.zeros_like(view.tier)
+        for below in self._below(view):
+            level = torch.where(here & ~below, level, level + 1)
+        tier = torch.where(level < self.tiers, level, DROP)
+        stored = view.tier < FRESH  # a stored token never goes back to an earlier tier
+        tier = torch.where(stored, tier.maximum(view.tier), tier)
+        return tier.masked_fill(~here, DROP)
+
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+        """Give the score that the prompt's plan asks for each tier, times the prompt's length."""
+        here = view.position >= 0
+        fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
+        if self.form == "token":
+            return torch.stack([view.score.new_full(here.shape[:-1], a) for a in fixed])
+        few = here.sum(-1) < max(1, self.window)
+        found = []
+        for below, alpha in zip(self._below(view), fixed, strict=True):
+            least = view.score.masked_fill(~here | below, torch.inf).amin(-1)
+            cut = least * view.length[:, None]
+            cut = cut.masked_fill(~(here & below).any(-1), 0)  # no token was below: none is asked
+            found.append(cut.masked_fill(few, alpha))
+        return torch.stack(found)
+
+    def step(self, view: StepView) -> Step:
+        """Place the candidate, and move at most one victim of the tier it enters: Algorithm 1."""
+        asked = view.cuts / view.length[:, None]
+        if not self._prunes:
+            asked = asked[:-1]  # the last tier takes everything
+
+        def level(score: Float[Tensor, "N B H"]) -> Int[Tensor, "N B H"]:
+            place = (score < asked).sum(0)
+            return torch.where(place < self.tiers, place, DROP)
+
+        tier = level(view.candidate)
+        least = view.weakest.gather(0, tier.clamp(max=self.tiers - 1)[None])[0]
+        target = level(least)
+        moves = (tier != DROP) & (target > tier)
+        victim = torch.where(moves, tier, NOBODY)
+        return Step(*(x.to(torch.uint8) for x in (tier, victim, target)))
+
+    def _below(self, view: PlanView) -> list[Tensor]:
+        """Per tier, best first, the tokens that are worth less than it."""
+        if self.form == "token":
+            asked = view.length[:, None, None].float().reciprocal()
+            fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
+            return [view.score < alpha * asked for alpha in fixed]
+        here = view.position >= 0
+        score = view.score.masked_fill(~here, 0).clamp(min=0)
+        total = score.sum(-1)
+        if view.aside is not None:
+            total = total + view.aside
+        share = score / total[..., None].clamp(min=1e-30)  # of all tokens, the window's included
+        order = view.score.masked_fill(~here, torch.inf).argsort(dim=-1, stable=True)
+        below = share.gather(-1, order).cumsum(-1)
+        reached = torch.empty_like(below).scatter_(-1, order, below)
+        return [reached < t for t in (self.t_high, self.t_low)[: self.tiers]]

@@ -1,0 +1,57 @@
+"""What calibration found for a model: the formats and thresholds of LeanKV, as a JSON file."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+FORMAT: Final = "leankv profile 1"
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `leankv` for one model, and what they were measured to cost.
+
+    `kv-serve calibrate leankv` writes it, `leankv:profile=FILE` reads it.
+    """
+
+    format: Literal["leankv profile 1"] = FORMAT
+    model: str  # its name, for people
+    fingerprint: str  # of its weights, settings and tokenizer
+    high: str
+    low: str
+    t_high: Share
+    t_low: Share
+    window: Annotated[int, Meta(ge=0)] = 64
+    group: Literal["max", "mean"] = "max"
+    last: Annotated[int, Meta(ge=1)] | None = None
+    max_loss: Share  # the loss that was allowed
+    tasks: tuple[str, ...]  # those it was allowed on
+    length: int  # tokens of the prompts
+    bytes_ratio: float  # bytes held after the prompts over those of a full cache
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        beside.replace(path)
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ValueError: there is no such file, or it is no profile; the sentence says what is wrong.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ValueError(
+            f"the profile {path} cannot be read ({error.strerror}); write one with "
+            "`kv-serve calibrate leankv`"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} is no profile of leankv: {error}") from None
