@@ -40,6 +40,7 @@ class KeepSelected:
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
+        self._cuts: Float[Tensor, "K N B H"] | None = None  # of the last plan
         self._since_plan = 0
         self._waiting: list[_Arrival] = []
 
@@ -108,6 +109,8 @@ class KeepSelected:
             self.budgets = tuple(self.budgets[i] for i in source.tolist())
         if self._budget is not None:
             self._budget = self._budget[source]
+        if self._cuts is not None:
+            self._cuts = self._cuts[:, :, source]
 
     def _note(self, batch: Batch, layer: int, scored: Scored) -> None:
         """Let stored and windowed tokens carry the scores they were just given."""
@@ -121,13 +124,17 @@ class KeepSelected:
         """Plan some layers together and carry it out, layer by layer."""
         if first == 0:
             self._budget = self._resolve(batch, now.total)
-            if batch.pool.grows:
+            if batch.pool.grows and self.selector.budget is not None:
                 batch.reserve(torch.minimum(now.total, self._budget), spare=1)
         assert self._budget is not None
         scored = [a.scored for a in arrivals if a.scored is not None]
-        plans = plan_layers(
+        plans, cuts = plan_layers(
             self.selector, batch.shape, first, scored, now.total, self._budget, batch.window_size
         )
+        if cuts is not None:
+            if self._cuts is None:
+                self._cuts = cuts.new_zeros(len(batch.stores), *batch.stores[0].length.shape)
+            self._cuts[:, first : first + len(arrivals)] = cuts
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
             self._restack(batch, first + i, scored[i], plan)
             self._enter(batch, now, first + i, arrival, scored[i], plan)
@@ -193,6 +200,8 @@ class KeepSelected:
         token_bytes = round(batch.layouts[0].token_bytes * heads)
         least = max(1, self.selector.protected)
         own = self.selector.budget
+        if own is None:
+            return total
         if self.budgets is None:
             return own.resolve(total, token_bytes, least)
         rows = [
@@ -222,7 +231,10 @@ class KeepSelected:
         if self.selector.decode == "step":
             if self._budget is None:
                 self._budget = self._resolve(batch, now.total)
-            step(batch, self.selector, self._budget, now, *rows)
+            if self._cuts is None:
+                lead = (len(batch.stores), *batch.stores[0].length.shape)
+                self._cuts = torch.zeros(lead, device=position.device)
+            step(batch, self.selector, self._budget, self._cuts, now, *rows)
         else:
             keys, values, scores, places = rows
             batch.stores[0].append(batch.streams(), keys, values, places >= 0, scores, places)

@@ -107,8 +107,8 @@ def plan_layers(
     length: Int[Tensor, " B"],
     budget: Int[Tensor, " B"],
     window: int,
-) -> list[list[UInt8[Tensor, "B H S"]]]:
-    """Plan some layers together; give each group's tiers, layer by layer.
+) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n B H"] | None]:
+    """Plan some layers together; give each group's tiers, layer by layer, and the plan's cuts.
 
     Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
     beside the budget.
@@ -120,20 +120,23 @@ def plan_layers(
             [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
         )
 
-    position = stack([s.position for s in scored], -1)
+    position, aside = stack([s.position for s in scored], -1), None
+    score = stack([s.score for s in scored], 0.0)
     if window:
-        held_raw = position >= (length - window)[None, :, None, None]
+        held_raw = position >= (length - window).clamp(min=0)[None, :, None, None]
+        aside = score.masked_fill(~held_raw, 0).sum(-1)
         position = position.masked_fill(held_raw, -1)
-    plan = selector.plan(
-        PlanView(
-            shape=shape,
-            first_layer=first_layer,
-            score=stack([s.score for s in scored], 0.0),
-            position=position,
-            tier=stack([s.tier for s in scored], DROP),
-            length=length,
-            budget=budget,
-        )
+    view = PlanView(
+        shape=shape,
+        first_layer=first_layer,
+        score=score,
+        position=position,
+        tier=stack([s.tier for s in scored], DROP),
+        length=length,
+        budget=budget,
+        aside=aside,
     )
-    plan = torch.where(position >= 0, plan, DROP)
-    return [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
+    plan = torch.where(position >= 0, selector.plan(view), DROP)
+    cuts = selector.cuts(view) if selector.decode == "step" else None
+    each = [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
+    return each, cuts

@@ -12,6 +12,7 @@ def step(
     batch: Batch,
     selector: Selector,
     budget: Int[Tensor, " B"],
+    cuts: Float[Tensor, "K N B H"],
     now: Pass,
     key: Float[Tensor, "S 1 D"],
     value: Float[Tensor, "S 1 Dv"],
@@ -31,6 +32,7 @@ def step(
             candidate=score.view(lead),
             weakest=torch.stack([weakest.view(lead) for weakest, _ in found]),
             count=torch.stack([s.length.long() for s in batch.stores]),
+            cuts=cuts,
             length=now.total,
             budget=budget,
         )

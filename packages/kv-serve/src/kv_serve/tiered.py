@@ -80,6 +80,11 @@ class TieredCache:
                 )
             if budget is None or selector is None:
                 continue
+            if selector.budget is None:
+                raise ValueError(
+                    f"{self.policy} keeps what its own rule says, so a budget of {budget} has no "
+                    "meaning; leave the budget out, or change the policy's parameters"
+                )
             if budget.unit == "tokens" and budget.amount < selector.protected:
                 raise ValueError(
                     f"a budget of {budget} tokens is smaller than the {selector.protected} that "
