@@ -119,3 +119,11 @@ def test_a_table_widens_rarely_and_keeps_what_it_has() -> None:
     assert max(widths) < 200 * 9 / 8 + 1
     assert table.lookup(torch.tensor([1, 0]), torch.tensor([0, 0])).tolist() == [9, 0]
     assert table.nbytes == 4 * table.ids.numel()
+
+
+def test_a_single_row_out_of_a_wider_tensor_is_put_like_any_other() -> None:
+    data = torch.zeros(2, 64, dtype=torch.uint8)
+    wide = torch.arange(36, dtype=torch.uint8)[None]
+    segment = Segment(0, 2, 32)
+    put(data, segment, torch.tensor([1]), torch.tensor([1]), wide[:, 4:])
+    assert data[1, 32:].tolist() == wide[0, 4:].tolist()

@@ -55,7 +55,9 @@ def put(
     if page.numel() == 0:
         return
     unit = _unit(data, segment)
-    _rows(data, segment, unit)[page, row] = source.contiguous().view(_UNITS[unit])
+    # A single row of a wider tensor calls itself contiguous, wherever it starts: copy it.
+    rows = source.clone(memory_format=torch.contiguous_format)
+    _rows(data, segment, unit)[page, row] = rows.view(_UNITS[unit])
 
 
 def take(
