@@ -84,17 +84,34 @@ class RawWindow:
         Int[Tensor, "B 1"],
         Float[Tensor, "N B H 1"] | None,
     ]:
-        """Put one fresh token per sequence and give the one it pushes out (position -1: none)."""
-        slot = position.clamp(min=0) % self.size
-        index = slot[None, :, None, :]
-        out_key = self.key.gather(3, index[..., None].expand(*key.shape))
-        out_value = self.value.gather(3, index[..., None].expand(*value.shape))
-        out_score = (
-            None if self.score is None else self.score.gather(3, index.expand(*key.shape[:-1]))
+        """Put one fresh token per sequence and give the one it pushes out (position -1: none).
+
+        A sequence that brings none (position -1) keeps what it has. Work does not grow with the
+        window, and nothing waits for the device.
+        """
+        real = position >= 0
+        slot = position[:, 0].clamp(min=0) % self.size
+        row = torch.arange(len(slot), device=slot.device)
+        out_key, out_value = self.key[:, row, :, slot], self.value[:, row, :, slot]  # B N H D
+        left = torch.where(real[:, 0], self.position[row, slot], -1)
+        fresh = real[:, :, None, None]
+        self.key[:, row, :, slot] = torch.where(fresh, key[..., 0, :].transpose(0, 1), out_key)
+        self.value[:, row, :, slot] = torch.where(
+            fresh, value[..., 0, :].transpose(0, 1), out_value
         )
-        left = torch.where(position >= 0, self.position.gather(1, slot), -1)
-        self.put(slice(None), key, value, position, total, score)
-        return out_key, out_value, left, out_score
+        out_score = None
+        if self.score is not None and score is not None:
+            out_score = self.score[:, row, :, slot]
+            self.score[:, row, :, slot] = torch.where(
+                fresh[..., 0], score[..., 0].transpose(0, 1), out_score
+            )
+            out_score = out_score.transpose(0, 1)[..., None]
+        return (
+            out_key.transpose(0, 1)[..., None, :],
+            out_value.transpose(0, 1)[..., None, :],
+            left[:, None],
+            out_score,
+        )
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ..."""
