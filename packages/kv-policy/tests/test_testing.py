@@ -454,6 +454,14 @@ class Moved(Eight):
         return super().decode(data).flip(-1)
 
 
+class Shared(Eight):
+    """The layout gives two tokens one scale, and a block has one token."""
+
+    @property
+    def layout(self) -> BitLayout | None:
+        return BitLayout(self.dim, 8, self.dim, tokens=2)
+
+
 class Whole(Eight):
     def decode(self, data: Tensor) -> Tensor:
         return super().decode(data.view(torch.float32).view(torch.uint8))
@@ -484,6 +492,7 @@ class Noisy(Eight):
         (Batchwise, "a block encoded alone has other bytes than the same block in a batch"),
         (Leaky, "an infinity or a NaN in one block changes the bytes of another"),
         (Moved, "decode does not give code * scale + zero of its own layout"),
+        (Shared, "2 tokens that share scales and so parts (12, 0); the codec has 12, blocks of 1"),
         (Whole, "decode failed on bytes inside a page"),
         (Eager, "encode changed its input"),
         (Nonempty, "decode failed on the bytes of no vectors"),

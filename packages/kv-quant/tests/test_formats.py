@@ -5,7 +5,7 @@ import torch
 
 from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
 from kv_policy.testing import check_policy
-from kv_quant import IntegerCodec, IntegerFormat, formats
+from kv_quant import ChannelCodec, IntegerCodec, IntegerFormat, RowsCodec, formats
 
 BITS = (8, 4, 2, 1)
 PAIRS = [(key, value) for key in BITS for value in BITS]
@@ -97,8 +97,30 @@ def test_a_format_is_what_its_name_says(name):
     assert part.__doc__
 
 
+@pytest.mark.parametrize("name", INTEGER)
+def test_keys_per_channel_come_in_blocks(name):
+    part = INTEGER[name](group=16, keys="channel", block=8)
+    (tier,) = part.bind(shape(64, 48))
+    assert tier.key == ChannelCodec(64, int(name[1]), 8)
+    assert tier.value == RowsCodec(IntegerCodec(48, int(name[3]), 16), 8)
+    assert tier.block == 8
+
+
+def test_bytes_of_a_token_with_keys_per_channel():
+    (tier,) = parse("k4v4:keys=channel").formats.bind(shape())
+    assert tier.nbytes == 32 * 76
+    assert PageLayout.sized(tier, tokens=64).nbytes == 64 * 76
+
+
 @pytest.mark.parametrize(
-    "policy", [formats.K8V4(), formats.K4V2(group=32, window=64), formats.K1V8(group=7)]
+    "policy",
+    [
+        formats.K8V4(),
+        formats.K4V2(group=32, window=64),
+        formats.K1V8(group=7),
+        formats.K4V4(keys="channel"),
+        formats.K2V1(group=5, window=3, keys="channel", block=3),
+    ],
 )
 def test_the_contract_holds(policy):
     check_policy(policy)
@@ -120,6 +142,9 @@ def test_parameters_in_text():
     assert policy == formats.K4V2(group=32, window=64)
     assert str(policy) == "k4v2:group=32,window=64"
     assert policy != formats.K4V4(group=32, window=64)
+    policy = parse("k4v4:keys=channel,block=16")
+    assert policy == formats.K4V4(keys="channel", block=16)
+    assert str(policy) == "k4v4:keys=channel,block=16"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +153,10 @@ def test_parameters_in_text():
         ("k8v4:window=-1", "k8v4: window=-1 is refused"),
         ("k8v4:group=-3", "k8v4: group=-3 is refused"),
         ("k8v4:group=half", "k8v4: group=half is refused"),
-        ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window"),
+        ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window, keys, block"),
+        ("k8v4:keys=head", "k8v4: keys=head is refused"),
+        ("k8v4:keys=channel,block=1", "k8v4: block=1 is refused"),
+        ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token stand alone"),
         ("bf16:window=4", "bf16 has no parameter 'window'"),
         ("k8v4+k4v2", "both say how tokens are stored"),
     ],
@@ -141,6 +169,13 @@ def test_bad_text_is_refused(text, message):
 def test_a_raw_window_keeps_a_prefix_from_being_shared():
     assert formats.K8V4().capabilities.shares_prefixes
     assert not formats.K8V4(window=64).capabilities.shares_prefixes
+    assert formats.K8V4(window=64).capabilities.rolls_back
+
+
+def test_a_block_can_be_neither_shared_nor_cut():
+    able = formats.K8V4(keys="channel").capabilities
+    assert not able.shares_prefixes
+    assert not able.rolls_back
 
 
 def test_more_bits_are_closer():

@@ -1,6 +1,8 @@
 """Token formats: how the key and the value of a token become an exact number of bytes."""
 
+from kv_quant.affine import LIMIT
+from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.formats import IntegerFormat
-from kv_quant.integer import LIMIT, IntegerCodec
+from kv_quant.integer import IntegerCodec
 
-__all__ = ["LIMIT", "IntegerCodec", "IntegerFormat"]
+__all__ = ["LIMIT", "ChannelCodec", "IntegerCodec", "IntegerFormat", "RowsCodec"]

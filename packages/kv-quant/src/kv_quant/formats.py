@@ -1,13 +1,16 @@
 """The formats by name: keys and values as integers of 8, 4, 2 or 1 bits each, or as they are."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 from msgspec import Meta
 
 from kv_policy import CacheShape, Capabilities, Formats, Part, TokenFormat, Uncompressed
+from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.integer import IntegerCodec
+
+BLOCK: Final = 32  # KIVI's group of tokens
 
 
 @dataclass(frozen=True)
@@ -15,25 +18,54 @@ class IntegerFormat(Part):
     """Base of formats that store a key and a value as integers, each with its own number of bits.
 
     Every token of every KV head stands alone, with its scale and zero beside it, so tokens may be
-    stored, moved and dropped one by one.
+    stored, moved and dropped one by one. With `keys=channel` that holds for values; keys wait raw
+    until a block of them is there, and have a scale and a zero per channel of the block, as KIVI
+    has it (Liu et al., 2024, https://arxiv.org/abs/2402.02750).
     """
 
-    source: ClassVar[str] = "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2"
+    source: ClassVar[str] = (
+        "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2; keys=channel: KIVI, "
+        "Liu et al., 2024, https://arxiv.org/abs/2402.02750"
+    )
     key_bits: ClassVar[int]
     value_bits: ClassVar[int]
 
     group: Annotated[
-        int, Meta(ge=0, description="elements that share a scale; 0: the whole vector")
+        int,
+        Meta(
+            ge=0,
+            description="elements of a vector that share a scale; 0: all; not for keys per channel",
+        ),
     ] = 0
     window: Annotated[
         int, Meta(ge=0, description="recent tokens kept raw; 0: every token is encoded at once")
     ] = 0
+    keys: Annotated[
+        Literal["token", "channel"],
+        Meta(description="what shares a scale in keys: a token's elements, or a channel's"),
+    ] = "token"
+    block: Annotated[
+        int, Meta(ge=2, description="tokens whose keys share scales, with keys=channel")
+    ] = BLOCK
 
     def __init_subclass__(cls, bits: tuple[int, int]) -> None:
         """Name the format after the bits of its keys and values."""
         super().__init_subclass__()
         cls.key_bits, cls.value_bits = bits
         cls.name = f"k{bits[0]}v{bits[1]}"
+
+    def __post_init__(self) -> None:
+        """Check the parameters.
+
+        Raises:
+            ValueError: one is out of range, or a block is given for keys that stand alone.
+        """
+        super().__post_init__()
+        if self.keys == "token" and self.block != BLOCK:
+            raise ValueError(
+                f"{self.name}: block={self.block} is refused: keys with a scale per token stand "
+                "alone; leave it out, or say keys=channel"
+            )
 
     @property
     def formats(self) -> Formats:
@@ -42,8 +74,12 @@ class IntegerFormat(Part):
 
     @property
     def capabilities(self) -> Capabilities:
-        """A raw window makes a token's bytes depend on whether enough others came after it."""
-        return Capabilities(shares_prefixes=self.window == 0)
+        """A raw window or a block makes a token's bytes depend on what came after it.
+
+        A block cannot be cut either: its channels' scales are those of all its tokens.
+        """
+        alone = self.keys == "token"
+        return Capabilities(shares_prefixes=alone and self.window == 0, rolls_back=alone)
 
     @property
     def tiers(self) -> int:
@@ -52,9 +88,12 @@ class IntegerFormat(Part):
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Give the codecs for keys and values of this shape."""
-        key = IntegerCodec(shape.key_dim, self.key_bits, self.group)
         value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
-        return (TokenFormat(key, value),)
+        if self.keys == "token":
+            key = IntegerCodec(shape.key_dim, self.key_bits, self.group)
+            return (TokenFormat(key, value),)
+        channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
+        return (TokenFormat(channels, RowsCodec(value, self.block)),)
 
 
 @dataclass(frozen=True)

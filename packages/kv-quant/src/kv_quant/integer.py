@@ -1,19 +1,13 @@
 """Vectors as small integers, each vector (or group in it) with a scale and a zero of its own."""
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
 from kv_policy import BitLayout
-
-BITS: Final = (8, 4, 2, 1)
-
-# Half of the largest float16. The span of a vector inside +-LIMIT is a float16 too, so even a scale
-# for one bit cannot overflow, and no decoded value overflows when it is cast to float16.
-LIMIT: Final = 32752.0
+from kv_quant.affine import affine, check_size, clean, error, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +38,7 @@ class IntegerCodec:
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits}; an integer code has 8, 4, 2 or 1")
-        if self.dim < 1:
-            raise ValueError(f"dim is {self.dim}; a vector has at least 1 element")
+        check_size(self.dim, self.bits)
         if self.group < 0:
             raise ValueError(f"group is {self.group}; give elements per scale, or 0 for all")
 
@@ -76,11 +67,11 @@ class IntegerCodec:
             raise ValueError(
                 f"vectors have shape {tuple(x.shape)}; this codec takes n, 1, {self.dim}"
             )
-        clean = _clean(x[:, 0])
-        scale, zero = self._affine(clean)
+        inner = clean(x[:, 0])
+        scale, zero = self._affine(inner)
         divisor = scale.float().masked_fill(scale == 0, torch.inf)  # a flat group gets codes 0
-        codes = (clean - self._spread(zero.float())).div_(self._spread(divisor)).round_()
-        packed = self._pack(codes.to(torch.uint8))
+        codes = (inner - self._spread(zero.float())).div_(self._spread(divisor)).round_()
+        packed = pack(codes.to(torch.uint8), self.layout)
         return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n 1 D"]:
@@ -95,7 +86,7 @@ class IntegerCodec:
             raise ValueError(f"a row has {data.shape[1]} bytes; this codec stores {size} a vector")
         meta = data[:, stride:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         scale, zero = meta.view(torch.float16).float().chunk(2, dim=1)
-        codes = self._unpack(data[:, :stride])
+        codes = unpack(data[:, :stride], layout)
         return codes.mul_(self._spread(scale)).add_(self._spread(zero))[:, None]
 
     def bound(self, x: Float[Tensor, "n 1 D"]) -> Float[Tensor, "n 1 D"]:
@@ -105,12 +96,8 @@ class IntegerCodec:
         up to a float16. A flat group is off by the rounding of its one value to float16. Elements
         beyond +-32752 are off by what is cut off them too, an infinity or a NaN by infinity.
         """
-        clean = _clean(x[:, 0])
-        scale, zero = (self._spread(part.double()) for part in self._affine(clean))
-        largest = zero.abs() + (2**self.bits - 1) * scale
-        inside = torch.where(scale > 0, scale / 2 + 2**-21 * largest, (clean - zero).abs())
-        outside = (x[:, 0].double() - clean).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        return (inside + outside)[:, None]
+        scale, zero = (self._spread(part.double()) for part in self._affine(clean(x[:, 0])))
+        return error(x[:, 0], scale, zero, self.bits)[:, None]
 
     def _affine(
         self, x: Float32[Tensor, "n D"]
@@ -122,43 +109,10 @@ class IntegerCodec:
         else:  # an element of the last group, repeated, changes neither its least nor its greatest
             filled = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1) if short else x
             grouped = filled.view(-1, layout.groups, layout.group)
-        least, greatest = grouped.amin(dim=-1), grouped.amax(dim=-1)
-        flat = least == greatest
-        zero = torch.where(flat, least.half(), _float16_below(least))
-        span = (greatest - zero.float()).masked_fill(flat, 0)
-        return -_float16_below(-span / (2**self.bits - 1)), zero
+        return affine(grouped.amin(dim=-1), grouped.amax(dim=-1), self.bits)
 
     def _spread(self, per_group: Tensor) -> Tensor:
         """Give each element its group's number."""
         if per_group.shape[1] == 1:
             return per_group
         return per_group.repeat_interleave(self.group, dim=1)[:, : self.dim]
-
-    def _pack(self, codes: UInt8[Tensor, "n D"]) -> UInt8[Tensor, "n stride"]:
-        stride = self.layout.stride
-        packed = codes[:, :stride].clone()
-        for plane in range(1, 8 // self.bits):
-            part = codes[:, plane * stride : (plane + 1) * stride]
-            packed[:, : part.shape[1]] |= part << (self.bits * plane)
-        return packed
-
-    def _unpack(self, packed: UInt8[Tensor, "n stride"]) -> Float32[Tensor, "n D"]:
-        stride, mask = packed.shape[1], 2**self.bits - 1
-        codes = packed.new_empty((packed.shape[0], self.dim), dtype=torch.float32)
-        for plane in range(8 // self.bits):
-            part = codes[:, plane * stride : (plane + 1) * stride]
-            part.copy_((packed[:, : part.shape[1]] >> (self.bits * plane)) & mask)
-        return codes
-
-
-def _clean(x: Float[Tensor, "n D"]) -> Float32[Tensor, "n D"]:
-    """Float32, without NaN, inside the limits, and with one zero (a sum of 0.0 is never -0.0)."""
-    return x.float().nan_to_num(nan=0.0).clamp_(-LIMIT, LIMIT).add_(0.0)
-
-
-def _float16_below(x: Float32[Tensor, "n groups"]) -> Float16[Tensor, "n groups"]:
-    """Give the largest float16 that is not above x."""
-    near = x.half()
-    bits = near.view(torch.int16)  # neighbouring numbers have neighbouring patterns
-    towards = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, -0x7FFF))
-    return torch.where(near.float() > x, towards.to(torch.int16).view(torch.float16), near)

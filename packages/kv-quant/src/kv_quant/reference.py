@@ -1,4 +1,4 @@
-"""What `IntegerCodec` must store, written a second time: one vector, one bit at a time, no tensors.
+"""What the integer codecs must store, written a second time: one bit at a time, no tensors.
 
 Exact powers of two and Python's own rounding stand in for the bit tricks of the fast path. It is
 far too slow to use; the tests compare the two byte by byte.
@@ -14,34 +14,43 @@ from kv_policy import BitLayout
 LIMIT: Final = 65504 / 2
 
 
-def encode(layout: BitLayout, vector: Sequence[float]) -> bytes:
-    """Encode one vector."""
-    clean = [_clean(x) for x in vector]
-    codes, meta = bytearray(layout.parts[0]), bytearray(layout.parts[1])
-    for group in range(layout.groups):
-        dims = range(group * layout.group, min((group + 1) * layout.group, layout.dim))
-        scale, zero = _affine([clean[d] for d in dims], 2**layout.bits - 1)
-        struct.pack_into("<e", meta, layout.scale_offset + 2 * group, scale)
-        struct.pack_into("<e", meta, layout.zero_offset + 2 * group, zero)
-        for d in dims:
-            code = round(_float32(_float32(clean[d] - zero) / scale)) if scale else 0
-            byte, start = layout.place(d)
-            for bit in range(layout.bits):
-                codes[byte] |= (code >> bit & 1) << (start + bit)
+def encode(layout: BitLayout, vectors: Sequence[Sequence[float]]) -> bytes:
+    """Encode a block of vectors: rows of codes, then records of metadata."""
+    records = len(vectors) // layout.tokens
+    codes = bytearray(len(vectors) * layout.stride)
+    meta = bytearray(records * layout.parts[1])
+    for record in range(records):
+        tokens = range(record * layout.tokens, (record + 1) * layout.tokens)
+        at = record * layout.parts[1]
+        for group in range(layout.groups):
+            dims = range(group * layout.group, min((group + 1) * layout.group, layout.dim))
+            clean = {(t, d): _clean(vectors[t][d]) for t in tokens for d in dims}
+            scale, zero = _affine(list(clean.values()), 2**layout.bits - 1)
+            struct.pack_into("<e", meta, at + layout.scale_offset + 2 * group, scale)
+            struct.pack_into("<e", meta, at + layout.zero_offset + 2 * group, zero)
+            for (t, d), x in clean.items():
+                code = round(_float32(_float32(x - zero) / scale)) if scale else 0
+                byte, start = layout.place(d)
+                for bit in range(layout.bits):
+                    codes[t * layout.stride + byte] |= (code >> bit & 1) << (start + bit)
     return bytes(codes + meta)
 
 
-def decode(layout: BitLayout, data: bytes) -> list[float]:
-    """Decode one vector, to float32 numbers."""
-    vector, meta = [], data[layout.parts[0] :]
-    for d in range(layout.dim):
-        byte, start = layout.place(d)
-        code = sum((data[byte] >> (start + bit) & 1) << bit for bit in range(layout.bits))
-        group = d // layout.group
-        (scale,) = struct.unpack_from("<e", meta, layout.scale_offset + 2 * group)
-        (zero,) = struct.unpack_from("<e", meta, layout.zero_offset + 2 * group)
-        vector.append(_float32(code * scale + zero))
-    return vector
+def decode(layout: BitLayout, data: bytes, count: int = 1) -> list[list[float]]:
+    """Decode a block of `count` vectors, to float32 numbers."""
+    meta, vectors = data[count * layout.stride :], []
+    for t in range(count):
+        vector, at = [], t // layout.tokens * layout.parts[1]
+        for d in range(layout.dim):
+            byte, start = layout.place(d)
+            stored = data[t * layout.stride + byte]
+            code = sum((stored >> (start + bit) & 1) << bit for bit in range(layout.bits))
+            group = at + 2 * (d // layout.group)
+            (scale,) = struct.unpack_from("<e", meta, layout.scale_offset + group)
+            (zero,) = struct.unpack_from("<e", meta, layout.zero_offset + group)
+            vector.append(_float32(code * scale + zero))
+        vectors.append(vector)
+    return vectors
 
 
 def _clean(x: float) -> float:

@@ -128,21 +128,25 @@ def _check_layout(
     data: UInt8[Tensor, "n N"],
     back: Float[Tensor, "n S D"],
 ) -> None:
+    rows, records = codec.block, codec.block // layout.tokens
+    parts = rows * layout.stride, records * layout.parts[1]
     law(
-        codec.block == 1 and layout.dim == codec.dim and layout.parts == codec.parts,
-        f"the layout has {layout.dim} dimensions and parts {layout.parts}; the codec has "
-        f"{codec.dim}, parts {codec.parts} and blocks of {codec.block}",
+        layout.dim == codec.dim and rows % layout.tokens == 0 and codec.parts == parts,
+        f"the layout has {layout.dim} dimensions, {layout.tokens} tokens that share scales and so "
+        f"parts {parts}; the codec has {codec.dim}, blocks of {rows} and parts {codec.parts}",
     )
     dims = torch.arange(codec.dim)
     byte, bit = dims % layout.stride, layout.bits * (dims // layout.stride)
-    codes = (data[:, byte] >> bit) & (2**layout.bits - 1)
-    meta = data[:, layout.stride :].clone().view(torch.float16).float()
+    packed = data[:, : parts[0]].view(len(data), rows, layout.stride)
+    codes = (packed[..., byte] >> bit) & (2**layout.bits - 1)
+    meta = data[:, parts[0] :].clone().view(torch.float16).float().view(len(data), records, -1)
+    meta = meta.repeat_interleave(layout.tokens, dim=1)
     group = dims // layout.group
-    product = codes.float() * meta[:, layout.scale_offset // 2 + group]
-    zero = meta[:, layout.zero_offset // 2 + group]
+    product = codes.float() * meta[..., layout.scale_offset // 2 + group]
+    zero = meta[..., layout.zero_offset // 2 + group]
     slack = 2**-22 * (product.abs() + zero.abs())  # fused or not
     law(
-        bool(((product + zero - back[:, 0].float()).abs() <= slack).all()),
+        bool(((product + zero - back.float()).abs() <= slack).all()),
         f"decode does not give code * scale + zero of its own layout ({kind} vectors)",
     )
 

@@ -1,0 +1,164 @@
+"""Several tokens at a time: keys with a scale and a zero per channel, and values beside them."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float16, Float32, UInt8
+from torch import Tensor
+
+from kv_policy import BitLayout
+from kv_quant.affine import affine, check_size, clean, error, pack, unpack
+from kv_quant.integer import IntegerCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelCodec:
+    """Asymmetric integers per channel: the elements d of a block's vectors share scale and zero.
+
+    Keys have a few channels that are large in every token; a scale per token spends its codes on
+    these, a scale per channel does not. Scales, zeros, rounding and the defined results at the
+    edges are those of `IntegerCodec`, with a channel of the block in the place of a vector. A
+    block holds the codes of its tokens row after row, then D scales, then D zeros.
+
+    Source: Liu et al., 2024, KIVI (https://arxiv.org/abs/2402.02750), section 3.
+
+    Args:
+        dim: D, elements of a vector, 1 or more.
+        bits: of one code: 8, 4, 2 or 1.
+        block: S, tokens that are encoded together, 1 or more.
+    """
+
+    dim: int
+    bits: int
+    block: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        check_size(self.dim, self.bits)
+        _check_block(self.block)
+
+    @property
+    def layout(self) -> BitLayout:
+        """Where each code, scale and zero lies."""
+        return BitLayout(self.dim, self.bits, 1, tokens=self.block)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of all codes of a block, and of its scales with zeros."""
+        return self.layout.parts
+
+    def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
+        """Turn blocks into codes, scales and zeros, as `layout` says.
+
+        Raises:
+            ValueError: the blocks are not of `block` vectors of `dim` elements.
+        """
+        _check_shape(x, self.block, self.dim)
+        inner = clean(x)
+        scale, zero = self._affine(inner)
+        divisor = scale.float().masked_fill(scale == 0, torch.inf)  # a flat channel gets codes 0
+        codes = inner.sub_(zero.float()[:, None]).div_(divisor[:, None]).round_()
+        packed = pack(codes.to(torch.uint8).flatten(0, 1), self.layout).view(len(x), self.parts[0])
+        return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
+
+    def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n S D"]:
+        """Turn bytes back into float32 vectors: code * scale + zero.
+
+        Raises:
+            ValueError: the rows do not have `sum(parts)` bytes.
+        """
+        _check_bytes(data, sum(self.parts))
+        split = self.parts[0]
+        meta = data[:, split:].clone(memory_format=torch.contiguous_format)  # aligned to float16
+        scale, zero = meta.view(torch.float16).float()[:, None].chunk(2, dim=2)
+        rows = data[:, :split].reshape(len(data) * self.block, self.layout.stride)
+        codes = unpack(rows, self.layout).view(len(data), self.block, self.dim)
+        return codes.mul_(scale).add_(zero)
+
+    def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
+        """Half the channel's scale and 2**-21 of its largest code's value; see `IntegerCodec`."""
+        scale, zero = (part.double()[:, None] for part in self._affine(clean(x)))
+        return error(x, scale, zero, self.bits)
+
+    def _affine(
+        self, x: Float32[Tensor, "n S D"]
+    ) -> tuple[Float16[Tensor, "n D"], Float16[Tensor, "n D"]]:
+        return affine(x.amin(dim=1), x.amax(dim=1), self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCodec:
+    """Blocks of tokens that stand alone: the codes of all of them, then their scales and zeros.
+
+    It lets values be stored per token in a tier whose keys come in blocks; the bytes of a token are
+    those of `each`.
+
+    Args:
+        each: how a vector is stored.
+        block: S, tokens side by side, 1 or more.
+    """
+
+    each: IntegerCodec
+    block: int
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        _check_block(self.block)
+
+    @property
+    def dim(self) -> int:
+        """D, elements of a vector."""
+        return self.each.dim
+
+    @property
+    def layout(self) -> BitLayout:
+        """Where each code, scale and zero of a vector lies."""
+        return self.each.layout
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of all codes of a block, and of all scales with zeros."""
+        codes, meta = self.each.parts
+        return self.block * codes, self.block * meta
+
+    def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
+        """Turn vectors into codes, scales and zeros.
+
+        Raises:
+            ValueError: the blocks are not of `block` vectors of `dim` elements.
+        """
+        _check_shape(x, self.block, self.dim)
+        rows = self.each.encode(x.reshape(-1, 1, self.dim))
+        split = rows.split(self.each.parts, dim=1)
+        sizes = zip(split, self.parts, strict=True)
+        return torch.cat([part.reshape(len(x), size) for part, size in sizes], dim=1)
+
+    def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n S D"]:
+        """Turn bytes back into float32 vectors.
+
+        Raises:
+            ValueError: the rows do not have `sum(parts)` bytes.
+        """
+        _check_bytes(data, sum(self.parts))
+        sizes = zip(data.split(self.parts, dim=1), self.each.parts, strict=True)
+        rows = [part.reshape(len(data) * self.block, size) for part, size in sizes]
+        return self.each.decode(torch.cat(rows, dim=1)).view(-1, self.block, self.dim)
+
+    def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
+        """The bound of `each`, vector by vector."""
+        return self.each.bound(x.reshape(-1, 1, self.dim)).view(x.shape)
+
+
+def _check_block(block: int) -> None:
+    if block < 1:
+        raise ValueError(f"block is {block}; give the tokens that are encoded together, at least 1")
+
+
+def _check_shape(x: Tensor, block: int, dim: int) -> None:
+    if x.shape[1:] != (block, dim):
+        raise ValueError(f"vectors have shape {tuple(x.shape)}; this codec takes n, {block}, {dim}")
+
+
+def _check_bytes(data: Tensor, size: int) -> None:
+    if data.shape[1] != size:
+        raise ValueError(f"a row has {data.shape[1]} bytes; this codec stores {size} a block")
