@@ -12,6 +12,7 @@ from kv_policy import Budget, KVPolicy, parse
 from kv_serve.hf.attention import NAME, FreshKeys, install
 from kv_serve.hf.support import cache_shape
 from kv_serve.memory import MemoryReport
+from kv_serve.models.identity import check_fitted
 from kv_serve.tiered import TieredCache
 
 
@@ -81,9 +82,11 @@ class CompressedCache(Cache):
 
         Raises:
             UnsupportedModelError: the model's attention is of another kind.
-            ValueError: the policy's text, the policy itself or a budget is refused.
+            ValueError: the policy's text, the policy itself or a budget is refused, or the policy
+                was calibrated with another model.
         """
         self.policy = parse(policy) if isinstance(policy, str) else policy
+        check_fitted(model, self.policy)
         shape = cache_shape(model)
         self.tiered = TieredCache(
             self.policy,

@@ -1,0 +1,61 @@
+"""Which model an object in memory is, for policies that were calibrated with one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_serve.models.folder import fingerprint
+from kv_serve.models.source import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kv_policy import KVPolicy
+
+
+class WrongModelError(ValueError):
+    """A policy was calibrated with another model than it is used with."""
+
+
+def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
+    """Refuse a policy that was calibrated with another model, or with one that nobody can tell.
+
+    Raises:
+        WrongModelError: the fingerprints differ, or the model was not loaded from files.
+    """
+    wanted = policy.fitted_to
+    if wanted is None:
+        return
+    found = fingerprint_of(model)
+    if found is None:
+        raise WrongModelError(
+            f"{policy} was calibrated with the model {wanted}, and this one was not loaded from a "
+            "folder that could be compared; load it with kv_serve.models.load_model or "
+            "from_pretrained"
+        )
+    if found != wanted:
+        raise WrongModelError(
+            f"{policy} was calibrated with the model {wanted} and this one is {found}; calibrate "
+            "for this model with `kv-serve calibrate`"
+        )
+
+
+def fingerprint_of(model: "PreTrainedModel") -> str | None:
+    """Fingerprint of the files a model was loaded from; None if there are none to be found."""
+    name = model.config.name_or_path
+    if not name:
+        return None
+    folder = Path(name) if Path(name).is_dir() else _snapshot(name)
+    try:
+        return None if folder is None else fingerprint(folder)
+    except ModelError:
+        return None
+
+
+def _snapshot(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
