@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, attend
+from kv_attention import Attended, DenseTokens, attend
 from kv_paging import TokenStore
-from kv_policy import Budget, CacheShape, KVPolicy
+from kv_policy import Budget, CacheShape, KVPolicy, Observe
 from kv_serve.batch import Batch, Pass, grid, lay_out
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
@@ -175,17 +175,13 @@ class TieredCache:
             RuntimeError: `begin` was not called, or layers come out of order.
             kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
         """
-        now, batch = self._pass, self.batch
-        if now is None or batch is None or layer != self._next_layer:
-            expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
-            raise RuntimeError(f"layer {layer} attends where {expected} was expected")
-        keeper = self._keeper
+        now, batch = self._expect(layer)
         stored = [s for s in batch.stores if s.pages_used]
         dense = [DenseTokens(key, value, now.position)]
         raw = batch.held_window
         if raw is not None:
             dense.insert(0, DenseTokens(raw.key[layer], raw.value[layer], raw.position))
-        observe = keeper.observe_prompt if now.prompt else keeper.observe_step
+        observe = self.observe
         result = attend(
             query,
             now.position,
@@ -196,6 +192,43 @@ class TieredCache:
             page_positions=self._positions(batch, layer, stored) if observe.skip else None,
             backend=self._backend,
         )
+        self.keep(layer, key, value, result)
+        return result.out
+
+    @property
+    def observe(self) -> Observe:
+        """What the pass that has begun has to observe."""
+        if self._pass is not None and self._pass.prompt:
+            return self._keeper.observe_prompt
+        return self._keeper.observe_step
+
+    def keep(
+        self,
+        layer: int,
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        result: Attended,
+    ) -> None:
+        """Store a layer's fresh tokens, given what attention over the layer observed.
+
+        `attend` does this itself. Several empty caches may share the attention of one prompt, which
+        does not depend on them: one attends, and the others keep what it observed of the fresh
+        tokens, which is the last entry of `result`.
+
+        Raises:
+            RuntimeError: `begin` was not called, or layers come out of order.
+            kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
+        """
+        now, batch = self._expect(layer)
+        keeper = self._keeper
+        if not batch.columns and result.mass:  # stores may hold tokens of other layers already
+            nothing = sum(1 for s in batch.stores if s.pages_used)
+            (mass, seen) = (part[-1] for part in (result.mass, result.seen))
+            result = Attended(
+                result.out,
+                (*(mass[..., :0],) * nothing, mass),
+                (*(seen[..., :0],) * nothing, seen),
+            )
         keeper.take(batch, now, layer, key, value, result)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
@@ -203,7 +236,13 @@ class TieredCache:
             batch.end(now)
             self._pass = None
             keeper.after(batch)
-        return result.out
+
+    def _expect(self, layer: int) -> tuple[Pass, Batch]:
+        now, batch = self._pass, self.batch
+        if now is None or batch is None or layer != self._next_layer:
+            expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
+            raise RuntimeError(f"layer {layer} attends where {expected} was expected")
+        return now, batch
 
     def _positions(
         self, batch: Batch, layer: int, stored: list[TokenStore]
