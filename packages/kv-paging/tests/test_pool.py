@@ -80,8 +80,8 @@ def test_reserve_grows_by_exactly_what_is_missing() -> None:
 
 def test_memory_is_counted() -> None:
     pool = PagePool(104, 10)
-    assert (pool.held_bytes, pool.table_bytes) == (1040, 40)
-    assert pool.held_bytes == pool.data.numel()
+    assert (pool.held_bytes, pool.table_bytes) == (1040, 4 * 11 + 2 * 8 + 104)
+    assert pool.held_bytes == pool.data.numel() == pool.padded.numel() - 104
 
 
 def test_poison_covers_what_is_new_and_what_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from kv_paging.pool import PagePool, PoolExhausted
 from kv_paging.store import TokenStore
+from kv_paging.tiers import Tiers
 from kv_paging.tokens import Stored
 
-__all__ = ["PagePool", "PoolExhausted", "Stored", "TokenStore"]
+__all__ = ["PagePool", "PoolExhausted", "Stored", "Tiers", "TokenStore"]

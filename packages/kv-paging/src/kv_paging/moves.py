@@ -44,6 +44,16 @@ def position_segment(layout: PageLayout) -> Segment | None:
     return Segment(layout.position_offset, layout.tokens, 4) if layout.positions else None
 
 
+def block_segments(layout: PageLayout) -> tuple[Segment, ...]:
+    """Give all segments with a row per block: what belongs to its tokens moves with a block."""
+    beside = (score_segment(layout), position_segment(layout))
+    width = 4 * layout.format.block
+    return (
+        *format_segments(layout),
+        *(Segment(each.offset, layout.rows, width) for each in beside if each is not None),
+    )
+
+
 def put(
     data: UInt8[Tensor, "P nbytes"],
     segment: Segment,
@@ -101,12 +111,11 @@ def move(
     source: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor],
 ) -> None:
-    """Copy tokens from (page, row) to (page, row) with all that belongs to them, bytes as they are.
+    """Copy blocks from (page, row) to (page, row) with all that belongs to them, bytes as they are.
 
-    No target may be a source. The copy goes in pieces, so it needs no second cache.
+    No target may be a source of another. The copy goes in pieces, so it needs no second cache.
     """
-    extra = (score_segment(layout), position_segment(layout))
-    segments = (*format_segments(layout), *(s for s in extra if s is not None))
+    segments = block_segments(layout)
     widest = max(segment.width for segment in segments)
     for piece in _pieces(source[0].shape[0], widest):
         for segment in segments:

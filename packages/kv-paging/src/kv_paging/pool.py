@@ -1,7 +1,9 @@
 """A pool of equal byte pages with a circular list of the free ones."""
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
@@ -23,9 +25,15 @@ class PoolExhausted(RuntimeError):
 class PagePool:
     """Equal byte pages for everybody; it knows which are free, and not what the others hold.
 
-    The ids of the free pages are one contiguous, wrapping run of a ring: allocation advances its
-    start, release appends at its end, so any number of pages is taken or given back at once, and a
+    The ids of the free pages are one contiguous, wrapping run of a ring: taking advances its start,
+    giving back appends at its end, so any number of pages is taken or given back at once, and a
     prefix sum over the takers' needs tells each which of them are its own (LeanKV section 5.2).
+
+    The ring, its start and the number of free pages are on the device. The host knows a lower bound
+    of that number. `take` and `give` let the device decide how many pages go, and never wait for
+    it; `allocate` and `release` are for a number that the host knows. The host reads the true
+    number, and waits for it, in `free`, `used` and `check`, and in `allocate`, `reserve` and
+    `ensure` if the lower bound is below what is asked.
     """
 
     def __init__(
@@ -59,15 +67,22 @@ class PagePool:
         self.page_bytes = page_bytes
         self.grows = grows
         self._poison = poison
-        self._data = torch.empty(0, page_bytes, dtype=torch.uint8, device=device)
-        self._ring = torch.empty(0, dtype=torch.int32, device=device)
-        self._start = 0
-        self._free = 0
-        self._grow(pages)
+        self._data = torch.zeros(1, page_bytes, dtype=torch.uint8, device=device)
+        self._ring = torch.zeros(1, dtype=torch.int32, device=device)
+        self._start = torch.zeros((), dtype=torch.long, device=device)
+        self._free = torch.zeros((), dtype=torch.long, device=device)
+        self._least = 0
+        self._promises = 0
+        self._grow(pages, 0)
 
     @property
     def data(self) -> UInt8[Tensor, "P page_bytes"]:
         """The bytes of all pages; growth replaces this tensor, so ask for it again each time."""
+        return self._data[:-1]
+
+    @property
+    def padded(self) -> UInt8[Tensor, "P1 page_bytes"]:
+        """All pages, and after them a scratch page for writes that are to have no effect."""
         return self._data
 
     @property
@@ -77,28 +92,39 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages there are."""
-        return self._data.shape[0]
+        """Pages there are; as a page id, the scratch page of `padded`."""
+        return self._data.shape[0] - 1
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
-        return self._free
+        """Pages nobody holds; the host waits for the device."""
+        return int(self._free)
 
     @property
     def used(self) -> int:
-        """Pages somebody holds."""
-        return self.capacity - self._free
+        """Pages somebody holds; the host waits for the device."""
+        return self.capacity - self.free
+
+    @property
+    def least_free(self) -> int:
+        """A lower bound of the free pages that are promised to nobody, known without waiting."""
+        return self._least
+
+    @property
+    def promises(self) -> int:
+        """A number that changes when what `ensure` promised before no longer holds."""
+        return self._promises
 
     @property
     def held_bytes(self) -> int:
         """Memory of all pages, free ones included."""
-        return self._data.numel()
+        return self.capacity * self.page_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the list of free pages."""
-        return self._ring.numel() * self._ring.itemsize
+        """Memory beside the pages: list of the free ones with its ends, and the scratch page."""
+        beside = (self._ring, self._start, self._free)
+        return self.page_bytes + sum(each.numel() * each.itemsize for each in beside)
 
     def allocate(self, count: int) -> Int[Tensor, " count"]:
         """Take `count` pages and give their ids, in the order in which they became free.
@@ -112,33 +138,89 @@ class PagePool:
         """
         if count < 0:
             raise ValueError(f"{count} pages cannot be taken; ask for 0 or more")
-        missing = count - self._free
-        if missing > 0:
-            if not self.grows:
-                raise PoolExhausted(count, self._free)
-            self._grow(max(missing, self.capacity // 16))
-        if count == 0:
-            return self._ring[:0].long()
+        self._promises += 1
+        if count > self._least and self._look() < count:
+            self._grow_for(count, self.capacity // 16)
         pages = self._ring[self._places(self._start, count)].long()
-        self._start = (self._start + count) % self.capacity
-        self._free -= count
+        self._start = (self._start + count) % max(self.capacity, 1)
+        self._free = self._free - count
+        self._least -= count
         return pages
 
     def release(self, pages: Int[Tensor, " n"]) -> None:
         """Give pages back; each must be held, and be named once. `check` finds who breaks this.
 
         Raises:
-            ValueError: more pages than are held.
+            ValueError: more pages than can be held.
         """
-        count = pages.shape[0]
-        if count > self.used:
-            raise ValueError(f"{count} pages are given back and only {self.used} are held")
+        count, most = pages.shape[0], self.capacity - self._least
+        if count > most:
+            raise ValueError(f"{count} pages are given back and only {most} are held")
         if count == 0:
             return
-        self._ring[self._places(self._start + self._free, count)] = pages.to(self._ring.dtype)
-        self._free += count
+        self._promises += 1
+        places = self._places(self._start + self._free, count)
+        self._ring[places] = pages.to(self._ring.dtype)
+        self._free = self._free + count
+        self._least += count
         if self._poison:
             self._data[pages] = _POISON
+
+    def take(self, wanted: Bool[Tensor, " S"]) -> Int[Tensor, " S"]:
+        """Take a page for each marked row, without waiting; `ensure` that there are enough.
+
+        Rows that are not marked get the scratch page of `padded`.
+        """
+        if wanted.shape[0] == 0:
+            return wanted.long()
+        rank = wanted.long().cumsum(0)
+        pages = self._ring[(self._start + rank - 1) % max(self.capacity, 1)].long()
+        self._start = (self._start + rank[-1]) % max(self.capacity, 1)
+        self._free = self._free - rank[-1]
+        return pages.where(wanted, self.capacity)
+
+    def give(self, pages: Int[Tensor, " S"], back: Bool[Tensor, " S"]) -> None:
+        """Give back the page of each marked row, which must be held, without waiting."""
+        if back.shape[0] == 0:
+            return
+        rank = back.long().cumsum(0)
+        place = (self._start + self._free + rank - 1) % max(self.capacity, 1)
+        # The ring has one place more than there are pages: what is masked out goes there.
+        self._ring[place.where(back, self.capacity)] = pages.to(self._ring.dtype)
+        self._free = self._free + rank[-1]
+        if self._poison:
+            self._data[pages.where(back, self.capacity)] = _POISON
+
+    def ensure(self, most: int, need: Callable[[], Int[Tensor, ""]] | None = None) -> bool:
+        """Promise pages to somebody who will `take` them later, and say how many.
+
+        The lower bound decides. Only if it is below `most` does the host wait for the device, once,
+        for the true number of free pages. If that is too small as well, a pool that grows does, by
+        a sixteenth at least, and a fixed one asks for the number really needed next.
+
+        Args:
+            most: pages that may be taken before somebody asks the pool for anything else, as
+                `promises` tells.
+            need: gives the pages that the next call of `take` needs, those counted off that are
+                given back before it. None: as many as `most`.
+
+        Returns:
+            Whether `most` pages are promised; otherwise only what `need` gave.
+
+        Raises:
+            PoolExhausted: not even those are free, and the pool may not grow; nothing has changed.
+        """
+        self._promises += 1
+        if self._least < most:
+            known = [self._free] if need is None or self.grows else [self._free, need()]
+            self._least, needed = [*torch.stack(known).tolist(), most][:2]
+            if self._least < most and (self.grows or needed > self._least):
+                self._grow_for(most if self.grows else needed, self.capacity // 16)
+            elif self._least < most:
+                self._least -= max(needed, 0)
+                return False
+        self._least -= most
+        return True
 
     def reserve(self, free: int) -> None:
         """Make sure that `free` pages are free, growing by exactly what is missing.
@@ -146,11 +228,8 @@ class PagePool:
         Raises:
             PoolExhausted: too few are free and the pool may not grow.
         """
-        missing = free - self._free
-        if missing > 0:
-            if not self.grows:
-                raise PoolExhausted(free, self._free)
-            self._grow(missing)
+        if free > self._least and self._look() < free:
+            self._grow_for(free, 0)
 
     def check(self, held: Int[Tensor, " n"]) -> None:
         """Check that the free pages and the held ones are all pages, each exactly once.
@@ -161,7 +240,7 @@ class PagePool:
         Raises:
             RuntimeError: a page is missing, or is in two places.
         """
-        free = self._ring[self._places(self._start, self._free)].long()
+        free = self._ring[self._places(self._start, self.free)].long()
         everywhere = torch.cat((free, held.long().to(self.device)))
         strange = everywhere[(everywhere < 0) | (everywhere >= self.capacity)]
         if len(strange):
@@ -172,22 +251,36 @@ class PagePool:
             page = int(wrong[0, 0])
             raise RuntimeError(
                 f"page {page} is in {int(places[page])} places; every page is either free or held "
-                f"once ({self.free} are free, {len(held)} are named as held, {self.capacity} exist)"
+                f"once ({len(free)} are free, {len(held)} are named as held, {self.capacity} exist)"
             )
 
-    def _places(self, start: int, count: int) -> Tensor:
-        places = torch.arange(start, start + count, device=self.device)
+    def _places(self, start: Tensor, count: int) -> Tensor:
+        places = torch.arange(count, device=self.device) + start
         return places.remainder_(max(self.capacity, 1))
 
-    def _grow(self, more: int) -> None:
+    def _look(self) -> int:
+        """Read how many are free: those among them, too, that were promised and not taken yet."""
+        self._promises += 1
+        self._least = self.free
+        return self._least
+
+    def _grow_for(self, count: int, step: int) -> None:
+        if not self.grows:
+            raise PoolExhausted(count, self._least)
+        self._grow(max(count - self._least, step), self._least)
+
+    def _grow(self, more: int, free: int) -> None:
+        """Add pages; `free` is the number of those there are."""
         old, new = self.capacity, self.capacity + more
-        data = torch.empty(new, self.page_bytes, dtype=torch.uint8, device=self.device)
-        ring = torch.empty(new, dtype=torch.int32, device=self.device)
-        data[:old] = self._data
+        data = torch.zeros(new + 1, self.page_bytes, dtype=torch.uint8, device=self.device)
+        ring = torch.zeros(new + 1, dtype=torch.int32, device=self.device)
+        data[:old] = self._data[:old]
         if self._poison:
             data[old:] = _POISON
         # The run of free ids is laid out anew from 0: the old one may wrap at the old capacity.
-        ring[: self._free] = self._ring[self._places(self._start, self._free)]
-        ring[self._free : self._free + more] = torch.arange(old, new, device=self.device)
-        self._data, self._ring, self._start = data, ring, 0
-        self._free += more
+        ring[:free] = self._ring[self._places(self._start, free)]
+        ring[free : free + more] = torch.arange(old, new, device=self.device)
+        self._data, self._ring = data, ring
+        self._start = torch.zeros_like(self._start)
+        self._free = self._free + more
+        self._least = free + more

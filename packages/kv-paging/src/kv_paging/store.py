@@ -1,21 +1,21 @@
 """One tier of a cache: tokens of one format, with what belongs to them, in streams of pages."""
 
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_field, expect_shape
-from kv_paging.moves import Segment, move, score_segment, take, take_pages
-from kv_paging.streams import Streams
-from kv_paging.table import pages_for, spread
-from kv_paging.tokens import Stored, read_scores, read_tokens, write_scores, write_tokens
+from kv_paging.moves import move
+from kv_paging.reading import Readable, before, most
+from kv_paging.selecting import select_all
+from kv_paging.tokens import write_tokens
 
 _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
 
 
-class TokenStore(Streams):
+class TokenStore(Readable):
     """The tokens of one tier; tokens are encoded once, and after that only bytes move."""
 
     def append(
@@ -31,86 +31,41 @@ class TokenStore(Streams):
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes that do not fit, scores or positions missing or not stored here, or
+                a number of tokens that does not fill blocks of those encoded together.
         """
         expect_shape("keep", keep, streams.shape[0], None)
-        self._expect_tokens(key, value, score, position, *keep.shape)
+        self.expect_tokens(key, value, score, position, *keep.shape)
         if keep.numel() == 0:
             return
+        block = self.layout.format.block
         streams, length, wrong = self._named(streams)
         after = length + keep.sum(1)
         held, needed = self._pages_for(length), self._pages_for(after)
-        total, widest = self._agree(wrong, (needed - held).sum(), needed.amax())
+        total, columns, longest, odd = self._agree(
+            wrong,
+            (needed - held).sum(),
+            self._columns_if(streams, needed),
+            self._longest_if(streams, after),
+            (after % block).sum(),
+        )
+        if odd:
+            raise ValueError(
+                f"{block} tokens are encoded together here, and a stream is given a number that "
+                "does not fill such blocks; append through Tiers, where the others wait"
+            )
         pages = self.pool.allocate(total)
         try:
-            self._enter(streams, held, needed - held, pages, widest)
+            self._enter(streams, held, needed - held, pages, columns)
             slot = length[:, None] + keep.cumsum(1) - 1
-            for kept in torch.split(keep.flatten().nonzero()[:, 0], _ROWS):
+            for kept in torch.split(keep.flatten().nonzero()[:, 0], max(_ROWS // block, 1) * block):
                 place = (kept // keep.shape[1], kept % keep.shape[1])
                 where = self._place(streams[place[0]], slot[place])
                 self._write(where, place, key, value, score, position)
         except BaseException:
             self.pool.release(pages)
             raise
-        self._set_length(streams, after)
-
-    def read(
-        self,
-        streams: Int[Tensor, " S"],
-        vectors: frozenset[Literal["keys", "values"]] = frozenset(),
-    ) -> Stored:
-        """Give what streams hold: scores and positions where pages have them, vectors if asked.
-
-        Vectors are decoded for all streams named, so name few at a time, such as one layer's.
-        """
-        streams, length, wrong = self._named(streams)
-        (longest,) = self._agree(wrong, _most(length))
-        page = self._table.block(streams, pages_for(longest, self.layout.tokens))
-
-        def take_all(segment: Segment) -> Tensor:
-            return take_pages(self.pool.data, segment, page)
-
-        return read_tokens(self.layout, _before(length, longest), take_all, vectors)
-
-    def fetch(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
-        """Read one token of each stream, vectors included, as tensors of length 1.
-
-        Slot -1 gives no token. This is how a token is taken to another tier: fetched here, appended
-        there, removed here.
-
-        Raises:
-            ValueError: a slot that holds no token.
-        """
-        expect_shape("slot", slot, streams.shape[0])
-        streams, length, wrong = self._named(streams)
-        self._agree_slots(wrong, slot, length)
-        page, row = self._place(streams[:, None], slot.clamp(min=0)[:, None])
-
-        def take_one(segment: Segment) -> Tensor:
-            return take(self.pool.data, segment, page, row)
-
-        both: frozenset[Literal["keys", "values"]] = frozenset({"keys", "values"})
-        return read_tokens(self.layout, (slot >= 0)[:, None], take_one, both)
-
-    def set_scores(self, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-        """Give stored tokens new scores, slot by slot; what lies past a stream's end is unused.
-
-        Raises:
-            ValueError: pages hold no scores, or some tokens would get none.
-        """
-        segment = self._score_segment()
-        expect_shape("score", score, streams.shape[0], None)
-        tokens = self.layout.tokens
-        streams, length, wrong = self._named(streams)
-        held = self._pages_for(length)
-        longest, total = self._agree(wrong, _most(length), held.sum())
-        expect_cover("score", score.shape[1], longest)
-        row, column = spread(torch.zeros_like(held), held, total)
-        shape = (score.shape[0], pages_for(longest, tokens), tokens)
-        padded = score.new_zeros(shape)
-        padded.flatten(1)[:, :longest] = score[:, :longest]
-        by_page = padded[row, column]
-        write_scores(self.pool.data, segment, self._table.lookup(streams[row], column), by_page)
+        self._set_length(streams, after, longest)
 
     def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
@@ -126,24 +81,7 @@ class TokenStore(Streams):
         """
         expect_shape("keep", keep, streams.shape[0], None)
         streams, length, wrong = self._named(streams)
-        stay = keep & _before(length, keep.shape[1])
-        after = stay.sum(1)
-        freed = (self._pages_for(length) - self._pages_for(after)).sum()
-        longest, total = self._agree(wrong, _most(length), freed)
-        expect_cover("keep", keep.shape[1], longest)
-        inside = _before(after, keep.shape[1])
-        # A stream has as many kept tokens past its new end as holes before it, so the two lists,
-        # both in the order of streams, pair up by themselves.
-        source = (stay & ~inside).nonzero()
-        target = (~stay & inside).nonzero()
-        move(
-            self.pool.data,
-            self.layout,
-            self._place(streams[source[:, 0]], source[:, 1]),
-            self._place(streams[target[:, 0]], target[:, 1]),
-        )
-        self._shorten(streams, length, after, total)
-        return total
+        return self._close_up(streams, length, wrong, keep & before(length, keep.shape[1]), 1)
 
     def replace(
         self,
@@ -161,7 +99,7 @@ class TokenStore(Streams):
                 missing or not stored here.
         """
         expect_shape("slot", slot, streams.shape[0])
-        self._expect_tokens(key, value, score, position, streams.shape[0])
+        self.expect_tokens(key, value, score, position, streams.shape[0])
         streams, length, wrong = self._named(streams)
         self._agree_slots(wrong, slot, length)
         chosen = (slot >= 0).nonzero()[:, 0]
@@ -180,7 +118,9 @@ class TokenStore(Streams):
         streams, length, wrong = self._named(streams)
         after = length - (slot >= 0).long()
         freed = (self._pages_for(length) - self._pages_for(after)).sum()
-        (total,) = self._agree_slots(wrong, slot, length, freed)
+        total, longest = self._agree_slots(
+            wrong, slot, length, freed, self._longest_if(streams, after)
+        )
         chosen = (slot >= 0).nonzero()[:, 0]
         move(
             self.pool.data,
@@ -188,52 +128,57 @@ class TokenStore(Streams):
             self._place(streams[chosen], after[chosen]),
             self._place(streams[chosen], slot[chosen]),
         )
-        self._shorten(streams, length, after, total)
+        self._shorten(streams, length, after, total, longest)
 
-    def weakest(self, streams: Int[Tensor, " S"]) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each stream and its slot, the first of equal ones.
-
-        An empty stream gives inf and -1. Only scores are read.
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Let the sequences become source[0], source[1], ...: beams, repeats, a smaller batch.
 
         Raises:
-            ValueError: pages hold no scores.
+            PoolExhausted: too few pages for the copies, those given back counted in.
+            ValueError: a sequence that does not exist, or none; or a store that shares its table.
         """
-        segment = self._score_segment()
-        streams, length, wrong = self._named(streams)
-        (longest,) = self._agree(wrong, _most(length))
-        # One slot at least, for argmin to point at where all streams are empty.
-        page = self._table.block(streams, pages_for(max(longest, 1), self.layout.tokens))
-        score = read_scores(take_pages(self.pool.data, segment, page))
-        score = score.masked_fill(~_before(length, score.shape[1]), torch.inf)
-        slot = score.argmin(1)
-        return score.gather(1, slot[:, None])[:, 0], slot.where(length > 0, -1)
+        if self._facing is not None:
+            raise ValueError("two stores share a page table; select both, as Tiers.select does")
+        select_all((self,), source)
 
-    def _score_segment(self) -> Segment:
-        segment = score_segment(self.layout)
-        if segment is None:
-            raise ValueError("pages of this layout hold no scores; lay them out with scores=True")
-        return segment
-
-    def _expect_tokens(
+    def expect_tokens(
         self, key: Tensor, value: Tensor, score: Tensor | None, position: Tensor | None, *shape: int
     ) -> None:
+        """Refuse tokens that do not fit the layout.
+
+        Raises:
+            ValueError: a shape that does not fit, scores or positions missing or not stored here.
+        """
         expect_shape("key", key, *shape, self.layout.format.key.dim)
         expect_shape("value", value, *shape, self.layout.format.value.dim)
         expect_field("score", score, self.layout.scores, *shape)
         expect_field("position", position, self.layout.positions, *shape)
 
-    def _agree_slots(
-        self, wrong: Tensor, slot: Tensor, length: Tensor, *values: Tensor
-    ) -> list[int]:
-        empty = (slot < -1) | (slot >= length)
-        strange, *known = self._agree(wrong, empty.sum(), *values)
-        if strange:
-            first = int(empty.int().argmax())
-            raise ValueError(
-                f"slot {int(slot[first])} holds no token, the stream has {int(length[first])}; "
-                "name a slot before that, or -1 to leave the stream alone"
-            )
-        return known
+    def _close_up(
+        self, streams: Tensor, length: Tensor, wrong: Tensor, stay: Tensor, block: int
+    ) -> int:
+        """Let go of the blocks of `block` slots that are not marked; the last ones fill the gaps.
+
+        Returns:
+            Pages that went back.
+        """
+        after = stay.sum(1) * block
+        freed = (self._pages_for(length) - self._pages_for(after)).sum()
+        longest, total, remains = self._agree(
+            wrong, most(length), freed, self._longest_if(streams, after)
+        )
+        expect_cover("keep", stay.shape[1] * block, longest)
+        inside = before(after // block, stay.shape[1])
+        # A stream has as many kept blocks past its new end as gaps before it, so the two lists,
+        # both in the order of streams, pair up by themselves.
+        source, target = (stay & ~inside).nonzero(), (~stay & inside).nonzero()
+        places = []
+        for chosen in (source, target):
+            page, row = self._place(streams[chosen[:, 0]], chosen[:, 1] * block)
+            places.append((page, row // block))
+        move(self.pool.data, self.layout, *places)
+        self._shorten(streams, length, after, total, remains)
+        return total
 
     def _write(
         self,
@@ -255,11 +200,3 @@ class TokenStore(Streams):
                 None if score is None else score[place],
                 None if position is None else position[place],
             )
-
-
-def _before(end: Tensor, slots: int) -> Tensor:
-    return torch.arange(slots, device=end.device) < end[:, None]
-
-
-def _most(length: Tensor) -> Tensor:
-    return length.amax() if length.numel() else length.new_zeros(())

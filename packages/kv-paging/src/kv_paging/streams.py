@@ -1,6 +1,6 @@
 """Streams over a pool: which pages each holds and how many tokens, whatever the tokens are."""
 
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from jaxtyping import Int
@@ -21,18 +21,38 @@ class Streams:
     Slot i of a stream is slot i % tokens of the stream's page i // tokens. Operations take the ids
     of the streams they are about, each named once, and work on all of them at once. What is
     refused, by PoolExhausted or otherwise, leaves everything as it was. Several stores, of
-    different layouts, may share a pool.
+    different layouts, may share a pool, and two a page table.
 
     Here and in TokenStore, the host waits for the device where `_agree` reads the few numbers that
     an operation must know (how many pages, how long, whether the arguments are right): once an
     operation. select, clear and truncate wait once more to check sequences; append, replace and
-    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits.
+    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits, and
+    what works on a whole layer or on all streams (`read_layer`, `set_layer_scores`, `weakest_all`)
+    not at all: it goes by `longest`.
     """
 
+    in_blocks: ClassVar[bool] = False  # whether tokens that are encoded together can be stored
+
     def __init__(
-        self, pool: PagePool, layout: PageLayout, layers: int, sequences: int, heads: int
+        self,
+        pool: PagePool,
+        layout: PageLayout,
+        layers: int,
+        sequences: int,
+        heads: int,
+        *,
+        facing: "Streams | None" = None,
     ) -> None:
         """Start with empty streams; they hold no page.
+
+        Args:
+            pool: where pages come from.
+            layout: how a page holds tokens.
+            layers: N.
+            sequences: B.
+            heads: H.
+            facing: a store of as many streams; this one's pages are counted from the right of its
+                page table. Such stores are selected together, by `select_all`.
 
         Raises:
             ValueError: the layout's pages are not the pool's, its codecs take several tokens at a
@@ -43,10 +63,10 @@ class Streams:
                 f"the layout is for pages of {layout.nbytes} bytes and the pool's have "
                 f"{pool.page_bytes}; lay it out with PageLayout.fitted(format, {pool.page_bytes})"
             )
-        if layout.format.block != 1:
+        if layout.format.block != 1 and not self.in_blocks:
             raise ValueError(
                 f"the format stores {layout.format.block} tokens at a time; only formats in which "
-                "every token stands alone can be stored here"
+                "every token stands alone can be stored here, others as a tier of Tiers"
             )
         if min(layers, sequences, heads) < 1:
             raise ValueError(
@@ -56,7 +76,13 @@ class Streams:
         self.pool = pool
         self.layout = layout
         self._length = torch.zeros(layers, sequences, heads, dtype=torch.int32, device=pool.device)
-        self._table = PageTable(self._length.numel(), pool.device)
+        self._longest = 0
+        self._changes = 0
+        self._facing = facing
+        if facing is None:
+            self._table = PageTable(self._length.numel(), pool.device)
+        else:
+            self._table, facing._facing = facing._table.facing(), self
 
     @property
     def table(self) -> Int[Tensor, "N B H T"]:
@@ -65,22 +91,42 @@ class Streams:
 
     @property
     def length(self) -> Int[Tensor, "N B H"]:
-        """Tokens in each stream, int32."""
+        """Slots in each stream, int32: its tokens, and holes where there are any."""
         return self._length
 
     @property
+    def live(self) -> Int[Tensor, "N B H"]:
+        """Tokens in each stream."""
+        return self._length.long()
+
+    @property
+    def longest(self) -> int:
+        """No stream has more slots, as far as the host knows: exact after what waits anyway."""
+        return min(self._longest, self._table.width * self.layout.tokens)
+
+    @property
+    def changes(self) -> int:
+        """A number that changes with the lengths, except by `Tiers.step`."""
+        return self._changes
+
+    @property
     def pages_used(self) -> int:
-        """Pages the streams hold."""
+        """Pages the streams hold; the host waits for the device."""
         return int(self._pages_for(self._length).sum())
 
     @property
     def table_bytes(self) -> int:
-        """Memory of page tables and lengths."""
-        return self._table.nbytes + self._length.numel() * self._length.itemsize
+        """Memory of page tables and lengths; a shared table counts where its left side is."""
+        own = 0 if self._table.reverse else self._table.nbytes
+        return own + self._length.numel() * self._length.itemsize
 
     def pages(self) -> Int[Tensor, " n"]:
         """Give the ids of all pages the streams hold; for `PagePool.check`."""
-        return self._table.within(self._pages_for(self._length.flatten().long()))
+        return self._table.within(self.held_pages())
+
+    def held_pages(self) -> Int[Tensor, " S"]:
+        """Count the pages of each stream."""
+        return self._pages_for(self._length.flatten().long())
 
     def streams(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
         """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
@@ -89,39 +135,15 @@ class Streams:
 
     def view(self, layer: int) -> PagedTokens:
         """Give one layer as attention reads it; good until the next operation."""
-        return PagedTokens(self.pool.data, self.table[layer], self._length[layer], self.layout)
-
-    def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let the sequences become source[0], source[1], ...: beams, repeats, a smaller batch.
-
-        A sequence named for the first time keeps its pages, one named again gets copies of them,
-        and one not named gives them back. The number of sequences becomes B2.
-
-        Raises:
-            PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
-        """
-        layers, sequences, heads = self._length.shape
-        if source.numel() == 0:
-            raise ValueError("no sequence is selected; name at least one, or clear them")
-        expect_within("sequence", source, sequences - 1)
-        order = torch.arange(source.shape[0], device=source.device)
-        again = (source[:, None] == source).int().argmax(1) < order
-        gone = torch.ones(sequences, dtype=torch.bool, device=source.device)
-        gone[source] = False
-        held = self._pages_for(self._length)
-        lost = (held * gone[:, None]).flatten()
-        copied = (held[:, source] * again[:, None]).flatten()
-        back, needed = torch.stack((lost.sum(), copied.sum())).tolist()
-        self.pool.reserve(needed - back)  # the only step that can fail
-        self.pool.release(self._table.within(lost, back))
-        ids = self.streams().view(layers, sequences, heads)
-        self._table.reorder(ids[:, source].flatten())
-        pages = self.pool.allocate(needed)
-        stream, column = spread(torch.zeros_like(copied), copied, needed)
-        copy_pages(self.pool.data, self._table.lookup(stream, column), pages)
-        self._table.enter(stream, column, pages)
-        self._length = self._length[:, source].contiguous()
+        return PagedTokens(
+            self.pool.data,
+            self.table[layer],
+            self._length[layer],
+            self.layout,
+            reverse=self._table.reverse,
+            holes=self.in_blocks and self.layout.positions,
+            longest=self.longest,
+        )
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
@@ -133,8 +155,11 @@ class Streams:
         expect_within("sequence", sequences, every - 1)
         streams = self.streams().view(layers, every, heads)[:, sequences].flatten()
         streams, length, wrong = self._named(streams)
-        (freed,) = self._agree(wrong, self._pages_for(length).sum())
-        self._shorten(streams, length, torch.zeros_like(length), freed)
+        after = torch.zeros_like(length)
+        freed, longest = self._agree(
+            wrong, self._pages_for(length).sum(), self._longest_if(streams, after)
+        )
+        self._shorten(streams, length, after, freed, longest)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
         """Let each head of sequence b keep its first length[b] slots at most.
@@ -147,10 +172,27 @@ class Streams:
         expect_shape("length", length, self._length.shape[1])
         if (length < 0).any():
             raise ValueError(f"length is {length.tolist()}; a sequence keeps 0 tokens or more")
+        self._cut(self._length.long().minimum(length[:, None].long()).flatten())
+
+    @property
+    def page_table(self) -> PageTable:
+        """The table itself; its rows are the streams."""
+        return self._table
+
+    def set_lengths(self, length: Int[Tensor, " S"]) -> None:
+        """Set the lengths of all streams, whose pages and tokens are there, without waiting."""
+        self._length.view(-1).copy_(length)
+
+    def set_longest(self, longest: int) -> None:
+        """Set the bound of the lengths."""
+        self._longest = longest
+
+    def _cut(self, after: Tensor) -> None:
+        """Let every stream keep its first `after` slots."""
         before = self._length.flatten().long()
-        after = self._length.long().minimum(length[:, None].long()).flatten()
-        freed = int((self._pages_for(before) - self._pages_for(after)).sum())
-        self._shorten(self.streams(), before, after, freed)
+        lost = (self._pages_for(before) - self._pages_for(after)).sum()
+        freed, longest = torch.stack((lost, after.amax())).tolist()
+        self._shorten(self.streams(), before, after, freed, longest)
 
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)
@@ -174,26 +216,62 @@ class Streams:
             )
         return [int(value) for value in known]
 
+    def _longest_if(self, streams: Tensor, after: Tensor) -> Tensor:
+        """Give the largest length there will be once streams have the length `after`."""
+        return self._length.flatten().long().scatter(0, streams, after).amax()
+
+    def _columns_if(self, streams: Tensor, needed: Tensor) -> Tensor:
+        """Give the columns the table must have once streams hold `needed` pages."""
+        if self._facing is not None:
+            needed = needed + self._facing.held_pages()[streams]
+        return needed.amax() if needed.numel() else needed.new_zeros(())
+
+    def widen(self, columns: int) -> None:
+        """Make room in the page table for `columns` pages of every stream, both sides together."""
+        if self._facing is None:
+            self._table.widen(columns)
+        else:
+            left = self._facing if self._table.reverse else self
+            self._table.widen(columns, left.held_pages())
+
     def _enter(
-        self, streams: Tensor, held: Tensor, extra: Tensor, pages: Tensor, widest: int
+        self, streams: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int
     ) -> None:
         """Deal out pages to streams, `extra` to each after those held; the lengths stay.
 
         Until a length is set nobody sees the new slots, so this can be given up half-way.
         """
-        self._table.widen(widest)
+        self.widen(columns)
         row, column = spread(held, extra, pages.shape[0])
         self._table.enter(streams[row], column, pages)
 
-    def _shorten(self, streams: Tensor, before: Tensor, after: Tensor, freed: int) -> None:
+    def _reorder(self, rows: Tensor, source: Tensor) -> None:
+        """Let stream i have the pages of rows[i], and sequence b the lengths of source[b]."""
+        if not self._table.reverse:  # the right side goes with the left
+            self._table.reorder(rows)
+        self._length = self._length[:, source].contiguous()
+        self._changes += 1
+
+    def _copy(self, count: Tensor, total: int) -> None:
+        """Give each stream copies of its first `count` pages, instead of those it has."""
+        stream, column = spread(torch.zeros_like(count), count, total)
+        pages = self.pool.allocate(total)
+        copy_pages(self.pool.data, self._table.lookup(stream, column), pages)
+        self._table.enter(stream, column, pages)
+
+    def _shorten(
+        self, streams: Tensor, before: Tensor, after: Tensor, freed: int, longest: int
+    ) -> None:
         """Give back the pages past the new ends, `freed` in all, and set the lengths."""
         first = self._pages_for(after)
         row, column = spread(first, self._pages_for(before) - first, freed)
         self.pool.release(self._table.lookup(streams[row], column))
-        self._set_length(streams, after)
+        self._set_length(streams, after, longest)
 
-    def _set_length(self, streams: Tensor, length: Tensor) -> None:
+    def _set_length(self, streams: Tensor, length: Tensor, longest: int) -> None:
         self._length.view(-1)[streams] = length.to(self._length.dtype)
+        self._longest = longest
+        self._changes += 1
 
     def _place(self, streams: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Give the page, and the row inside it, of a slot of each stream."""

@@ -1,9 +1,10 @@
 """Which pages a stream holds: page tables, and the prefix sum that deals out pages to streams."""
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 Length = TypeVar("Length", int, Tensor)
@@ -12,6 +13,17 @@ Length = TypeVar("Length", int, Tensor)
 def pages_for(length: Length, tokens: int) -> Length:
     """Count the pages that hold `length` tokens at `tokens` tokens a page."""
     return (length + (tokens - 1)) // tokens
+
+
+def columns_for(total: int, tokens: int) -> int:
+    """Bound the pages of two tiers that hold `total` tokens of a stream together.
+
+    Each tier may have a page that is not full, so this is one more than a single tier needs at
+    `tokens`, the smaller of their tokens a page: ceil(a / t) + ceil(b / u) <= ceil((a + b) / t) + 1
+    for u >= t. LeanKV section 5.2 gives its table ceil((a + b) / t) entries, which a stream of one
+    token in each tier overflows.
+    """
+    return pages_for(total, tokens) + 1
 
 
 def spread(
@@ -30,33 +42,73 @@ def spread(
     return row, column
 
 
+@dataclass(slots=True)
+class _Ids:
+    """The ids themselves, which both sides of a table see."""
+
+    ids: Int[Tensor, "streams T"]
+
+
 class PageTable:
-    """The page ids of every stream, from the left; past a stream's last page they are stale."""
+    """The page ids of every stream, column by column; past its last page they are stale.
+
+    A table has two sides: one tier counts columns from the left, and another, through `facing`,
+    from the right of the same rows (LeanKV section 5.2).
+    """
 
     def __init__(self, streams: int, device: torch.device) -> None:
         """Start with one column; id 0 stands where no page was entered yet."""
-        self._ids = torch.zeros(streams, 1, dtype=torch.int32, device=device)
+        self._shared = _Ids(torch.zeros(streams, 1, dtype=torch.int32, device=device))
+        self.reverse = False
+
+    def facing(self) -> "PageTable":
+        """Give the other side of the same table."""
+        other = object.__new__(PageTable)
+        other._shared, other.reverse = self._shared, not self.reverse
+        return other
+
+    def shares_with(self, other: "PageTable") -> bool:
+        """Say whether the two are sides of one table, or the same."""
+        return self._shared is other._shared
 
     @property
     def ids(self) -> Int[Tensor, "streams T"]:
         """The table; widening and reordering replace this tensor."""
-        return self._ids
+        return self._shared.ids
+
+    @property
+    def width(self) -> int:
+        """T, columns of both sides together."""
+        return self._shared.ids.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the table."""
-        return self._ids.numel() * self._ids.itemsize
+        """Memory of the table, both sides together."""
+        return self.ids.numel() * self.ids.itemsize
 
-    def widen(self, columns: int) -> None:
-        """Make room for `columns` pages a stream; an eighth at least, so that it happens rarely."""
-        streams, width = self._ids.shape
-        if columns > width:
-            more = max(columns - width, width // 8)
-            self._ids = torch.cat((self._ids, self._ids.new_zeros(streams, more)), 1)
+    def widen(self, columns: int, left: Int[Tensor, " streams"] | None = None) -> None:
+        """Make room for `columns` pages a stream; an eighth at least, so that it happens rarely.
+
+        Args:
+            columns: pages of both sides.
+            left: pages of each stream that are counted from the left, where there is another side:
+                what lies right of them stays at the right end.
+        """
+        ids, width = self.ids, self.width
+        if columns <= width:
+            return
+        more = ids.new_zeros(ids.shape[0], max(columns - width, width // 8))
+        wider = torch.cat((ids, more), 1)
+        if left is not None:
+            column = torch.arange(wider.shape[1], device=ids.device)
+            wider = wider.where(column < left[:, None], torch.cat((more, ids), 1))
+        self._shared.ids = wider
 
     def block(self, streams: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
         """Give the first `columns` page ids of streams, stale ones included; all exist."""
-        return self._ids[streams, :columns].long()
+        if self.reverse:
+            return self.ids[streams, max(self.width - columns, 0) :].flip(1).long()
+        return self.ids[streams, :columns].long()
 
     def within(self, count: Int[Tensor, " streams"], total: int | None = None) -> Int[Tensor, " n"]:
         """Give the first `count` page ids of every stream; `total` is their sum, if it is known."""
@@ -65,14 +117,36 @@ class PageTable:
 
     def lookup(self, streams: Int[Tensor, "*n"], column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Give the page id at `column[i]` of stream `streams[i]`."""
-        return self._ids[streams, column].long()
+        return self.ids[streams, self._place(column)].long()
 
     def enter(
         self, streams: Int[Tensor, " n"], column: Int[Tensor, " n"], pages: Int[Tensor, " n"]
     ) -> None:
         """Put page ids at `column[i]` of stream `streams[i]`."""
-        self._ids[streams, column] = pages.to(self._ids.dtype)
+        self.ids[streams, self._place(column)] = pages.to(self.ids.dtype)
+
+    def find(self, column: Int[Tensor, " streams"]) -> Int[Tensor, " streams"]:
+        """Give the page id at a column of every stream; any where there is no such column."""
+        return self.ids.gather(1, self._inside(column))[:, 0].long()
+
+    def enter_some(
+        self,
+        column: Int[Tensor, " streams"],
+        pages: Int[Tensor, " streams"],
+        some: Bool[Tensor, " streams"],
+    ) -> None:
+        """Put a page id at a column of each marked stream."""
+        place = self._inside(column)
+        kept = self.ids.gather(1, place)
+        ids = pages.to(self.ids.dtype)[:, None].where(some[:, None], kept)
+        self.ids.scatter_(1, place, ids)
 
     def reorder(self, streams: Int[Tensor, " n"]) -> None:
-        """Let stream i become a copy of the row that `streams[i]` has now."""
-        self._ids = self._ids[streams]
+        """Let stream i become a copy of the row that `streams[i]` has now, on both sides."""
+        self._shared.ids = self.ids[streams]
+
+    def _place(self, column: Tensor) -> Tensor:
+        return self.width - 1 - column if self.reverse else column
+
+    def _inside(self, column: Tensor) -> Tensor:
+        return self._place(column.clamp(0, self.width - 1))[:, None]

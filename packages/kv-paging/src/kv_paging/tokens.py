@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -17,6 +17,10 @@ from kv_paging.moves import (
     score_segment,
 )
 from kv_policy import Codec, PageLayout
+
+Vectors: TypeAlias = frozenset[Literal["keys", "values"]]
+NONE: Final[Vectors] = frozenset()
+BOTH: Final[Vectors] = frozenset({"keys", "values"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,40 @@ def write_tokens(
     score: Float[Tensor, " n"] | None,
     position: Int[Tensor, " n"] | None,
 ) -> None:
-    """Encode tokens and write each, with its score and position, to its row of its page."""
-    # Both are encoded before either is written: a codec that refuses leaves the pages alone.
-    encoded = (layout.format.key.encode(key[:, None]), layout.format.value.encode(value[:, None]))
-    parts = [
-        *_parts(encoded[0], layout.format.key),
-        *_parts(encoded[1], layout.format.value),
-    ]
+    """Encode tokens and write each, with its score and position, to its row of its page.
+
+    Where the format encodes several tokens together, those of a block come one after the other.
+    """
+    # All is encoded before anything is written: a codec that refuses leaves the pages alone.
+    write_encoded(data, layout, page, row, encode_tokens(layout, key, value), score, position)
+
+
+def encode_tokens(
+    layout: PageLayout, key: Float[Tensor, "n D"], value: Float[Tensor, "n Dv"]
+) -> tuple[UInt8[Tensor, "blocks _"], ...]:
+    """Encode tokens, and give the bytes of each part of the format."""
+    form = layout.format
+    parts: list[Tensor] = []
+    for codec, x in ((form.key, key), (form.value, value)):
+        encoded = codec.encode(x.reshape(-1, codec.block, codec.dim))
+        parts.extend(torch.split(encoded, list(codec.parts), dim=1))
+    return tuple(parts)
+
+
+def write_encoded(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    parts: Sequence[UInt8[Tensor, "blocks _"]],
+    score: Float[Tensor, " n"] | None,
+    position: Int[Tensor, " n"] | None,
+) -> None:
+    """Write tokens that are encoded already."""
+    block = layout.format.block
+    where = (page, row) if block == 1 else (page[::block], row[::block] // block)
     for segment, part in zip(format_segments(layout), parts, strict=True):
-        put(data, segment, page, row, part)
+        put(data, segment, *where, part)
     for place, number in (
         (score_segment(layout), None if score is None else score.to(torch.float32)),
         (position_segment(layout), None if position is None else position.to(torch.int32)),
@@ -76,15 +105,22 @@ def read_scores(rows: UInt8[Tensor, "*S 4"]) -> Float[Tensor, "*S"]:
     return rows.view(torch.float32)[..., 0]
 
 
+def read_positions(rows: UInt8[Tensor, "*S 4"]) -> Int[Tensor, "*S"]:
+    """Read bytes as positions."""
+    return rows.view(torch.int32)[..., 0].long()
+
+
 def read_tokens(
     layout: PageLayout,
     held: Bool[Tensor, "S L"],
-    take: Callable[[Segment], UInt8[Tensor, "S slots width"]],
-    vectors: frozenset[Literal["keys", "values"]],
+    take: Callable[[Segment], UInt8[Tensor, "S rows width"]],
+    vectors: Vectors,
+    inside: Int[Tensor, " S"] | None = None,
 ) -> Stored:
     """Read tokens with what `take` gives for a segment, at least L slots of it.
 
-    Whatever bytes are where no token is held do not show.
+    Whatever bytes are where no token is held do not show. With `inside` one block of each stream is
+    taken, and its token of that number is given, so L is 1.
     """
     scores, positions = score_segment(layout), position_segment(layout)
     parts, keys = format_segments(layout), len(layout.format.key.parts)
@@ -95,20 +131,16 @@ def read_tokens(
 
     def decoded(codec: Codec, segments: Sequence[Segment]) -> Tensor:
         rows = torch.cat([take(segment) for segment in segments], dim=-1)
-        return codec.decode(rows.flatten(0, 1)).view(*rows.shape[:2], codec.dim)
+        shape = (rows.shape[0], rows.shape[1] * codec.block, codec.dim)
+        slots = codec.decode(rows.flatten(0, 1)).reshape(shape)
+        if inside is not None:
+            slots = slots.gather(1, inside[:, None, None].expand(-1, 1, codec.dim))
+        return shown(slots, 0)
 
     return Stored(
         held,
         None if scores is None else shown(read_scores(take(scores)), 0),
-        None if positions is None else shown(_read_positions(take(positions)), -1),
-        shown(decoded(layout.format.key, parts[:keys]), 0) if "keys" in vectors else None,
-        shown(decoded(layout.format.value, parts[keys:]), 0) if "values" in vectors else None,
+        None if positions is None else shown(read_positions(take(positions)), -1),
+        decoded(layout.format.key, parts[:keys]) if "keys" in vectors else None,
+        decoded(layout.format.value, parts[keys:]) if "values" in vectors else None,
     )
-
-
-def _read_positions(rows: Tensor) -> Tensor:
-    return rows.view(torch.int32)[..., 0].long()
-
-
-def _parts(encoded: Tensor, codec: Codec) -> Sequence[Tensor]:
-    return torch.split(encoded, list(codec.parts), dim=1)

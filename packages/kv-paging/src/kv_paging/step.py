@@ -1,0 +1,197 @@
+"""One token enters a stream and one leaves or moves, in all streams at once, without waiting.
+
+Only what is true of all streams is decided here on the host: which tiers there are. Everything else
+is masks, so the number of operations depends on the tiers alone. What a mask rules out is written
+to the pool's scratch page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_paging.moves import Segment, block_segments, put, take
+from kv_paging.store import TokenStore
+from kv_paging.tokens import BOTH, encode_tokens, read_tokens, write_encoded
+from kv_policy import DROP
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A token of each stream."""
+
+    key: Float[Tensor, "S D"]
+    value: Float[Tensor, "S Dv"]
+    score: Float[Tensor, " S"] | None
+    position: Int[Tensor, " S"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a step does: where the candidate goes, which tier's victim moves, and where to."""
+
+    candidate: UInt8[Tensor, " S"]
+    victim: UInt8[Tensor, " S"]
+    target: UInt8[Tensor, " S"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """What a step does to the streams of one tier."""
+
+    store: TokenStore
+    slot: Int[Tensor, " S"]  # of the victim; 0 where there is none
+    leaves: Bool[Tensor, " S"]  # the victim is of this tier
+    swap: Bool[Tensor, " S"]  # and the candidate takes its slot
+    arrives: Bool[Tensor, " S"]  # an earlier tier's victim comes to this one
+    enters: Bool[Tensor, " S"]  # the candidate comes to a new slot
+    end: Int[Tensor, " S"]  # length once the victim is gone
+
+    @property
+    def gone(self) -> Bool[Tensor, " S"]:
+        """Where the last token moves into the victim's slot."""
+        return self.leaves & ~self.swap
+
+    @property
+    def length(self) -> Int[Tensor, " S"]:
+        """Tokens after the step."""
+        return self.end + self.arrives.long() + self.enters.long()
+
+    @property
+    def entry(self) -> Int[Tensor, " S"]:
+        """The candidate's new slot: it comes after the victim."""
+        return self.end + self.arrives.long()
+
+    @property
+    def emptied(self) -> Bool[Tensor, " S"]:
+        """Where the last page has no token any more."""
+        return self.gone & (self.end % self.store.layout.tokens == 0)
+
+    @property
+    def opened(self) -> tuple[Bool[Tensor, " S"], Bool[Tensor, " S"]]:
+        """Where the victim, and where the candidate, is the first token of a new page."""
+        tokens = self.store.layout.tokens
+        return self.arrives & (self.end % tokens == 0), self.enters & (self.entry % tokens == 0)
+
+
+def plan_step(
+    stores: Sequence[TokenStore], choice: Choice, place: Int[Tensor, "K S"]
+) -> tuple[TierPlan, ...]:
+    """Say what a step does to each tier; nothing is changed."""
+    plans = []
+    moved = torch.zeros_like(choice.candidate, dtype=torch.bool)
+    for tier, store in enumerate(stores):
+        leaves = (choice.victim == tier) & (place[tier] >= 0)
+        stays = choice.candidate == tier
+        plans.append(
+            TierPlan(
+                store=store,
+                slot=place[tier].clamp(min=0),
+                leaves=leaves,
+                swap=leaves & stays,
+                arrives=moved & (choice.target == tier),
+                enters=stays & ~leaves,
+                end=store.length.flatten().long() - (leaves & ~stays).long(),
+            )
+        )
+        moved = moved | (leaves & (choice.target != DROP))
+    return tuple(plans)
+
+
+def pages_needed(plans: Sequence[TierPlan]) -> Int[Tensor, ""]:
+    """Count the pages that a step takes, less those it gives back first."""
+    opened = torch.stack([mask for plan in plans for mask in plan.opened])
+    return opened.sum() - torch.stack([plan.emptied for plan in plans]).sum()
+
+
+def carry_out(plans: Sequence[TierPlan], candidate: Tokens) -> None:
+    """Do it; the pool has the pages, and the tables the columns."""
+    pool = plans[0].store.pool
+    arriving = _both(_victims(plans[:-1], candidate), candidate)
+    # A codec that refuses does so before anything has changed.
+    encoded = [encode_tokens(p.store.layout, arriving.key, arriving.value) for p in plans]
+    emptied = [_fill_gap(plan) for plan in plans]
+    pool.give(torch.cat(emptied), torch.cat([plan.emptied for plan in plans]))
+    opened = [mask for plan in plans for mask in plan.opened]
+    pages = pool.take(torch.cat(opened)).view(len(plans), 2, -1)
+    for plan, parts, new in zip(plans, encoded, pages, strict=True):
+        tokens, table = plan.store.layout.tokens, plan.store.page_table
+        for slot, page, some in zip((plan.end, plan.entry), new, plan.opened, strict=True):
+            table.enter_some(slot // tokens, page, some)
+        slot = torch.stack((plan.end, plan.entry.where(~plan.swap, plan.slot)))
+        some = torch.stack((plan.arrives, plan.enters | plan.swap))
+        page = torch.stack([table.find(each // tokens) for each in slot])
+        write_encoded(
+            pool.padded,
+            plan.store.layout,
+            page.where(some, pool.capacity).flatten(),
+            (slot % tokens).flatten(),
+            parts,
+            arriving.score,
+            arriving.position,
+        )
+        plan.store.set_lengths(plan.length)
+
+
+def _victims(plans: Sequence[TierPlan], like: Tokens) -> Tokens:
+    """Decode the victims that may go to a later tier; anything where there is none."""
+    found = like
+    for plan in plans:
+        tokens, data = plan.store.layout.tokens, plan.store.pool.data
+        page, row = plan.store.page_table.find(plan.slot // tokens), plan.slot % tokens
+
+        def take_one(
+            segment: Segment, data: Tensor = data, page: Tensor = page, row: Tensor = row
+        ) -> Tensor:
+            return take(data, segment, page[:, None], row[:, None])
+
+        read = read_tokens(plan.store.layout, plan.leaves[:, None], take_one, BOTH)
+        assert read.key is not None  # both were asked for
+        assert read.value is not None
+        found = Tokens(
+            _pick(plan.leaves, read.key[:, 0], found.key),
+            _pick(plan.leaves, read.value[:, 0], found.value),
+            None
+            if read.score is None or found.score is None
+            else read.score[:, 0].where(plan.leaves, found.score),
+            None
+            if read.position is None or found.position is None
+            else read.position[:, 0].where(plan.leaves, found.position),
+        )
+    return found
+
+
+def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
+    """Move the last token into the victim's slot, and give its page."""
+    store, pool = plan.store, plan.store.pool
+    tokens, gone = store.layout.tokens, plan.gone
+    last = store.page_table.find(plan.end // tokens)
+    gap = store.page_table.find(plan.slot // tokens).where(gone, pool.capacity)
+    for segment in block_segments(store.layout):
+        rows = take(pool.padded, segment, last, plan.end % tokens)
+        put(pool.padded, segment, gap, plan.slot % tokens, rows)
+    return last
+
+
+def _both(victim: Tokens, candidate: Tokens) -> Tokens:
+    """Put the two lists one after the other."""
+    score, position = None, None
+    if victim.score is not None and candidate.score is not None:
+        score = torch.cat((victim.score, candidate.score))
+    if victim.position is not None and candidate.position is not None:
+        position = torch.cat((victim.position, candidate.position))
+    dtype = torch.promote_types(victim.key.dtype, candidate.key.dtype)
+    wide = torch.promote_types(victim.value.dtype, candidate.value.dtype)
+    return Tokens(
+        torch.cat((victim.key.to(dtype), candidate.key.to(dtype))),
+        torch.cat((victim.value.to(wide), candidate.value.to(wide))),
+        score,
+        position,
+    )
+
+
+def _pick(mask: Bool[Tensor, " S"], yes: Tensor, no: Tensor) -> Tensor:
+    dtype = torch.promote_types(yes.dtype, no.dtype)
+    return yes.to(dtype).where(mask[:, None], no.to(dtype))

@@ -1,0 +1,219 @@
+"""All tiers of a cache over one pool, and the step that moves tokens between them."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_paging.checks import expect_shape
+from kv_paging.pool import PagePool
+from kv_paging.room import Room
+from kv_paging.selecting import select_all
+from kv_paging.step import Choice, Tokens, carry_out, pages_needed, plan_step
+from kv_paging.store import TokenStore
+from kv_policy import PagedTokens, PageLayout
+
+
+class Tiers:
+    """The tokens of K tiers, each stream's over all of them, in pages of one pool.
+
+    Two stores after one another share a page table, the first from its left and the second from
+    its right (LeanKV section 5.2).
+
+    `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except where
+    the pool's lower bound of free pages is too low (see `PagePool.ensure`) and every 64 steps, once
+    each, to read how many pages are free and how long streams are.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        layouts: Sequence[PageLayout],
+        layers: int,
+        sequences: int,
+        heads: int,
+    ) -> None:
+        """Start with empty tiers; they hold no page.
+
+        Args:
+            pool: where pages come from.
+            layouts: how a page of each tier holds tokens, the best tier first.
+            layers: N.
+            sequences: B.
+            heads: H.
+
+        Raises:
+            ValueError: no tier, layouts that store scores or positions in some tiers only or
+                vectors of different dimensions, or what TokenStore refuses.
+        """
+        _expect_alike(layouts)
+        self.pool = pool
+        stores: list[TokenStore] = []
+        for i, layout in enumerate(layouts):
+            facing = stores[i - 1] if i % 2 else None
+            stores.append(TokenStore(pool, layout, layers, sequences, heads, facing=facing))
+        self.stores = tuple(stores)
+        self.tier = tuple(range(len(layouts)))
+        self._room = Room(self.stores)
+
+    @property
+    def tiers(self) -> int:
+        """K."""
+        return len(set(self.tier))
+
+    @property
+    def pages_used(self) -> int:
+        """Pages the tiers hold; the host waits for the device."""
+        return int(torch.stack([store.held_pages().sum() for store in self.stores]).sum())
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of page tables and lengths."""
+        return sum(store.table_bytes for store in self.stores)
+
+    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
+        return self.stores[0].streams(layers)
+
+    def counts(self) -> Int[Tensor, "K N B H"]:
+        """Count the tokens of each tier, without waiting."""
+        live = [torch.zeros_like(self.stores[0].live) for _ in range(self.tiers)]
+        for tier, store in zip(self.tier, self.stores, strict=True):
+            live[tier] = live[tier] + store.live
+        return torch.stack(live)
+
+    def views(self, layer: int) -> tuple[PagedTokens, ...]:
+        """Give one layer of each store that may hold something; good until the next operation."""
+        return tuple(store.view(layer) for store in self.stores if store.longest)
+
+    def pages(self) -> Int[Tensor, " n"]:
+        """Give the ids of all pages the tiers hold; for `PagePool.check`."""
+        return torch.cat([store.pages() for store in self.stores])
+
+    def check(self) -> None:
+        """Check that every page is either free or in one place, where nobody else uses the pool.
+
+        Raises:
+            RuntimeError: a page is missing, or is in two places.
+        """
+        self.pool.check(self.pages())
+
+    def append(
+        self,
+        tier: int,
+        streams: Int[Tensor, " S"],
+        key: Float[Tensor, "S L D"],
+        value: Float[Tensor, "S L Dv"],
+        keep: Bool[Tensor, "S L"],
+        score: Float[Tensor, "S L"] | None = None,
+        position: Int[Tensor, "S L"] | None = None,
+    ) -> None:
+        """Encode the tokens marked by `keep` and put them, in order, at the ends of their streams.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow.
+            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+        """
+        self.stores[tier].append(streams, key, value, keep, score, position)
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Let the sequences become source[0], source[1], ... in all tiers, or in none.
+
+        Raises:
+            PoolExhausted: too few pages for the copies, those given back counted in.
+            ValueError: a sequence that does not exist, or none.
+        """
+        select_all(self.stores, source)
+
+    def clear(self, sequences: Int[Tensor, " n"]) -> None:
+        """Let finished sequences give all their pages back; they go on as empty ones.
+
+        Raises:
+            ValueError: a sequence that does not exist, or is named twice.
+        """
+        for store in self.stores:
+            store.clear(sequences)
+
+    def truncate(self, length: Int[Tensor, " B"]) -> None:
+        """Let each head of sequence b keep its first length[b] tokens of each tier at most.
+
+        These are the oldest tokens as long as tokens were only appended.
+
+        Raises:
+            ValueError: a negative length, or not one for each sequence.
+        """
+        for store in self.stores:
+            store.truncate(length)
+
+    def weakest(self) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
+        """Give the lowest score of each stream in each tier, and where it is, without waiting.
+
+        A place is a number for `step`; an empty tier gives inf and place -1.
+
+        Raises:
+            ValueError: pages hold no scores.
+        """
+        found = [store.weakest_all() for store in self.stores]
+        return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
+
+    def step(
+        self,
+        candidate: UInt8[Tensor, " S"],
+        victim: UInt8[Tensor, " S"],
+        target: UInt8[Tensor, " S"],
+        place: Int[Tensor, "K S"],
+        key: Float[Tensor, "S D"],
+        value: Float[Tensor, "S Dv"],
+        score: Float[Tensor, " S"] | None = None,
+        position: Int[Tensor, " S"] | None = None,
+    ) -> None:
+        """Let one token enter each stream, and one leave or move to a later tier.
+
+        A victim that moves is decoded from its tier and encoded anew. A candidate of the victim's
+        tier takes its slot; otherwise the tier's last token does, and a page that is emptied goes
+        back before any is taken. Each tier takes a page per stream at most, or two if a page holds
+        one token.
+
+        Args:
+            candidate: tier of the new token, or DROP.
+            victim: tier whose weakest token moves, or NOBODY; nothing moves either where `place`
+                is -1.
+            target: a later tier than the victim's, or DROP.
+            place: what `weakest` gave.
+            key: of the new token.
+            value: of the new token.
+            score: of the new token, if pages hold scores.
+            position: of the new token, if pages hold positions.
+
+        Raises:
+            PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
+            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+        """
+        streams = self.stores[0].length.numel()
+        for name, choice in (("candidate", candidate), ("victim", victim), ("target", target)):
+            expect_shape(name, choice, streams)
+        expect_shape("place", place, self.tiers, streams)
+        self.stores[0].expect_tokens(key, value, score, position, streams)
+        plans = plan_step(self.stores, Choice(candidate, victim, target), place)
+        bounds = self._room.for_step(lambda: pages_needed(plans))
+        carry_out(plans, Tokens(key, value, score, position))
+        for store, longest in zip(self.stores, bounds, strict=True):
+            store.set_longest(longest)
+
+
+def _expect_alike(layouts: Sequence[PageLayout]) -> None:
+    if not layouts:
+        raise ValueError("no tier is given; give the page layout of one at least")
+    beside = {(layout.scores, layout.positions) for layout in layouts}
+    if len(beside) > 1:
+        raise ValueError(
+            "some tiers store scores or positions and others do not; tokens move between them, so "
+            "lay all out alike"
+        )
+    dims = {(layout.format.key.dim, layout.format.value.dim) for layout in layouts}
+    if len(dims) > 1:
+        raise ValueError(
+            f"the tiers store vectors of {sorted(dims)} dimensions; tokens move between them, so "
+            "all must store the same"
+        )
