@@ -103,15 +103,22 @@ def codec(name: str, dim: int, group: int, block: int) -> Codec:
 
 
 def pack(
-    key: Tensor, value: Tensor, length: Tensor, codecs: tuple[Codec, Codec], tokens: int, spare: int
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    codecs: tuple[Codec, Codec],
+    tokens: int,
+    spare: int,
+    position: Tensor | None = None,
 ) -> PagedTokens:
     """Encode the first `length[b, h]` tokens of [B, H, S, D] into pages in a shuffled order.
 
     A byte that no token wrote is 255: NaN in every floating-point format, the largest code. Entries
-    of the table past a stream's last page are no page numbers.
+    of the table past a stream's last page are no page numbers. Where a `position` is given, pages
+    hold it, and the bytes of a slot whose position is -1 are 255 if its token stands alone.
     """
     form = TokenFormat(*codecs)
-    exact = PageLayout.sized(form, tokens, scores=bool(spare % 2))
+    exact = PageLayout.sized(form, tokens, bool(spare % 2), position is not None)
     layout = replace(exact, nbytes=exact.nbytes + spare)
     need = -(-length // tokens)
     total = int(need.sum()) + 2
@@ -131,11 +138,19 @@ def pack(
             rows = torch.full((len(mine) * layout.rows, sum(of.parts)), 255, dtype=torch.uint8)
             if count:
                 rows[:blocks] = of.encode(x[b, h, slots].unflatten(0, (blocks, form.block)))
+                if position is not None and form.block == 1:
+                    rows[:count][position[b, h, :count] < 0] = 255
             for (offset, _, size), part in zip(segments, rows.split(of.parts, 1), strict=True):
                 data[mine, offset : offset + layout.rows * size] = part.reshape(
                     len(mine), layout.rows * size
                 )
-    return PagedTokens(data, table, length, layout)
+        if position is not None:
+            places = torch.full((len(mine) * tokens,), -1, dtype=torch.int32)
+            places[:count] = position[b, h, :count].int()
+            start = layout.position_offset
+            places = places.view(torch.uint8).view(len(mine), 4 * tokens)
+            data[mine, start : start + 4 * tokens] = places
+    return PagedTokens(data, table, length, layout, holes=position is not None)
 
 
 @dataclass(frozen=True)
@@ -183,10 +198,15 @@ def random_case(
     padding: str = "none",
     ragged: bool = True,
     dtype: torch.dtype = torch.float32,
+    reverse: bool = False,
+    holes: bool = False,
+    known: bool = False,
 ) -> Case:
     """Draw a cache of tiers of up to `stored` tokens, a window and a fresh chunk of L tokens.
 
     `padding` is none, left, right or all (of the last sequence). Places without a token hold NaN.
+    With `reverse` tables grow from the right, with `holes` some slots of pages hold no token, with
+    `known` the host knows a bound of the lengths, and which plain tensors are full.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -201,11 +221,25 @@ def random_case(
         length = count(stored, B, H) if ragged else torch.full((B, H), stored)
         wide = stored + 3  # positions may be given for more slots than there are
         codecs = codec(names[0], D, group, block), codec(names[1], Dv, group, block)
-        pages.append(
-            pack(normal(B, H, wide, D), normal(B, H, wide, Dv), length, codecs, page * block, spare)
-        )
         place = torch.arange(past, past + wide).expand(B, H, -1)
-        positions.append(place.where(place - past < length[..., None], -1))
+        place = place.where(place - past < length[..., None], -1)
+        if holes:
+            place = place.where(torch.rand(B, H, wide, generator=g) < 0.6, -1)
+        packed = pack(
+            normal(B, H, wide, D),
+            normal(B, H, wide, Dv),
+            length,
+            codecs,
+            page * block,
+            spare,
+            place if holes else None,
+        )
+        if reverse:
+            packed = replace(packed, table=packed.table.flip(-1), reverse=True)
+        if known:
+            packed = replace(packed, longest=int(length.max()) + 1)
+        pages.append(packed)
+        positions.append(place)
         past += wide
     dense = []
     if window:
@@ -227,7 +261,7 @@ def random_case(
         empty = (place < 0)[:, None, :, None]
         k, v = normal(B, H, place.shape[1], D), normal(B, H, place.shape[1], Dv)
         k, v = k.masked_fill(empty, torch.nan), v.masked_fill(empty, torch.nan)
-        tokens.append(DenseTokens(k, v, place))
+        tokens.append(DenseTokens(k, v, place, bool((place >= 0).all()) if known else None))
     q = normal(B, H, G, L, D)
     q = q.masked_fill((position < 0)[:, None, None, :, None], torch.nan)
     return Case(q, position, pages, tokens, positions)

@@ -52,6 +52,18 @@ def test_more_tokens_than_the_table_has_room_for(case):
         replace(c, pages=[PagedTokens(p.data, p.table, p.length * 0 + 99, p.layout)]).attend()
 
 
+def test_a_bound_of_the_lengths_that_the_table_has_no_room_for(case):
+    c = case(1, stored=20, page=4, known=True)
+    with pytest.raises(ValueError, match="a stream of 999 tokens; its table has room for"):
+        replace(c, pages=[replace(c.pages[0], longest=999)]).attend()
+
+
+def test_slots_without_a_token_that_nothing_tells(case):
+    c = case(1)
+    with pytest.raises(ValueError, match=r"pages\[0\] may have slots without a token and"):
+        replace(c, pages=[replace(c.pages[0], holes=True)]).attend()
+
+
 def test_keys_in_another_basis(case):
     c, other = case(1, D=5), case(1, D=6)
     with pytest.raises(ValueError, match="stores keys of 6 dimensions and queries have 5"):

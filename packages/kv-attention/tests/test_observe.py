@@ -1,5 +1,6 @@
 """What was observed, against the oracle and against the laws of probabilities."""
 
+from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
@@ -8,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_attention import attend
 from kv_policy import Observe
 
 OBSERVE = st.builds(
     Observe,
     last=st.sampled_from([None, 1, 2, 5, 40]),
-    group=st.sampled_from(["sum", "mean", "max"]),
+    group=st.sampled_from(["sum", "mean", "max", "max-of-sums"]),
     power=st.sampled_from([1, 2]),
     skip=st.sampled_from([0, 1, 4, 30]),
 )
@@ -48,6 +50,9 @@ def assert_same_observation(case, observe, error=2e-5):
             "fresh": st.booleans(),
             "padding": st.sampled_from(["none", "left", "right", "all"]),
             "ragged": st.booleans(),
+            "reverse": st.booleans(),
+            "holes": st.booleans(),
+            "known": st.booleans(),
         }
     ),
     st.lists(st.sampled_from([("8", "4"), ("4", "2"), ("float32", "float32")]), max_size=2),
@@ -58,7 +63,7 @@ def test_any_observation(case, room, seed, observe, shape, tiers):
         assert_same_observation(case(seed, tiers=tiers, **shape), observe)
 
 
-ALL = list(product([None, 3], ["sum", "mean", "max"], [1, 2], [0, 2]))
+ALL = list(product([None, 3], ["sum", "mean", "max", "max-of-sums"], [1, 2], [0, 2]))
 
 
 @pytest.mark.parametrize(("last", "group", "power", "skip"), ALL)
@@ -109,6 +114,24 @@ def test_power_and_group_do_what_they_say(case):
     torch.testing.assert_close(mass("sum", 2), mass("mean", 2) * 3)
     torch.testing.assert_close(mass("max", 2), mass("max", 1) ** 2)
     assert (mass("max", 1) <= mass("sum", 1)).all()
+    torch.testing.assert_close(mass("max-of-sums", 2), mass("max", 2))  # of one query
+
+
+def test_the_largest_sum_is_not_the_sum_of_the_largest(case):
+    c = case(8, B=1, L=9, G=3, tiers=[("8", "4")], window=6, dtype=torch.float64)
+    each = [replace(c, q=c.q[:, :, g : g + 1]).attend(Observe(None)).mass for g in range(3)]
+    sums = [torch.stack(masses).amax(0) for masses in zip(*each, strict=True)]
+    for found, expected in zip(c.attend(Observe(None, "max-of-sums")).mass, sums, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert (c.attend(Observe(None, "max")).mass[-1] > sums[-1] + 1e-3).any()
+
+
+def test_every_stored_token_is_at_least_one_before_a_query(case):
+    c = case(9, L=4, tiers=[("8", "4")], window=6)
+    without = attend(c.q, c.position, c.pages, c.dense, c.scale, Observe(None, skip=1))
+    found = c.attend(Observe(None, skip=1))
+    assert all(torch.equal(a, b) for a, b in zip(found.mass, without.mass, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.seen, without.seen, strict=True))
 
 
 def test_nothing_is_observed_unless_asked(case):

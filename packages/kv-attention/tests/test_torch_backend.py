@@ -32,6 +32,9 @@ SHAPES = st.fixed_dictionaries(
         "fresh": st.booleans(),
         "padding": st.sampled_from(["none", "left", "right", "all"]),
         "ragged": st.booleans(),
+        "reverse": st.booleans(),
+        "holes": st.booleans(),
+        "known": st.booleans(),
         "dtype": st.sampled_from(list(TOLERANCE)),
     }
 )
@@ -64,8 +67,9 @@ def test_codes_of_every_size_and_odd_groups(case, key, value, group, L):
 
 @pytest.mark.parametrize("L", [1, 20])
 def test_blocks_of_tokens_that_only_their_codec_can_read(case, L):
-    c = case(6, D=6, Dv=7, L=L, block=4, page=2, tiers=[("shared", "shared")], window=3)
-    assert_same_output(c)
+    for holes in (False, True):
+        shape = {"D": 6, "Dv": 7, "L": L, "block": 4, "page": 2, "window": 3, "holes": holes}
+        assert_same_output(case(6, tiers=[("shared", "shared")], **shape))
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "all"])

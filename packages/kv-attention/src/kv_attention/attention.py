@@ -45,8 +45,11 @@ def attend(
         observe: the attention to sum per token; `last` counts the real queries of each sequence.
             Whether to ask in decoding, as `generated` says, is up to the caller.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
-            stream has; needed, and read, only where `observe.skip` is above 0.
+            stream has; needed, and read, only where `observe.skip` is above 1.
         backend: a name in `BACKENDS`.
+
+    A decode step, one query of each sequence, never waits for the device where `longest` of the
+    pages and `full` of the plain tokens are given.
 
     Returns:
         The output in the dtype of `q`, and per part, pages first, the mass and counts asked for, in

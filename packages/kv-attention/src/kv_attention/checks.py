@@ -58,11 +58,19 @@ def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) ->
             f"{name} stores keys of {layout.format.key.dim} dimensions and queries have "
             f"{q.shape[-1]}; project both into the same basis"
         )
-    room = part.table.shape[2] * layout.tokens
-    if (part.length > room).any():
+    room, longest = part.table.shape[2] * layout.tokens, longest_of(part)
+    if longest > room:
+        raise ValueError(f"{name} has a stream of {longest} tokens; its table has room for {room}")
+    if part.holes and not layout.positions:
         raise ValueError(
-            f"{name} has a stream of {int(part.length.max())} tokens; its table has room for {room}"
+            f"{name} may have slots without a token and its pages hold no positions, which would "
+            "say where; lay them out with positions=True"
         )
+
+
+def longest_of(part: PagedTokens) -> int:
+    """Give a bound of the streams' lengths; where `longest` does not say it, the host waits."""
+    return int(part.length.max()) if part.longest is None else part.longest
 
 
 def _check_dense(name: str, tokens: DenseTokens, q: Float[Tensor, "B H G L D"]) -> None:
@@ -97,9 +105,9 @@ def check_positions(
             f"page_positions has {len(positions)} entries for {len(pages)} tiers in pages"
         )
     for i, (part, at) in enumerate(zip(pages, positions, strict=True)):
-        longest = int(part.length.max())
+        longest = longest_of(part)
         if at is None:
-            if observe.skip and observe.last != 0 and longest:
+            if observe.skip > 1 and observe.last != 0 and longest:
                 raise ValueError(
                     f"observing with skip={observe.skip} needs the positions of the stored tokens; "
                     f"give page_positions[{i}]"

@@ -25,10 +25,12 @@ def observe_part(
         part: the tokens.
         observe: what to sum; `last` is already done, by `last_queries`.
     """
-    mass = q.new_zeros((*q.shape[:2], part.width))
-    seen = torch.zeros_like(mass, dtype=torch.int32)
+    seen = q.new_zeros((*q.shape[:2], part.width), dtype=torch.int32)
+    apart = q.shape[2:3] if observe.group == "max-of-sums" else ()
+    mass = q.new_zeros((*q.shape[:2], *apart, part.width))
     size, tokens = block_sizes(q, q.shape[-1])
-    all_real = bool((position >= 0).all())
+    # In a decode step the host does not wait for an answer.
+    all_real = position.shape[1] > 1 and bool((position >= 0).all())
     for at in part.spans(tokens):
         keys = part.keys(at)
         if q.shape[2] * q.shape[3] > q.shape[4]:
@@ -44,7 +46,7 @@ def observe_part(
                 p.masked_fill_(~counts[:, :, None], 0)
                 seen[..., at] += counts.sum(dim=2)
             mass[..., at] += _summed(p, observe)
-    return mass, seen
+    return mass.amax(dim=2) if apart else mass, seen
 
 
 def _counts(
@@ -56,15 +58,17 @@ def _counts(
     if not all_real:
         real = query >= 0
         counts = real.expand(-1, -1, -1, at.stop - at.start) if counts is None else counts & real
-    if observe.skip:
+    if observe.skip > part.before:
         far = query - part.position(at)[:, :, None] >= observe.skip
         counts = far if counts is None else counts & far
     return counts
 
 
-def _summed(p: Float[Tensor, "B H G L S"], observe: Observe) -> Float[Tensor, "B H S"]:
+def _summed(p: Float[Tensor, "B H G L S"], observe: Observe) -> Float[Tensor, "B H *G S"]:
     if observe.power == 2:
         p = p.square_()
+    if observe.group == "max-of-sums":
+        return p.sum(dim=3)
     if observe.group == "max":
         return p.amax(dim=2).sum(dim=2)
     total = p.sum(dim=(2, 3))

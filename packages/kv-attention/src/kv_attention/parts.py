@@ -5,7 +5,7 @@ Both kinds answer the same questions about `at`, a run of S slots of each of the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,18 +23,21 @@ class PagedPart:
     """The tokens of one tier. All of them come before the queries."""
 
     pages: PagedTokens
-    shortest: int
+    shortest: int  # all slots before that hold a token
     width: int
     dtype: torch.dtype  # to compute in
     positions: Int[Tensor, "B H _"] | None = None
+    before: ClassVar[int] = 1  # so far at least does a token lie before a query that sees it
 
     @classmethod
     def of(
         cls, pages: PagedTokens, dtype: torch.dtype, positions: Int[Tensor, "B H _"] | None
     ) -> "PagedPart":
-        """Look up how long the streams are."""
-        shortest, longest = pages.length.aminmax()
-        return cls(pages, int(shortest), int(longest), dtype, positions)
+        """Look up how long the streams are, where the host does not know it."""
+        if pages.longest is not None:
+            return cls(pages, 0, pages.longest, dtype, positions)
+        shortest, longest = (int(x) for x in pages.length.aminmax())
+        return cls(pages, 0 if pages.holes else shortest, longest, dtype, positions)
 
     def spans(self, size: int) -> Iterator[slice]:
         """All slots, in runs of whole pages."""
@@ -68,22 +71,37 @@ class PagedPart:
         if at.stop <= self.shortest:
             return None
         length = self.pages.length
-        return torch.arange(at.start, at.stop, device=length.device) < length[..., None]
+        held = torch.arange(at.start, at.stop, device=length.device) < length[..., None]
+        return held & (self._stored_position(at) >= 0) if self.pages.holes else held
+
+    def _stored_position(self, at: slice) -> Int[Tensor, "B H S"]:
+        layout = self.pages.layout
+        start, size = layout.position_offset, 4 * layout.tokens
+        rows = self.pages.data[:, start : start + size].index_select(0, self._pages(at))
+        found = rows.view(torch.int32).view(*self.pages.table.shape[:2], -1)
+        return found[..., : at.stop - at.start]
 
     def _read(self, at: slice, codec: Codec, first: int) -> Vectors:
         layout, table = self.pages.layout, self.pages.table
-        columns = slice(at.start // layout.tokens, -(-at.stop // layout.tokens))
-        pages = table[..., columns]
-        if at.stop > self.shortest:  # what lies past a stream's last page is not a page number
-            column = torch.arange(columns.start, columns.stop, device=table.device)
-            pages = pages.where(column * layout.tokens < self.pages.length[..., None], 0)
-        pages = pages.reshape(-1)
+        pages = self._pages(at)
         parts = [
             self.pages.data[:, offset : offset + rows * size].index_select(0, pages)
             for offset, rows, size in layout.segments[first : first + len(codec.parts)]
         ]
         streams = table.shape[0] * table.shape[1]
         return read(parts, codec, streams, self.dtype).head(at.stop - at.start)
+
+    def _pages(self, at: slice) -> Int[Tensor, " n"]:
+        tokens, table = self.pages.layout.tokens, self.pages.table
+        first, last = at.start // tokens, -(-at.stop // tokens)
+        if self.pages.reverse:
+            pages = table[..., table.shape[2] - last : table.shape[2] - first].flip(-1)
+        else:
+            pages = table[..., first:last]
+        if at.stop > self.shortest:  # what lies past a stream's last page is not its page number
+            column = torch.arange(first, last, device=table.device)
+            pages = pages.where(column * tokens < self.pages.length[..., None], 0)
+        return pages.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -93,11 +111,13 @@ class DensePart:
     tokens: DenseTokens
     full: bool  # every place holds a token
     dtype: torch.dtype  # to compute in
+    before: ClassVar[int] = 0
 
     @classmethod
     def of(cls, tokens: DenseTokens, dtype: torch.dtype) -> "DensePart":
-        """Look up whether places are empty."""
-        return cls(tokens, bool((tokens.position >= 0).all()), dtype)
+        """Look up whether places are empty, where nobody says it."""
+        full = tokens.full
+        return cls(tokens, bool((tokens.position >= 0).all()) if full is None else full, dtype)
 
     @property
     def width(self) -> int:

@@ -36,7 +36,9 @@ def attend(
     query head, query and token of a stream.
     """
     sequences, heads = q.shape[:2]
-    widths = [int(p.length.max()) for p in pages] + [tokens.key.shape[2] for tokens in dense]
+    widths = [int(p.length.max()) if p.longest is None else p.longest for p in pages] + [
+        tokens.key.shape[2] for tokens in dense
+    ]
     out = q.new_zeros((*q.shape[:-1], value_dim), dtype=torch.float64)
     mass = [out.new_zeros((sequences, heads, width)) for width in widths]
     seen = [torch.zeros_like(m, dtype=torch.int32) for m in mass]
@@ -55,7 +57,7 @@ def attend(
             counts = sees & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
-            got = (grouped(p**observe.power, observe) * counts).sum(dim=0)
+            got = grouped(p**observe.power, counts, observe)
             sizes = [len(part.key) for part in parts]
             shares = torch.split(got, sizes), torch.split(counts.sum(dim=0), sizes)
             for i, (share, count) in enumerate(zip(*shares, strict=True)):
@@ -70,7 +72,8 @@ def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h:
     """Decode one stream of a tier."""
     layout, count = pages.layout, int(pages.length[b, h])
     form = layout.format
-    table = pages.table[b, h, : -(-count // layout.tokens)].long()
+    row = pages.table[b, h].flip(0) if pages.reverse else pages.table[b, h]
+    table = row[: -(-count // layout.tokens)].long()
     rows = [
         pages.data[table, offset : offset + rows * size].reshape(-1, size)
         for offset, rows, size in layout.segments
@@ -81,11 +84,16 @@ def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h:
     place = torch.full((count,), -1, device=table.device)
     if positions is not None:
         place = positions[b, h, :count]
+    held = torch.ones_like(place, dtype=torch.bool)
+    if pages.holes:
+        start = layout.position_offset
+        stored = pages.data[table, start : start + 4 * layout.tokens].reshape(-1, 4)
+        held = stored.view(torch.int32)[:count, 0] >= 0
     return Tokens(
-        key.reshape(-1, form.key.dim)[:count].double(),
-        value.reshape(-1, form.value.dim)[:count].double(),
-        place,
-        torch.ones_like(place, dtype=torch.bool),
+        key.reshape(-1, form.key.dim)[:count].double().masked_fill(~held[:, None], 0),
+        value.reshape(-1, form.value.dim)[:count].double().masked_fill(~held[:, None], 0),
+        place.masked_fill(~held, -1),
+        held,
     )
 
 
@@ -123,8 +131,14 @@ def watched(position: Int[Tensor, " L"], last: int | None) -> Bool[Tensor, " L"]
     return real & (later <= last)
 
 
-def grouped(p: Float[Tensor, "G L S"], observe: Observe) -> Float[Tensor, "L S"]:
-    """Reduce over the query heads of a KV head."""
+def grouped(
+    p: Float[Tensor, "G L S"], counts: Bool[Tensor, "L S"], observe: Observe
+) -> Float[Tensor, " S"]:
+    """Sum over the queries that count, and reduce over the query heads of a KV head."""
+    p = p * counts
+    if observe.group == "max-of-sums":
+        return p.sum(dim=1).amax(dim=0)
     if observe.group == "max":
-        return p.amax(dim=0)
-    return p.sum(dim=0) if observe.group == "sum" else p.mean(dim=0)
+        return p.amax(dim=0).sum(dim=0)
+    total = p.sum(dim=(0, 1))
+    return total if observe.group == "sum" else total / len(p)

@@ -12,11 +12,14 @@ class DenseTokens:
 
     A token is visible to the queries that do not come before it. A place with position -1 holds no
     token, and whatever lies there has no effect.
+
+    `full` says whether every place holds a token; None looks, for which the host waits.
     """
 
     key: Float[Tensor, "B H S D"]
     value: Float[Tensor, "B H S Dv"]
     position: Int[Tensor, "B S"]
+    full: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,9 @@ class Attended:
     """The output of attention, and per part of the tokens what was observed of it.
 
     Parts are in the order paged, then dense; a paged part has as many places as its longest
-    stream, in the order of its slots. `mass` is summed as the contract's `Observe` says, `seen`
-    is the number of queries that counted into it. Both are empty if nothing was to be observed, and
-    0 at places without a token.
+    stream, or as its `longest` says, in the order of its slots. `mass` is summed as the contract's
+    `Observe` says, `seen` is the number of queries that counted into it. Both are empty if nothing
+    was to be observed, and 0 at places without a token.
     """
 
     out: Float[Tensor, "B H G L Dv"]

@@ -66,7 +66,7 @@ def read(
         dtype: what to compute in.
     """
     layout = codec.layout
-    if layout is not None and codec.block == 1 and len(parts) == 2 and 8 % layout.bits == 0:
+    if layout is not None and layout.tokens == 1 and len(parts) == 2 and 8 % layout.bits == 0:
         return _codes(parts[0], parts[1], layout, streams, dtype)
     blocks = parts[0].numel() // codec.parts[0]
     split = [part.view(blocks, size) for part, size in zip(parts, codec.parts, strict=True)]
