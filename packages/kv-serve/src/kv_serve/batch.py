@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_paging import PagePool, TokenStore
-from kv_policy import CacheShape, KVPolicy, PageLayout, tier_formats
+from kv_paging.tiers import Tiers
+from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PageLayout, tier_formats
 from kv_serve.memory import MemoryReport
 from kv_serve.window import RawWindow
 
@@ -26,7 +27,7 @@ class Pass:
 
 
 def lay_out(policy: KVPolicy, shape: CacheShape, page_tokens: int) -> tuple[PageLayout, ...]:
-    """Lay out a page of each tier; all have the bytes of a page of the first."""
+    """Lay out pages of equal size, about `page_tokens` tokens of the first tier in one."""
     extra = policy.selector is not None
     first, *others = tier_formats(policy, shape)
     page = PageLayout.sized(first, page_tokens, extra, extra)
@@ -41,10 +42,11 @@ class Batch:
     layouts: tuple[PageLayout, ...]
     window_size: int
     pool: PagePool
-    stores: tuple[TokenStore, ...]
+    tiers: Tiers
     window: RawWindow | None
     seen: Int[Tensor, " B"]  # tokens per sequence
     columns: int = field(default=0)  # columns of the batch, padding included
+    started: bool = field(default=False)  # every sequence has a token
 
     @classmethod
     def allocate(
@@ -65,13 +67,15 @@ class Batch:
             layouts=layouts,
             window_size=size,
             pool=pool,
-            stores=tuple(
-                TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
-                for layout in layouts
-            ),
+            tiers=Tiers(pool, layouts, shape.layers, sequences, shape.kv_heads),
             window=RawWindow(shape, sequences, size, device, scores) if size else None,
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
         )
+
+    @property
+    def stores(self) -> tuple[TokenStore, ...]:
+        """Where tokens lie, in the order attention sees them; a tier may have two."""
+        return self.tiers.stores
 
     @property
     def held_window(self) -> RawWindow | None:
@@ -86,6 +90,27 @@ class Batch:
     def by_head(self, x: Int[Tensor, "B S"]) -> Int[Tensor, "B H S"]:
         """One row per KV head."""
         return x[:, None].expand(-1, self.shape.kv_heads, -1)
+
+    def grow(
+        self,
+        key: Float[Tensor, "S D"],
+        value: Float[Tensor, "S Dv"],
+        score: Float[Tensor, " S"] | None,
+        position: Int[Tensor, " S"],
+    ) -> None:
+        """Put one token of each stream into the first tier, but where its position is -1."""
+        absent = position < 0
+        kinds = torch.zeros_like(position, dtype=torch.uint8)
+        self.tiers.step(
+            candidate=kinds.masked_fill(absent, DROP),
+            victim=kinds + NOBODY,
+            target=kinds + DROP,
+            place=position.new_full((self.tiers.tiers, len(position)), -1),
+            key=key,
+            value=value,
+            score=score,
+            position=position if self.layouts[0].positions else None,
+        )
 
     def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
         """Make sure of the pages for so many tokens per head, once instead of layer by layer.
@@ -107,13 +132,14 @@ class Batch:
         """Count what a finished pass brought."""
         if self.window is not None:
             self.window.advance(now.position, now.total)
+        if now.prompt or not self.started:
+            self.started = bool((now.total > 0).all())
         self.seen = now.total
         self.columns += now.position.shape[1]
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
-        for store in self.stores:
-            store.select(source)
+        self.tiers.select(source)
         if self.window is not None:
             self.window.select(source)
         self.seen = self.seen[source]
@@ -131,19 +157,16 @@ class Batch:
             )
         self.seen = self.seen - columns
         self.columns -= columns
-        for store in self.stores:
-            store.truncate(self.seen)
+        self.tiers.truncate(self.seen)
 
     def memory(self) -> MemoryReport:
         """Count what is held."""
-        counts = [
-            (int(s.length.sum()), lay) for s, lay in zip(self.stores, self.layouts, strict=True)
-        ]
-        vectors = sum(n // lay.format.block * lay.format.nbytes for n, lay in counts)
-        scores = sum(4 * n * lay.scores for n, lay in counts)
-        positions = sum(4 * n * lay.positions for n, lay in counts)
+        each = [(int(store.live.sum()), store.layout) for store in self.stores]
+        vectors = sum(n * lay.format.nbytes // lay.format.block for n, lay in each)
+        scores = sum(4 * n * lay.scores for n, lay in each)
+        positions = sum(4 * n * lay.positions for n, lay in each)
         page = self.layouts[0].nbytes
-        tokens = torch.stack([s.length.long() for s in self.stores]).sum(0)
+        tokens = self.tiers.counts().sum(0)
         if self.window is not None:
             tokens = tokens + (self.window.position >= 0).sum(-1)[None, :, None]
         return MemoryReport(
@@ -153,7 +176,7 @@ class Batch:
             unfilled_bytes=self.pool.used * page - vectors - scores - positions,
             spare_bytes=self.pool.free * page,
             window_bytes=self.window.nbytes if self.window is not None else 0,
-            table_bytes=sum(s.table_bytes for s in self.stores) + self.pool.table_bytes,
+            table_bytes=self.tiers.table_bytes + self.pool.table_bytes,
             full_bytes=int(self.seen.sum()) * self.shape.token_bytes,
             pages_used=self.pool.used,
             pages_free=self.pool.free,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_policy import FRESH
 from kv_serve.batch import Batch, Pass, grid
@@ -43,23 +44,24 @@ def layer_groups(
     mass: Sequence[Tensor] = (),
     seen: Sequence[Tensor] = (),
 ) -> list[Group]:
-    """A layer's tokens: each tier, the window, the fresh ones, in the order they are attended."""
+    """A layer's tokens: each store, the window, the fresh ones, in the order they are attended."""
     masses, counts = iter(mass), iter(seen)
     groups = []
-    for tier, store in enumerate(batch.stores):
-        if not store.pages_used:
+    for index, (tier, store) in enumerate(zip(batch.tiers.tier, batch.stores, strict=True)):
+        if not store.longest:
             continue
-        held = store.read(batch.streams(layer), reads)
+        held = store.read_layer(layer, reads)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
         groups.append(
             Group(
                 position=grid(held.position.masked_fill(~held.held, -1), batch.shape.kv_heads),
                 tier=tier,
+                store=index,
                 fresh=False,
                 score=grid(held.score, batch.shape.kv_heads),
-                mass=next(masses, None),
-                seen=next(counts, None),
+                mass=_padded(next(masses, None), held.held.shape[1]),
+                seen=_padded(next(counts, None), held.held.shape[1]),
                 key=None if held.key is None else grid(held.key, batch.shape.kv_heads),
                 value=None if held.value is None else grid(held.value, batch.shape.kv_heads),
             )
@@ -80,3 +82,8 @@ def layer_groups(
         )
     last = fresh_group(batch, now, key, value, reads, next(masses, None), next(counts, None))
     return [*groups, last]
+
+
+def _padded(x: Tensor | None, slots: int) -> Tensor | None:
+    """What was observed of a layer's slots, over as many as the store's longest stream has."""
+    return None if x is None else pad(x, (0, slots - x.shape[-1]))

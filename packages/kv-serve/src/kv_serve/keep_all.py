@@ -38,7 +38,7 @@ class KeepAll:
             return
         key, value, position = self._leaving(batch, now, layer, key, value)
         keep = flat(batch.by_head(position)) >= 0
-        batch.stores[0].append(batch.streams(layer), flat(key), flat(value), keep, None, None)
+        batch.tiers.append(0, batch.streams(layer), flat(key), flat(value), keep, None, None)
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Store one token per sequence, for all layers at once."""
@@ -50,10 +50,8 @@ class KeepAll:
         position = now.position
         if batch.window is not None:
             key, value, position, _ = batch.window.exchange(key, value, now.position, now.total)
-        keep = (position >= 0)[None, :, None].expand(key.shape[:-1])
-        batch.stores[0].append(
-            batch.streams(), key.flatten(0, 2), value.flatten(0, 2), keep.flatten(0, 2), None, None
-        )
+        where = position[None, :, None].expand(key.shape[:-1])
+        batch.grow(key.flatten(0, 3), value.flatten(0, 3), None, where.flatten())
 
     def after(self, batch: Batch) -> None:
         """Nothing is ever planned again."""

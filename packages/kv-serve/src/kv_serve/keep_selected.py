@@ -60,7 +60,9 @@ class KeepSelected:
         scored, reads = None, self.selector.reads
         if now.prompt or self.selector.observe.generated:
             groups = layer_groups(batch, now, layer, key, value, reads, result.mass, result.seen)
-            scored = score_layer(self.selector, layer, batch.shape, groups, now.total)
+            scored = score_layer(
+                self.selector, layer, batch.shape, groups, now.total, ordered=now.prompt
+            )
             self._note(batch, layer, scored)
         elif self.selector.decode == "step":
             fresh = fresh_group(batch, now, key, value, reads)
@@ -115,8 +117,8 @@ class KeepSelected:
     def _note(self, batch: Batch, layer: int, scored: Scored) -> None:
         """Let stored and windowed tokens carry the scores they were just given."""
         for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
-            if group.tier != FRESH:
-                batch.stores[group.tier].set_scores(batch.streams(layer), flat(score))
+            if group.store is not None:
+                batch.stores[group.store].set_layer_scores(layer, flat(score))
             elif not group.fresh and batch.window is not None and batch.window.score is not None:
                 batch.window.score[layer] = score
 
@@ -133,7 +135,7 @@ class KeepSelected:
         )
         if cuts is not None:
             if self._cuts is None:
-                self._cuts = cuts.new_zeros(len(batch.stores), *batch.stores[0].length.shape)
+                self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
             self._cuts[:, first : first + len(arrivals)] = cuts
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
             self._restack(batch, first + i, scored[i], plan)
@@ -144,13 +146,13 @@ class KeepSelected:
         streams = batch.streams(layer)
         moved = []
         for group, tier in zip(scored.groups, plan, strict=True):
-            if group.tier == FRESH:
+            if group.store is None:
                 continue
             held = group.position >= 0
             down = held & (tier != group.tier) & (tier != DROP)
             if bool((down & (tier < group.tier)).any()):
                 raise ValueError("the plan sends a stored token back to an earlier tier")
-            store = batch.stores[group.tier]
+            store = batch.stores[group.store]
             if bool(down.any()):
                 read = store.read(streams, frozenset({"keys", "values"}))
                 moved.append((read, flat(tier.masked_fill(~down, DROP))))
@@ -158,9 +160,9 @@ class KeepSelected:
         for read, tier in moved:
             assert read.key is not None  # it was asked for
             assert read.value is not None
-            for index, store in enumerate(batch.stores):
-                store.append(
-                    streams, read.key, read.value, tier == index, read.score, read.position
+            for index in range(self.selector.tiers):
+                batch.tiers.append(
+                    index, streams, read.key, read.value, tier == index, read.score, read.position
                 )
 
     def _enter(
@@ -182,8 +184,9 @@ class KeepSelected:
         tier = flat(torch.cat([plan[i] for i in loose], -1))
         score = flat(torch.cat([scores[i] for i in loose], -1))
         position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
-        for index, store in enumerate(batch.stores):
-            store.append(batch.streams(layer), key, value, tier == index, score, position)
+        streams = batch.streams(layer)
+        for index in range(self.selector.tiers):
+            batch.tiers.append(index, streams, key, value, tier == index, score, position)
         if batch.window is not None:
             batch.window.put(
                 slice(layer, layer + 1),
@@ -221,20 +224,18 @@ class KeepSelected:
                 key, value, position, now.total, score
             )
             score = score if left is None else left
-        where = position[None, :, None].expand(key.shape[:-1])
         rows = (
-            key.flatten(0, 2),
-            value.flatten(0, 2),
-            score.flatten(0, 2),
-            where.flatten(0, 2).int(),
+            key.flatten(0, 3),
+            value.flatten(0, 3),
+            score.flatten(),
+            position[None, :, None].expand(key.shape[:-1]).flatten(),
         )
-        if self.selector.decode == "step":
-            if self._budget is None:
-                self._budget = self._resolve(batch, now.total)
-            if self._cuts is None:
-                lead = (len(batch.stores), *batch.stores[0].length.shape)
-                self._cuts = torch.zeros(lead, device=position.device)
-            step(batch, self.selector, self._budget, self._cuts, now, *rows)
-        else:
-            keys, values, scores, places = rows
-            batch.stores[0].append(batch.streams(), keys, values, places >= 0, scores, places)
+        if self.selector.decode == "grow":
+            batch.grow(*rows)
+            return
+        if self._budget is None:
+            self._budget = self._resolve(batch, now.total)
+        if self._cuts is None:
+            lead = (self.selector.tiers, *batch.stores[0].length.shape)
+            self._cuts = torch.zeros(lead, device=position.device)
+        step(batch, self.selector, self._budget, self._cuts, now, *rows)

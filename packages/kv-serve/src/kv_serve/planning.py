@@ -17,6 +17,7 @@ class Group:
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
     fresh: bool
+    store: int | None = None  # index of the store they lie in; None: the window, or nowhere yet
     score: Float[Tensor, "B H S"] | None = None
     mass: Float[Tensor, "B H S"] | None = None
     seen: Int[Tensor, "B H S"] | None = None
@@ -26,10 +27,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """A layer's tokens with the scores its selector gave, in the order of their positions."""
+    """A layer's tokens with the scores its selector gave, commonly in the order of positions."""
 
     groups: tuple[Group, ...]
-    order: Int[Tensor, "B H L"]  # place in the groups laid side by side
+    order: Int[Tensor, "B H L"] | None  # place in the groups laid side by side; None: as they lie
     position: Int[Tensor, "B H L"]
     tier: UInt8[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
@@ -40,12 +41,15 @@ class Scored:
         order = _order(groups)
         score = torch.cat([_carried_score(g) for g in groups], -1).gather(-1, order)
         position = torch.cat([g.position for g in groups], -1).gather(-1, order)
-        return cls(tuple(groups), order, position, _tiers(groups).gather(-1, order), score)
+        tier = torch.cat(_tiers(groups), -1).gather(-1, order)
+        return cls(tuple(groups), order, position, tier, score)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Take a result in position order apart again, by group."""
+        """Take a result in this order apart again, by group."""
         sizes = [g.position.shape[-1] for g in self.groups]
-        return list(torch.empty_like(x).scatter_(-1, self.order, x).split(sizes, -1))
+        if self.order is not None:
+            x = torch.empty_like(x).scatter_(-1, self.order, x)
+        return list(x.split(sizes, -1))
 
 
 def score_layer(
@@ -54,15 +58,19 @@ def score_layer(
     shape: CacheShape,
     groups: Sequence[Group],
     length: Int[Tensor, " B"],
+    ordered: bool = True,
 ) -> Scored:
-    """Lay the groups side by side, sort by position, and let the selector score the tokens."""
-    order = _order(groups)
+    """Lay the groups side by side, `ordered` by position, and let the selector score the tokens."""
+    order = _order(groups) if ordered else None
 
     def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts, -1).gather(-1, order)
+        whole = torch.cat(parts, -1)
+        return whole if order is None else whole.gather(-1, order)
 
     def vectors(parts: list[Tensor | None]) -> Tensor | None:
         whole = torch.cat([p.float() for p in parts if p is not None], -2)
+        if order is None:
+            return whole
         return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
 
     observed = all(g.mass is not None for g in groups)
@@ -79,7 +87,7 @@ def score_layer(
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
     )
     score = selector.score(view).float()
-    return Scored(tuple(groups), order, view.position, _tiers(groups).gather(-1, order), score)
+    return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score)
 
 
 def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
@@ -95,8 +103,8 @@ def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
     return torch.zeros_like(group.position, dtype=torch.float32)
 
 
-def _tiers(groups: Sequence[Group]) -> UInt8[Tensor, "B H L"]:
-    return torch.cat([torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in groups], -1)
+def _tiers(groups: Sequence[Group]) -> list[Tensor]:
+    return [torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in groups]
 
 
 def plan_layers(

@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend
-from kv_paging import TokenStore
 from kv_policy import Budget, CacheShape, KVPolicy, Observe
 from kv_serve.batch import Batch, Pass, grid, lay_out
 from kv_serve.keep_all import KeepAll
@@ -61,14 +60,9 @@ class TieredCache:
         self.policy, self.shape = policy, shape
         self._device, self._backend, self._pages = torch.device(device), backend, pages
         self._layouts = lay_out(policy, shape, page_tokens)
-        for layout in self._layouts:
-            if layout.format.block != 1:
-                raise ValueError(
-                    f"{policy} encodes {layout.format.block} tokens together; this cache stores "
-                    "formats whose tokens stand alone"
-                )
         self._budgets = tuple(budgets) if budgets is not None else None
         self._check_budgets()
+        self.followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
 
     def _check_budgets(self) -> None:
@@ -133,7 +127,7 @@ class TieredCache:
                 f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use "
                 "one cache per batch, or reset() it"
             )
-        if columns == 1 and batch.columns and bool((batch.seen == 0).any()):
+        if columns == 1 and batch.columns and not batch.started:
             rows = (batch.seen == 0).nonzero().flatten().tolist()
             raise ValueError(
                 f"sequence(s) {rows} of the batch are all padding, so there is no prompt to go on "
@@ -144,6 +138,8 @@ class TieredCache:
         now = Pass(position, batch.seen + count[:, -1])
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
+        for follower in self.followers:
+            follower.begin(valid)
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = self._budgets
@@ -176,23 +172,28 @@ class TieredCache:
             kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
         """
         now, batch = self._expect(layer)
-        stored = [s for s in batch.stores if s.pages_used]
-        dense = [DenseTokens(key, value, now.position)]
+        # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
+        dense = [DenseTokens(key, value, now.position, full=None if now.prompt else False)]
         raw = batch.held_window
         if raw is not None:
-            dense.insert(0, DenseTokens(raw.key[layer], raw.value[layer], raw.position))
+            held = DenseTokens(raw.key[layer], raw.value[layer], raw.position, full=False)
+            dense.insert(0, held)
         observe = self.observe
         result = attend(
             query,
             now.position,
-            [s.view(layer) for s in stored],
+            batch.tiers.views(layer),
             dense,
             scale,
             observe,
-            page_positions=self._positions(batch, layer, stored) if observe.skip else None,
+            page_positions=self._positions(batch, layer) if observe.skip > 1 else None,
             backend=self._backend,
         )
         self.keep(layer, key, value, result)
+        for follower in self.followers:
+            follower.keep(layer, key, value, result)
+        if self._pass is None:
+            self.followers = ()
         return result.out
 
     @property
@@ -222,7 +223,7 @@ class TieredCache:
         now, batch = self._expect(layer)
         keeper = self._keeper
         if not batch.columns and result.mass:  # stores may hold tokens of other layers already
-            nothing = sum(1 for s in batch.stores if s.pages_used)
+            nothing = sum(1 for s in batch.stores if s.longest)
             (mass, seen) = (part[-1] for part in (result.mass, result.seen))
             result = Attended(
                 result.out,
@@ -244,11 +245,9 @@ class TieredCache:
             raise RuntimeError(f"layer {layer} attends where {expected} was expected")
         return now, batch
 
-    def _positions(
-        self, batch: Batch, layer: int, stored: list[TokenStore]
-    ) -> list[Int[Tensor, "B H S"] | None]:
+    def _positions(self, batch: Batch, layer: int) -> list[Int[Tensor, "B H S"] | None]:
         """Positions of stored tokens, for observations that skip near queries."""
-        reads = [s.read(batch.streams(layer)).position for s in stored]
+        reads = [s.read_layer(layer).position for s in batch.stores if s.longest]
         return [None if p is None else grid(p, self.shape.kv_heads) for p in reads]
 
     def select(self, source: Int[Tensor, " B2"]) -> None:

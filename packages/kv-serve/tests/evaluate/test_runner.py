@@ -61,11 +61,17 @@ def test_everything_is_run_once_and_keeping_everything_scores_as_full(
         ("nll", "agnostic"),
         ("agreement", "agnostic"),
     ]
-    assert [e.key for e in entries] == [
-        (spec, *pair, i) for pair in pairs for spec in (FULL, "raw") for i in range(3)
-    ]
     # 3 prompts of unequal lengths run alone, 3 windows of equal length as 2 and 1.
-    assert make.used == ([FULL] * 3 + ["raw"] * 3) * 4 + ([FULL] * 2 + ["raw"] * 2) * 2
+    batches = {"needle": [[0], [1], [2]], "nll": [[0, 1], [2]]}
+    batches |= {"multikey": batches["needle"], "agreement": batches["nll"]}
+    assert [e.key for e in entries] == [
+        (spec, *pair, i)
+        for pair in pairs
+        for batch in batches[pair[0]]
+        for spec in (FULL, "raw")
+        for i in batch
+    ]
+    assert make.used == [FULL, "raw"] * (4 * 3 + 2 * 2)
     assert len(journal) == len(entries)
     found = rows(PLAN, journal)
     assert [(row.task, row.setting) for row in found[::2]] == pairs
@@ -135,7 +141,7 @@ def test_agreement_counts_tokens_equal_to_the_full_caches(
 
     plan = replace(TEXT_ONLY, tasks=("agreement",), policies=(FULL, "raw"))
     entries = list(run(loaded, plan, text, journal, forgetful))
-    full, other = entries[:3], entries[3:]
+    full, other = ([e for e in entries if e.policy == spec] for spec in (FULL, "raw"))
     assert [e.score for e in full] == [1.0] * 3
     for a, b in zip(full, other, strict=True):
         assert len(a.tokens) == len(b.tokens) == 64

@@ -1,9 +1,12 @@
-"""Running samples under caches, one batch after another, and keeping each result."""
+"""Running samples under caches, one batch after another, and keeping each result.
+
+A prompt is read once for several policies; each then answers by itself.
+"""
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -11,11 +14,16 @@ from kv_serve.evaluate.caches import MakeCache, held, make_cache
 from kv_serve.evaluate.decode import answer, ends_of, nats, read
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.shared import read_prompt
 from kv_serve.evaluate.specs import FULL
 from kv_serve.tasks import Sample, TaskError, Text, agreement_share, found
 
 if TYPE_CHECKING:
+    from transformers import Cache
+
     from kv_serve.models import LoadedModel
+
+TOGETHER: Final = 8  # caches of one prompt that are held at the same time
 
 
 def run(
@@ -26,6 +34,8 @@ def run(
     make: MakeCache = make_cache,
 ) -> Iterator[Finished]:
     """Finish every sample under every cache, `full` before the others; give each as it is there.
+
+    Policies that observe the same share a prompt's forward pass, eight at a time, and its seconds.
 
     Samples that the journal has are given at once and not run again.
 
@@ -38,34 +48,67 @@ def run(
         _check_length(loaded, samples)
     for spec in plan.policies:
         make(loaded.model, spec)  # whatever is refused is refused before the first sample
-    for task, setting, samples in work:
+    for task, _, samples in work:
         size = plan.batch_of(task)
-        for spec in plan.policies:
-            for start in range(0, len(samples), size):
-                part = range(start, min(start + size, len(samples)))
-                known = [journal.get(spec, task, setting, i) for i in part]
-                done = [entry for entry in known if entry is not None]
-                if len(done) < len(part):
-                    chosen = [samples[i] for i in part]
-                    references = [journal.get(FULL, task, setting, i) for i in part]
-                    done = _batch(loaded, spec, start, chosen, references, make)
-                    journal.append(done)
-                yield from done
+        for start in range(0, len(samples), size):
+            chosen = samples[start : start + size]
+            for specs in _together(plan.policies):
+                have = {spec: _known(journal, spec, chosen, start) for spec in specs}
+                missing = [spec for spec in specs if not have[spec]]
+                fresh = _finish(loaded, missing, start, chosen, journal, make)
+                for spec in specs:
+                    if not have[spec]:
+                        have[spec] = next(fresh)
+                        journal.append(have[spec])
+                    yield from have[spec]
 
 
-def _batch(
+def _together(policies: Sequence[str]) -> list[Sequence[str]]:
+    """`full` alone, since others are measured by it, then policies whose caches stand together."""
+    rest = [policies[i : i + TOGETHER] for i in range(1, len(policies), TOGETHER)]
+    return [policies[:1], *rest]
+
+
+def _known(journal: Journal, spec: str, samples: Sequence[Sample], start: int) -> list[Finished]:
+    """What the journal has of a batch, if it has all of it."""
+    found = [journal.get(spec, s.task, s.setting, start + i) for i, s in enumerate(samples)]
+    done = [entry for entry in found if entry is not None]
+    return done if len(done) == len(samples) else []
+
+
+def _finish(
+    loaded: "LoadedModel",
+    specs: Sequence[str],
+    start: int,
+    samples: Sequence[Sample],
+    journal: Journal,
+    make: MakeCache,
+) -> Iterator[list[Finished]]:
+    """Run samples of equal lengths together, and give the results of one cache after another."""
+    if not specs:
+        return
+    began = time.perf_counter()
+    caches = [make(loaded.model, spec) for spec in specs]
+    read_prompt(loaded.model, caches, torch.tensor([s.prompt_ids for s in samples]))
+    shared = (time.perf_counter() - began) / len(specs)
+    references = [journal.get(FULL, s.task, s.setting, start + i) for i, s in enumerate(samples)]
+    caches.reverse()  # each is let go of once it has answered
+    for spec in specs:
+        yield _ask(loaded, spec, caches.pop(), start, samples, references, shared)
+
+
+def _ask(
     loaded: "LoadedModel",
     spec: str,
+    cache: "Cache",
     start: int,
     samples: Sequence[Sample],
     references: Sequence[Finished | None],
-    make: MakeCache,
+    shared: float,
 ) -> list[Finished]:
-    """Run samples of equal lengths together."""
+    """Ask a cache that has read the prompts; `shared` is its part of the seconds that took."""
     model, first = loaded.model, samples[0]
-    began = time.perf_counter()
-    cache = make(model, spec)
-    read(model, cache, torch.tensor([s.prompt_ids for s in samples]))
+    began = time.perf_counter() - shared
     size = held(cache)
     logits = read(model, cache, torch.tensor([s.question_ids for s in samples]))
     tokens: tuple[tuple[int, ...], ...] = ((),) * len(samples)
