@@ -1,8 +1,9 @@
 """A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
 
 from kv_paging.pool import PagePool, PoolExhausted
+from kv_paging.sizes import fit
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import Stored
 
-__all__ = ["PagePool", "PoolExhausted", "Stored", "Tiers", "TokenStore"]
+__all__ = ["PagePool", "PoolExhausted", "Stored", "Tiers", "TokenStore", "fit"]

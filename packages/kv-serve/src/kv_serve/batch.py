@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_paging import PagePool, TokenStore
-from kv_paging.tiers import Tiers
+from kv_paging import PagePool, Tiers, TokenStore, fit
 from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PageLayout, tier_formats
 from kv_serve.memory import MemoryReport
 from kv_serve.window import RawWindow
@@ -29,9 +28,7 @@ class Pass:
 def lay_out(policy: KVPolicy, shape: CacheShape, page_tokens: int) -> tuple[PageLayout, ...]:
     """Lay out pages of equal size, about `page_tokens` tokens of the first tier in one."""
     extra = policy.selector is not None
-    first, *others = tier_formats(policy, shape)
-    page = PageLayout.sized(first, page_tokens, extra, extra)
-    return page, *(PageLayout.fitted(f, page.nbytes, extra, extra) for f in others)
+    return fit(tier_formats(policy, shape), page_tokens, extra, extra)
 
 
 @dataclass

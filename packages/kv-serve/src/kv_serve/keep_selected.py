@@ -22,12 +22,7 @@ class _Arrival:
     key: Float[Tensor, "B H L D"]
     value: Float[Tensor, "B H L Dv"]
     scored: Scored | None = None
-
-    def fresh_score(self) -> Float[Tensor, "B H L"]:
-        """Scores of the fresh tokens; 0 where the selector was not asked."""
-        if self.scored is None:
-            return torch.zeros(self.key.shape[:-1], device=self.key.device)
-        return self.scored.split(self.scored.score)[-1]
+    fresh_score: Float[Tensor, "B H L"] | None = None  # None: the selector was not asked
 
 
 class KeepSelected:
@@ -67,7 +62,8 @@ class KeepSelected:
         elif self.selector.decode == "step":
             fresh = fresh_group(batch, now, key, value, reads)
             scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total)
-        arrival = _Arrival(key, value, scored)
+        fresh_score = None if scored is None else scored.split(scored.score)[-1]
+        arrival = _Arrival(key, value, scored, fresh_score)
         if now.prompt and self.selector.scope == "layer":
             self._plan(batch, now, layer, [arrival])
         else:
@@ -217,7 +213,8 @@ class KeepSelected:
         """Store one fresh token per sequence, for all layers at once."""
         key = torch.stack([a.key for a in arrivals])
         value = torch.stack([a.value for a in arrivals])
-        score = torch.stack([a.fresh_score() for a in arrivals])
+        given = [a.fresh_score for a in arrivals if a.fresh_score is not None]
+        score = torch.stack(given) if given else torch.zeros_like(key[..., 0], dtype=torch.float32)
         position = now.position
         if batch.window is not None:
             key, value, position, left = batch.window.exchange(
