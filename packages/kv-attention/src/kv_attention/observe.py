@@ -1,12 +1,18 @@
 """The second pass: how much attention each token got, from the log-sum-exp of the first."""
 
+from collections.abc import Sequence
+from typing import Final
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
-from kv_attention.parts import Part, block_sizes
+from kv_attention.parts import PagedPart, Part, block_sizes
 from kv_policy import Observe
+
+_FAR: Final = 2**30  # a position that no query has
+_NEAR: Final = 256  # tokens in a block where queries come among them
 
 
 def observe_part(
@@ -31,14 +37,19 @@ def observe_part(
     size, tokens = block_sizes(q, q.shape[-1])
     # In a decode step the host does not wait for an answer.
     all_real = position.shape[1] > 1 and bool((position >= 0).all())
-    for at in part.spans(tokens):
+    # Blocks on the diagonal are worked out in full and half thrown away, so small ones waste less.
+    spans = list(part.spans(min(tokens, _NEAR) if position.shape[1] > 1 else tokens))
+    reach = _reach(position, part, spans, observe.skip)
+    for at, (first, settled) in zip(spans, reach, strict=True):
         keys = part.keys(at)
         if q.shape[2] * q.shape[3] > q.shape[4]:
             keys = keys.plain()
-        for start in range(0, q.shape[3], size):
+        for start in range(first // size * size, q.shape[3], size):
             chunk = slice(start, start + size)
             p = logits(q[..., chunk, :], keys).sub_(lse[..., chunk, None]).exp_()
-            counts = _counts(position[:, chunk], part, at, observe, all_real)
+            counts = None
+            if start < settled:
+                counts = _counts(position[:, chunk], part, at, observe, all_real)
             if counts is None:
                 seen[..., at] += p.shape[3]
             else:
@@ -47,6 +58,28 @@ def observe_part(
                 seen[..., at] += counts.sum(dim=2)
             mass[..., at] += _summed(p, observe)
     return mass.amax(dim=2) if apart else mass, seen
+
+
+def _reach(
+    position: Int[Tensor, "B L"], part: Part, spans: Sequence[slice], skip: int
+) -> list[list[int]]:
+    """For each run of tokens the first query that may count, and the first from which all do.
+
+    Before the one no query counts for any of the tokens, and from the other on all for all. Of a
+    single query, or for stored tokens, the host does not ask.
+    """
+    if isinstance(part, PagedPart) or position.shape[1] == 1:
+        return [[0, position.shape[1]]] * len(spans)
+    place = part.tokens.position
+    empty = place < 0
+    first = [place.masked_fill(empty, _FAR)[:, at].amin() for at in spans]
+    last = [place.masked_fill(empty, _FAR)[:, at].amax() + skip for at in spans]
+    latest = position.amax(dim=0).cummax(dim=0).values  # of the queries up to here
+    earliest = position.amin(dim=0).flip(0).cummin(dim=0).values.flip(0)  # of those from here on
+    start = torch.searchsorted(latest, torch.stack(first).to(latest.dtype))
+    settled = torch.searchsorted(earliest, torch.stack(last).to(earliest.dtype))
+    found: list[list[int]] = torch.stack((start, settled), dim=1).tolist()
+    return found
 
 
 def _counts(
