@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_paging import PagePool, Tiers, TokenStore, fit
-from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PageLayout, tier_formats
+from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens, PageLayout, tier_formats
 from kv_serve.memory import MemoryReport
 from kv_serve.window import RawWindow
 
@@ -73,6 +73,19 @@ class Batch:
     def stores(self) -> tuple[TokenStore, ...]:
         """Where tokens lie, in the order attention sees them; a tier may have two."""
         return self.tiers.stores
+
+    @property
+    def held_stores(self) -> list[tuple[int, TokenStore]]:
+        """Tier and store, of those that may hold something of a layer that is attended to.
+
+        In the first pass they hold at most what layers before it have just stored.
+        """
+        pairs = zip(self.tiers.tier, self.stores, strict=True)
+        return [(tier, store) for tier, store in pairs if self.columns and store.longest]
+
+    def views(self, layer: int) -> list[PagedTokens]:
+        """Give what stands in a layer's pages; good until the next operation."""
+        return [store.view(layer) for _, store in self.held_stores]
 
     @property
     def held_window(self) -> RawWindow | None:

@@ -47,9 +47,7 @@ def layer_groups(
     """A layer's tokens: each store, the window, the fresh ones, in the order they are attended."""
     masses, counts = iter(mass), iter(seen)
     groups = []
-    for index, (tier, store) in enumerate(zip(batch.tiers.tier, batch.stores, strict=True)):
-        if not store.longest:
-            continue
+    for tier, store in batch.held_stores:
         held = store.read_layer(layer, reads)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
@@ -57,7 +55,7 @@ def layer_groups(
             Group(
                 position=grid(held.position.masked_fill(~held.held, -1), batch.shape.kv_heads),
                 tier=tier,
-                store=index,
+                store=store,
                 fresh=False,
                 score=grid(held.score, batch.shape.kv_heads),
                 mass=_padded(next(masses, None), held.held.shape[1]),

@@ -114,7 +114,7 @@ class KeepSelected:
         """Let stored and windowed tokens carry the scores they were just given."""
         for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
             if group.store is not None:
-                batch.stores[group.store].set_layer_scores(layer, flat(score))
+                group.store.set_layer_scores(layer, flat(score))
             elif not group.fresh and batch.window is not None and batch.window.score is not None:
                 batch.window.score[layer] = score
 
@@ -148,7 +148,7 @@ class KeepSelected:
             down = held & (tier != group.tier) & (tier != DROP)
             if bool((down & (tier < group.tier)).any()):
                 raise ValueError("the plan sends a stored token back to an earlier tier")
-            store = batch.stores[group.store]
+            store = group.store
             if bool(down.any()):
                 read = store.read(streams, frozenset({"keys", "values"}))
                 moved.append((read, flat(tier.masked_fill(~down, DROP))))

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging import TokenStore
 from kv_policy import DROP, CacheShape, LayerView, PlanView, Selector
 
 
@@ -17,7 +18,7 @@ class Group:
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
     fresh: bool
-    store: int | None = None  # index of the store they lie in; None: the window, or nowhere yet
+    store: TokenStore | None = None  # where they lie; None: in the window, or nowhere yet
     score: Float[Tensor, "B H S"] | None = None
     mass: Float[Tensor, "B H S"] | None = None
     seen: Int[Tensor, "B H S"] | None = None

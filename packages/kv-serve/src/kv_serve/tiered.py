@@ -182,7 +182,7 @@ class TieredCache:
         result = attend(
             query,
             now.position,
-            batch.tiers.views(layer),
+            batch.views(layer),
             dense,
             scale,
             observe,
@@ -222,14 +222,6 @@ class TieredCache:
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
-        if not batch.columns and result.mass:  # stores may hold tokens of other layers already
-            nothing = sum(1 for s in batch.stores if s.longest)
-            (mass, seen) = (part[-1] for part in (result.mass, result.seen))
-            result = Attended(
-                result.out,
-                (*(mass[..., :0],) * nothing, mass),
-                (*(seen[..., :0],) * nothing, seen),
-            )
         keeper.take(batch, now, layer, key, value, result)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
@@ -247,7 +239,7 @@ class TieredCache:
 
     def _positions(self, batch: Batch, layer: int) -> list[Int[Tensor, "B H S"] | None]:
         """Positions of stored tokens, for observations that skip near queries."""
-        reads = [s.read_layer(layer).position for s in batch.stores if s.longest]
+        reads = [store.read_layer(layer).position for _, store in batch.held_stores]
         return [None if p is None else grid(p, self.shape.kv_heads) for p in reads]
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
