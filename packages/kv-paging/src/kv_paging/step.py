@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_paging.moves import Segment, block_segments, put, take
 from kv_paging.store import TokenStore
-from kv_paging.tokens import BOTH, encode_tokens, read_tokens, write_encoded
+from kv_paging.tokens import BOTH, Stored, encode_tokens, read_tokens, write_encoded
 from kv_policy import DROP
 
 
@@ -26,6 +26,22 @@ class Tokens:
     value: Float[Tensor, "S Dv"]
     score: Float[Tensor, " S"] | None
     position: Int[Tensor, " S"] | None
+
+    def or_else(self, mask: Bool[Tensor, " S"], found: Stored) -> "Tokens":
+        """The same, with what was found, one token of each stream, where it is marked."""
+        assert found.key is not None  # vectors were asked for
+        assert found.value is not None
+        score, position = self.score, self.position
+        if found.score is not None and score is not None:
+            score = found.score[:, 0].where(mask, score)
+        if found.position is not None and position is not None:
+            position = found.position[:, 0].where(mask, position)
+        return Tokens(
+            _pick(mask, found.key[:, 0], self.key),
+            _pick(mask, found.value[:, 0], self.value),
+            score,
+            position,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,7 @@ def pages_needed(plans: Sequence[TierPlan]) -> Int[Tensor, ""]:
 def carry_out(plans: Sequence[TierPlan], candidate: Tokens) -> None:
     """Do it; the pool has the pages, and the tables the columns."""
     pool = plans[0].store.pool
-    arriving = _both(_victims(plans[:-1], candidate), candidate)
+    arriving = merge(_victims(plans[:-1], candidate), candidate)
     # A codec that refuses does so before anything has changed.
     encoded = [encode_tokens(p.store.layout, arriving.key, arriving.value) for p in plans]
     emptied = [_fill_gap(plan) for plan in plans]
@@ -148,18 +164,7 @@ def _victims(plans: Sequence[TierPlan], like: Tokens) -> Tokens:
             return take(data, segment, page[:, None], row[:, None])
 
         read = read_tokens(plan.store.layout, plan.leaves[:, None], take_one, BOTH)
-        assert read.key is not None  # both were asked for
-        assert read.value is not None
-        found = Tokens(
-            _pick(plan.leaves, read.key[:, 0], found.key),
-            _pick(plan.leaves, read.value[:, 0], found.value),
-            None
-            if read.score is None or found.score is None
-            else read.score[:, 0].where(plan.leaves, found.score),
-            None
-            if read.position is None or found.position is None
-            else read.position[:, 0].where(plan.leaves, found.position),
-        )
+        found = found.or_else(plan.leaves, read)
     return found
 
 
@@ -175,18 +180,18 @@ def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
     return last
 
 
-def _both(victim: Tokens, candidate: Tokens) -> Tokens:
-    """Put the two lists one after the other."""
+def merge(first: Tokens, second: Tokens) -> Tokens:
+    """Put two lists of tokens one after the other."""
     score, position = None, None
-    if victim.score is not None and candidate.score is not None:
-        score = torch.cat((victim.score, candidate.score))
-    if victim.position is not None and candidate.position is not None:
-        position = torch.cat((victim.position, candidate.position))
-    dtype = torch.promote_types(victim.key.dtype, candidate.key.dtype)
-    wide = torch.promote_types(victim.value.dtype, candidate.value.dtype)
+    if first.score is not None and second.score is not None:
+        score = torch.cat((first.score, second.score))
+    if first.position is not None and second.position is not None:
+        position = torch.cat((first.position, second.position))
+    key = torch.promote_types(first.key.dtype, second.key.dtype)
+    value = torch.promote_types(first.value.dtype, second.value.dtype)
     return Tokens(
-        torch.cat((victim.key.to(dtype), candidate.key.to(dtype))),
-        torch.cat((victim.value.to(wide), candidate.value.to(wide))),
+        torch.cat((first.key.to(key), second.key.to(key))),
+        torch.cat((first.value.to(value), second.value.to(value))),
         score,
         position,
     )

@@ -133,6 +133,11 @@ class Streams:
         ids = torch.arange(self._length.numel(), device=self.pool.device)
         return ids.view(self._length.shape)[layers].flatten()
 
+    def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
+        """Count the pages that so many more tokens of all streams take."""
+        length = self._length.flatten().long()
+        return (self._pages_for(length + count) - self._pages_for(length)).sum()
+
     def view(self, layer: int) -> PagedTokens:
         """Give one layer as attention reads it; good until the next operation."""
         return PagedTokens(
@@ -169,10 +174,26 @@ class Streams:
         Raises:
             ValueError: a negative length, or not one for each sequence.
         """
+        self.expect_lengths(length)
+        self.cut(length[:, None].expand_as(self._length))
+
+    def cut(self, length: Int[Tensor, "N B H"]) -> None:
+        """Let every stream keep its first slots, so many at most."""
+        before = self._length.flatten().long()
+        after = before.minimum(length.flatten().long())
+        lost = (self._pages_for(before) - self._pages_for(after)).sum()
+        freed, longest = torch.stack((lost, after.amax())).tolist()
+        self._shorten(self.streams(), before, after, freed, longest)
+
+    def expect_lengths(self, length: Int[Tensor, "*B"]) -> None:
+        """Refuse what are not lengths of all sequences.
+
+        Raises:
+            ValueError: a negative length, or not one for each sequence.
+        """
         expect_shape("length", length, self._length.shape[1])
         if (length < 0).any():
             raise ValueError(f"length is {length.tolist()}; a sequence keeps 0 tokens or more")
-        self._cut(self._length.long().minimum(length[:, None].long()).flatten())
 
     @property
     def page_table(self) -> PageTable:
@@ -186,13 +207,6 @@ class Streams:
     def set_longest(self, longest: int) -> None:
         """Set the bound of the lengths."""
         self._longest = longest
-
-    def _cut(self, after: Tensor) -> None:
-        """Let every stream keep its first `after` slots."""
-        before = self._length.flatten().long()
-        lost = (self._pages_for(before) - self._pages_for(after)).sum()
-        freed, longest = torch.stack((lost, after.amax())).tolist()
-        self._shorten(self.streams(), before, after, freed, longest)
 
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)

@@ -6,13 +6,16 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
 from kv_paging.pool import PagePool
 from kv_paging.room import Room
 from kv_paging.selecting import select_all
 from kv_paging.step import Choice, Tokens, carry_out, pages_needed, plan_step
 from kv_paging.store import TokenStore
-from kv_policy import PagedTokens, PageLayout
+from kv_paging.turns import step_in_turn
+from kv_paging.waiting import BlockTier
+from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
 class Tiers:
@@ -24,6 +27,10 @@ class Tiers:
     `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except where
     the pool's lower bound of free pages is too low (see `PagePool.ensure`) and every 64 steps, once
     each, to read how many pages are free and how long streams are.
+
+    A tier whose format encodes several tokens together has two stores: full blocks, and after it
+    the tokens that wait raw, in pages of the same pool, until there are as many as a block. Steps
+    of such tiers wait for the device.
     """
 
     def __init__(
@@ -33,6 +40,8 @@ class Tiers:
         layers: int,
         sequences: int,
         heads: int,
+        *,
+        raw: TokenFormat | None = None,
     ) -> None:
         """Start with empty tiers; they hold no page.
 
@@ -42,25 +51,50 @@ class Tiers:
             layers: N.
             sequences: B.
             heads: H.
+            raw: how tokens are stored while they wait for a block to be full; needed where a
+                format encodes several tokens together.
 
         Raises:
             ValueError: no tier, layouts that store scores or positions in some tiers only or
-                vectors of different dimensions, or what TokenStore refuses.
+                vectors of different dimensions, no `raw` where it is needed, or what TokenStore
+                refuses.
         """
         _expect_alike(layouts)
         self.pool = pool
         stores: list[TokenStore] = []
-        for i, layout in enumerate(layouts):
-            facing = stores[i - 1] if i % 2 else None
-            stores.append(TokenStore(pool, layout, layers, sequences, heads, facing=facing))
+        members: list[TokenStore | BlockTier] = []
+        shape = (layers, sequences, heads)
+
+        def added(layout: PageLayout, kind: type[TokenStore] = TokenStore) -> TokenStore:
+            facing = stores[-1] if len(stores) % 2 else None
+            stores.append(kind(pool, layout, *shape, facing=facing))
+            return stores[-1]
+
+        for layout in layouts:
+            if layout.format.block == 1:
+                members.append(added(layout))
+                continue
+            blocks, waiting = added(layout, BlockStore), added(_waiting(layout, raw))
+            assert isinstance(blocks, BlockStore)
+            members.append(BlockTier(blocks, waiting))
         self.stores = tuple(stores)
-        self.tier = tuple(range(len(layouts)))
+        self.tier = tuple(
+            tier
+            for tier, layout in enumerate(layouts)
+            for _ in range(1 + (layout.format.block > 1))
+        )
+        self._members = tuple(members)
         self._room = Room(self.stores)
 
     @property
     def tiers(self) -> int:
         """K."""
-        return len(set(self.tier))
+        return len(self._members)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether some tier encodes several tokens together; then steps wait for the device."""
+        return len(self.stores) > len(self._members)
 
     @property
     def pages_used(self) -> int:
@@ -115,7 +149,7 @@ class Tiers:
             PoolExhausted: the pool has too few pages and may not grow.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
-        self.stores[tier].append(streams, key, value, keep, score, position)
+        self._members[tier].append(streams, key, value, keep, score, position)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Let the sequences become source[0], source[1], ... in all tiers, or in none.
@@ -143,8 +177,11 @@ class Tiers:
         Raises:
             ValueError: a negative length, or not one for each sequence.
         """
-        for store in self.stores:
-            store.truncate(length)
+        for member in self._members:
+            if isinstance(member, BlockTier):
+                member.expect_cut(length)
+        for member in self._members:
+            member.truncate(length)
 
     def weakest(self) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
         """Give the lowest score of each stream in each tier, and where it is, without waiting.
@@ -154,7 +191,7 @@ class Tiers:
         Raises:
             ValueError: pages hold no scores.
         """
-        found = [store.weakest_all() for store in self.stores]
+        found = [member.weakest_all() for member in self._members]
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
 
     def step(
@@ -195,11 +232,25 @@ class Tiers:
             expect_shape(name, choice, streams)
         expect_shape("place", place, self.tiers, streams)
         self.stores[0].expect_tokens(key, value, score, position, streams)
-        plans = plan_step(self.stores, Choice(candidate, victim, target), place)
+        chosen, token = Choice(candidate, victim, target), Tokens(key, value, score, position)
+        if self.in_blocks:
+            step_in_turn(self._members, chosen, place, token)
+            return
+        plans = plan_step(self.stores, chosen, place)
         bounds = self._room.for_step(lambda: pages_needed(plans))
-        carry_out(plans, Tokens(key, value, score, position))
+        carry_out(plans, token)
         for store, longest in zip(self.stores, bounds, strict=True):
             store.set_longest(longest)
+
+
+def _waiting(layout: PageLayout, raw: TokenFormat | None) -> PageLayout:
+    """Lay out a page of the tokens that wait until they fill a block of this layout."""
+    if raw is None:
+        raise ValueError(
+            f"a tier encodes {layout.format.block} tokens together; say as `raw` how they are "
+            "stored until there are so many"
+        )
+    return PageLayout.fitted(raw, layout.nbytes, layout.scores, layout.positions)
 
 
 def _expect_alike(layouts: Sequence[PageLayout]) -> None:

@@ -1,0 +1,80 @@
+"""A step where tokens of some tier are encoded together: the tiers act in turn, and wait."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kv_paging.step import Choice, Tokens, merge
+from kv_paging.store import TokenStore
+from kv_paging.waiting import BlockTier
+from kv_policy import DROP
+
+
+def step_in_turn(
+    members: Sequence[TokenStore | BlockTier],
+    choice: Choice,
+    place: Int[Tensor, "K S"],
+    candidate: Tokens,
+) -> None:
+    """Do what `step.carry_out` does, by the operations of each tier.
+
+    A fixed pool must have all pages that tokens enter before any comes back.
+
+    Raises:
+        PoolExhausted: it has not; nothing has changed.
+    """
+    streams = torch.arange(place.shape[1], device=place.device)
+    leaves = [(choice.victim == i) & (place[i] >= 0) for i in range(len(members))]
+    arrives, moved = [], torch.zeros_like(leaves[0])
+    for tier, mine in enumerate(leaves):
+        arrives.append(moved & (choice.target == tier))
+        moved = moved | (mine & (choice.target != DROP))
+    swaps = [
+        mine & (choice.candidate == i) & isinstance(member, TokenStore)
+        for i, (member, mine) in enumerate(zip(members, leaves, strict=True))
+    ]
+    enters = [(choice.candidate == i) & ~swap for i, swap in enumerate(swaps)]
+    _reserve(members, arrives, enters)
+    victim = candidate
+    for member, mine, at in zip(members[:-1], leaves, place, strict=False):
+        victim = victim.or_else(mine, member.fetch(streams, at.masked_fill(~mine, -1)))
+    for member, mine, swap, at in zip(members, leaves, swaps, place, strict=True):
+        if isinstance(member, TokenStore):
+            slot = at.masked_fill(~swap, -1)
+            beside = (candidate.score, candidate.position)
+            member.replace(streams, slot, candidate.key, candidate.value, *beside)
+        member.remove(streams, at.masked_fill(~(mine & ~swap), -1))
+    both = merge(victim, candidate)
+    for member, first, second in zip(members, arrives, enters, strict=True):
+        member.append(
+            streams,
+            _paired(both.key),
+            _paired(both.value),
+            torch.stack((first, second), 1),
+            None if both.score is None else _paired(both.score),
+            None if both.position is None else _paired(both.position),
+        )
+
+
+def _paired(x: Tensor) -> Tensor:
+    """Two lists after one another as two tokens of each stream."""
+    first, second = x.chunk(2)
+    return torch.stack((first, second), 1)
+
+
+def _reserve(
+    members: Sequence[TokenStore | BlockTier],
+    arrives: Sequence[Bool[Tensor, " S"]],
+    enters: Sequence[Bool[Tensor, " S"]],
+) -> None:
+    """Make sure of the pages that the tokens of a step can take."""
+    pool = members[0].pool
+    if pool.grows:
+        return
+    needed = [
+        member.pages_for_more(first.long() + second.long())
+        for member, first, second in zip(members, arrives, enters, strict=True)
+    ]
+    pool.reserve(int(torch.stack(needed).sum()))

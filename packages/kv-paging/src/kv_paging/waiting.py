@@ -1,0 +1,177 @@
+"""A tier whose format encodes several tokens together: full blocks, and the tokens that wait."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_paging.blocks import BlockStore
+from kv_paging.checks import expect_shape
+from kv_paging.store import TokenStore
+from kv_paging.table import pages_for
+from kv_paging.tokens import BOTH, Stored
+
+
+class BlockTier:
+    """Full blocks in the tier's format, and fewer tokens than a block in the raw one.
+
+    A stream's tokens wait raw until they are as many as a block; then they are encoded as one, and
+    never again. A place, as `weakest_all` gives it and `fetch`, `remove` and `replace` take it, is
+    twice the slot in the blocks, or twice the slot among the waiting tokens and one.
+
+    Everything but `weakest_all` waits for the device.
+    """
+
+    def __init__(self, blocks: BlockStore, waiting: TokenStore) -> None:
+        """Join two stores over the same streams."""
+        self.blocks, self.waiting = blocks, waiting
+        self.pool = blocks.pool
+
+    def append(
+        self,
+        streams: Int[Tensor, " S"],
+        key: Float[Tensor, "S L D"],
+        value: Float[Tensor, "S L Dv"],
+        keep: Bool[Tensor, "S L"],
+        score: Float[Tensor, "S L"] | None = None,
+        position: Int[Tensor, "S L"] | None = None,
+    ) -> None:
+        """Add tokens to those that wait, and encode what fills blocks.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
+            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+        """
+        block = self.blocks.layout.format.block
+        if self.waiting.longest + keep.shape[1] < block:  # known without asking the device
+            self.waiting.append(streams, key, value, keep, score, position)
+            return
+        expect_shape("keep", keep, streams.shape[0], None)
+        self.blocks.expect_tokens(key, value, score, position, *keep.shape)
+        old = self.waiting.read(streams, BOTH)  # refuses streams that are not there
+        count = old.held.sum(1) + keep.sum(1)
+        filled = count // block * block
+        every = torch.cat((old.held, keep), 1)
+        goes = every & (every.cumsum(1) <= filled[:, None])
+        drains = (filled > 0)[:, None]
+        self._reserve(streams, filled, count - filled)
+        tokens = _after(old, key, value, score, position)
+        self.blocks.append(streams, tokens[0], tokens[1], goes, tokens[2], tokens[3])
+        self.waiting.compact(streams, old.held & ~drains)
+        # A stream that filled no block has its old tokens still.
+        rest = every & ~goes
+        rest[:, : old.held.shape[1]] &= drains
+        self.waiting.append(streams, tokens[0], tokens[1], rest, tokens[2], tokens[3])
+
+    def weakest_all(self) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+        """Give the lowest score of each stream and its place, inf and -1 in an empty one."""
+        score, slot = self.blocks.weakest_all()
+        other, loose = self.waiting.weakest_all()
+        first = (slot >= 0) & ((score <= other) | (loose < 0))
+        place = (2 * slot).where(first, 2 * loose + 1)
+        return score.where(first, other), place.clamp(min=-1)
+
+    def fetch(self, streams: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> Stored:
+        """Read one token of each stream, as TokenStore does."""
+        slot, loose = _split(place)
+        first, second = self.blocks.fetch(streams, slot), self.waiting.fetch(streams, loose)
+        assert first.key is not None  # fetch decodes both
+        assert first.value is not None
+        assert second.key is not None
+        assert second.value is not None
+        mine = first.held
+        return Stored(
+            mine | second.held,
+            _either(mine, first.score, second.score),
+            _either(mine, first.position, second.position),
+            _either(mine[..., None], first.key, second.key),
+            _either(mine[..., None], first.value, second.value),
+        )
+
+    def remove(self, streams: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> None:
+        """Let go of one token of each stream; place -1 leaves a stream alone."""
+        slot, loose = _split(place)
+        self.waiting.remove(streams, loose)
+        if bool((slot >= 0).any()):
+            self.blocks.remove(streams, slot)
+
+    def truncate(self, length: Int[Tensor, " B"]) -> None:
+        """Let each head of sequence b keep its first length[b] tokens at most.
+
+        These are the oldest as long as tokens were only appended: blocks come before what waits.
+
+        Raises:
+            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+        """
+        self.expect_cut(length)
+        held = self.blocks.length.long()
+        self.waiting.cut((length[:, None] - held).clamp(min=0))
+        self.blocks.truncate(length)
+
+    def expect_cut(self, length: Int[Tensor, " B"]) -> None:
+        """Refuse what `truncate` refuses.
+
+        Raises:
+            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+        """
+        self.blocks.expect_lengths(length)
+        self.blocks.expect_whole(length[:, None])
+
+    def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
+        """Bound the pages that so many more tokens take, at most a block in each stream."""
+        tokens, block = self.blocks.layout.tokens, self.blocks.layout.format.block
+        loose, length = (s.length.flatten().long() for s in (self.waiting, self.blocks))
+        fills = (loose + count >= block) & (length % tokens == 0)
+        return self.waiting.pages_for_more(count) + fills.sum()
+
+    def _reserve(self, streams: Tensor, filled: Tensor, rest: Tensor) -> None:
+        """Make sure of all pages before anything changes, where the pool may have too few."""
+        blocks, waiting = self.blocks, self.waiting
+        if blocks.pool.grows:
+            return
+        full, loose = (s.length.flatten()[streams].long() for s in (blocks, waiting))
+        more = pages_for(full + filled, blocks.layout.tokens) - pages_for(
+            full, blocks.layout.tokens
+        )
+        now, then = (pages_for(x, waiting.layout.tokens) for x in (loose, rest))
+        grows = (then - now).where(filled == 0, 0).sum()
+        drained = (then - now).where(filled > 0, 0).sum()
+        first, last = torch.stack((more.sum(), more.sum() + grows + drained)).tolist()
+        blocks.pool.reserve(max(first, last))
+
+
+def _split(place: Tensor) -> tuple[Tensor, Tensor]:
+    loose = place % 2 == 1  # -1, no place, is odd as well, and its half is -1
+    half = place.div(2, rounding_mode="floor")
+    return half.where(~loose, -1), half.where(loose, -1)
+
+
+def _after(
+    old: Stored,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor | None,
+    position: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Put new tokens behind those that wait."""
+    assert old.key is not None  # they were asked for
+    assert old.value is not None
+    return (
+        _join(old.key, key),
+        _join(old.value, value),
+        None if old.score is None or score is None else torch.cat((old.score, score), 1),
+        None
+        if old.position is None or position is None
+        else torch.cat((old.position, position), 1),
+    )
+
+
+def _join(old: Tensor, new: Tensor) -> Tensor:
+    dtype = torch.promote_types(old.dtype, new.dtype)
+    return torch.cat((old.to(dtype), new.to(dtype)), 1)
+
+
+def _either(mask: Tensor, yes: Tensor | None, no: Tensor | None) -> Tensor | None:
+    if yes is None or no is None:
+        return None
+    dtype = torch.promote_types(yes.dtype, no.dtype)
+    return yes.to(dtype).where(mask, no.to(dtype))
