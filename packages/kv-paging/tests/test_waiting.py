@@ -1,0 +1,101 @@
+"""A step over tiers whose tokens stand alone never makes the host wait, however many there are."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kv_paging import PagePool, Tiers, fit
+from kv_policy import DROP, NOBODY, RawCodec, TokenFormat
+
+WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "item"}
+BOTH = frozenset({"keys", "values"})
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and refuses what needs a number of the device or indexes by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        places = args[1] if name.startswith("index") and len(args) > 1 else ()
+        by_mask = isinstance(places, (list, tuple)) and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in places
+        )
+        sized = (kwargs or {}).get("output_size") is not None
+        if name in WAITS or by_mask or (name == "repeat_interleave" and not sized):
+            raise AssertionError(f"{name} makes the host wait")
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def formats(tiers: int) -> list[TokenFormat]:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return [TokenFormat(RawCodec(4, kind), RawCodec(3, kind)) for kind in kinds[:tiers]]
+
+
+def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int]:
+    """Count the operations of steps, scores and reading, over tiers that hold something."""
+    random = torch.Generator().manual_seed(1)
+    layouts = fit(formats(tiers), 5, True, True)
+    streams = math.prod(shape)
+    pool = PagePool(layouts[0].nbytes, 40 * streams if fixed else 0, grows=not fixed)
+    cache = Tiers(pool, layouts, *shape)
+
+    def step() -> None:
+        weakest, place = cache.weakest()
+        draw = torch.rand(3, streams, generator=random)
+        candidate = (draw[0] * (tiers + 1)).to(torch.uint8)
+        victim = (draw[1] * (tiers + 1)).to(torch.uint8)
+        target = victim + 1
+        cache.step(
+            candidate.where(candidate < tiers, DROP).to(torch.uint8),
+            victim.where(victim < tiers, NOBODY).to(torch.uint8),
+            target.where(target < tiers, DROP).to(torch.uint8),
+            place,
+            torch.rand(streams, 4, generator=random),
+            torch.rand(streams, 3, generator=random),
+            draw[2],
+            torch.arange(streams),
+        )
+        assert weakest.shape == place.shape == (tiers, streams)
+
+    for _ in range(9):
+        step()
+    if not fixed:
+        pool.reserve(pool.free + 4 * tiers * streams)
+    step()  # the pool promises pages for some steps here, and asks how many there are
+    counts = []
+    for _ in range(4):
+        with Watch() as watch:
+            step()
+            for store in cache.stores:
+                read = store.read_layer(0, BOTH)
+                assert read.score is not None
+                store.set_layer_scores(0, read.score * 2)
+            cache.counts()
+            cache.views(0)
+        counts.append(watch.count)
+    cache.check()
+    return counts
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+def test_a_step_does_not_wait_and_takes_no_more_operations_for_more_streams(
+    tiers: int, fixed: bool
+) -> None:
+    few = operations(tiers, (1, 1, 1), fixed)
+    many = operations(tiers, (4, 8, 3), fixed)
+    assert max(many) <= max(few)
+
+
+def test_what_waits_is_noticed() -> None:
+    layouts = fit(formats(2), 5, True, True)
+    cache = Tiers(PagePool(layouts[0].nbytes), layouts, 1, 1, 1)
+    with Watch(), pytest.raises(AssertionError, match="makes the host wait"):
+        _ = cache.pages_used
