@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_paging import PagePool, Tiers, TokenStore, fit
-from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens, PageLayout, tier_formats
+from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens, PageLayout, Raw, tier_formats
 from kv_serve.memory import MemoryReport
 from kv_serve.window import RawWindow
 
@@ -64,7 +64,9 @@ class Batch:
             layouts=layouts,
             window_size=size,
             pool=pool,
-            tiers=Tiers(pool, layouts, shape.layers, sequences, shape.kv_heads),
+            tiers=Tiers(
+                pool, layouts, shape.layers, sequences, shape.kv_heads, raw=Raw().bind(shape)[0]
+            ),
             window=RawWindow(shape, sequences, size, device, scores) if size else None,
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
         )
