@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_policy import (
     DROP,
@@ -35,12 +36,35 @@ SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=
 
 
 @dataclass(frozen=True)
+class Together:
+    """Stores blocks of vectors exactly."""
+
+    dim: int
+    block: int
+    layout: None = None
+
+    @property
+    def parts(self) -> tuple[int]:
+        return (4 * self.block * self.dim,)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.float().contiguous().flatten(1).view(torch.uint8)
+
+    def decode(self, data: Tensor) -> Tensor:
+        return data.contiguous().view(torch.float32).view(-1, self.block, self.dim)
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
 class Exact(Part):
     """Several tiers that all store exactly, so that only the plumbing is tested."""
 
     name: ClassVar[str] = "exact"
     tiers: Annotated[int, Meta(ge=1)] = 1
     window: Annotated[int, Meta(ge=0)] = 0
+    block: Annotated[int, Meta(ge=1)] = 1  # of the first tier
 
     @property
     def formats(self) -> Formats:
@@ -48,7 +72,11 @@ class Exact(Part):
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         key, value = RawCodec(shape.key_dim, shape.dtype), RawCodec(shape.value_dim, shape.dtype)
-        return (TokenFormat(key, value),) * self.tiers
+        alone = TokenFormat(key, value)
+        if self.block == 1:
+            return (alone,) * self.tiers
+        blocks = TokenFormat(Together(key.dim, self.block), Together(value.dim, self.block))
+        return (blocks, *((alone,) * (self.tiers - 1)))
 
 
 @dataclass(frozen=True)
@@ -210,6 +238,12 @@ POLICIES = {
     "bykey-replan-window": compose(ByKey(Budget(10), every=3), Exact(1, 5)),
     "ladder": compose(Ladder(), Exact(2)),
     "ladder-window": compose(Ladder(), Exact(2, 3)),
+    "ladder-blocks": compose(Ladder(), Exact(2, 3, block=4)),
+    "bykey-blocks": compose(ByKey(Budget(10), every=3), Exact(1, block=2)),
+    "leankv": parse("leankv:high=raw,low=raw,t_high=0.3,window=4"),
+    "leankv-all-queries-mean": parse("leankv:high=raw,low=raw,t_high=0.3,t_low=0.1,group=mean"),
+    "leankv-drop": parse("leankv:high=raw,low=drop,t_high=0.2,window=4,last=8"),
+    "leankv-token": parse("leankv:high=raw,low=raw,form=token,window=4,alpha_low=0.5"),
 }
 
 
@@ -229,6 +263,67 @@ def test_attention_is_over_the_tokens_that_are_kept(name: str) -> None:
     world.seen = world.seen[chosen]
     for _ in range(6):
         world.forward(one(3))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_blocks_without_a_selector_give_what_single_tokens_give(window: int) -> None:
+    torch.manual_seed(3)
+    lead = (SHAPE.layers, 2, 2, 60)
+    query, key, value = (torch.randn(*lead, d) for d in (6, 6, 5))
+    caches = [TieredCache(Exact(1, window, block), SHAPE, page_tokens=4) for block in (1, 4)]
+    start = 0
+    for width in (21, 1, 1, 1, 1, 1, 3, 1):
+        at = slice(start, start + width)
+        for cache in caches:
+            cache.begin(torch.ones(2, width, dtype=torch.bool))
+        for layer in range(SHAPE.layers):
+            one, other = (
+                cache.attend(
+                    layer,
+                    query[layer, :, :, None, at],
+                    key[layer, :, :, at],
+                    value[layer, :, :, at],
+                    1.0,
+                )
+                for cache in caches
+            )
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        start += width
+    alone, together = (cache.batch for cache in caches)
+    assert together.tiers.in_blocks
+    assert torch.equal(alone.tiers.counts(), together.tiers.counts())
+    together.tiers.check()
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses operations for which the host waits for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        if name in {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}:
+            raise AssertionError(f"{name} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["leankv", "leankv-drop", "leankv-token", "keep-all"])
+def test_a_decode_step_does_not_wait_for_the_device(name: str) -> None:
+    policy = Exact(1, 3) if name == "keep-all" else POLICIES[name]
+    cache = TieredCache(policy, SHAPE, page_tokens=4)
+
+    def forward(width: int) -> None:
+        cache.begin(torch.ones(2, width, dtype=torch.bool))
+        for layer in range(SHAPE.layers):
+            query, key, value = (torch.randn(2, 2, width, d) for d in (6, 6, 5))
+            cache.attend(layer, query[:, :, None], key, value, 0.4)
+
+    forward(30)
+    forward(1)  # the pool grows, and promises pages for the next steps
+    cache.batch.pool.reserve(200)
+    forward(1)
+    with NoWait():
+        forward(1)
+    with NoWait(), pytest.raises(AssertionError, match="makes the host wait"):
+        cache.memory()
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -151,7 +151,8 @@ class KeepSelected:
             store = group.store
             if bool(down.any()):
                 read = store.read(streams, frozenset({"keys", "values"}))
-                moved.append((read, flat(tier.masked_fill(~down, DROP))))
+                where = flat(tier.masked_fill(~down, DROP))
+                moved.append((read, where[:, : read.held.shape[1]]))  # no stream has more
             store.compact(streams, flat(held & (tier == group.tier)))
         for read, tier in moved:
             assert read.key is not None  # it was asked for
