@@ -62,7 +62,7 @@ class LeanKV(Part):
 
     high: Annotated[str, Meta(description="format of significant tokens")] = "k8v4"
     low: Annotated[str, Meta(description="format of the others; drop: there is none")] = "k4v2"
-    t_high: Annotated[Share, Meta(description="share of attention below which not high")] = 0.05
+    t_high: Annotated[Share, Meta(description="share of attention below which not high")] = 0.1
     t_low: Annotated[Share, Meta(description="share of attention that is pruned")] = 0.0
     window: Annotated[int, Meta(ge=0, description="newest tokens, kept raw")] = 64
     group: Annotated[
@@ -70,7 +70,7 @@ class LeanKV(Part):
     ] = "max"
     last: Annotated[
         Count | None, Meta(description="queries of a prompt that are watched; none: all")
-    ] = None
+    ] = 64
     form: Annotated[
         Literal["mass", "token"], Meta(description="thresholds on shares, or on single scores")
     ] = "mass"

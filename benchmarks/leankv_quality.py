@@ -1,0 +1,249 @@
+"""LeanKV on SmolLM2: quality against bytes held, beside uniform formats and equal budgets.
+
+Every row is one policy on one task, as `kv-serve eval` would give it, with all of its samples.
+Bytes are what a cache holds after the prompt, by its own accounting: vectors, metadata, scores,
+positions, unfilled and spare pages, the raw window, page tables.
+
+`neutral` is within the noise of the full cache on all three tasks, `loss5` within 5 % of it on all
+of them, by the rule of `kv-serve calibrate` (`kv_serve.calibrate.loss`).
+
+Rows of kind `equal` give every head the same share of the tokens, by the same scores: what H2O does
+on the same work. Their share is what `leankv` of the row before kept on average.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import _result
+import msgspec
+import torch
+from jaxtyping import UInt8
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from kv_evict import LeanKV
+from kv_policy import DROP, NOBODY, PlanView, Step, StepView, best, parse
+from kv_serve import CompressedCache
+from kv_serve.calibrate.loss import loss
+from kv_serve.evaluate.caches import make_cache
+from kv_serve.evaluate.decode import read
+from kv_serve.evaluate.journal import Finished, Journal, open_journal
+from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.report import rows as report_rows
+from kv_serve.evaluate.runner import run
+from kv_serve.evaluate.specs import FULL
+from kv_serve.models import LoadedModel, load_model
+from kv_serve.tasks import default_text, nll
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+UNIFORM = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v4", "k4v4:keys=channel")
+THRESHOLDS = tuple(f"leankv:t_high={t}" for t in (0.1, 0.2, 0.4, 0.7))
+SIGNIFICANCE = tuple(f"leankv:t_high=0.2,{s}" for s in ("last=none", "last=32", "group=mean"))
+PRUNED = ("leankv:t_high=0.2,t_low=0.001",)
+PAIRS = (
+    "leankv:high=k8v8,low=k8v4,t_high=0.2",
+    "leankv:high=k4v2,low=k4v1,t_high=0.2",
+    "leankv:low=drop,t_high=0.005",
+)
+CHANNEL = (
+    "leankv:high=k4v4:keys=channel,t_high=0.2",
+    "leankv:high=k4v4:keys=channel,low=k4v2:keys=channel,t_high=0.2",
+)
+DYNAMIC = tuple(f"leankv:high=raw,low=drop,t_high={t}" for t in (0.05, 0.2))
+CONSOLE = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class EqualBudget(LeanKV):
+    """Keeps the same share of each head's tokens, by LeanKV's scores."""
+
+    name: ClassVar[str] = "equal"
+    high: Annotated[str, msgspec.Meta()] = "raw"
+    low: Annotated[str, msgspec.Meta()] = "drop"
+    keep: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        """Keep the best of those outside the window."""
+        here = view.position >= 0
+        score = view.score.masked_fill(~here, -torch.inf)
+        kept = best(score, (here.sum(-1) * self.keep).long()) & here
+        return torch.where(kept, 0, DROP).to(torch.uint8)
+
+    def step(self, view: StepView) -> Step:
+        """Take the candidate in, and let the weakest go where there are enough."""
+        most = ((view.length - self.window).clamp(min=0) * self.keep)[:, None]
+        enough = view.count[0] >= most
+        weaker = enough & (view.candidate <= view.weakest[0])
+        candidate = torch.where(weaker, DROP, 0).to(torch.uint8)
+        victim = torch.where(enough & ~weaker, 0, NOBODY).to(torch.uint8)
+        return Step(candidate, victim, torch.full_like(victim, DROP))
+
+
+def make(model: "PreTrainedModel", spec: str) -> "Cache":
+    """Make an empty cache; equal budgets are not a policy people can name."""
+    if spec.startswith(f"{EqualBudget.name}:keep="):
+        return CompressedCache(model, EqualBudget(keep=float(spec.partition("=")[2])))
+    return make_cache(model, spec)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run."""
+
+    policies: tuple[str, ...]
+    dynamic: tuple[str, ...]
+    plans: dict[str, Plan]
+
+
+def full_size() -> Size:
+    """What the committed figures come from."""
+    named = (*UNIFORM, *THRESHOLDS, *SIGNIFICANCE, *PRUNED, *PAIRS, *CHANNEL)
+    return Size(
+        policies=(FULL, *(str(parse(spec)) for spec in named)),
+        dynamic=tuple(str(parse(spec)) for spec in DYNAMIC),
+        plans={
+            "needle": Plan((FULL,), ("needle",), ("aware",), length=2000, samples=10),
+            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=2000, samples=10),
+            "nll": Plan(
+                (FULL,), ("nll",), ("agnostic",), length=1024, samples=6, batch=6, continuation=96
+            ),
+        },
+    )
+
+
+def quick_size() -> Size:
+    """A smoke run: the same steps on very little."""
+    named = ("k8v4", "k4v4", "leankv:t_high=0.2")
+    return Size(
+        policies=(FULL, *(str(parse(spec)) for spec in named)),
+        dynamic=(str(parse(DYNAMIC[0])),),
+        plans={
+            "needle": Plan((FULL,), ("needle",), ("aware",), length=300, samples=1),
+            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=300, samples=1),
+            "nll": Plan(
+                (FULL,), ("nll",), ("agnostic",), length=160, samples=2, batch=2, continuation=4
+            ),
+        },
+    )
+
+
+def equal_budgets(loaded: LoadedModel, size: Size) -> dict[str, str]:
+    """For each dynamic policy the equal budget that keeps as many tokens of a text."""
+    text = nll(loaded.tokenizer, default_text(), length=size.plans["nll"].length, samples=1, seed=0)
+    prompt = torch.tensor([text[0].prompt_ids])
+    found = {}
+    for spec in size.dynamic:
+        cache = CompressedCache(loaded.model, spec)
+        read(loaded.model, cache, prompt)
+        assert isinstance(cache.policy, LeanKV)
+        window = cache.policy.window
+        kept = cache.memory().tokens.double().mean() - window
+        found[spec] = f"{EqualBudget.name}:keep={float(kept) / (prompt.shape[1] - window):.4f}"
+    return found
+
+
+def evaluated(loaded: LoadedModel, plan: Plan, name: str) -> Journal:
+    """Run a plan; what was finished before an interruption is not run again."""
+    text = default_text()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    path = _result.RESULTS / f"leankv_quality.{name}.partial"
+    journal, sentence = open_journal(path, plan.identity(loaded, text))
+    if sentence:
+        CONSOLE.print(sentence)
+    total = len(plan.pairs) * len(plan.policies) * plan.samples
+    with Progress(*columns, console=CONSOLE) as progress:
+        bar = progress.add_task("samples", total=total)
+        for entry in run(loaded, plan, text, journal, make):
+            progress.update(bar, advance=1, description=f"{entry.task}: {entry.policy}")
+    return journal
+
+
+def samples_of(plan: Plan, journal: Journal, spec: str) -> Iterator[tuple[Finished, Finished]]:
+    """A policy's samples beside those of the full cache."""
+    for task, setting in plan.pairs:
+        for i in range(plan.samples):
+            mine, full = (journal.get(s, task, setting, i) for s in (spec, FULL))
+            assert mine is not None
+            assert full is not None
+            yield mine, full
+
+
+def judged(spec: str, parts: Sequence[tuple[Plan, Journal]]) -> dict[str, object]:
+    """Sum a policy up over the tasks."""
+    pairs = [pair for plan, journal in parts for pair in samples_of(plan, journal, spec)]
+    row: dict[str, object] = {"kind": "policy", "policy": spec}
+    neutral = loss5 = True
+    for task in ("needle", "multikey", "nll"):
+        mine = [(a.score, b.score) for a, b in pairs if a.task == task]
+        held = [a.kv_bytes / a.full_bytes for a, _ in pairs if a.task == task]
+        found = loss([a for a, _ in mine], [b for _, b in mine], task)
+        row |= {task: fmean(a for a, _ in mine), f"{task}_bytes": fmean(held)}
+        row |= {f"{task}_lost": found.mean, f"{task}_error": found.error}
+        neutral &= found.within(0, task)
+        loss5 &= found.within(0.05, task)
+    # The prompts of the answers are the longest; the figure is theirs.
+    held = [a.kv_bytes / a.full_bytes for a, _ in pairs if a.task != "nll"]
+    return row | {"bytes": fmean(held), "neutral": neutral, "loss5": loss5}
+
+
+def summarize(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
+    """The figures that a document may quote."""
+    table = {str(row["policy"]): row for row in rows if row["kind"] == "policy"}
+
+    def least(mark: str) -> Mapping[str, object]:
+        good = [row for spec, row in table.items() if row[mark] and spec.startswith("leankv")]
+        return min(good, key=lambda row: float(str(row["bytes"])), default=table[FULL])
+
+    figures = {"lossless_bytes": least("neutral")["bytes"], "loss5_bytes": least("loss5")["bytes"]}
+    for name in ("k8v4", "k4v4"):
+        figures[f"uniform_{name}_bytes"] = table[name]["bytes"]
+    return {name: float(str(value)) for name, value in figures.items()}
+
+
+def main() -> None:
+    """Run everything and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
+    parser.add_argument(
+        "--only",
+        choices=("needle", "multikey", "nll"),
+        help="run a part, which a later run goes on from",
+    )
+    arguments = parser.parse_args()
+    size = quick_size() if arguments.quick else full_size()
+    loaded = load_model(progress=CONSOLE.print)
+    equal = equal_budgets(loaded, size)
+    policies = (*size.policies, *(spec for pair in equal.items() for spec in pair))
+    parts = []
+    for name, plan in size.plans.items():
+        if arguments.only in (None, name):
+            plan = replace(plan, policies=policies)
+            part = f"{name}.quick" if arguments.quick else name
+            parts.append((plan, evaluated(loaded, plan, part)))
+    if arguments.only:
+        return
+    rows: list[dict[str, object]] = [judged(spec, parts) for spec in policies]
+    rows += [{"kind": "equal", "policy": a, "equal": b} for a, b in equal.items()]
+    for plan, journal in parts:
+        rows += [{"kind": r.task, **msgspec.to_builtins(r)} for r in report_rows(plan, journal)]
+    summary = summarize(rows)
+    for name, value in summary.items():
+        print(f"{name:24} {value:.4f}")
+    _result.write("leankv_quality", summary, rows, quick=arguments.quick)
+    for _, journal in parts:
+        journal.remove()
+
+
+if __name__ == "__main__":
+    main()
