@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_paging import PagePool, Tiers, fit
@@ -13,12 +14,30 @@ WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select
 BOTH = frozenset({"keys", "values"})
 
 
+class Reads(TorchFunctionMode):
+    """Refuses what reads memory past the dispatcher: on the CPU, tolist is no operation."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in {"tolist", "numpy", "cpu", "__array__"}:
+            raise AssertionError(f"{func.__name__} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
 class Watch(TorchDispatchMode):
     """Counts operations, and refuses what needs a number of the device or indexes by a mask."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.reads = Reads()
+
+    def __enter__(self):
+        self.reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.reads.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.partition("::")[2]
@@ -69,6 +88,8 @@ def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int
     if not fixed:
         pool.reserve(pool.free + 4 * tiers * streams)
     step()  # the pool promises pages for some steps here, and asks how many there are
+    for store in cache.stores:
+        store.widen(40)  # now and then a step widens a table, which takes operations of its own
     counts = []
     for _ in range(4):
         with Watch() as watch:
@@ -99,3 +120,7 @@ def test_what_waits_is_noticed() -> None:
     cache = Tiers(PagePool(layouts[0].nbytes), layouts, 1, 1, 1)
     with Watch(), pytest.raises(AssertionError, match="makes the host wait"):
         _ = cache.pages_used
+    with Watch(), pytest.raises(AssertionError, match="tolist makes the host wait"):
+        cache.pool.ensure(1)
+    with Watch(), pytest.raises(AssertionError, match="index makes the host wait"):
+        _ = torch.ones(3)[torch.ones(3, dtype=torch.bool)]

@@ -1,6 +1,7 @@
 """A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
 
-from kv_paging.pool import PagePool, PoolExhausted
+from kv_paging.checks import PoolExhausted
+from kv_paging.pool import PagePool
 from kv_paging.sizes import fit
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers

@@ -1,6 +1,20 @@
 """What is refused before anything changes, each with a sentence."""
 
+import torch
 from torch import Tensor
+
+
+class PoolExhausted(RuntimeError):
+    """More pages were asked for than are free, and the pool may not grow; nothing was changed."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        """Say how many pages were needed and how many there were."""
+        super().__init__(
+            f"{needed} pages are needed and {free} are free; give the pool more pages, keep fewer "
+            "tokens, or finish a sequence first"
+        )
+        self.needed = needed
+        self.free = free
 
 
 def expect_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
@@ -54,3 +68,23 @@ def expect_within(name: str, tensor: Tensor, most: int) -> None:
     strange = tensor[(tensor < 0) | (tensor > most)]
     if strange.numel():
         raise ValueError(f"{name} {int(strange[0])} is out of range; it must be from 0 to {most}")
+
+
+def expect_each_once(free: Tensor, held: Tensor, pages: int) -> None:
+    """Check that free pages and held ones are all pages, each exactly once.
+
+    Raises:
+        RuntimeError: a page is missing, or is in two places.
+    """
+    everywhere = torch.cat((free, held))
+    strange = everywhere[(everywhere < 0) | (everywhere >= pages)]
+    if len(strange):
+        raise RuntimeError(f"page {int(strange[0])} does not exist; there are {pages}")
+    places = torch.bincount(everywhere, minlength=pages)
+    wrong = (places != 1).nonzero()
+    if len(wrong):
+        page = int(wrong[0, 0])
+        raise RuntimeError(
+            f"page {page} is in {int(places[page])} places; every page is either free or held "
+            f"once ({len(free)} are free, {len(held)} are named as held, {pages} exist)"
+        )

@@ -6,20 +6,11 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
+from kv_paging.checks import PoolExhausted, expect_each_once
+from kv_paging.moves import copy_pages
+from kv_paging.together import together
+
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
-
-
-class PoolExhausted(RuntimeError):
-    """More pages were asked for than are free, and the pool may not grow; nothing was changed."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        """Say how many pages were needed and how many there were."""
-        super().__init__(
-            f"{needed} pages are needed and {free} are free; give the pool more pages, keep fewer "
-            "tokens, or finish a sequence first"
-        )
-        self.needed = needed
-        self.free = free
 
 
 class PagePool:
@@ -231,28 +222,49 @@ class PagePool:
         if free > self._least and self._look() < free:
             self._grow_for(free, 0)
 
-    def check(self, held: Int[Tensor, " n"]) -> None:
-        """Check that the free pages and the held ones are all pages, each exactly once.
+    def shrink(self, held: Int[Tensor, " n"], free: int) -> Int[Tensor, " P1"]:
+        """Give memory back until only so many pages are free; the others move together.
+
+        While pages are copied to the smaller memory, both exist. The host waits for the device.
 
         Args:
-            held: the pages in all tables over this pool, in any order.
+            held: the pages in all tables over this pool, each once, in any order.
+            free: pages that stay free, or all there are if these are fewer.
+
+        Returns:
+            The new id of each page there was, and of the scratch page; 0 for pages that are gone.
+
+        Raises:
+            ValueError: the pool may not grow, or a negative number of pages.
+            RuntimeError: `held` are not the pages that are held; nothing has changed.
+        """
+        if not self.grows:
+            raise ValueError("a pool that cannot grow cannot shrink; let it grow, or keep its size")
+        if free < 0:
+            raise ValueError(f"{free} pages cannot stay free; name 0 or more")
+        self.check(held)
+        new = min(held.shape[0] + free, self.capacity)
+        if new == self.capacity:
+            return torch.arange(new + 1, device=self.device)
+        plan = together(held.long(), self.capacity, new)
+        copy_pages(self._data, plan.source, plan.target)
+        # One page more than stays becomes the scratch page, whatever it held.
+        self._data, self._ring = self._data[: new + 1].clone(), self._ring[: new + 1].clone()
+        self._least = len(plan.free)
+        self._ring[: self._least] = plan.free.to(self._ring.dtype)
+        self._start = torch.zeros_like(self._start)
+        self._free = torch.full_like(self._free, self._least)
+        self._promises += 1
+        return plan.ids
+
+    def check(self, held: Int[Tensor, " n"]) -> None:
+        """Check that free pages and held ones (those in all tables) are all pages, each once.
 
         Raises:
             RuntimeError: a page is missing, or is in two places.
         """
         free = self._ring[self._places(self._start, self.free)].long()
-        everywhere = torch.cat((free, held.long().to(self.device)))
-        strange = everywhere[(everywhere < 0) | (everywhere >= self.capacity)]
-        if len(strange):
-            raise RuntimeError(f"page {int(strange[0])} does not exist; there are {self.capacity}")
-        places = torch.bincount(everywhere, minlength=self.capacity)
-        wrong = (places != 1).nonzero()
-        if len(wrong):
-            page = int(wrong[0, 0])
-            raise RuntimeError(
-                f"page {page} is in {int(places[page])} places; every page is either free or held "
-                f"once ({len(free)} are free, {len(held)} are named as held, {self.capacity} exist)"
-            )
+        expect_each_once(free, held.long().to(self.device), self.capacity)
 
     def _places(self, start: Tensor, count: int) -> Tensor:
         places = torch.arange(count, device=self.device) + start

@@ -36,6 +36,11 @@ class Room:
         self._changes = -1
         self._totals = [0] * len(stores[::2])  # of stores 0 and 1, of 2 and 3, and so on
 
+    @property
+    def spare(self) -> int:
+        """Pages that the pool promises at a time: with so many free, a step need not wait."""
+        return self._stores[0].length.numel() * len(self._stores) * self._pages
+
     def for_step(self, need: Callable[[], Int[Tensor, ""]]) -> tuple[int, ...]:
         """Make room for a step, and give bounds of the lengths after it.
 
@@ -49,8 +54,7 @@ class Room:
         self._patience -= 1
         waits = self._patience <= 0
         if self._steps_left == 0 or self._promise != self._pool.promises:
-            streams = self._stores[0].length.numel()
-            most = streams * len(self._stores) * self._pages
+            most = self.spare
             waits = waits or self._pool.least_free < most
             promised = self._pool.ensure(most, need)
             self._steps_left = self._steps if promised else 1

@@ -145,6 +145,10 @@ class PageTable:
         """Let stream i become a copy of the row that `streams[i]` has now, on both sides."""
         self._shared.ids = self.ids[streams]
 
+    def rename(self, ids: Int[Tensor, " P1"]) -> None:
+        """Let page i be ids[i] from now on, on both sides; stale entries, too, name a page."""
+        self._shared.ids = ids[self.ids.long()].to(self.ids.dtype)
+
     def _place(self, column: Tensor) -> Tensor:
         return self.width - 1 - column if self.reverse else column
 

@@ -183,6 +183,21 @@ class Tiers:
         for member in self._members:
             member.truncate(length)
 
+    def trim(self) -> None:
+        """Give back the memory of a growing pool that nobody holds and the next steps do not need.
+
+        Free stay as many pages as a step may take: one per stream and store, two where a page holds
+        a single token. Held pages move, bytes as they are, and views are made anew. While they are
+        copied, the old memory and the new one both exist. The host waits for the device.
+
+        Raises:
+            ValueError: the pool may not grow.
+            RuntimeError: somebody else holds pages of the pool; nothing has changed.
+        """
+        ids = self.pool.shrink(self.pages(), self._room.spare)
+        for left in self.stores[::2]:
+            left.page_table.rename(ids)
+
     def weakest(self) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
         """Give the lowest score of each stream in each tier, and where it is, without waiting.
 
