@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from kv_serve.cli.calibrate import app as calibrate
 from kv_serve.cli.demo import demo
 from kv_serve.cli.eval import evaluate
 from kv_serve.cli.generate import generate
@@ -20,6 +21,7 @@ app.command("demo")(demo)
 app.command("generate")(generate)
 app.command("eval")(evaluate)
 app.command("policies")(policies)
+app.add_typer(calibrate, name="calibrate")
 
 
 def _version(wanted: bool) -> bool:

@@ -45,14 +45,14 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
         refuse(str(error))
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a --json file that could not be written in the end; its folder is made."""
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Refuse a file that could not be written in the end; its folder is made."""
     if path.is_dir():
-        refuse(f"--json {path} is a folder; name a file")
+        refuse(f"{option} {path} is a folder; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(path.name + ".new")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        refuse(f"--json {path} cannot be written: {error.strerror}")
+        refuse(f"{option} {path} cannot be written: {error.strerror}")

@@ -1,0 +1,136 @@
+"""Running settings on tasks, and choosing among them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_serve.calibrate.grid import Setting
+from kv_serve.calibrate.loss import Loss, loss
+from kv_serve.evaluate.caches import MakeCache, make_cache
+from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.runner import run
+from kv_serve.evaluate.specs import FULL
+from kv_serve.tasks import TaskName, Text
+
+if TYPE_CHECKING:
+    from kv_serve.models import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One setting: what it loses on each task, and what it holds."""
+
+    setting: Setting
+    losses: Mapping[str, Loss]
+    ratio: float  # bytes held after the prompts over those of the full cache
+
+    @property
+    def worst(self) -> float:
+        """The greatest loss over the tasks, as a share of the full cache's score."""
+        return max(found.share for found in self.losses.values())
+
+    def within(self, allowed: float) -> bool:
+        """Whether no task loses more than that share, up to noise."""
+        return all(found.within(allowed, task) for task, found in self.losses.items())
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings, and the samples they are tried on."""
+
+    settings: tuple[Setting, ...]
+    tasks: tuple[TaskName, ...]
+    length: int = 2000
+    samples: int = 10
+    seed: int = 0
+    batch: int = 4
+    continuation: int = 64
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Tasks with a question inside the prompt, as in the paper, and those without one."""
+        asks = tuple(t for t in self.tasks if t in ("needle", "multikey"))
+        reads = tuple(t for t in self.tasks if t not in asks)
+        whole = Plan(
+            policies=(FULL, *(setting.spec for setting in self.settings)),
+            tasks=asks,
+            settings=("aware",),
+            length=self.length,
+            samples=self.samples,
+            seed=self.seed,
+            batch=self.batch,
+            continuation=self.continuation,
+        )
+        found = (whole, replace(whole, tasks=reads, settings=("agnostic",)))
+        return tuple(plan for plan in found if plan.tasks)
+
+    @property
+    def total(self) -> int:
+        """Samples to finish, those of the full cache included."""
+        return (1 + len(self.settings)) * len(self.tasks) * self.samples
+
+    def run(
+        self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache = make_cache
+    ) -> Iterator[Finished]:
+        """Finish every sample; those that the journal has are not run again."""
+        for plan in self.plans:
+            yield from run(loaded, plan, text, journal, make)
+
+    def points(self, journal: Journal) -> tuple[Point, ...]:
+        """Sum up a journal that has every sample."""
+        return tuple(self._point(setting, journal) for setting in self.settings)
+
+    def _point(self, setting: Setting, journal: Journal) -> Point:
+        losses: dict[str, Loss] = {}
+        ratios = []
+        for plan in self.plans:
+            for task, where in plan.pairs:
+                mine, full = (
+                    [journal.get(spec, task, where, i) for i in range(self.samples)]
+                    for spec in (setting.spec, FULL)
+                )
+                done = [(a, b) for a, b in zip(mine, full, strict=True) if a and b]
+                losses[task] = loss([a.score for a, _ in done], [b.score for _, b in done], task)
+                ratios.append(fmean(a.kv_bytes / a.full_bytes for a, _ in done))
+        return Point(setting, losses, fmean(ratios))
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in bytes and in loss, fewest bytes first."""
+    best = float("inf")
+    found = []
+    for point in sorted(points, key=lambda p: (p.ratio, p.worst)):
+        if point.worst < best:
+            best = point.worst
+            found.append(point)
+    return found
+
+
+def choose(points: Sequence[Point], allowed: float) -> Point | None:
+    """The point of fewest bytes that loses no more than that; None if all lose more."""
+    good = [point for point in points if point.within(allowed)]
+    return min(good, key=lambda p: (p.ratio, p.worst), default=None)
+
+
+def write_profile(
+    path: Path, point: Point, model: str, fingerprint: str, max_loss: float, length: int
+) -> None:
+    """Write what `leankv:profile=FILE` loads, whole or not at all."""
+    fresh = path.with_name(path.name + ".new")
+    data = {
+        "format": "leankv profile 1",
+        "model": model,
+        "fingerprint": fingerprint,
+        **{name: getattr(point.setting, name) for name in Setting.__dataclass_fields__},
+        "max_loss": max_loss,
+        "tasks": tuple(point.losses),
+        "length": length,
+        "bytes_ratio": round(point.ratio, 6),
+    }
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+    fresh.replace(path)

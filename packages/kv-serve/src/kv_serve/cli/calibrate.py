@@ -1,0 +1,236 @@
+"""`kv-serve calibrate`: find a policy's settings for a model, and write them to a file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kv_serve.cli.console import INTERRUPTED, check_writable, err, out, refuse, refusing, remark
+from kv_serve.cli.eval import Task
+from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+
+if TYPE_CHECKING:
+    from kv_serve.calibrate.search import Point, Search
+    from kv_serve.evaluate.journal import Journal
+    from kv_serve.models import LoadedModel
+    from kv_serve.tasks import Text
+
+app = typer.Typer(no_args_is_help=True, help="Find a policy's settings for a model.")
+NOTHING_FOUND = 1
+
+
+@app.callback()
+def _start() -> None:
+    """Find a policy's settings for a model, by measuring what they cost on tasks."""
+
+
+@app.command("leankv")
+def leankv(
+    out_file: Annotated[
+        Path, typer.Option("--out", help="Where the profile goes, for leankv:profile=FILE.")
+    ],
+    model: ModelOption = None,
+    task: Annotated[
+        list[Task] | None,
+        typer.Option(help="What may not get worse; by default needle, multikey and nll."),
+    ] = None,
+    max_loss: Annotated[
+        str,
+        typer.Option(
+            help="What a task may lose: 0 for nothing beyond noise, 0.05 or 5% for 5 % of the full "
+            "cache's score."
+        ),
+    ] = "0",
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="High and low format, such as k8v4/k4v2 or k8v4/drop; may be repeated. By "
+            "default k8v4/k4v2, k4v2/k4v1, k8v8/k8v4 and k8v4/drop."
+        ),
+    ] = None,
+    t_high: Annotated[
+        str, typer.Option(help="Shares of attention below which a token is not stored high.")
+    ] = "0.5%,1%,5%,10%,20%",
+    t_low: Annotated[
+        str, typer.Option(help="Shares of attention that are pruned.")
+    ] = "0,0.1%,0.5%,1%",
+    window: Annotated[int, typer.Option(min=0, help="Newest tokens, kept raw.")] = 64,
+    last: Annotated[
+        int, typer.Option(min=0, help="Queries of a prompt that are watched; 0: all.")
+    ] = 64,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 2000,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of numbers, places and windows.")] = 0,
+    continuation: Annotated[
+        int, typer.Option(min=1, help="Tokens that nll scores after each prompt.")
+    ] = 64,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="A UTF-8 text that prompts are cut from; by default Python's own help topics."
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture goes, as a PNG file.")] = None,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+) -> None:
+    """Try LeanKV's formats and thresholds, and write the cheapest that loses no more than asked.
+
+    A prompt is read once for several settings. Each finished sample is kept in FILE.partial at
+    once: a run that was interrupted goes on from there when it is started again.
+    """
+    from kv_serve.calibrate.grid import PAIRS, grid
+    from kv_serve.calibrate.plot import missing
+    from kv_serve.calibrate.search import Search
+    from kv_serve.evaluate.specs import read_spec
+    from kv_serve.tasks import default_text, read_text
+
+    with refusing(ValueError):
+        allowed = _share("--max-loss", max_loss)
+        settings = grid(
+            tuple(map(_pair, pair)) if pair else PAIRS,
+            _shares("--t-high", t_high),
+            _shares("--t-low", t_low),
+            window=window,
+            last=last or None,
+        )
+        for setting in settings:
+            read_spec(setting.spec)
+        named = task or [Task.NEEDLE, Task.MULTIKEY, Task.NLL]
+        search = Search(
+            settings,
+            tuple(dict.fromkeys(t.value for t in named)),
+            length=length,
+            samples=samples,
+            seed=seed,
+            continuation=continuation,
+        )
+        source = default_text() if text is None else read_text(text)
+    check_writable(out_file, "--out")
+    if plot is not None:
+        check_writable(plot, "--plot")
+        reason = missing()
+        if reason is not None:
+            refuse(reason)
+    _calibrate(load_model(model, dtype, device), search, source, allowed, out_file, plot)
+
+
+def _calibrate(
+    loaded: "LoadedModel",
+    search: "Search",
+    text: "Text",
+    allowed: float,
+    path: Path,
+    plot: Path | None,
+) -> None:
+    from kv_serve.calibrate.plot import draw
+    from kv_serve.calibrate.search import choose, write_profile
+    from kv_serve.evaluate.journal import open_journal
+    from kv_serve.evaluate.provenance import commit, versions
+
+    partial = path.with_name(path.name + ".partial")
+    identity = search.plans[0].identity(loaded, text)
+    journal, sentence = open_journal(partial, identity | {"commit": commit(), **versions()})
+    if sentence:
+        remark(sentence)
+    try:
+        _run(loaded, search, text, journal)
+    except KeyboardInterrupt:
+        remark(
+            f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
+            "command again to go on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    points = search.points(journal)
+    chosen = choose(points, allowed)
+    _show(points, chosen)
+    if plot is not None:
+        draw(plot, points, chosen, f"leankv on {loaded.name}")
+        remark(f"Drawn in {plot}.")
+    if chosen is None:
+        nearest = min(points, key=lambda p: p.worst)
+        err().print(
+            f"No setting loses {allowed:.1%} or less on every task; the nearest loses "
+            f"{nearest.worst:.1%} and holds {nearest.ratio:.1%}. Allow more, or try other formats. "
+            f"Nothing is written; the samples are kept in {partial}.",
+            soft_wrap=True,
+        )
+        raise typer.Exit(NOTHING_FOUND)
+    write_profile(path, chosen, loaded.name, loaded.fingerprint, allowed, search.length)
+    journal.remove()
+    remark(f"Written to {path}; use it as leankv:profile={path}.")
+
+
+def _run(loaded: "LoadedModel", search: "Search", text: "Text", journal: "Journal") -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with refusing(ValueError), Progress(*columns, console=err()) as progress:
+        bar = progress.add_task("making the samples", total=search.total)
+        for entry in search.run(loaded, text, journal):
+            progress.update(bar, advance=1, description=entry.task)
+
+
+def _show(points: "tuple[Point, ...]", chosen: "Point | None") -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from kv_serve.calibrate.search import frontier
+
+    tasks = tuple(points[0].losses)
+    table = Table(box=None, padding=(0, 2, 0, 0), title="The frontier", title_justify="left")
+    for name in ("", "high", "low"):
+        table.add_column(name)
+    for name in ("t_high", "t_low", "of full", *(f"{t} lost" for t in tasks)):
+        table.add_column(name, justify="right")
+    shown = frontier(points)
+    if chosen is not None and chosen not in shown:
+        shown.append(chosen)
+    for point in sorted(shown, key=lambda p: p.ratio):
+        setting = point.setting
+        table.add_row(
+            "chosen" if point is chosen else "",
+            escape(setting.high),
+            escape(setting.low),
+            f"{setting.t_high:.1%}",
+            f"{setting.t_low:.1%}",
+            f"{point.ratio:.3f}",
+            *(f"{found.share:.1%}" for found in point.losses.values()),
+        )
+    out().print(table)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    high, slash, low = text.partition("/")
+    if not (high and slash and low):
+        raise ValueError(
+            f"--pair {text} is no pair of formats; write the high and the low one with a slash "
+            "between, such as k8v4/k4v2 or k8v4/drop"
+        )
+    return high, low
+
+
+def _shares(name: str, text: str) -> tuple[float, ...]:
+    return tuple(_share(name, piece) for piece in text.split(","))
+
+
+def _share(name: str, text: str) -> float:
+    piece = text.strip()
+    try:
+        share = float(piece.removesuffix("%")) / (100 if piece.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name} {text} is no share; give 0 to 1, or 0% to 100%")
+    return share

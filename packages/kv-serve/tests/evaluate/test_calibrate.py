@@ -1,0 +1,238 @@
+"""Calibration: what is tried, what counts as a loss, what is chosen, and what is written."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import kv_serve.evaluate.runner as runner
+from kv_policy import parse
+from kv_serve import CompressedCache
+from kv_serve.calibrate.grid import PAIRS, T_HIGH, T_LOW, Setting, grid
+from kv_serve.calibrate.loss import Loss, loss
+from kv_serve.calibrate.search import Point, Search, choose, frontier, write_profile
+from kv_serve.cli import app
+from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.models import LoadedModel
+
+SETTING = Setting("k8v4", "k4v2", 0.1, 0.01)
+
+
+def test_the_papers_grid_has_every_pair_of_thresholds_that_makes_sense() -> None:
+    found = grid()
+    assert len(found) == len(set(found)) == 3 * (3 + 4 * 4) + 5
+    assert {(s.high, s.low) for s in found} == set(PAIRS)
+    assert all(s.t_low <= s.t_high for s in found)
+    assert {s.t_high for s in found} == set(T_HIGH)
+    assert {s.t_low for s in found} == set(T_LOW)
+    assert all(s.t_low == 0 for s in found if s.low == "drop")
+
+
+def test_every_setting_is_a_policy_that_says_the_same() -> None:
+    settings = (*grid(), *grid([("k4v4:keys=channel", "k4v2")], [0.3], [0.0], last=None))
+    for setting in settings:
+        policy = parse(setting.spec)
+        for name in Setting.__dataclass_fields__:
+            assert getattr(policy, name) == getattr(setting, name), setting.spec
+
+
+def test_what_cannot_be_tried() -> None:
+    with pytest.raises(ValueError, match=r"t_high=1.5 is no share"):
+        grid(t_high=[1.5])
+    with pytest.raises(ValueError, match="nothing to try: every t_low is above every t_high"):
+        grid(t_high=[0.01], t_low=[0.1], pairs=[("k8v4", "k4v2")])
+
+
+def test_right_answers_are_lost_and_nats_are_gained() -> None:
+    found = loss([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0], "needle")
+    assert found.mean == 0.25
+    assert found.full == 0.75
+    assert found.share == pytest.approx(1 / 3)
+    assert found.error == pytest.approx(0.5 / 2)
+    assert loss([3.0, 2.0], [2.5, 1.5], "nll") == Loss(0.5, 0.0, 2.0)
+    assert loss([0.5], [1.0], "agreement").error == 0
+
+
+def test_noise_is_one_error_of_answers_and_three_of_nats() -> None:
+    lost = Loss(0.1, 0.1, 1.0)
+    assert lost.within(0.0, "needle")
+    assert not replace(lost, mean=0.11).within(0.0, "needle")
+    assert replace(lost, mean=0.15).within(0.05, "needle")
+    assert replace(lost, mean=0.3).within(0.0, "nll")
+    assert not replace(lost, mean=0.31).within(0.0, "nll")
+    assert Loss(-1.0, 0.0, 1.0).within(0.0, "needle")  # better than full
+
+
+def test_scores_of_other_samples_are_not_compared() -> None:
+    for scores, full in (([], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match="give one of each for every sample"):
+            loss(scores, full, "nll")
+
+
+def point(ratio: float, lost: float, error: float = 0.0) -> Point:
+    return Point(SETTING, {"needle": Loss(lost, error, 1.0)}, ratio)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 1)), min_size=1, max_size=20))
+def test_nothing_beats_a_point_of_the_frontier(pairs: list[tuple[float, float]]) -> None:
+    points = [point(*pair) for pair in pairs]
+    front = frontier(points)
+    assert [p.ratio for p in front] == sorted(p.ratio for p in front)
+    for p in points:
+        beaten = any(f.ratio <= p.ratio and f.worst <= p.worst for f in front)
+        assert beaten
+        if p in front:
+            assert not any(q.ratio < p.ratio and q.worst < p.worst for q in points)
+
+
+def test_the_cheapest_that_is_good_enough_is_chosen() -> None:
+    points = [point(0.2, 0.3), point(0.25, 0.05), point(0.3, 0.0), point(0.4, -0.1)]
+    assert choose(points, 0.0) is points[2]
+    assert choose(points, 0.05) is points[1]
+    assert choose(points, 0.3) is points[0]
+    assert choose(points[:1], 0.05) is None
+    mixed = replace(points[1], losses={**points[1].losses, "nll": Loss(1.0, 0.0, 2.0)})
+    assert choose([mixed], 0.05) is None
+
+
+def test_points_are_means_over_the_same_samples(tmp_path: Path) -> None:
+    search = Search((SETTING,), ("needle", "nll"), length=100, samples=2)
+    journal = Journal.start(tmp_path / "partial", {})
+
+    def finished(policy: str, task: str, where: str, sample: int, score: float, held: int):
+        names = {"policy": policy, "task": task, "setting": where, "sample": sample}
+        return Finished(**names, score=score, kv_bytes=held, full_bytes=100, seconds=0)
+
+    for i in range(2):
+        journal.append([finished("full", "needle", "aware", i, 1.0, 100)])
+        journal.append([finished(SETTING.spec, "needle", "aware", i, float(i), 30)])
+        journal.append([finished("full", "nll", "agnostic", i, 2.0, 100)])
+        journal.append([finished(SETTING.spec, "nll", "agnostic", i, 2.5, 40)])
+    (found,) = search.points(journal)
+    assert found.losses["needle"].mean == 0.5
+    assert found.losses["nll"] == Loss(0.5, 0.0, 2.0)
+    assert found.ratio == pytest.approx(0.35)
+    assert found.worst == 0.5
+    assert search.total == 2 * 2 * 2
+
+
+def test_a_profile_is_what_leankv_loads(loaded: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    chosen = replace(point(0.3, 0.0), setting=replace(SETTING, last=None, window=32))
+    write_profile(path, chosen, loaded.name, loaded.fingerprint, 0.05, 100)
+    policy = parse(f"leankv:profile={path}")
+    for name in Setting.__dataclass_fields__:
+        assert getattr(policy, name) == getattr(chosen.setting, name)
+    assert policy.fitted_to == loaded.fingerprint
+    CompressedCache(loaded.model, policy)
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+    other = json.loads(path.read_text()) | {"fingerprint": "another"}
+    path.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="calibrated"):
+        CompressedCache(loaded.model, f"leankv:profile={path}")
+
+
+# the command
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["calibrate", "leankv", *map(str, arguments)])
+
+
+@pytest.fixture
+def options(folder: Path, text_file: Path, tmp_path: Path) -> list[object]:
+    small = ("--length", 400, "--samples", 2, "--continuation", 4, "--window", 8)
+    where = ("--model", folder, "--text", text_file, "--out", tmp_path / "profile.json")
+    return [*where, *small, "--t-high", "1%,30%", "--t-low", "0,0.1%"]
+
+
+def test_it_finds_a_profile_draws_it_and_shows_the_frontier(
+    options: list[object], folder: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "frontier.png"
+    loose = ("--max-loss", "100%", "--pair", "k8v4/k4v2", "--pair", "k8v4/drop")
+    result = run(*options, *loose, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert profile["max_loss"] == 1.0
+    assert profile["tasks"] == ["needle", "multikey", "nll"]
+    assert 0 < profile["bytes_ratio"] < 1
+    header, *rows = [line.split() for line in result.stdout.splitlines()[1:]]
+    assert header[:2] == ["high", "low"]
+    assert any(row[0] == "chosen" for row in rows)
+    assert not (tmp_path / "profile.json.partial").exists()
+    policy = parse(f"leankv:profile={tmp_path / 'profile.json'}")
+    assert policy.window == 8
+
+
+def test_it_goes_on_where_it_stopped(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = runner._ask
+
+    def counted(loaded, spec, *rest):
+        if len(asked) == 4:
+            asked.append("stop")
+            raise KeyboardInterrupt
+        asked.append(spec)
+        return ask(loaded, spec, *rest)
+
+    monkeypatch.setattr(runner, "_ask", counted)
+    one = ("--pair", "k8v4/k4v2", "--task", "needle", "--max-loss", "1")
+    result = run(*options, *one)
+    assert result.exit_code == 130
+    assert "4 samples are finished" in " ".join(result.stderr.split())
+    result = run(*options, *one)
+    assert result.exit_code == 0, result.output
+    assert "Going on from" in result.stderr
+    assert len(asked) == 1 + 2 * 5  # four settings and full, two samples, none of them twice
+
+
+def test_nothing_good_enough_writes_nothing(options: list[object], tmp_path: Path) -> None:
+    # A tiny random model answers nothing, so only nats can be lost; of one sample there is no noise.
+    few = ("--samples", 1, "--task", "nll")
+    result = run(*options, *few, "--pair", "k1v1/drop", "--t-high", "90%")
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.stderr.split())
+    assert "No setting loses 0.0% or less on every task" in said
+    assert not (tmp_path / "profile.json").exists()
+    assert (tmp_path / "profile.json.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (("--t-high", "120%"), "--t-high 120% is no share; give 0 to 1, or 0% to 100%"),
+        (("--pair", "k8v4/k4v2", "--t-low", "50%"), "every t_low is above every t_high"),
+        (("--max-loss", "much"), "--max-loss much is no share"),
+        (("--pair", "k8v4"), "--pair k8v4 is no pair of formats"),
+        (("--pair", "k8v4/k9v9"), "k9v9"),
+        (("--task", "poem"), "poem"),
+        (("--plot", "/"), "--plot / is a folder"),
+    ],
+)
+def test_what_it_refuses(options: list[object], extra: tuple[str, ...], sentence: str) -> None:
+    result = run(*options, *extra)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert sentence in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_importing_the_command_line_does_not_import_matplotlib() -> None:
+    code = "import sys, kv_serve.cli, kv_serve.calibrate.plot; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_worst_task_counts() -> None:
+    found = Point(SETTING, {"needle": Loss(0.0, 0.0, 1.0), "nll": Loss(0.2, 0.0, 2.0)}, 0.3)
+    assert math.isclose(found.worst, 0.1)
