@@ -128,6 +128,30 @@ def test_a_block_goes_when_its_last_token_has(new_world: Worlds) -> None:
     assert world.pool.used == 0
 
 
+@pytest.mark.parametrize("rescored", [False, True])
+def test_a_hole_in_a_page_has_no_position_and_the_score_inf(
+    rescored: bool, new_world: Worlds
+) -> None:
+    world = new_world("one tier of blocks", shape=(1, 1, 2))
+    for _ in range(8):
+        world.step_in(0)
+    for _ in range(3):
+        world.leave(0, world.tiers.weakest()[1])
+    if rescored:
+        world.rescore()  # which leaves holes alone
+    blocks = world.tiers.stores[0]
+    layout, pages = blocks.layout, world.pool.data[blocks.pages()]
+    first, last = layout.score_offset, layout.position_offset
+    score = pages[:, first : first + 4 * layout.tokens].contiguous().view(torch.float32)
+    position = pages[:, last : last + 4 * layout.tokens].contiguous().view(torch.int32)
+    holes = position == -1
+    assert layout.tokens == 4  # so that every page is full
+    assert int(holes.sum()) == int((blocks.length - blocks.live).sum()) > 0
+    assert score[holes].isposinf().all()
+    assert not score[~holes].isinf().any()
+    world.check()
+
+
 def test_trimming_keeps_what_is_held_and_a_page_for_each_stream_and_store(
     new_world: Worlds,
 ) -> None:

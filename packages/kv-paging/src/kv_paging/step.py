@@ -15,7 +15,6 @@ from torch import Tensor
 from kv_paging.moves import Segment, block_segments, put, take
 from kv_paging.store import TokenStore
 from kv_paging.tokens import BOTH, Stored, encode_tokens, read_tokens, write_encoded
-from kv_policy import DROP
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def plan_step(
                 end=store.length.flatten().long() - (leaves & ~stays).long(),
             )
         )
-        moved = moved | (leaves & (choice.target != DROP))
+        moved = moved | leaves
     return tuple(plans)
 
 

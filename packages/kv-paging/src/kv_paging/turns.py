@@ -9,7 +9,6 @@ from torch import Tensor
 from kv_paging.step import Choice, Tokens, merge
 from kv_paging.store import TokenStore
 from kv_paging.waiting import BlockTier
-from kv_policy import DROP
 
 
 def step_in_turn(
@@ -30,7 +29,7 @@ def step_in_turn(
     arrives, moved = [], torch.zeros_like(leaves[0])
     for tier, mine in enumerate(leaves):
         arrives.append(moved & (choice.target == tier))
-        moved = moved | (mine & (choice.target != DROP))
+        moved = moved | mine
     swaps = [
         mine & (choice.candidate == i) & isinstance(member, TokenStore)
         for i, (member, mine) in enumerate(zip(members, leaves, strict=True))
