@@ -152,6 +152,23 @@ def test_a_hole_in_a_page_has_no_position_and_the_score_inf(
     world.check()
 
 
+def test_a_prompt_of_blocks_that_does_not_fit_changes_nothing(new_world: Worlds) -> None:
+    world = new_world("one tier of blocks", shape=(1, 1, 1), capacity=3)
+    blocks, waiting = world.tiers.stores
+    assert (blocks.layout.tokens, waiting.layout.tokens) == (4, 1)
+    world.step_in(0)
+    key, value, score, place = world.tokens(1, 6)
+    keep = torch.ones(1, 6, dtype=torch.bool)
+    before = world.pool.data.clone()
+    with pytest.raises(PoolExhausted):  # a page for a block, three for those that wait
+        world.tiers.append(0, torch.tensor([0]), key, value, keep, score, place)
+    assert torch.equal(world.pool.data, before)
+    world.check()
+    fewer = (x[:, :5] for x in (key, value, keep, score, place))
+    world.tiers.append(0, torch.tensor([0]), *fewer)
+    assert (world.pool.used, world.tiers.counts().tolist()) == (3, [[[[6]]]])
+
+
 def test_trimming_keeps_what_is_held_and_a_page_for_each_stream_and_store(
     new_world: Worlds,
 ) -> None:
