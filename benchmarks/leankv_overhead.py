@@ -61,6 +61,7 @@ class Clock:
     """Seconds spent in some functions, those they call included, each counted once."""
 
     def __init__(self) -> None:
+        """Start at nothing."""
         self.seconds: Counter[str] = Counter()
         self._inside: set[str] = set()
 
@@ -95,10 +96,12 @@ class Operations(TorchDispatchMode):
     WAITS = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal"})
 
     def __init__(self) -> None:
+        """Start at nothing."""
         super().__init__()
         self.count = self.waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one, and do it."""
         name = func._schema.name.partition("::")[2]
         self.count += 1
         self.waits += name in self.WAITS

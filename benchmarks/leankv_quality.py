@@ -189,9 +189,9 @@ def judged(spec: str, parts: Sequence[tuple[Plan, Journal]]) -> dict[str, object
         held = [a.kv_bytes / a.full_bytes for a, _ in pairs if a.task == task]
         found = loss([a for a, _ in mine], [b for _, b in mine], task)
         row |= {task: fmean(a for a, _ in mine), f"{task}_bytes": fmean(held)}
-        row |= {f"{task}_lost": found.mean, f"{task}_error": found.error}
-        neutral &= found.within(0, task)
-        loss5 &= found.within(0.05, task)
+        row |= {f"{task}_lost": found.mean, f"{task}_noise": found.noise}
+        neutral &= found.within(0)
+        loss5 &= found.within(0.05)
     # The prompts of the answers are the longest; the figure is theirs.
     held = [a.kv_bytes / a.full_bytes for a, _ in pairs if a.task != "nll"]
     return row | {"bytes": fmean(held), "neutral": neutral, "loss5": loss5}

@@ -52,22 +52,39 @@ def test_what_cannot_be_tried() -> None:
 
 def test_right_answers_are_lost_and_nats_are_gained() -> None:
     found = loss([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0], "needle")
-    assert found.mean == 0.25
-    assert found.full == 0.75
+    assert (found.mean, found.full) == (0.25, 0.75)
     assert found.share == pytest.approx(1 / 3)
-    assert found.error == pytest.approx(0.5 / 2)
     assert loss([3.0, 2.0], [2.5, 1.5], "nll") == Loss(0.5, 0.0, 2.0)
-    assert loss([0.5], [1.0], "agreement").error == 0
+    assert loss([0.0], [0.0], "needle").share == 0
 
 
-def test_noise_is_one_error_of_answers_and_three_of_nats() -> None:
-    lost = Loss(0.1, 0.1, 1.0)
-    assert lost.within(0.0, "needle")
-    assert not replace(lost, mean=0.11).within(0.0, "needle")
-    assert replace(lost, mean=0.15).within(0.05, "needle")
-    assert replace(lost, mean=0.3).within(0.0, "nll")
-    assert not replace(lost, mean=0.31).within(0.0, "nll")
-    assert Loss(-1.0, 0.0, 1.0).within(0.0, "needle")  # better than full
+def test_noise_of_answers_is_no_more_than_the_full_caches_own() -> None:
+    full = [1.0] * 7 + [0.0] * 3
+    found = loss([0.0, *full[1:]], full, "multikey")
+    assert found.noise == pytest.approx(0.1)  # of the differences: one in ten
+    assert found.within(0.0)
+    assert not loss([0.0, 0.0, *full[2:]], full, "multikey").within(0.0)
+    always = loss([0.0] + [1.0] * 9, [1.0] * 10, "needle")
+    assert always.noise == 0
+    assert not always.within(0.0)
+    assert not always.within(0.05)
+    assert always.within(0.1)
+
+
+def test_noise_of_nats_is_three_errors_of_the_differences() -> None:
+    full = [2.0, 3.0, 2.5, 4.0, 1.0]
+    scores = [a + b for a, b in zip(full, (0.0, 0.2, 0.1, 0.3, 0.15), strict=True)]
+    found = loss(scores, full, "nll")
+    assert found.mean == pytest.approx(0.15)
+    assert found.noise == pytest.approx(3 * 0.0125**0.5 / 5**0.5)
+    assert found.within(0.0)
+    assert not loss([a + 0.15 for a in full], full, "nll").within(0.0)  # the same everywhere
+    assert loss([a + 0.12 for a in full], full, "nll").within(0.05)
+
+
+def test_few_samples_have_no_noise() -> None:
+    assert loss([2.0, 2.4, 2.6, 2.2], [2.0] * 4, "nll").noise == 0
+    assert loss([0.0, 1.0], [1.0, 0.0], "needle").noise == 0
 
 
 def test_scores_of_other_samples_are_not_compared() -> None:
@@ -76,8 +93,8 @@ def test_scores_of_other_samples_are_not_compared() -> None:
             loss(scores, full, "nll")
 
 
-def point(ratio: float, lost: float, error: float = 0.0) -> Point:
-    return Point(SETTING, {"needle": Loss(lost, error, 1.0)}, ratio)
+def point(ratio: float, lost: float) -> Point:
+    return Point(SETTING, {"needle": Loss(lost, 0.0, 1.0)}, ratio)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 1)), min_size=1, max_size=20))
@@ -157,13 +174,14 @@ def test_it_finds_a_profile_draws_it_and_shows_the_frontier(
     options: list[object], folder: Path, tmp_path: Path
 ) -> None:
     picture = tmp_path / "frontier.png"
-    loose = ("--max-loss", "100%", "--pair", "k8v4/k4v2", "--pair", "k8v4/drop")
+    tasks = ("--task", "nll", "--task", "agreement")
+    loose = (*tasks, "--max-loss", "100%", "--pair", "k8v4/k4v2", "--pair", "k8v4/drop")
     result = run(*options, *loose, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert profile["max_loss"] == 1.0
-    assert profile["tasks"] == ["needle", "multikey", "nll"]
+    assert profile["tasks"] == ["nll", "agreement"]
     assert 0 < profile["bytes_ratio"] < 1
     header, *rows = [line.split() for line in result.stdout.splitlines()[1:]]
     assert header[:2] == ["high", "low"]
@@ -180,32 +198,43 @@ def test_it_goes_on_where_it_stopped(
     ask = runner._ask
 
     def counted(loaded, spec, *rest):
-        if len(asked) == 4:
+        if len(asked) == 2:
             asked.append("stop")
             raise KeyboardInterrupt
         asked.append(spec)
         return ask(loaded, spec, *rest)
 
     monkeypatch.setattr(runner, "_ask", counted)
-    one = ("--pair", "k8v4/k4v2", "--task", "needle", "--max-loss", "1")
+    one = ("--pair", "k8v4/k4v2", "--task", "nll", "--max-loss", "1")
     result = run(*options, *one)
     assert result.exit_code == 130
     assert "4 samples are finished" in " ".join(result.stderr.split())
     result = run(*options, *one)
     assert result.exit_code == 0, result.output
     assert "Going on from" in result.stderr
-    assert len(asked) == 1 + 2 * 5  # four settings and full, two samples, none of them twice
+    assert len(asked) == 1 + 5  # four settings and full, two samples at once, none of them twice
 
 
 def test_nothing_good_enough_writes_nothing(options: list[object], tmp_path: Path) -> None:
-    # A tiny random model answers nothing, so only nats can be lost; of one sample there is no noise.
-    few = ("--samples", 1, "--task", "nll")
-    result = run(*options, *few, "--pair", "k1v1/drop", "--t-high", "90%")
+    result = run(*options, "--task", "nll", "--pair", "k1v1/drop", "--t-high", "90%")
     assert result.exit_code == 1, result.output
     said = " ".join(result.stderr.split())
     assert "No setting loses 0.0% or less on every task" in said
     assert not (tmp_path / "profile.json").exists()
     assert (tmp_path / "profile.json.partial").exists()
+
+
+def test_a_task_that_the_full_cache_cannot_do_says_nothing(options: list[object]) -> None:
+    result = run(*options, "--task", "needle", "--pair", "k8v4/drop", "--t-high", "1%")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "the full cache answers none of 2 samples of needle right" in said
+
+
+def test_a_picture_over_the_profile_is_refused(options: list[object], tmp_path: Path) -> None:
+    result = run(*options, "--plot", tmp_path / "profile.json")
+    assert result.exit_code == 2
+    assert "--plot and --out both name" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,15 @@ from statistics import fmean, stdev
 from typing import Final
 
 LOWER_IS_BETTER: Final = frozenset({"nll"})
-ERRORS: Final = {"nll": 3.0}  # standard errors that count as noise; of right answers it is one
+LEAST_SAMPLES: Final = 5  # with fewer, a standard error says nothing, and nothing is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The mean of what is lost sample by sample, positive where the policy is worse.
-
-    Samples are compared in pairs, the same prompt under both caches, so how hard a prompt is does
-    not blur the difference. LeanKV's paper calls a setting performance-neutral within three
-    standard deviations of the full cache's own results.
-    """
+    """What is lost on a task, positive where the policy is worse, and what of it may be noise."""
 
     mean: float
-    error: float  # standard error of that mean; 0 for a single sample
+    noise: float
     full: float  # mean score of the full cache
 
     @property
@@ -28,19 +23,19 @@ class Loss:
         """The loss as a share of the full cache's score; 0 where that is 0."""
         return self.mean / abs(self.full) if self.full else 0.0
 
-    def within(self, allowed: float, task: str) -> bool:
-        """Whether no more is lost than a share of the full cache's score, up to noise.
-
-        Args:
-            allowed: 0 for a performance-neutral setting, 0.05 for a loss of 5 %.
-            task: nats per token have three standard errors of noise, right answers one.
-        """
-        noise = ERRORS.get(task, 1.0) * self.error
-        return self.mean <= allowed * abs(self.full) + noise + 1e-9
+    def within(self, allowed: float) -> bool:
+        """Whether no more is lost than this share of the full cache's score, or than noise."""
+        return self.mean <= max(allowed * abs(self.full), self.noise) + 1e-9
 
 
 def loss(scores: Sequence[float], full: Sequence[float], task: str) -> Loss:
     """Compare a policy's scores with those of the full cache on the same samples.
+
+    Samples are compared in pairs, so how hard a prompt is does not blur the difference. Of nats,
+    three standard errors of the mean difference are noise, as in LeanKV's paper, which calls a
+    setting performance-neutral within three standard deviations of the full cache's own results.
+    Of right answers it is one, of the differences or of the full cache's own scores, whichever is
+    less: where the full cache is always right, nothing that is lost is noise.
 
     Args:
         scores: of the policy, one a sample.
@@ -57,5 +52,15 @@ def loss(scores: Sequence[float], full: Sequence[float], task: str) -> Loss:
         )
     sign = 1.0 if task in LOWER_IS_BETTER else -1.0
     lost = [sign * (a - b) for a, b in zip(scores, full, strict=True)]
-    error = stdev(lost) / sqrt(len(lost)) if len(lost) > 1 else 0.0
-    return Loss(fmean(lost), error, fmean(full))
+    if len(lost) < LEAST_SAMPLES:
+        noise = 0.0
+    elif task in LOWER_IS_BETTER:
+        noise = 3 * _error(lost)
+    else:
+        noise = min(_error(lost), _error(full))
+    return Loss(fmean(lost), noise, fmean(full))
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of a mean."""
+    return stdev(values) / sqrt(len(values))

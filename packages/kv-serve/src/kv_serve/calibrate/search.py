@@ -35,8 +35,8 @@ class Point:
         return max(found.share for found in self.losses.values())
 
     def within(self, allowed: float) -> bool:
-        """Whether no task loses more than that share, up to noise."""
-        return all(found.within(allowed, task) for task, found in self.losses.items())
+        """Whether no task loses more than that share, or than noise."""
+        return all(found.within(allowed) for found in self.losses.values())
 
 
 @dataclass(frozen=True)

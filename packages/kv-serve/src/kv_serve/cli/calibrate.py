@@ -109,6 +109,8 @@ def leankv(
     check_writable(out_file, "--out")
     if plot is not None:
         check_writable(plot, "--plot")
+        if plot.resolve() == out_file.resolve():
+            refuse(f"--plot and --out both name {plot}; give the picture a file of its own")
         reason = missing()
         if reason is not None:
             refuse(reason)
@@ -142,6 +144,12 @@ def _calibrate(
         )
         raise typer.Exit(INTERRUPTED) from None
     points = search.points(journal)
+    for name, found in points[0].losses.items():
+        if found.full == 0:
+            refuse(
+                f"the full cache answers none of {search.samples} samples of {name} right, so "
+                "nothing can be lost there; leave that task out, or give shorter prompts"
+            )
     chosen = choose(points, allowed)
     _show(points, chosen)
     if plot is not None:
