@@ -223,7 +223,7 @@ STEPS = (
 )
 def test_random_programs(tokens: int, capacity: int | None) -> None:
     done: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in range(4):
         program = Program(seed, tokens, slack=3 * (seed % 2), capacity=capacity)
         for _ in range(40):
             step, which = STEPS[program.below(len(STEPS))], program.below(2)
