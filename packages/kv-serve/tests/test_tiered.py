@@ -304,6 +304,20 @@ class NoWait(TorchDispatchMode):
             raise AssertionError(f"{name} makes the host wait")
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self):
+        self._reads = pytest.MonkeyPatch()
+        for name in ("tolist", "numpy", "cpu"):  # on a CPU these never come to the dispatcher
+            self._reads.setattr(Tensor, name, self._refuse)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self._reads.undo()
+        return super().__exit__(*raised)
+
+    @staticmethod
+    def _refuse(*_):
+        raise AssertionError("reading a tensor makes the host wait")
+
 
 @pytest.mark.parametrize("name", ["leankv", "leankv-drop", "leankv-token", "keep-all"])
 def test_a_decode_step_does_not_wait_for_the_device(name: str) -> None:

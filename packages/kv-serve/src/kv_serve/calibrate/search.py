@@ -81,6 +81,20 @@ class Search:
         for plan in self.plans:
             yield from run(loaded, plan, text, journal, make)
 
+    @property
+    def baseline(self) -> "Search":
+        """The same samples under the full cache alone."""
+        return replace(self, settings=())
+
+    def unanswered(self, journal: Journal) -> str | None:
+        """Name a task that the full cache scores 0 on, where nothing could be lost."""
+        for plan in self.plans:
+            for task, where in plan.pairs:
+                done = [journal.get(FULL, task, where, i) for i in range(self.samples)]
+                if not any(entry.score for entry in done if entry is not None):
+                    return task
+        return None
+
     def points(self, journal: Journal) -> tuple[Point, ...]:
         """Sum up a journal that has every sample."""
         return tuple(self._point(setting, journal) for setting in self.settings)

@@ -136,6 +136,13 @@ def _calibrate(
     if sentence:
         remark(sentence)
     try:
+        _run(loaded, search.baseline, text, journal)
+        hopeless = search.unanswered(journal)
+        if hopeless is not None:
+            refuse(
+                f"the full cache answers none of {search.samples} samples of {hopeless} right, so "
+                "nothing can be lost there; leave that task out, or give shorter prompts"
+            )
         _run(loaded, search, text, journal)
     except KeyboardInterrupt:
         remark(
@@ -144,12 +151,6 @@ def _calibrate(
         )
         raise typer.Exit(INTERRUPTED) from None
     points = search.points(journal)
-    for name, found in points[0].losses.items():
-        if found.full == 0:
-            refuse(
-                f"the full cache answers none of {search.samples} samples of {name} right, so "
-                "nothing can be lost there; leave that task out, or give shorter prompts"
-            )
     chosen = choose(points, allowed)
     _show(points, chosen)
     if plot is not None:
