@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 UNIFORM = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v4", "k4v4:keys=channel")
 THRESHOLDS = tuple(f"leankv:t_high={t}" for t in (0.1, 0.2, 0.4, 0.7))
 SIGNIFICANCE = tuple(f"leankv:t_high=0.2,{s}" for s in ("last=none", "last=32", "group=mean"))
+WINDOWS = tuple(f"leankv:t_high={t},window={w}" for t, w in ((0.2, 32), (0.2, 16), (0.1, 16)))
 PRUNED = ("leankv:t_high=0.2,t_low=0.001",)
 PAIRS = (
     "leankv:high=k8v8,low=k8v4,t_high=0.2",
@@ -103,7 +104,7 @@ class Size:
 
 def full_size() -> Size:
     """What the committed figures come from."""
-    named = (*UNIFORM, *THRESHOLDS, *SIGNIFICANCE, *PRUNED, *PAIRS, *CHANNEL)
+    named = (*UNIFORM, *THRESHOLDS, *SIGNIFICANCE, *WINDOWS, *PRUNED, *PAIRS, *CHANNEL)
     return Size(
         policies=(FULL, *(str(parse(spec)) for spec in named)),
         dynamic=tuple(str(parse(spec)) for spec in DYNAMIC),

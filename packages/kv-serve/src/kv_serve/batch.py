@@ -140,6 +140,13 @@ class Batch:
         need = int(per_head.sum()) * self.shape.layers * self.shape.kv_heads
         self.pool.reserve(max(0, need - self.pool.used))
 
+    def settle(self) -> None:
+        """Give back what a prompt made room for and did not need, where that is worth a copy."""
+        pool = self.pool
+        streams = self.stores[0].length.numel()
+        if pool.grows and pool.free > pool.used // 64 + streams * len(self.stores):
+            self.tiers.trim()
+
     def end(self, now: Pass) -> None:
         """Count what a finished pass brought."""
         if self.window is not None:

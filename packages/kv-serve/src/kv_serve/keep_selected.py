@@ -76,6 +76,7 @@ class KeepSelected:
             self._since_plan = 0
             if waiting:
                 self._plan(batch, now, 0, waiting)
+            batch.settle()
             return
         self._decode(batch, now, waiting)
         self._since_plan += 1
@@ -133,9 +134,14 @@ class KeepSelected:
             if self._cuts is None:
                 self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
             self._cuts[:, first : first + len(arrivals)] = cuts
+        held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
             self._restack(batch, first + i, scored[i], plan)
             self._enter(batch, now, first + i, arrival, scored[i], plan)
+        if first == 0 and batch.pool.grows and self.selector.budget is None:
+            # Other layers take about as much, and growing once is cheaper than growing often.
+            each = max(0, batch.pool.used - held) // len(arrivals)
+            batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
 
     def _restack(self, batch: Batch, layer: int, scored: Scored, plan: Sequence[Tensor]) -> None:
         """Drop and downgrade stored tokens; whole pages return to the pool."""
