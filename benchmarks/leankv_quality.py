@@ -8,8 +8,8 @@ positions, unfilled and spare pages, the raw window, page tables.
 of them, by the rule of `kv-serve calibrate` (`kv_serve.calibrate.loss`).
 
 Rows of kind `equal` give every head the same share of the tokens, by the same scores: what H2O does
-on the same work. Their share is what `leankv` of the row before kept of one text, so the bytes of the
-two differ on others; compare them beside the scores.
+on the same work. Their share is what `leankv` of the row before kept of one text, so the bytes of
+the two differ on others; compare them beside the scores.
 """
 
 import argparse
