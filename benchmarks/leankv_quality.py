@@ -7,21 +7,20 @@ positions, unfilled and spare pages, the raw window, page tables.
 `neutral` is within the noise of the full cache on all three tasks, `loss5` within 5 % of it on all
 of them, by the rule of `kv-serve calibrate` (`kv_serve.calibrate.loss`).
 
-Rows of kind `equal` give every head the same share of the tokens, by the same scores: what H2O does
-on the same work. Their share is what `leankv` of the row before kept of one text, so the bytes of
-the two differ on others; compare them beside the scores.
+A row `equal` keeps as many tokens of every prompt as the `leankv` row of the same parameters, but
+the same number of them in each head, by the same scores: what H2O does, on equal bytes.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import _result
 import msgspec
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -31,14 +30,13 @@ from kv_policy import DROP, NOBODY, PlanView, Step, StepView, best, parse
 from kv_serve import CompressedCache
 from kv_serve.calibrate.loss import loss
 from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.decode import read
 from kv_serve.evaluate.journal import Finished, Journal, open_journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.report import rows as report_rows
 from kv_serve.evaluate.runner import run
 from kv_serve.evaluate.specs import FULL
 from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text, nll
+from kv_serve.tasks import default_text
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -57,29 +55,37 @@ CHANNEL = (
     "leankv:high=k4v4:keys=channel,t_high=0.2",
     "leankv:high=k4v4:keys=channel,low=k4v2:keys=channel,t_high=0.2",
 )
-DYNAMIC = tuple(f"leankv:high=raw,low=drop,t_high={t}" for t in (0.05, 0.2))
+DYNAMIC = tuple(f"leankv:high=raw,low=drop,t_high={t}" for t in (0.001, 0.005, 0.02, 0.05, 0.2))
 CONSOLE = Console(stderr=True)
 
 
 @dataclass(frozen=True)
 class EqualBudget(LeanKV):
-    """Keeps the same share of each head's tokens, by LeanKV's scores."""
+    """Keeps as many tokens of a prompt as LeanKV would, and the same number in each head."""
 
     name: ClassVar[str] = "equal"
-    high: Annotated[str, msgspec.Meta()] = "raw"
-    low: Annotated[str, msgspec.Meta()] = "drop"
-    keep: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """How many tokens LeanKV keeps of a prompt is a matter of all layers."""
+        return "model"
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Keep the best of those outside the window."""
+        """Keep the best of those outside the window, LeanKV's number of them on average."""
         here = view.position >= 0
+        count = (super().plan(view) != DROP).sum(-1).double().mean((0, 2)).round().long()
         score = view.score.masked_fill(~here, -torch.inf)
-        kept = best(score, (here.sum(-1) * self.keep).long()) & here
+        kept = best(score, count[None, :, None].expand(here.shape[:-1])) & here
         return torch.where(kept, 0, DROP).to(torch.uint8)
+
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+        """The share of its tokens that a head kept."""
+        kept = (self.plan(view) != DROP).sum(-1)
+        return (kept / (view.position >= 0).sum(-1).clamp(min=1))[None].float()
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in, and let the weakest go where there are enough."""
-        most = ((view.length - self.window).clamp(min=0) * self.keep)[:, None]
+        most = (view.length - self.window).clamp(min=0)[None, :, None] * view.cuts[0]
         enough = view.count[0] >= most
         weaker = enough & (view.candidate <= view.weakest[0])
         candidate = torch.where(weaker, DROP, 0).to(torch.uint8)
@@ -89,8 +95,10 @@ class EqualBudget(LeanKV):
 
 def make(model: "PreTrainedModel", spec: str) -> "Cache":
     """Make an empty cache; equal budgets are not a policy people can name."""
-    if spec.startswith(f"{EqualBudget.name}:keep="):
-        return CompressedCache(model, EqualBudget(keep=float(spec.partition("=")[2])))
+    name, _, options = spec.partition(":")
+    if name == EqualBudget.name:
+        given = dict(option.split("=") for option in options.split(","))
+        return CompressedCache(model, EqualBudget.from_text(given))
     return make_cache(model, spec)
 
 
@@ -135,19 +143,9 @@ def quick_size() -> Size:
     )
 
 
-def equal_budgets(loaded: LoadedModel, size: Size) -> dict[str, str]:
-    """For each dynamic policy the equal budget that keeps as many tokens of a text."""
-    text = nll(loaded.tokenizer, default_text(), length=size.plans["nll"].length, samples=1, seed=0)
-    prompt = torch.tensor([text[0].prompt_ids])
-    found = {}
-    for spec in size.dynamic:
-        cache = CompressedCache(loaded.model, spec)
-        read(loaded.model, cache, prompt)
-        assert isinstance(cache.policy, LeanKV)
-        window = cache.policy.window
-        kept = cache.memory().tokens.double().mean() - window
-        found[spec] = f"{EqualBudget.name}:keep={float(kept) / (prompt.shape[1] - window):.4f}"
-    return found
+def equal(spec: str) -> str:
+    """Name the equal budget that keeps as much as a dynamic policy."""
+    return f"{EqualBudget.name}:{spec.partition(':')[2]}"
 
 
 def evaluated(loaded: LoadedModel, plan: Plan, name: str) -> Journal:
@@ -225,8 +223,8 @@ def main() -> None:
     arguments = parser.parse_args()
     size = quick_size() if arguments.quick else full_size()
     loaded = load_model(progress=CONSOLE.print)
-    equal = equal_budgets(loaded, size)
-    policies = (*size.policies, *(spec for pair in equal.items() for spec in pair))
+    pairs = [(spec, equal(spec)) for spec in size.dynamic]
+    policies = (*size.policies, *(spec for pair in pairs for spec in pair))
     parts = []
     for name, plan in size.plans.items():
         if arguments.only in (None, name):
@@ -236,7 +234,7 @@ def main() -> None:
     if arguments.only:
         return
     rows: list[dict[str, object]] = [judged(spec, parts) for spec in policies]
-    rows += [{"kind": "equal", "policy": a, "equal": b} for a, b in equal.items()]
+    rows += [{"kind": "equal", "policy": a, "equal": b} for a, b in pairs]
     for plan, journal in parts:
         rows += [{"kind": r.task, **msgspec.to_builtins(r)} for r in report_rows(plan, journal)]
     summary = summarize(rows)
