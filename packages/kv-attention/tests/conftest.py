@@ -164,7 +164,12 @@ class Case:
     page_positions: list[Tensor]
     scale: float = 0.3
 
-    def attend(self, observe: Observe | None = None, backend: str = "torch") -> Attended:
+    def attend(
+        self,
+        observe: Observe | None = None,
+        backend: str = "torch",
+        others: Sequence[Observe] = (),
+    ) -> Attended:
         """Attend with these arguments."""
         return attend(
             self.q,
@@ -175,6 +180,7 @@ class Case:
             observe or Observe(),
             self.page_positions,
             backend,
+            others,
         )
 
 

@@ -18,6 +18,7 @@ OBSERVE = st.builds(
     group=st.sampled_from(["sum", "mean", "max", "max-of-sums"]),
     power=st.sampled_from([1, 2]),
     skip=st.sampled_from([0, 1, 4, 30]),
+    also=st.frozensets(st.sampled_from(["squares", "entropy"])),
 )
 
 
@@ -29,6 +30,10 @@ def assert_same_observation(case, observe, error=2e-5):
     for got, wanted in zip(found.mass, expected.mass, strict=True):
         assert got.dtype == wanted.dtype
         torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+    for some, others in zip(found.also, expected.also, strict=True):
+        assert len(some) == len(others) == len(observe.also)
+        for got, wanted in ((some[name], others[name]) for name in observe.also):
+            torch.testing.assert_close(got, wanted, rtol=error, atol=error)
     for got, wanted in zip(found.seen, expected.seen, strict=True):
         assert got.dtype == wanted.dtype == torch.int32
         assert torch.equal(got, wanted)
@@ -70,6 +75,31 @@ ALL = list(product([None, 3], ["sum", "mean", "max", "max-of-sums"], [1, 2], [0,
 def test_every_combination(case, last, group, power, skip):
     c = case(1, B=3, L=6, G=3, padding="left", window=4, dtype=torch.float64)
     assert_same_observation(c, Observe(last, group, power, skip), error=1e-12)
+
+
+@pytest.mark.parametrize("group", ["sum", "mean", "max", "max-of-sums"])
+@pytest.mark.parametrize("above", [0.5, 1.0, 2.0])
+def test_counting_what_is_above_an_even_share(case, group, above):
+    c = case(3, B=3, L=9, G=3, padding="left", window=4, dtype=torch.float64)
+    found = assert_same_observation(c, Observe(5, group, above=above), error=1e-12)
+    assert any(bool((m > 0).any()) for m in found.mass)
+    assert all(torch.equal(m * 3, (m * 3).round()) for m in found.mass)  # thirds, of a mean of 3
+
+
+def test_several_observations_of_one_pass_are_those_of_a_pass_each(case):
+    c = case(4, B=2, L=7, G=3, padding="left", window=4)
+    several = [Observe(3), Observe(None, "sum", 2, also=frozenset({"squares"})), Observe(0)]
+    together = c.attend(several[0], others=several[1:])
+    assert len(together.others) == 2
+    for observe, found in zip(several, (together, *together.others), strict=True):
+        alone = c.attend(observe)
+        assert torch.equal(found.out, alone.out)
+        for got, wanted in zip(found.mass, alone.mass, strict=True):
+            assert torch.equal(got, wanted)
+        for got, wanted in zip(found.seen, alone.seen, strict=True):
+            assert torch.equal(got, wanted)
+    slow = c.attend(several[0], others=several[1:], backend="reference")
+    torch.testing.assert_close(slow.others[0].mass, together.others[0].mass, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])

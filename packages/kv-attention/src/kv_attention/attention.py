@@ -23,6 +23,7 @@ def attend(
     observe: Observe = NOTHING,
     page_positions: Sequence[Int[Tensor, "B H _"] | None] | None = None,
     backend: str = "torch",
+    others: Sequence[Observe] = (),
 ) -> Attended:
     """Attend to the union of several tiers in pages and several tensors of plain tokens.
 
@@ -47,6 +48,7 @@ def attend(
         page_positions: positions of the stored tokens by slot, at least as many as the longest
             stream has; needed, and read, only where `observe.skip` is above 1.
         backend: a name in `BACKENDS`.
+        others: further observations of the same pass.
 
     A decode step, one query of each sequence, never waits for the device where `longest` of the
     pages and `full` of the plain tokens are given.
@@ -61,5 +63,6 @@ def attend(
     check_queries(q, position)
     value_dim = check_parts(q, pages, dense)
     positions = [None] * len(pages) if page_positions is None else list(page_positions)
-    check_positions(q, pages, positions, observe)
-    return load(backend)(q, position, pages, dense, value_dim, scale, observe, positions)
+    for what in (observe, *others):
+        check_positions(q, pages, positions, what)
+    return load(backend)(q, position, pages, dense, value_dim, scale, observe, positions, others)

@@ -27,6 +27,7 @@ class Attend(Protocol):
         scale: float,
         observe: Observe,
         page_positions: Sequence[Int[Tensor, "B H _"] | None],
+        others: Sequence[Observe],
     ) -> Attended:
         """Attend to all parts."""
         ...

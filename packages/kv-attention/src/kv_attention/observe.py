@@ -1,7 +1,7 @@
 """The second pass: how much attention each token got, from the log-sum-exp of the first."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,13 +15,21 @@ _FAR: Final = 2**30  # a position that no query has
 _NEAR: Final = 256  # tokens in a block where queries come among them
 
 
+class Sums(NamedTuple):
+    """What was observed of a part of the tokens."""
+
+    mass: Float[Tensor, "B H S"]
+    seen: Int[Tensor, "B H S"]
+    also: dict[str, Float[Tensor, "B H S"]]
+
+
 def observe_part(
     q: Float[Tensor, "B H G L D"],
     position: Int[Tensor, "B L"],
     lse: Float[Tensor, "B H G L"],
     part: Part,
     observe: Observe,
-) -> tuple[Float[Tensor, "B H S"], Int[Tensor, "B H S"]]:
+) -> Sums:
     """Sum the attention that each token of a part got, and count the queries that it came from.
 
     Args:
@@ -33,7 +41,7 @@ def observe_part(
     """
     seen = q.new_zeros((*q.shape[:2], part.width), dtype=torch.int32)
     apart = q.shape[2:3] if observe.group == "max-of-sums" else ()
-    mass = q.new_zeros((*q.shape[:2], *apart, part.width))
+    sums = q.new_zeros((1 + len(observe.also), *q.shape[:2], *apart, part.width))
     size, tokens = block_sizes(q, q.shape[-1])
     # In a decode step the host does not wait for an answer.
     all_real = position.shape[1] > 1 and bool((position >= 0).all())
@@ -56,8 +64,23 @@ def observe_part(
                 counts = counts.expand(*p.shape[:2], *p.shape[3:])
                 p.masked_fill_(~counts[:, :, None], 0)
                 seen[..., at] += counts.sum(dim=2)
-            mass[..., at] += _summed(p, observe)
-    return mass.amax(dim=2) if apart else mass, seen
+            for i, each in enumerate(_terms(p, position[:, chunk], observe)):
+                sums[i][..., at] += _summed(each, observe)
+    mass, *also = sums.amax(dim=3) if apart else sums
+    return Sums(mass, seen, dict(zip(sorted(observe.also), also, strict=True)))
+
+
+def _terms(
+    p: Float[Tensor, "B H G L S"], position: Int[Tensor, "B L"], observe: Observe
+) -> Iterator[Float[Tensor, "B H G L S"]]:
+    """What is summed: of the attention itself first, then whatever else is asked."""
+    if observe.above is not None:
+        even = (position + 1).clamp(min=1).to(p.dtype).reciprocal()
+        yield (p > observe.above * even[:, None, None, :, None]).to(p.dtype)
+    else:
+        yield p.square() if observe.power == 2 else p
+    for name in sorted(observe.also):
+        yield p.square() if name == "squares" else torch.special.entr(p)
 
 
 def _reach(
@@ -98,8 +121,6 @@ def _counts(
 
 
 def _summed(p: Float[Tensor, "B H G L S"], observe: Observe) -> Float[Tensor, "B H *G S"]:
-    if observe.power == 2:
-        p = p.square_()
     if observe.group == "max-of-sums":
         return p.sum(dim=3)
     if observe.group == "max":

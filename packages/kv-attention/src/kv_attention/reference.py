@@ -1,6 +1,7 @@
 """The judge of the other backends: attention by its definition, in float64, stream by stream."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,23 @@ def attend(
     scale: float,
     observe: Observe,
     page_positions: Sequence[Int[Tensor, "B H _"] | None],
+    others: Sequence[Observe],
+) -> Attended:
+    """Attend once for every observation, all over again."""
+    each = (q, position, pages, dense, value_dim, scale)
+    more = tuple(_attend(*each, what, page_positions) for what in others)
+    return replace(_attend(*each, observe, page_positions), others=more)
+
+
+def _attend(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    value_dim: int,
+    scale: float,
+    observe: Observe,
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
 ) -> Attended:
     """Decode the tokens of one stream after another, and take a plain softmax over them.
 
@@ -40,8 +58,9 @@ def attend(
         tokens.key.shape[2] for tokens in dense
     ]
     out = q.new_zeros((*q.shape[:-1], value_dim), dtype=torch.float64)
-    mass = [out.new_zeros((sequences, heads, width)) for width in widths]
-    seen = [torch.zeros_like(m, dtype=torch.int32) for m in mass]
+    kinds = (None, *sorted(observe.also))
+    sums = [out.new_zeros((len(kinds), sequences, heads, width)) for width in widths]
+    seen = [torch.zeros_like(m[0], dtype=torch.int32) for m in sums]
     for b in range(sequences):
         for h in range(heads):
             parts = [
@@ -57,15 +76,18 @@ def attend(
             counts = sees & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
-            got = grouped(p**observe.power, counts, observe)
+            terms = [term(p, position[b], observe, kind) for kind in kinds]
+            got = torch.stack([grouped(each, counts, observe) for each in terms])
             sizes = [len(part.key) for part in parts]
-            shares = torch.split(got, sizes), torch.split(counts.sum(dim=0), sizes)
+            shares = torch.split(got, sizes, dim=1), torch.split(counts.sum(dim=0), sizes)
             for i, (share, count) in enumerate(zip(*shares, strict=True)):
-                mass[i][b, h, : len(share)], seen[i][b, h, : len(count)] = share, count
+                sums[i][:, b, h, : len(count)], seen[i][b, h, : len(count)] = share, count
     if observe.last == 0:
         return Attended(out.to(q.dtype))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return Attended(out.to(q.dtype), tuple(m.to(dtype) for m in mass), tuple(seen))
+    cast = [part.to(dtype) for part in sums]
+    also = tuple(dict(zip(sorted(observe.also), part[1:], strict=True)) for part in cast)
+    return Attended(out.to(q.dtype), tuple(part[0] for part in cast), tuple(seen), also)
 
 
 def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h: int) -> Tokens:
@@ -129,6 +151,19 @@ def watched(position: Int[Tensor, " L"], last: int | None) -> Bool[Tensor, " L"]
         return real
     later = real.long().flip(0).cumsum(0).flip(0)  # real queries from here on
     return real & (later <= last)
+
+
+def term(
+    p: Float[Tensor, "G L S"], position: Int[Tensor, " L"], observe: Observe, kind: str | None
+) -> Float[Tensor, "G L S"]:
+    """What is summed of the probabilities: what `observe` says first, or one of its `also`."""
+    if kind == "entropy":
+        return torch.where(p > 0, -p * p.log(), 0)
+    if kind == "squares":
+        return p**2
+    if observe.above is not None:
+        return (p > observe.above / (position[:, None] + 1)).double()
+    return p**observe.power
 
 
 def grouped(

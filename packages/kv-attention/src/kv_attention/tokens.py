@@ -28,10 +28,13 @@ class Attended:
 
     Parts are in the order paged, then dense; a paged part has as many places as its longest
     stream, or as its `longest` says, in the order of its slots. `mass` is summed as the contract's
-    `Observe` says, `seen` is the number of queries that counted into it. Both are empty if nothing
-    was to be observed, and 0 at places without a token.
+    `Observe` says, `seen` is the number of queries that counted into it, and `also` holds the sums
+    that were asked for besides. All are empty if nothing was to be observed, and 0 at places
+    without a token. `others` has the same for each further `Observe` of the pass.
     """
 
     out: Float[Tensor, "B H G L Dv"]
     mass: tuple[Float[Tensor, "B H _"], ...] = ()
     seen: tuple[Int[Tensor, "B H _"], ...] = ()
+    also: tuple[dict[str, Float[Tensor, "B H _"]], ...] = ()
+    others: tuple["Attended", ...] = ()

@@ -26,6 +26,7 @@ def attend(
     scale: float,
     observe: Observe,
     page_positions: Sequence[Int[Tensor, "B H _"] | None],
+    others: Sequence[Observe],
 ) -> Attended:
     """Attend part by part and add up; then look back at what was to be observed.
 
@@ -45,11 +46,21 @@ def attend(
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
     out = total.out.to(q.dtype)
-    if observe.last == 0:
-        return Attended(out)
-    watched = last_queries(scaled, position, total.lse, observe.last)
-    found = [observe_part(*watched, part, observe) for part in parts]
-    return Attended(out, tuple(m for m, _ in found), tuple(n for _, n in found))
+
+    def observed(what: Observe, *more: Attended) -> Attended:
+        if what.last == 0:
+            return Attended(out, others=more)
+        watched = last_queries(scaled, position, total.lse, what.last)
+        found = [observe_part(*watched, part, what) for part in parts]
+        return Attended(
+            out,
+            tuple(sums.mass for sums in found),
+            tuple(sums.seen for sums in found),
+            tuple(sums.also for sums in found),
+            more,
+        )
+
+    return observed(observe, *(observed(what) for what in others))
 
 
 def _partial(
