@@ -7,10 +7,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_shape
-from kv_paging.moves import Segment, score_segment, take, take_pages
+from kv_paging.moves import Segment, position_segment, score_segment, take, take_pages
 from kv_paging.streams import Streams
 from kv_paging.table import pages_for, spread
-from kv_paging.tokens import BOTH, NONE, Stored, Vectors, read_scores, read_tokens, write_scores
+from kv_paging.tokens import (
+    BOTH,
+    NONE,
+    Stored,
+    Vectors,
+    read_positions,
+    read_scores,
+    read_tokens,
+    write_scores,
+)
 
 
 class Readable(Streams):
@@ -95,13 +104,16 @@ class Readable(Streams):
         (longest,) = self._agree(wrong, most(length))
         return self._weakest(streams, length, longest)
 
-    def weakest_all(self) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the same as `weakest`, for all streams.
+    def weakest_all(
+        self, until: Int[Tensor, " S"] | None = None
+    ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+        """Give the same as `weakest`, for all streams, of the tokens of positions before `until`.
 
         Raises:
-            ValueError: pages hold no scores.
+            ValueError: pages hold no scores, or no positions where these are asked about.
         """
-        return self._weakest(self.streams(), self._length.flatten().long(), self.longest)
+        length = self._length.flatten().long()
+        return self._weakest(self.streams(), length, self.longest, until)
 
     def _read(self, streams: Tensor, length: Tensor, longest: int, vectors: Vectors) -> Stored:
         page = self._table.block(streams, pages_for(longest, self.layout.tokens))
@@ -124,8 +136,14 @@ class Readable(Streams):
         inside = row[:, 0] % block if block > 1 else None
         return read_tokens(self.layout, (slot >= 0)[:, None], take_one, BOTH, inside)
 
-    def _weakest(self, streams: Tensor, length: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        segment = self._score_segment()
+    def _weakest(
+        self, streams: Tensor, length: Tensor, longest: int, until: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        segment, positions = self._score_segment(), position_segment(self.layout)
+        if until is not None and positions is None:
+            raise ValueError(
+                "pages of this layout hold no positions; lay them out with positions=True"
+            )
         # One slot at least, for argmin to point at where all streams are empty.
         page = self._table.block(streams, pages_for(max(longest, 1), self.layout.tokens))
 
@@ -134,6 +152,8 @@ class Readable(Streams):
 
         score = read_scores(take_all(segment))
         held = self._present(length, score.shape[1], take_all)
+        if until is not None and positions is not None:
+            held = held & (read_positions(take_all(positions)) < until[:, None])
         score = score.masked_fill(~held, torch.inf)
         slot = score.argmin(1)
         # Where all that is held has the score inf, the first inf may be a place without a token.

@@ -198,15 +198,20 @@ class Tiers:
         for left in self.stores[::2]:
             left.page_table.rename(ids)
 
-    def weakest(self) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
+    def weakest(
+        self, until: Int[Tensor, " S"] | None = None
+    ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
         """Give the lowest score of each stream in each tier, and where it is, without waiting.
 
-        A place is a number for `step`; an empty tier gives inf and place -1.
+        A place is a number for `step`; a tier without a token gives inf and place -1.
+
+        Args:
+            until: look only at tokens of positions before this, for each stream.
 
         Raises:
-            ValueError: pages hold no scores.
+            ValueError: pages hold no scores, or no positions where these are asked about.
         """
-        found = [member.weakest_all() for member in self._members]
+        found = [member.weakest_all(until) for member in self._members]
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
 
     def step(

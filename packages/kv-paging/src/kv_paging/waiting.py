@@ -62,10 +62,12 @@ class BlockTier:
         rest[:, : old.held.shape[1]] &= drains
         self.waiting.append(streams, tokens[0], tokens[1], rest, tokens[2], tokens[3])
 
-    def weakest_all(self) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each stream and its place, inf and -1 in an empty one."""
-        score, slot = self.blocks.weakest_all()
-        other, loose = self.waiting.weakest_all()
+    def weakest_all(
+        self, until: Int[Tensor, " S"] | None = None
+    ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+        """Give the lowest score of each stream and its place, as TokenStore does."""
+        score, slot = self.blocks.weakest_all(until)
+        other, loose = self.waiting.weakest_all(until)
         first = (slot >= 0) & ((score <= other) | (loose < 0))
         place = (2 * slot).where(first, 2 * loose + 1)
         return score.where(first, other), place.clamp(min=-1)
