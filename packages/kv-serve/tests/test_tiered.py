@@ -22,6 +22,7 @@ from kv_policy import (
     Part,
     PlanView,
     RawCodec,
+    Replan,
     Step,
     StepView,
     TokenFormat,
@@ -97,8 +98,8 @@ class ByKey(Evictor):
         return "model" if self.whole else "layer"
 
     @property
-    def replan(self) -> int:
-        return self.every
+    def replan(self) -> Replan:
+        return Replan(every=self.every)
 
     @property
     def protected(self) -> int:

@@ -24,6 +24,8 @@ from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import UnknownPolicyError, installed, load
+from kv_policy.replan import Replan
+from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape
 from kv_policy.spec import parse
 from kv_policy.tiered import TieredFormats, read_formats
@@ -53,6 +55,8 @@ __all__ = [
     "PlanView",
     "Raw",
     "RawCodec",
+    "Replan",
+    "Selecting",
     "Selector",
     "Step",
     "StepView",

@@ -5,7 +5,8 @@ Keys are after RoPE. Positions count the real tokens of a sequence from 0 and st
 its neighbours go; -1 marks a place that holds none.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int, UInt8
@@ -14,6 +15,7 @@ from torch import Tensor
 from kv_policy.basis import LayerBasis
 from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
+from kv_policy.replan import Replan
 from kv_policy.shape import CacheShape
 
 DROP: Final = 255  # the tier of a token that is let go
@@ -30,6 +32,10 @@ class Observe:
     the sum over the queries of the pass comes first, and the largest of the group's sums is given.
     A query counts for a token if it is among the `last` queries of the forward pass (None: all of
     them; 0: none), does not come before the token, and is at least `skip` positions after it.
+
+    With `above` it gives 1 instead where its probability is more than `above` times an even share
+    of the tokens it has before it and its own, else 0. `also` asks for more sums, of squares or of
+    -p log p, next to the first.
     """
 
     last: int | None = 0
@@ -37,6 +43,8 @@ class Observe:
     power: Literal[1, 2] = 1
     skip: int = 0
     generated: bool = False  # go on with every generated query
+    above: float | None = None
+    also: frozenset[Literal["squares", "entropy"]] = frozenset()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -48,6 +56,13 @@ class Observe:
             raise ValueError(f"group is {self.group!r}; say sum, mean, max or max-of-sums")
         if self.power not in (1, 2):
             raise ValueError(f"power is {self.power}; say 1 or 2")
+        if self.above is not None and not (self.above > 0 and self.power == 1):
+            raise ValueError(
+                f"above is {self.above} and power {self.power}; count what is above a share "
+                "greater than 0, with power=1"
+            )
+        if not self.also <= {"squares", "entropy"}:
+            raise ValueError(f"also is {set(self.also)}; it may hold squares and entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,8 @@ class LayerView:
     length: Int[Tensor, " B"]  # tokens seen so far
     mass: Float[Tensor, "B H L"] | None = None  # as `observe` asks, from this pass alone
     seen: Int[Tensor, "B H L"] | None = None  # queries that counted into `mass`
+    also: Mapping[str, Float[Tensor, "B H L"]] = field(default_factory=dict)  # the other sums
+    generated: bool = False  # the fresh tokens were generated, one in each sequence
     keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
     values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values
 
@@ -105,6 +122,10 @@ class PlanView:
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
     aside: Float[Tensor, "N B H"] | None = None  # scores of the raw window's tokens, not in view
+    gauge: Float[Tensor, "N B H"] | None = (
+        None  # what `gauge` said of the layers, if all were asked
+    )
+    page: Int[Tensor, " K"] | None = None  # tokens in a page of each tier; None: not in pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +135,7 @@ class StepView:
     shape: CacheShape
     first_layer: int
     candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
-    weakest: Float[Tensor, "K N B H"]  # lowest score stored in a tier; inf where it is empty
+    weakest: Float[Tensor, "K N B H"]  # lowest score in a tier, of those that may go; inf: none
     count: Int[Tensor, "K N B H"]  # tokens stored in a tier
     cuts: Float[Tensor, "K N B H"]  # what `cuts` said after the last prompt
     length: Int[Tensor, " B"]
@@ -173,12 +194,23 @@ class Selector(Protocol):
         ...
 
     @property
-    def replan(self) -> int:
-        """Generated tokens after which `plan` runs again; 0 for after prompts only."""
+    def replan(self) -> Replan:
+        """When `plan` runs again while tokens are generated."""
         ...
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Say what each token is worth; higher stays. Infinity protects a token."""
+        ...
+
+    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+        """Say of each head what `plan` is to know beside the scores, such as what it asks for.
+
+        Asked with `score`, of the same view, after prompts.
+        """
+        ...
+
+    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+        """How many of the newest tokens no step takes as its victim; None: the weakest of all."""
         ...
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:

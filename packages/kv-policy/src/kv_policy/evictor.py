@@ -1,7 +1,7 @@
 """The common ground of eviction methods: one tier, a budget, the best tokens stay."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -9,18 +9,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import (
-    DROP,
-    NOBODY,
-    Capabilities,
-    LayerView,
-    Observe,
-    PlanView,
-    Selector,
-    Step,
-    StepView,
-)
-from kv_policy.part import Part
+from kv_policy.contract import DROP, NOBODY, LayerView, PlanView, Step, StepView
+from kv_policy.selecting import Selecting
 
 
 def best(score: Float[Tensor, "*S L"], count: Int[Tensor, "*S"]) -> Bool[Tensor, "*S L"]:
@@ -45,7 +35,7 @@ def protect(
 
 
 @dataclass(frozen=True)
-class Evictor(Part):
+class Evictor(Selecting):
     """Base of methods that score tokens per layer and keep the best `budget` of each head.
 
     A method is one `score`; it may change any of the class's other answers. What it protects gets
@@ -65,76 +55,28 @@ class Evictor(Part):
                 f"{self.protected} it protects (sinks and window); give at least that many"
             )
 
-    @property
-    def selector(self) -> Selector:
-        """This method."""
-        return self
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """An evicting cache is shorter than the sequence and depends on what came later."""
-        return Capabilities(
-            shortens=True,
-            shares_prefixes=False,
-            rolls_back=False,
-            splits_heads=self.scope == "layer",
-        )
-
-    @property
-    def tiers(self) -> Literal[1]:
-        """Kept tokens are all stored alike."""
-        return 1
-
-    @property
-    def protected(self) -> int:
-        """Tokens per head that always stay."""
-        return 0
-
-    @property
-    def observe(self) -> Observe:
-        """Nothing, unless a method asks."""
-        return Observe()
-
-    @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """No vectors, unless a method asks."""
-        return frozenset()
-
-    @property
-    def scope(self) -> Literal["layer", "model"]:
-        """Each layer is planned alone."""
-        return "layer"
-
-    @property
-    def decode(self) -> Literal["grow", "step"]:
-        """Generated tokens join the cache."""
-        return "grow"
-
-    @property
-    def replan(self) -> int:
-        """Prompts only."""
-        return 0
-
-    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Say what each token is worth; higher stays."""
-        raise TypeError(f"{type(self).__name__} must define score(view)")
+    def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
+        """Say how many tokens each head keeps: the budget, unless a method shares it out."""
+        return view.budget[None, :, None].expand(view.score.shape[:-1])
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Keep the best `budget` tokens of each head."""
+        """Keep the best tokens of each head, as many as `counts` says, the `recent` ones first."""
         held = view.position >= 0
         score = view.score.masked_fill(~held, -torch.inf)
-        count = view.budget[None, :, None].expand(score.shape[:-1])
-        keep = best(score, count) & held
+        recent = self.shielded(view.budget)
+        if recent is not None:
+            newest = (view.length - recent)[None, :, None, None]
+            score = score.masked_fill(held & (view.position >= newest), torch.inf)
+        keep = best(score, self.counts(view)) & held
         return torch.where(keep, 0, DROP).to(torch.uint8)
-
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
-        """Nothing: a step goes by the budget alone."""
-        return view.score.new_zeros(self.tiers, *view.score.shape[:-1])
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in, and let the weakest token go where the budget is full."""
         full = view.count[0] >= view.budget[None, :, None]
         weaker = full & (view.candidate <= view.weakest[0])
+        recent = self.shielded(view.budget)
+        if recent is not None:
+            weaker &= (recent == 0)[None, :, None]  # the candidate is itself recent
         candidate = torch.where(weaker, DROP, 0).to(torch.uint8)
         victim = torch.where(full & ~weaker, 0, NOBODY).to(torch.uint8)
         return Step(candidate, victim, torch.full_like(victim, DROP))

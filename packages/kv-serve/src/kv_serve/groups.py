@@ -1,11 +1,13 @@
 """What a layer holds, as groups of tokens that a selector can score."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kv_attention import Attended
 from kv_policy import FRESH
 from kv_serve.batch import Batch, Pass, grid
 from kv_serve.planning import Group
@@ -21,6 +23,7 @@ def fresh_group(
     reads: Reads,
     mass: Tensor | None = None,
     seen: Tensor | None = None,
+    also: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Group:
     """The tokens that a pass brings."""
     return Group(
@@ -29,6 +32,7 @@ def fresh_group(
         fresh=True,
         mass=mass,
         seen=seen,
+        also=also,
         key=key if "keys" in reads else None,
         value=value if "values" in reads else None,
     )
@@ -41,11 +45,12 @@ def layer_groups(
     key: Tensor,
     value: Tensor,
     reads: Reads,
-    mass: Sequence[Tensor] = (),
-    seen: Sequence[Tensor] = (),
+    result: Attended | None = None,
 ) -> list[Group]:
     """A layer's tokens: each store, the window, the fresh ones, in the order they are attended."""
-    masses, counts = iter(mass), iter(seen)
+    masses = iter(() if result is None else result.mass)
+    counts = iter(() if result is None else result.seen)
+    more = iter(() if result is None else result.also)
     groups = []
     for tier, store in batch.held_stores:
         held = store.read_layer(layer, reads)
@@ -60,6 +65,7 @@ def layer_groups(
                 score=grid(held.score, batch.shape.kv_heads),
                 mass=_padded(next(masses, None), held.held.shape[1]),
                 seen=_padded(next(counts, None), held.held.shape[1]),
+                also={k: _pad(x, held.held.shape[1]) for k, x in next(more, {}).items()},
                 key=None if held.key is None else grid(held.key, batch.shape.kv_heads),
                 value=None if held.value is None else grid(held.value, batch.shape.kv_heads),
             )
@@ -74,14 +80,19 @@ def layer_groups(
                 score=None if raw.score is None else raw.score[layer],
                 mass=next(masses, None),
                 seen=next(counts, None),
+                also=next(more, {}),
                 key=raw.key[layer] if "keys" in reads else None,
                 value=raw.value[layer] if "values" in reads else None,
             )
         )
-    last = fresh_group(batch, now, key, value, reads, next(masses, None), next(counts, None))
-    return [*groups, last]
+    observed = next(masses, None), next(counts, None), next(more, {})
+    return [*groups, fresh_group(batch, now, key, value, reads, *observed)]
 
 
 def _padded(x: Tensor | None, slots: int) -> Tensor | None:
     """What was observed of a layer's slots, over as many as the store's longest stream has."""
-    return None if x is None else pad(x, (0, slots - x.shape[-1]))
+    return None if x is None else _pad(x, slots)
+
+
+def _pad(x: Tensor, slots: int) -> Tensor:
+    return pad(x, (0, slots - x.shape[-1]))

@@ -8,11 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
+from kv_paging import PoolExhausted
 from kv_policy import DROP, FRESH, Budget, Observe, Selector
 from kv_serve.batch import Batch, Pass, flat
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, plan_layers, score_layer
 from kv_serve.stepping import step
+from kv_serve.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,17 @@ class KeepSelected:
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
         self._cuts: Float[Tensor, "K N B H"] | None = None  # of the last plan
-        self._since_plan = 0
+        self._turns = Turns(selector.replan)
+        self._planned: list[int] = []  # sequences that this pass plans
+        self._prompted = False  # the last pass was over prompts
         self._waiting: list[_Arrival] = []
 
     def prepare(self, batch: Batch, now: Pass) -> None:
-        """Nothing: how many pages are needed is known when the plan is."""
+        """Say which sequences a prompt's plan is about; pages are seen to when the plan is made."""
+        self._prompted = now.prompt
+        if now.prompt:
+            self._turns.prompt(len(batch.seen))
+            self._planned = self._turns.next(_sizes(batch, now))
 
     def take(
         self,
@@ -54,14 +62,12 @@ class KeepSelected:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
         scored, reads = None, self.selector.reads
         if now.prompt or self.selector.observe.generated:
-            groups = layer_groups(batch, now, layer, key, value, reads, result.mass, result.seen)
-            scored = score_layer(
-                self.selector, layer, batch.shape, groups, now.total, ordered=now.prompt
-            )
+            groups = layer_groups(batch, now, layer, key, value, reads, result)
+            scored = score_layer(self.selector, layer, batch.shape, groups, now.total, now.prompt)
             self._note(batch, layer, scored)
         elif self.selector.decode == "step":
             fresh = fresh_group(batch, now, key, value, reads)
-            scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total)
+            scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total, False)
         fresh_score = None if scored is None else scored.split(scored.score)[-1]
         arrival = _Arrival(key, value, scored, fresh_score)
         if now.prompt and self.selector.scope == "layer":
@@ -73,20 +79,24 @@ class KeepSelected:
         """Settle what waited for all layers."""
         waiting, self._waiting = self._waiting, []
         if now.prompt:
-            self._since_plan = 0
             if waiting:
                 self._plan(batch, now, 0, waiting)
+            self._turns.done(self._planned)
             batch.settle()
             return
         self._decode(batch, now, waiting)
-        self._since_plan += 1
+        self._turns.step(len(batch.seen))
 
     def after(self, batch: Batch) -> None:
-        """Plan all layers again where enough tokens were generated since the last plan."""
-        if not self.selector.replan or self._since_plan < self.selector.replan:
-            return
+        """Plan the sequences whose turn it is, where the pass was not itself a plan."""
+        if not self._prompted and self._turns.waiting:
+            self._again(batch)
+
+    def _again(self, batch: Batch) -> None:
+        """Plan stored tokens anew, by the scores they carry."""
         shape, sequences = batch.shape, len(batch.seen)
         now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
+        self._planned = self._turns.next(_sizes(batch, now))
         lead = (sequences, shape.kv_heads, 0)
         reads = self.selector.reads
         key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
@@ -100,12 +110,14 @@ class KeepSelected:
         else:
             for layer, arrival in enumerate(arrivals):
                 self._plan(batch, now, layer, [arrival])
-        self._since_plan = 0
+        self._turns.done(self._planned)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let budgets follow their sequences."""
+        """Let budgets and turns follow their sequences."""
+        order = source.tolist()
+        self._turns.select(order)
         if self.budgets is not None:
-            self.budgets = tuple(self.budgets[i] for i in source.tolist())
+            self.budgets = tuple(self.budgets[i] for i in order)
         if self._budget is not None:
             self._budget = self._budget[source]
         if self._cuts is not None:
@@ -127,13 +139,25 @@ class KeepSelected:
                 batch.reserve(torch.minimum(now.total, self._budget), spare=1)
         assert self._budget is not None
         scored = [a.scored for a in arrivals if a.scored is not None]
+        due = None
+        if len(self._planned) < len(now.total):
+            due = torch.tensor(self._planned, device=now.total.device)
         plans, cuts = plan_layers(
-            self.selector, batch.shape, first, scored, now.total, self._budget, batch.window_size
+            self.selector,
+            batch.shape,
+            first,
+            scored,
+            now.total,
+            self._budget,
+            batch.window_size,
+            torch.tensor([layout.tokens for layout in batch.layouts], device=now.total.device),
+            due,
         )
         if cuts is not None:
             if self._cuts is None:
                 self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
-            self._cuts[:, first : first + len(arrivals)] = cuts
+            mine = self._cuts[:, first : first + len(arrivals)]
+            mine[:, :, slice(None) if due is None else due] = cuts
         held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
             self._restack(batch, first + i, scored[i], plan)
@@ -234,6 +258,15 @@ class KeepSelected:
             score.flatten(),
             position[None, :, None].expand(key.shape[:-1]).flatten(),
         )
+        try:
+            self._store(batch, now, *rows)
+        except PoolExhausted:
+            if not self.selector.replan.short:
+                raise
+            self._make_room(batch, now, *rows)
+
+    def _store(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
+        """Let one token enter each stream; nothing has changed if the pool has no page for it."""
         if self.selector.decode == "grow":
             batch.grow(*rows)
             return
@@ -241,5 +274,25 @@ class KeepSelected:
             self._budget = self._resolve(batch, now.total)
         if self._cuts is None:
             lead = (self.selector.tiers, *batch.stores[0].length.shape)
-            self._cuts = torch.zeros(lead, device=position.device)
+            self._cuts = torch.zeros(lead, device=now.total.device)
         step(batch, self.selector, self._budget, self._cuts, now, *rows)
+
+    def _make_room(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
+        """Plan sequences until the pool has the pages that a step takes, or none is left."""
+        self._turns.all_due()
+        while True:
+            self._again(batch)
+            try:
+                self._store(batch, now, *rows)
+                return
+            except PoolExhausted:
+                if not self._turns.waiting:
+                    raise
+
+
+def _sizes(batch: Batch, now: Pass) -> list[int]:
+    """Tokens of each sequence over all layers and heads, those of the pass included."""
+    held = batch.tiers.counts().sum((0, 1, 3))
+    fresh = (now.position >= 0).sum(1) * batch.shape.layers * batch.shape.kv_heads
+    sizes: list[int] = (held + fresh).tolist()
+    return sizes

@@ -1,14 +1,14 @@
 """From stored and fresh tokens to what a selector sees, and back from its plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import TokenStore
-from kv_policy import DROP, CacheShape, LayerView, PlanView, Selector
+from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Selector
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Group:
     score: Float[Tensor, "B H S"] | None = None
     mass: Float[Tensor, "B H S"] | None = None
     seen: Int[Tensor, "B H S"] | None = None
+    also: Mapping[str, Float[Tensor, "B H S"]] = field(default_factory=dict)
     key: Float[Tensor, "B H S D"] | None = None
     value: Float[Tensor, "B H S Dv"] | None = None
 
@@ -35,6 +36,7 @@ class Scored:
     position: Int[Tensor, "B H L"]
     tier: UInt8[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
+    gauge: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
 
     @classmethod
     def carried(cls, groups: Sequence[Group]) -> "Scored":
@@ -59,10 +61,10 @@ def score_layer(
     shape: CacheShape,
     groups: Sequence[Group],
     length: Int[Tensor, " B"],
-    ordered: bool = True,
+    prompt: bool = True,
 ) -> Scored:
-    """Lay the groups side by side, `ordered` by position, and let the selector score the tokens."""
-    order = _order(groups) if ordered else None
+    """Lay the groups side by side, in a prompt by position, and let the selector score them."""
+    order = _order(groups) if prompt else None
 
     def joined(parts: list[Tensor]) -> Tensor:
         whole = torch.cat(parts, -1)
@@ -84,11 +86,14 @@ def score_layer(
         length=length,
         mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
         seen=joined([g.seen.long() for g in groups if g.seen is not None]) if observed else None,
+        also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
+        generated=not prompt,
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
     )
     score = selector.score(view).float()
-    return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score)
+    gauge = selector.gauge(view) if prompt else None
+    return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score, gauge)
 
 
 def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
@@ -116,36 +121,58 @@ def plan_layers(
     length: Int[Tensor, " B"],
     budget: Int[Tensor, " B"],
     window: int,
+    page: Int[Tensor, " K"],
+    due: Int[Tensor, " D"] | None,
 ) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n B H"] | None]:
     """Plan some layers together; give each group's tiers, layer by layer, and the plan's cuts.
 
     Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
-    beside the budget.
+    beside the budget. Of sequences that are not `due` (None: all are) every token stays.
     """
     width = max(s.position.shape[-1] for s in scored)
+    rows = slice(None) if due is None else due
 
     def stack(parts: list[Tensor], fill: int | float) -> Tensor:
         return torch.stack(
-            [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
+            [torch.nn.functional.pad(p[rows], (0, width - p.shape[-1]), value=fill) for p in parts]
         )
 
     position, aside = stack([s.position for s in scored], -1), None
     score = stack([s.score for s in scored], 0.0)
     if window:
-        held_raw = position >= (length - window).clamp(min=0)[None, :, None, None]
+        held_raw = position >= (length[rows] - window).clamp(min=0)[None, :, None, None]
         aside = score.masked_fill(~held_raw, 0).sum(-1)
         position = position.masked_fill(held_raw, -1)
+    gauges = [s.gauge[rows] for s in scored if s.gauge is not None]
     view = PlanView(
         shape=shape,
         first_layer=first_layer,
         score=score,
         position=position,
         tier=stack([s.tier for s in scored], DROP),
-        length=length,
-        budget=budget,
+        length=length[rows],
+        budget=budget[rows],
         aside=aside,
+        gauge=torch.stack(gauges) if len(gauges) == len(scored) else None,
+        page=page,
     )
     plan = torch.where(position >= 0, selector.plan(view), DROP)
     cuts = selector.cuts(view) if selector.decode == "step" else None
+    if due is not None:
+        plan = _stay(scored, length, window, width).index_copy(1, due, plan)
     each = [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
     return each, cuts
+
+
+def _stay(
+    scored: Sequence[Scored], length: Int[Tensor, " B"], window: int, width: int
+) -> UInt8[Tensor, "n B H L"]:
+    """The plan by which nothing changes: what is stored stays, and what is fresh is stored."""
+    oldest_raw = (length - window)[:, None, None] if window else length[:, None, None] + 1
+
+    def one(s: Scored) -> Tensor:
+        tier = torch.where(s.tier == FRESH, 0, s.tier)
+        tier = tier.masked_fill((s.position < 0) | (s.position >= oldest_raw), DROP)
+        return torch.nn.functional.pad(tier, (0, width - tier.shape[-1]), value=DROP)
+
+    return torch.stack([one(s) for s in scored])

@@ -25,7 +25,10 @@ def step(
     """
     count = batch.tiers.counts()
     lead = count.shape[1:]  # N B H
-    weakest, place = batch.tiers.weakest()
+    recent, until = selector.shielded(budget), None
+    if recent is not None:
+        until = (now.total - recent)[None, :, None].expand(lead).flatten()
+    weakest, place = batch.tiers.weakest(until)
     answer = selector.step(
         StepView(
             shape=batch.shape,

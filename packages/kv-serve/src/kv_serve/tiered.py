@@ -179,6 +179,7 @@ class TieredCache:
             held = DenseTokens(raw.key[layer], raw.value[layer], raw.position, full=False)
             dense.insert(0, held)
         observe = self.observe
+        others = tuple({f.observe for f in self.followers} - {observe})
         result = attend(
             query,
             now.position,
@@ -188,10 +189,12 @@ class TieredCache:
             observe,
             page_positions=self._positions(batch, layer) if observe.skip > 1 else None,
             backend=self._backend,
+            others=others,
         )
+        observed = dict(zip((observe, *others), (result, *result.others), strict=True))
         self.keep(layer, key, value, result)
         for follower in self.followers:
-            follower.keep(layer, key, value, result)
+            follower.keep(layer, key, value, observed[follower.observe])
         if self._pass is None:
             self.followers = ()
         return result.out
@@ -213,8 +216,8 @@ class TieredCache:
         """Store a layer's fresh tokens, given what attention over the layer observed.
 
         `attend` does this itself. Several empty caches may share the attention of one prompt, which
-        does not depend on them: one attends, and the others keep what it observed of the fresh
-        tokens, which is the last entry of `result`.
+        does not depend on them: one attends, and the others keep what was observed for them of the
+        fresh tokens, which is the last entry of `result`.
 
         Raises:
             RuntimeError: `begin` was not called, or layers come out of order.

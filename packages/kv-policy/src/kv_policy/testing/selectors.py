@@ -18,6 +18,7 @@ from kv_policy.contract import (
     Step,
     StepView,
 )
+from kv_policy.replan import Replan
 from kv_policy.shape import CacheShape
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.views import (
@@ -52,7 +53,7 @@ def _check_answers(selector: Selector) -> None:
     )
     law(isinstance(selector.observe, Observe), "observe must give an Observe")
     law(selector.protected >= 0, f"protected is {selector.protected}; it must be 0 or more")
-    law(selector.replan >= 0, f"replan is {selector.replan}; it must be 0 or more")
+    law(isinstance(selector.replan, Replan), "replan must give a Replan")
     law(selector.scope in ("layer", "model"), f"scope is {selector.scope!r}; say layer or model")
     law(selector.decode in ("grow", "step"), f"decode is {selector.decode!r}; say grow or step")
     law(
@@ -85,6 +86,19 @@ def _layer_score(selector: Selector, view: LayerView) -> Float[Tensor, "B H L"]:
 def _scores(selector: Selector, tokens: Tokens) -> Float[Tensor, "N B H L"]:
     layers = range(tokens.shape.layers)
     return torch.stack([_layer_score(selector, tokens.layer(layer)) for layer in layers])
+
+
+def _gauges(selector: Selector, tokens: Tokens) -> Float[Tensor, "N B H"]:
+    views = [tokens.layer(layer) for layer in range(tokens.shape.layers)]
+    found = [works("gauge failed", selector.gauge, view) for view in views]
+    for gauge, view in zip(found, views, strict=True):
+        lead = view.position.shape[:-1]
+        law(
+            gauge.shape == lead and gauge.is_floating_point(),
+            f"gauge gave {gauge.dtype} of shape {tuple(gauge.shape)}; floats of shape "
+            f"{tuple(lead)} are right",
+        )
+    return torch.stack(found).float()
 
 
 def _check_scores(
@@ -136,7 +150,9 @@ def _plans(
 ) -> UInt8[Tensor, "N B H L"]:
     layers = tokens.shape.layers
     step = layers if selector.scope == "model" else 1
-    views = [tokens.plan(score, slice(first, first + step)) for first in range(0, layers, step)]
+    gauge = _gauges(selector, tokens)
+    parts = [slice(first, first + step) for first in range(0, layers, step)]
+    views = [tokens.plan(score, gauge, part) for part in parts]
     plans = []
     for view in views:
         plan = works("plan failed", selector.plan, view)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -21,12 +22,15 @@ class Tokens:
     shape: CacheShape
     length: Int[Tensor, " B"]
     budget: Int[Tensor, " B"]
+    page: Int[Tensor, " K"]
     position: Int[Tensor, "N B H L"]
     fresh: Bool[Tensor, "N B H L"]
     tier: UInt8[Tensor, "N B H L"]
     score: Float[Tensor, "N B H L"]
     mass: Float[Tensor, "N B H L"] | None
     seen: Int[Tensor, "N B H L"] | None
+    also: dict[str, Float[Tensor, "N B H L"]]
+    generated: bool
     keys: Float[Tensor, "N B H L D"] | None
     values: Float[Tensor, "N B H L Dv"] | None
 
@@ -41,11 +45,15 @@ class Tokens:
             length=self.length,
             mass=None if self.mass is None else self.mass[layer],
             seen=None if self.seen is None else self.seen[layer],
+            also={name: sums[layer] for name, sums in self.also.items()},
+            generated=self.generated,
             keys=None if self.keys is None else self.keys[layer],
             values=None if self.values is None else self.values[layer],
         )
 
-    def plan(self, score: Float[Tensor, "N B H L"], layers: slice) -> PlanView:
+    def plan(
+        self, score: Float[Tensor, "N B H L"], gauge: Float[Tensor, "N B H"], layers: slice
+    ) -> PlanView:
         """What `plan` sees of some layers; where there is no token the score is NaN."""
         position = self.position[layers]
         return PlanView(
@@ -56,6 +64,8 @@ class Tokens:
             tier=self.tier[layers],
             length=self.length,
             budget=self.budget,
+            gauge=gauge[layers],
+            page=self.page,
         )
 
     def newest(self) -> "Tokens":
@@ -88,12 +98,14 @@ class Tokens:
         length: Int[Tensor, " B"],
         budget: Int[Tensor, " B"],
     ) -> "Tokens":
-        picked = {
+        picked: dict[str, Any] = {
             field.name: pick(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor) and value.ndim >= 4
         }
-        return dataclasses.replace(self, shape=shape, length=length, budget=budget, **picked)
+        picked["also"] = {name: pick(sums) for name, sums in self.also.items()}
+        picked |= {"shape": shape, "length": length, "budget": budget}
+        return dataclasses.replace(self, **picked)
 
 
 def shard(shape: CacheShape, heads: slice) -> CacheShape:
@@ -117,8 +129,9 @@ def while_decoding(selector: Selector, shape: CacheShape, seed: int) -> Tokens:
     length = torch.tensor([selector.protected + 40, selector.protected + 17, 2, 1])
     if selector.observe.generated:
         watch = dataclasses.replace(selector.observe, last=None)
-        return _tokens(selector, watch, shape, length, length - 1, seed)
-    return _tokens(selector, Observe(), shape, length, length - 1, seed).newest()
+        return _tokens(selector, watch, shape, length, length - 1, seed, generated=True)
+    tokens = _tokens(selector, Observe(), shape, length, length - 1, seed, generated=True)
+    return tokens.newest()
 
 
 def _tokens(
@@ -128,6 +141,7 @@ def _tokens(
     length: Int[Tensor, " B"],
     before: Int[Tensor, " B"],
     seed: int,
+    generated: bool = False,
 ) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     lead = (shape.layers, len(length), shape.kv_heads)
@@ -152,12 +166,15 @@ def _tokens(
         shape=shape,
         length=length,
         budget=length if whole else torch.tensor([least, least + 7, least, least + 1000]),
+        page=torch.arange(selector.tiers) + 4,
         position=position,
         fresh=fresh,
         tier=tier.masked_fill(fresh, FRESH).masked_fill(~there, DROP),
         score=score,
         mass=mass,
         seen=seen,
+        also={} if mass is None else {name: mass * 0.3 for name in watch.also},
+        generated=generated,
         keys=vectors(shape.key_dim) if "keys" in selector.reads else None,
         values=vectors(shape.value_dim) if "values" in selector.reads else None,
     )

@@ -35,7 +35,7 @@ def run(
 ) -> Iterator[Finished]:
     """Finish every sample under every cache, `full` before the others; give each as it is there.
 
-    Policies that observe the same share a prompt's forward pass, eight at a time, and its seconds.
+    Policies share a prompt's forward pass, eight at a time, and its seconds.
 
     Samples that the journal has are given at once and not run again.
 

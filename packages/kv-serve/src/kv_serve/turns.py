@@ -1,0 +1,69 @@
+"""Whose turn it is to be planned: all that are due, or as many as one plan may take."""
+
+from collections.abc import Sequence
+
+from kv_policy import Replan
+
+
+class Turns:
+    """Keeps, on the host, when each sequence of a batch was last planned and which are due.
+
+    Sequences never planned come first, then the one whose last plan is oldest; the first that
+    would take a plan beyond `most` tokens ends it (KV-Compress, section 4.2.3).
+    """
+
+    def __init__(self, replan: Replan) -> None:
+        """Start before the first pass."""
+        self.replan = replan
+        self._planned: list[int] = []  # the pass of the last plan, 0 before the first
+        self._due: list[bool] = []
+        self._passes = 0
+        self._steps = 0  # generating passes since all became due
+        self._tokens = 0  # generated since then, over the batch
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some sequence is due."""
+        return any(self._due)
+
+    def prompt(self, sequences: int) -> None:
+        """Count a pass over prompts: every sequence is due."""
+        self._planned = self._planned or [0] * sequences
+        self._passes += 1
+        self.all_due()
+
+    def step(self, sequences: int) -> None:
+        """Count a pass that generated a token in each sequence."""
+        self._passes += 1
+        self._steps += 1
+        self._tokens += sequences
+        often, much = self.replan.every, self.replan.uncompressed
+        if (often and self._steps >= often) or (much and self._tokens > much):
+            self.all_due()
+
+    def all_due(self) -> None:
+        """Let every sequence be due."""
+        self._due = [True] * len(self._planned)
+        self._steps = self._tokens = 0
+
+    def next(self, sizes: Sequence[int]) -> list[int]:
+        """Name the sequences of the next plan, given the tokens of each over layers and heads."""
+        chosen: list[int] = []
+        total = 0
+        due = [i for i, due in enumerate(self._due) if due]
+        for i in sorted(due, key=lambda i: self._planned[i]):
+            total += sizes[i]
+            if chosen and self.replan.most is not None and total > self.replan.most:
+                break
+            chosen.append(i)
+        return sorted(chosen)
+
+    def done(self, planned: Sequence[int]) -> None:
+        """Note that these were planned."""
+        for i in planned:
+            self._due[i], self._planned[i] = False, self._passes
+
+    def select(self, source: Sequence[int]) -> None:
+        """Sequences become source[0], source[1], ..."""
+        self._planned = [self._planned[i] for i in source]
+        self._due = [self._due[i] for i in source]
