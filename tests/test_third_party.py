@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "kv-knorm"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "kv-vnorm"
 CODE = """
 import sys
 from kv_policy import installed, load, parse
 from kv_policy.testing import check_policy
 
-entry = installed()["knorm"]
-part = load("knorm")
+entry = installed()["vnorm"]
+part = load("vnorm")
 print(sys.modules[part.__module__].__file__)
 print(entry.value, entry.dist.name)
-policy = parse("knorm:budget=64+raw")
+policy = parse("vnorm:budget=64+raw")
 check_policy(policy)
 print(policy)
 """
@@ -45,15 +45,15 @@ def test_a_policy_of_another_distribution_is_found(source: Path, tmp_path: Path)
     assert uv is not None, "this test builds with uv; put it on the path"
     wheels, target = tmp_path / "wheels", tmp_path / "target"
     run(uv, "build", "--quiet", "--wheel", str(source), "-o", str(wheels))
-    (wheel,) = wheels.glob("kv_knorm-*.whl")
+    (wheel,) = wheels.glob("kv_vnorm-*.whl")
     install = (uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--no-config")
     run(*install, "--python", sys.executable, "--target", str(target), str(wheel))
     file, entry, policy = run(sys.executable, "-c", CODE, PYTHONPATH=str(target)).splitlines()
     assert Path(file).is_relative_to(target)
-    assert entry == "kv_knorm:Knorm kv-knorm"
-    assert policy == "knorm:budget=64+raw"
+    assert entry == "kv_vnorm:Vnorm kv-vnorm"
+    assert policy == "vnorm:budget=64+raw"
 
 
 def test_the_example_is_as_short_as_promised() -> None:
-    lines = (EXAMPLE / "src" / "kv_knorm" / "__init__.py").read_text().splitlines()
+    lines = (EXAMPLE / "src" / "kv_vnorm" / "__init__.py").read_text().splitlines()
     assert len(lines) <= 50

@@ -1,20 +1,20 @@
 import pytest
 import torch
 
-from kv_knorm import Knorm
 from kv_policy import FRESH, Budget, CacheShape, LayerView, PlanView, compose, parse
 from kv_policy.raw import Raw
 from kv_policy.testing import check_policy
+from kv_vnorm import Vnorm
 
 
 @pytest.mark.parametrize(
-    "policy", [Knorm(), Knorm(Budget(10, "percent"), sinks=4, recent=16), compose(Knorm(), Raw())]
+    "policy", [Vnorm(), Vnorm(Budget(10, "percent"), sinks=4, recent=16), compose(Vnorm(), Raw())]
 )
-def test_it_keeps_the_contract(policy: Knorm) -> None:
+def test_it_keeps_the_contract(policy: Vnorm) -> None:
     check_policy(policy)
 
 
-def test_small_keys_stay() -> None:
+def test_large_values_stay() -> None:
     shape = CacheShape(layers=1, kv_heads=2, group=1, key_dim=8, value_dim=8)
     size = torch.tensor([[[3.0, 1, 5, 2, 4, 6], [6, 5, 4, 3, 2, 1]]])
     position = torch.arange(6).expand(1, 2, 6)
@@ -25,9 +25,9 @@ def test_small_keys_stay() -> None:
         fresh=position >= 0,
         score=torch.zeros(1, 2, 6),
         length=torch.tensor([6]),
-        keys=torch.nn.functional.normalize(torch.randn(1, 2, 6, 8), dim=-1) * size[..., None],
+        values=torch.nn.functional.normalize(torch.randn(1, 2, 6, 8), dim=-1) * size[..., None],
     )
-    policy = Knorm(Budget(3), recent=1)
+    policy = Vnorm(Budget(3), sinks=0, recent=1)
     plan = policy.plan(
         PlanView(
             shape=shape,
@@ -39,10 +39,10 @@ def test_small_keys_stay() -> None:
             budget=torch.tensor([3]),
         )
     )
-    assert position[plan[0] == 0].tolist() == [1, 3, 5, 3, 4, 5]
+    assert position[plan[0] == 0].tolist() == [2, 4, 5, 0, 1, 5]
 
 
 def test_it_is_found_by_name() -> None:
-    assert parse("knorm:budget=64") == Knorm(Budget(64))
-    with pytest.raises(ValueError, match="a budget of 8 tokens is smaller than the 9 it protects"):
-        parse("knorm:budget=8,recent=9")
+    assert parse("vnorm:budget=64") == Vnorm(Budget(64))
+    with pytest.raises(ValueError, match="a budget of 8 tokens is smaller than the 13 it protects"):
+        parse("vnorm:budget=8,recent=9")
