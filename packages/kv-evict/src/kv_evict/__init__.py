@@ -1,8 +1,38 @@
 """Which tokens of which head live, and at which precision: policies of the literature."""
 
+from kv_evict.adakv import AdaPyramidKV, AdaSnapKV
+from kv_evict.cake import CAKE
+from kv_evict.fastgen import FastGen
+from kv_evict.h2o import H2O
+from kv_evict.keydiff import KeyDiff
+from kv_evict.knorm import Knorm
+from kv_evict.kv_compress import KVCompress
 from kv_evict.leankv import LeanKV
 from kv_evict.leankv_profile import Profile
+from kv_evict.pyramidinfer import PyramidInfer
+from kv_evict.pyramidkv import PyramidKV
+from kv_evict.scissorhands import Scissorhands
 from kv_evict.snapkv import SnapKV
 from kv_evict.streaming import Streaming
+from kv_evict.tova import TOVA
+from kv_evict.zigzagkv import ZigZagKV
 
-__all__ = ["LeanKV", "Profile", "SnapKV", "Streaming"]
+__all__ = [
+    "CAKE",
+    "H2O",
+    "TOVA",
+    "AdaPyramidKV",
+    "AdaSnapKV",
+    "FastGen",
+    "KVCompress",
+    "KeyDiff",
+    "Knorm",
+    "LeanKV",
+    "Profile",
+    "PyramidInfer",
+    "PyramidKV",
+    "Scissorhands",
+    "SnapKV",
+    "Streaming",
+    "ZigZagKV",
+]

@@ -10,6 +10,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.leankv_profile import Profile, load_profile
+from kv_evict.running import running_mean
 from kv_policy import (
     DROP,
     FRESH,
@@ -18,9 +19,8 @@ from kv_policy import (
     Formats,
     LayerView,
     Observe,
-    Part,
     PlanView,
-    Selector,
+    Selecting,
     Step,
     StepView,
     TieredFormats,
@@ -33,7 +33,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True)
-class LeanKV(Part):
+class LeanKV(Selecting):
     """Store the tokens a head attends to in a high precision, most others in a low one, prune rest.
 
     A token's significance is the attention it gets from a query after it, on average; query heads
@@ -132,11 +132,6 @@ class LeanKV(Part):
             raise ValueError(f"{self.name}: {error}") from None
 
     @property
-    def selector(self) -> Selector:
-        """This method."""
-        return self
-
-    @property
     def formats(self) -> Formats:
         """The two precisions behind the raw window."""
         return self._tiers()
@@ -161,40 +156,15 @@ class LeanKV(Part):
         return 1 if self.low == "drop" else 2
 
     @property
-    def budget(self) -> None:
-        """There is none: a head keeps what its attention asks for."""
-        return None
-
-    @property
-    def protected(self) -> int:
-        """Nothing beside the raw window."""
-        return 0
-
-    @property
     def observe(self) -> Observe:
         """All queries after a token, or the last of a prompt and all generated ones."""
         group: Literal["max-of-sums", "mean"] = "max-of-sums" if self.group == "max" else "mean"
         return Observe(last=self.last, group=group, skip=1, generated=True)
 
     @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """No vectors."""
-        return frozenset()
-
-    @property
-    def scope(self) -> Literal["layer", "model"]:
-        """Each head decides for itself."""
-        return "layer"
-
-    @property
     def decode(self) -> Literal["grow", "step"]:
         """Algorithm 1, every step."""
         return "step"
-
-    @property
-    def replan(self) -> int:
-        """Prompts only."""
-        return 0
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Average the attention from the queries after a token, those of this pass included.
@@ -202,13 +172,7 @@ class LeanKV(Part):
         With `last` a token's past counts as at most that many queries, so what generated queries
         say replaces it gradually.
         """
-        assert view.mass is not None  # it is observed
-        assert view.seen is not None
-        before = view.length[:, None, None] - view.fresh.sum(-1, keepdim=True)
-        past = (before - 1 - view.position).clamp(min=0, max=self.last)
-        seen = past + view.seen
-        mean = (view.score * past + view.mass) / seen.clamp(min=1)
-        return mean.masked_fill(view.position < 0, 0)
+        return running_mean(view, view.score, self.last)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Sort the tokens of each head into high, low and pruned."""

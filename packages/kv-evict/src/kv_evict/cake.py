@@ -1,0 +1,75 @@
+"""CAKE: layers get more where attention is spread out and restless."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+from jaxtyping import Float, Int
+from msgspec import Meta
+from torch import Tensor
+
+from kv_evict.snapkv import SnapKV
+from kv_policy import LayerView, Observe, PlanView
+
+
+@dataclass(frozen=True)
+class CAKE(SnapKV):
+    """Keep tokens of high or changing attention; share the budget out by layer preference.
+
+    A layer's preference is H^(1/tau1) V^(1/tau2): H is the entropy of the window's attention and V
+    its variance over the window's queries, both summed over heads. A token's score is the mean of
+    the window's attention plus `gamma` times its variance, pooled. The formulas are those of
+    `modify_llama.py` and `cake_cache.py` in the authors' repository, read; gamma=200 and
+    tau1=tau2=1 are from memory, not checked.
+
+    Variances are taken over the queries of a KV head's query heads together, where the authors
+    take them for each query head and average: attention is summed up by KV head here.
+    """
+
+    name: ClassVar[str] = "cake"
+    source: ClassVar[str] = "CAKE, Qin et al., 2025, https://arxiv.org/abs/2503.12491"
+
+    gamma: Annotated[float, Meta(ge=0, description="weight of the variance in a score")] = 200.0
+    tau1: Annotated[float, Meta(gt=0, description="temperature of the entropy")] = 1.0
+    tau2: Annotated[float, Meta(gt=0, description="temperature of the variance")] = 1.0
+
+    @property
+    def observe(self) -> Observe:
+        """The last queries, with entropy and squares."""
+        return replace(super().observe, also=frozenset({"entropy", "squares"}))
+
+    @property
+    def scope(self) -> Literal["model"]:
+        """Layers share one budget."""
+        return "model"
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Add the weighted variance to the mean, and go on as SnapKV does."""
+        assert view.mass is not None  # it is observed
+        assert view.seen is not None
+        return super().score(
+            replace(view, mass=view.mass + self.gamma * _variance(view) * view.seen)
+        )
+
+    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+        """Say how much the layer is to get; heads of a layer say the same."""
+        entropy = view.also["entropy"].double().sum((1, 2))
+        variance = _variance(view).double().sum((1, 2))
+        preference = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
+        return preference.float()[:, None].expand(view.score.shape[:-1])
+
+    def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
+        """Share the budget out by layer."""
+        assert view.gauge is not None  # prompts only
+        average = (view.budget - self.window).clamp(min=0).double()[:, None]
+        part = view.gauge.double() / view.gauge.double().mean(0).clamp(min=1e-300)
+        return (average * part).floor().long() + self.window
+
+
+def _variance(view: LayerView) -> Float[Tensor, "B H L"]:
+    """The unbiased variance of a token's attention over the queries that it was seen by."""
+    assert view.mass is not None
+    assert view.seen is not None
+    seen = view.seen.to(view.mass.dtype)
+    mean = view.mass / seen.clamp(min=1)
+    spread = (view.also["squares"] - mean * view.mass).clamp(min=0)
+    return spread / (seen - 1).clamp(min=1)

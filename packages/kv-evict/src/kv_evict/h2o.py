@@ -1,0 +1,54 @@
+"""H2O: the tokens that got the most attention so far, and the newest ones."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from jaxtyping import Float, Int
+from msgspec import Meta
+from torch import Tensor
+
+from kv_policy import Evictor, LayerView, Observe
+
+
+@dataclass(frozen=True)
+class H2O(Evictor):
+    """Keep heavy hitters, and as `recent` of the budget the newest tokens, at every moment.
+
+    A token's score is the attention that all queries paid it, its own included, summed over the
+    queries and averaged over the query heads of its KV head (`group`). Once the budget is full,
+    each generated token lets the one of the lowest score go that is not among the newest.
+
+    The sum is the authors' (`h2o_hf/utils_hh` of their repository, read): older tokens have seen
+    more queries and are favoured. Their published runs hide what is not kept behind a mask; here it
+    is gone.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, Zhang et al., 2023, https://arxiv.org/abs/2306.14048"
+
+    recent: Annotated[
+        float, Meta(ge=0, le=1, description="share of the budget for the newest tokens")
+    ] = 0.5
+    group: Annotated[
+        Literal["mean", "sum", "max"],
+        Meta(description="how query heads that share a KV head are put together"),
+    ] = "mean"
+
+    @property
+    def observe(self) -> Observe:
+        """Every query, of prompts and generated."""
+        return Observe(last=None, group=self.group, generated=True)
+
+    @property
+    def decode(self) -> Literal["step"]:
+        """Each generated token takes the place of another once the budget is full."""
+        return "step"
+
+    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """The newest tokens, which stay whatever they got."""
+        return (budget * self.recent).long()
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Add up what a token got."""
+        assert view.mass is not None  # it is observed
+        return view.score + view.mass

@@ -1,0 +1,35 @@
+"""KeyDiff: keys that differ from the others."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kv_policy import Evictor, LayerView
+
+
+@dataclass(frozen=True)
+class KeyDiff(Evictor):
+    """Keep the keys that point away from where the head's keys point on average.
+
+    A token's score is minus the cosine between its key and the mean of the head's normalized keys,
+    those stored and those of the pass (kvpress's code, read). Nothing is observed, nothing
+    protected; generated tokens join the cache.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    source: ClassVar[str] = "KeyDiff, Park et al., 2025, https://arxiv.org/abs/2504.15364"
+
+    @property
+    def reads(self) -> frozenset[Literal["keys", "values"]]:
+        """Keys."""
+        return frozenset({"keys"})
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Compare each key with the mean; where there is no token the key is zero."""
+        assert view.keys is not None  # they are read
+        unit = normalize(view.keys, dim=-1)
+        mean = normalize(unit.sum(2, keepdim=True), dim=-1)
+        return -(unit * mean).sum(-1)

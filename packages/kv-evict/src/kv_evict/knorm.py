@@ -1,0 +1,38 @@
+"""Knorm: keys of small norm."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kv_policy import Evictor, LayerView
+
+
+@dataclass(frozen=True)
+class Knorm(Evictor):
+    """Keep the keys of the smallest L2 norm, which attract attention, at every moment.
+
+    Nothing is observed and nothing protected (the authors' and kvpress's code, read). Generated
+    tokens are judged like the others, each when it arrives.
+    """
+
+    name: ClassVar[str] = "knorm"
+    source: ClassVar[str] = "Devoto et al., 2024, https://arxiv.org/abs/2406.11430"
+
+    @property
+    def reads(self) -> frozenset[Literal["keys", "values"]]:
+        """Keys."""
+        return frozenset({"keys"})
+
+    @property
+    def decode(self) -> Literal["step"]:
+        """Each generated token takes the place of another once the budget is full."""
+        return "step"
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Give a key its norm, the smallest first."""
+        assert view.keys is not None  # they are read
+        norm: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
+        return -norm

@@ -1,0 +1,57 @@
+"""How layers and heads share a budget: rules that several methods use.
+
+All give tokens per head beside the `window` newest, which every head keeps.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_policy import PlanView, best
+
+
+def layers_of(view: PlanView) -> Int[Tensor, " N"]:
+    """Number the layers in view."""
+    count = view.score.shape[0]
+    return torch.arange(view.first_layer, view.first_layer + count, device=view.score.device)
+
+
+def pyramid(view: PlanView, window: int, beta: float) -> Float[Tensor, "N B"]:
+    """Give the first layer most and the last least, 1 / beta of the average, evenly in between.
+
+    No layer is given more than it has; what the first would have had beyond that goes to the last
+    (PyramidKV, `pyramidkv_utils.py` of the authors' repository, read).
+    """
+    average = (view.budget - window).clamp(min=0).double()
+    there = (view.length - window).clamp(min=0).double()
+    most = torch.minimum(2 * average - average / beta, torch.maximum(there, average))
+    least = 2 * average - most
+    depth = layers_of(view).double() / max(view.shape.layers - 1, 1)
+    return most - depth[:, None] * (most - least) if view.shape.layers > 1 else average[None]
+
+
+def cosine(view: PlanView, window: int, last: float) -> Float[Tensor, "N B"]:
+    """Let budgets fall from layer to layer along half a cosine, to `last` of the first one's."""
+    average = (view.budget - window).clamp(min=0).double()
+    depth = layers_of(view).double() / max(view.shape.layers - 1, 1)
+    every = torch.arange(view.shape.layers, device=view.score.device).double()
+    every = every / max(view.shape.layers - 1, 1)
+
+    def weight(at: Tensor) -> Tensor:
+        return last + (1 - last) * (1 + torch.cos(torch.pi * at)) / 2
+
+    return weight(depth)[:, None] / weight(every).mean() * average
+
+
+def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Float[Tensor, "N B H"]:
+    """Let the heads of a layer have as many tokens as are theirs among the layer's best.
+
+    A head is sure of `floor` of the average (Ada-KV, `snapkv_utils.py` of the authors' repository,
+    read). Protected tokens, whose scores are infinite, do not compete.
+    """
+    layers, sequences, heads, places = view.score.shape
+    competes = (view.position >= 0) & view.score.isfinite()
+    flat = view.score.masked_fill(~competes, -torch.inf).flatten(2)
+    chosen = best(flat, (average * heads).long()) & competes.flatten(2)
+    found = chosen.view(layers, sequences, heads, places).sum(-1)
+    return found * (1 - floor) + average[..., None] * floor

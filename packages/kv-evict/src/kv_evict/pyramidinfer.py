@@ -1,0 +1,40 @@
+"""PyramidInfer's budgets: fewer tokens layer by layer, along a cosine."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from jaxtyping import Int
+from msgspec import Meta
+from torch import Tensor
+
+from kv_evict.layer_budgets import cosine
+from kv_evict.snapkv import SnapKV
+from kv_policy import PlanView
+
+
+@dataclass(frozen=True)
+class PyramidInfer(SnapKV):
+    """Score as SnapKV does; let budgets fall from the first layer to `last_layer` of it.
+
+    Only the budgets are PyramidInfer's. The method itself drops tokens while the prompt is read,
+    so that later layers do not even compute them, which a cache cannot do. That budgets fall from
+    layer to layer is in the survey on sequence length; the cosine is from memory of the authors'
+    code, not checked.
+    """
+
+    name: ClassVar[str] = "pyramidinfer"
+    source: ClassVar[str] = "PyramidInfer, Yang et al., 2024, https://arxiv.org/abs/2405.12532"
+
+    last_layer: Annotated[
+        float, Meta(gt=0, le=1, description="what the last layer keeps, of the first one's")
+    ] = 0.2
+
+    @property
+    def scope(self) -> Literal["model"]:
+        """Layers share one budget."""
+        return "model"
+
+    def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
+        """Share the budget out by layer."""
+        layers = cosine(view, self.window, self.last_layer).floor().long() + self.window
+        return layers[..., None].expand(view.score.shape[:-1])

@@ -1,0 +1,46 @@
+"""TOVA: what the newest query looks at."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kv_policy import Capabilities, Evictor, LayerView, Observe
+
+
+@dataclass(frozen=True)
+class TOVA(Evictor):
+    """Keep the tokens that the newest query attends to most, the same in all heads of a layer.
+
+    A token's score is the attention it gets from the last query of a prompt, or from the generated
+    one, on average over all heads of the layer. Nothing is protected and nothing remembered: at
+    every step, once the budget is full, the token of the lowest score goes, be it the newest
+    (`src/tova_cache.py` of the authors' repository, read).
+
+    All heads of a layer hold the same tokens in the same places, so their scores add up place by
+    place.
+    """
+
+    name: ClassVar[str] = "tova"
+    source: ClassVar[str] = "TOVA, Oren et al., 2024, https://arxiv.org/abs/2401.06104"
+
+    @property
+    def observe(self) -> Observe:
+        """The newest query."""
+        return Observe(last=1, generated=True)
+
+    @property
+    def decode(self) -> Literal["step"]:
+        """Each generated token takes the place of another once the budget is full."""
+        return "step"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """All heads of a layer decide together, so none can be alone on a shard."""
+        return replace(super().capabilities, splits_heads=False)
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Average what the newest query gives a token over the heads."""
+        assert view.mass is not None  # it is observed
+        return view.mass.mean(1, keepdim=True).expand_as(view.mass)
