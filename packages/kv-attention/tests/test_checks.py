@@ -89,7 +89,9 @@ def test_dense_tokens_that_do_not_fit(case):
 
 def test_positions_of_stored_tokens_are_needed_for_skipping(case):
     c = case(1)
-    with pytest.raises(ValueError, match=r"skip=2 needs the positions .* give page_positions\[0\]"):
+    with pytest.raises(
+        ValueError, match=r"skip=2 and gumbel=None needs the positions .* give page_positions\[0\]"
+    ):
         attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(None, skip=2))
     attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # nothing to skip for
     with pytest.raises(ValueError, match="0 entries for 1 tiers"):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_attention import attend
+from kv_attention.gumbel import noise
 from kv_policy import Observe
 
 OBSERVE = st.builds(
@@ -84,6 +85,27 @@ def test_counting_what_is_above_an_even_share(case, group, above):
     found = assert_same_observation(c, Observe(5, group, above=above), error=1e-12)
     assert any(bool((m > 0).any()) for m in found.mass)
     assert all(torch.equal(m * 3, (m * 3).round()) for m in found.mass)  # thirds, of a mean of 3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_attention_under_gumbel_noise(case, temperature, padding):
+    c = case(5, B=3, L=9, G=3, padding=padding, window=4, dtype=torch.float64)
+    observe = Observe(None, "sum", gumbel=temperature)
+    found = assert_same_observation(c, observe, error=1e-10)
+    total = torch.cat(found.mass, dim=-1).sum(dim=-1)
+    real = (c.position >= 0).sum(dim=1)[:, None].double()
+    torch.testing.assert_close(total, (3 * real).expand_as(total))
+    plain = torch.cat(c.attend(Observe(None, "sum")).mass, dim=-1)
+    assert not torch.allclose(torch.cat(found.mass, dim=-1), plain, atol=1e-2)
+
+
+def test_gumbel_noise_has_the_distribution_it_is_named_for():
+    place = torch.arange(400)
+    drawn = noise(place[:, None], place[None])
+    assert abs(float(drawn.mean()) - 0.5772) < 0.02
+    assert abs(float(drawn.var()) - torch.pi**2 / 6) < 0.05
+    assert torch.equal(drawn, noise(place[:, None], place[None]))
 
 
 def test_several_observations_of_one_pass_are_those_of_a_pass_each(case):

@@ -1,6 +1,6 @@
 """The cache under selectors, against attention over the very tokens it says it keeps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import pytest
@@ -10,6 +10,7 @@ from msgspec import Meta
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kv_paging import PoolExhausted
 from kv_policy import (
     DROP,
     NOBODY,
@@ -23,6 +24,7 @@ from kv_policy import (
     PlanView,
     RawCodec,
     Replan,
+    Rope,
     Step,
     StepView,
     TokenFormat,
@@ -244,6 +246,29 @@ POLICIES = {
     "leankv": parse("leankv:high=raw,low=raw,t_high=0.3,window=4"),
     "leankv-all-queries-mean": parse("leankv:high=raw,low=raw,t_high=0.3,t_low=0.1,group=mean"),
     "leankv-drop": parse("leankv:high=raw,low=drop,t_high=0.2,window=4,last=8"),
+    "kv-compress": parse("kv-compress:budget=12,window=4,pool=3,recent=4"),
+    "kv-compress-every": parse("kv-compress:budget=12,window=4,recent=4,every=3"),
+    "kv-compress-even": parse("kv-compress:budget=12,window=4,recent=4,every=5,layers=even"),
+    "kv-compress-full": parse("kv-compress:budget=12,window=full,skip=2,recent=4,every=4"),
+    "kv-compress-turns": parse("kv-compress:budget=12,window=4,recent=4,uncompressed=5,most=99"),
+    "kv-compress-window": compose(
+        parse("kv-compress:budget=12,window=4,recent=4,every=3"), Exact(1, 5)
+    ),
+    "kv-compress-leankv": parse(
+        "kv-compress:budget=12,window=4,recent=4,every=3+leankv:high=raw,low=raw,window=3"
+    ),
+    "kv-compress-leankv-drop": parse(
+        "kv-compress:budget=12,window=4,recent=4+leankv:high=raw,low=raw,t_high=0.5,t_low=0.2"
+    ),
+    "h2o": parse("h2o:budget=10"),
+    "keyformer": parse("keyformer:budget=10"),
+    "scissorhands": parse("scissorhands:budget=10,window=6,recent=3,sinks=1"),
+    "tova": parse("tova:budget=10"),
+    "fastgen": parse("fastgen:recovery=0.5,sinks=1,window=8"),
+    "cake": parse("cake:budget=12,window=4,pool=3"),
+    "zigzagkv": parse("zigzagkv:budget=12,window=4,pool=3"),
+    "ada-pyramidkv": parse("ada-pyramidkv:budget=12,window=4,pool=3"),
+    "keydiff": parse("keydiff:budget=10"),
     "leankv-token": parse("leankv:high=raw,low=raw,form=token,window=4,alpha_low=0.5"),
 }
 
@@ -407,3 +432,113 @@ def test_pages_are_reused_and_none_is_lost() -> None:
         world.forward(one())
     assert world.cache.memory().pages_used <= used
     assert world.cache.memory().pages_used == 3 * 2 * 2 * 3
+
+
+def filled(policy: str, sequences: list[int], rows: slice, **options: object) -> TieredCache:
+    """A cache that read prompts of these lengths, of which only some sequences are in the batch."""
+    generator = torch.Generator().manual_seed(5)
+    width = max(sequences)
+    lead = (SHAPE.layers, len(sequences), SHAPE.kv_heads)
+    query = torch.randn(*lead, 2, width, 6, generator=generator)[:, rows]
+    key = torch.randn(*lead, width, 6, generator=generator)[:, rows]
+    value = torch.randn(*lead, width, 5, generator=generator)[:, rows]
+    cache = TieredCache(parse(policy), SHAPE, page_tokens=4, **options)
+    cache.begin(ragged(*sequences)[rows])
+    for layer in range(SHAPE.layers):
+        cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
+    return cache
+
+
+def places(cache: TieredCache, sequence: int) -> list[list[int]]:
+    """The positions that each head of each layer holds of a sequence."""
+    store = cache.batch.stores[0]
+    read = store.read(store.streams())
+    place = read.position.masked_fill(~read.held, -1)
+    rows = place.unflatten(0, (SHAPE.layers, -1, SHAPE.kv_heads))[:, sequence].flatten(0, 1)
+    return [sorted(p for p in row.tolist() if p >= 0) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["kv-compress:budget=12,window=4,recent=4", "kv-compress:rate=3,floor=8,window=full,skip=2"],
+)
+def test_sequences_compressed_together_keep_what_they_keep_alone(policy: str) -> None:
+    lengths = [37, 9, 52]
+    together = filled(policy, lengths, slice(None))
+    for b in range(3):
+        alone = filled(policy, lengths, slice(b, b + 1))
+        assert places(together, b) == places(alone, 0)
+
+
+def test_a_plan_takes_as_many_tokens_as_it_may_and_the_rest_waits() -> None:
+    budget, heads = 12, SHAPE.layers * SHAPE.kv_heads
+    policy = f"kv-compress:budget={budget},window=4,recent=4,most={60 * heads}"
+    world = World(parse(policy), sequences=3)
+    world.forward(ragged(40, 30, 35))
+
+    def held() -> list[int]:
+        return world.cache.memory().tokens.sum((0, 2)).tolist()
+
+    assert held()[1:] == [30 * heads, 35 * heads]  # 40 + 30 is too much
+    assert held()[0] <= budget * heads
+    world.forward(one(3))
+    assert held()[1] <= budget * heads
+    assert held()[2] == 36 * heads
+    world.forward(one(3))
+    assert held()[2] <= budget * heads
+    before = held()
+    world.forward(one(3))
+    assert held() == [n + heads for n in before]  # nobody waits any more
+
+
+def generate(world: World, steps: int) -> None:
+    """Let every sequence go on."""
+    for _ in range(steps):
+        world.forward(one(world.sequences))
+
+
+def test_a_pool_that_runs_dry_is_compressed_or_exhausted() -> None:
+    text, pages = "kv-compress:budget=12,window=4,recent=4", 56
+    dry = World(parse(text), pages=pages)
+    dry.forward(ragged(20, 20))
+    with pytest.raises(PoolExhausted):
+        generate(dry, 40)
+    short = World(parse(f"{text},short=true"), pages=pages)
+    short.forward(ragged(20, 20))
+    generate(short, 40)
+    assert short.cache.batch.pool.capacity == pages
+
+
+def test_a_pool_too_small_for_the_budget_is_exhausted_all_the_same() -> None:
+    world = World(parse("kv-compress:budget=12,window=4,recent=4,short=true"), pages=40)
+    world.forward(ragged(20, 20))
+    with pytest.raises(PoolExhausted):
+        generate(world, 40)
+
+
+def test_pages_held_are_those_that_the_kept_tokens_need() -> None:
+    for window in ("4", "full"):
+        cache = filled(
+            f"kv-compress:budget=16,window={window},skip=2,recent=4", [160, 160], slice(None)
+        )
+        tokens = int(cache.memory().tokens.sum())
+        assert cache.batch.pool.used == -(-tokens // 4)
+        assert tokens == 16 * 2 * SHAPE.layers * SHAPE.kv_heads
+
+
+def test_queries_are_given_to_whoever_reads_them_and_refused_without_a_rope() -> None:
+    with pytest.raises(ValueError, match="needs the model's rotary embedding"):
+        TieredCache(parse("expected-attention:budget=12"), SHAPE)
+    shape = replace(SHAPE, rope=Rope((1.0, 0.1, 0.01)))
+    cache = TieredCache(parse("expected-attention:budget=12"), shape, page_tokens=4)
+    for width in (40, 1):
+        cache.begin(torch.ones(1, width, dtype=torch.bool))
+        for layer in range(SHAPE.layers):
+            cache.attend(
+                layer,
+                torch.randn(1, 2, 2, width, 6),
+                torch.randn(1, 2, width, 6),
+                torch.randn(1, 2, width, 5),
+                0.4,
+            )
+    assert cache.memory().tokens.unique().tolist() == [13]

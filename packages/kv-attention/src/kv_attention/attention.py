@@ -46,7 +46,7 @@ def attend(
         observe: the attention to sum per token; `last` counts the real queries of each sequence.
             Whether to ask in decoding, as `generated` says, is up to the caller.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
-            stream has; needed, and read, only where `observe.skip` is above 1.
+            stream has; needed, and read, only where `observe.skip` is above 1 or `gumbel` is set.
         backend: a name in `BACKENDS`.
         others: further observations of the same pass.
 

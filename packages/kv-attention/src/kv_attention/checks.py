@@ -107,10 +107,11 @@ def check_positions(
     for i, (part, at) in enumerate(zip(pages, positions, strict=True)):
         longest = longest_of(part)
         if at is None:
-            if observe.skip > 1 and observe.last != 0 and longest:
+            far = observe.skip > 1 or observe.gumbel is not None
+            if far and observe.last != 0 and longest:
                 raise ValueError(
-                    f"observing with skip={observe.skip} needs the positions of the stored tokens; "
-                    f"give page_positions[{i}]"
+                    f"observing with skip={observe.skip} and gumbel={observe.gumbel} needs the "
+                    f"positions of the stored tokens; give page_positions[{i}]"
                 )
         elif at.shape[:2] != q.shape[:2] or at.shape[2] < longest:
             raise ValueError(

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
+from kv_attention.gumbel import perturb
 from kv_attention.parts import PagedPart, Part, block_sizes
 from kv_policy import Observe
 
@@ -35,7 +36,7 @@ def observe_part(
     Args:
         q: the queries that count, with the scale of the logits multiplied in.
         position: theirs, or -1 for one that does not count after all.
-        lse: theirs, over all parts.
+        lse: theirs, over all parts, of the logits that are to be summed.
         part: the tokens.
         observe: what to sum; `last` is already done, by `last_queries`.
     """
@@ -54,7 +55,10 @@ def observe_part(
             keys = keys.plain()
         for start in range(first // size * size, q.shape[3], size):
             chunk = slice(start, start + size)
-            p = logits(q[..., chunk, :], keys).sub_(lse[..., chunk, None]).exp_()
+            p = logits(q[..., chunk, :], keys)
+            if observe.gumbel is not None:
+                perturb(p, position[:, chunk], part.position(at), observe.gumbel)
+            p = p.sub_(lse[..., chunk, None]).exp_()
             counts = None
             if start < settled:
                 counts = _counts(position[:, chunk], part, at, observe, all_real)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_attention.gumbel import noise
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
@@ -76,6 +77,10 @@ def _attend(
             counts = sees & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
+            if observe.gumbel is not None:
+                x = q[b, h].double() @ every.key.mT * scale
+                pairs = noise(position[b][:, None], every.position)
+                p = softmax((x + pairs) / observe.gumbel, sees)
             terms = [term(p, position[b], observe, kind) for kind in kinds]
             got = torch.stack([grouped(each, counts, observe) for each in terms])
             sizes = [len(part.key) for part in parts]

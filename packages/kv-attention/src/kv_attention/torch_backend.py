@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kv_attention.blockwise import blockwise
 from kv_attention.flash import causal, is_causal, is_worth_it, stored
+from kv_attention.gumbel import perturbed_lse
 from kv_attention.observe import last_queries, observe_part
 from kv_attention.partial import Partial
 from kv_attention.parts import DensePart, PagedPart, Part
@@ -50,8 +51,10 @@ def attend(
     def observed(what: Observe, *more: Attended) -> Attended:
         if what.last == 0:
             return Attended(out, others=more)
-        watched = last_queries(scaled, position, total.lse, what.last)
-        found = [observe_part(*watched, part, what) for part in parts]
+        rows, places, lse = last_queries(scaled, position, total.lse, what.last)
+        if what.gumbel is not None:
+            lse = perturbed_lse(rows, places, parts, what.gumbel)
+        found = [observe_part(rows, places, lse, part, what) for part in parts]
         return Attended(
             out,
             tuple(sums.mass for sums in found),

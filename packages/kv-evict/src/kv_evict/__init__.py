@@ -2,9 +2,11 @@
 
 from kv_evict.adakv import AdaPyramidKV, AdaSnapKV
 from kv_evict.cake import CAKE
+from kv_evict.expected_attention import ExpectedAttention
 from kv_evict.fastgen import FastGen
 from kv_evict.h2o import H2O
 from kv_evict.keydiff import KeyDiff
+from kv_evict.keyformer import Keyformer
 from kv_evict.knorm import Knorm
 from kv_evict.kv_compress import KVCompress
 from kv_evict.leankv import LeanKV
@@ -23,9 +25,11 @@ __all__ = [
     "TOVA",
     "AdaPyramidKV",
     "AdaSnapKV",
+    "ExpectedAttention",
     "FastGen",
     "KVCompress",
     "KeyDiff",
+    "Keyformer",
     "Knorm",
     "LeanKV",
     "Profile",

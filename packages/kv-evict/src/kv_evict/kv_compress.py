@@ -23,7 +23,7 @@ from kv_policy import (
     Selector,
 )
 
-Rate = Annotated[float, Meta(ge=1)]
+Rate = Annotated[int, Meta(ge=1)] | Annotated[float, Meta(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class KVCompress(Evictor):
         Raises:
             ValueError: a rate and a budget, a budget below what is protected, an even `pool`.
         """
+        if self.rate is not None and self.budget != type(self).budget:
+            raise ValueError(
+                f"{self.name}: rate={self.rate} and budget={self.budget} both say how much is "
+                "kept; give one of them"
+            )
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(
                 f"{self.name}: pool={self.pool} has no middle; give an odd number, such as "
                 f"{self.pool + 1}"
-            )
-        if self.rate is not None and self.budget != type(self).budget:
-            raise ValueError(
-                f"{self.name}: rate={self.rate} and budget={self.budget} both say how much is "
-                "kept; give one of them"
             )
         if self.rate is not None and self.floor < self._held:
             raise ValueError(
@@ -157,11 +157,12 @@ class KVCompress(Evictor):
         if view.generated:
             return view.score + view.mass / self.window
         older = view.position < view.length[:, None, None] - self.window
-        mean = view.mass / view.seen.clamp(min=1)
+        seen = view.seen.to(view.mass.dtype)
+        mean = view.mass / seen.clamp(min=1)
         pooled = pool(mean, view.position, older & (view.position >= 0), self.pool, "max")
         # Tokens of the window were seen by a part of it; they are safe until they are seen again.
         metric = torch.where(older, pooled, view.mass / self.window)
-        share = (view.seen.amax(-1, keepdim=True) / self.window).clamp(max=1)
+        share = (seen.amax(-1, keepdim=True) / self.window).clamp(max=1)
         return torch.lerp(view.score, metric, share.masked_fill(view.score == 0, 1))
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:

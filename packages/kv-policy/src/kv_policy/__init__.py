@@ -13,20 +13,22 @@ from kv_policy.contract import (
     Formats,
     KVPolicy,
     LayerView,
-    Observe,
     PlanView,
+    Queries,
     Selector,
     Step,
     StepView,
+    Vectors,
 )
 from kv_policy.evictor import Evictor, best, protect
+from kv_policy.observe import Observe
 from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import UnknownPolicyError, installed, load
 from kv_policy.replan import Replan
 from kv_policy.selecting import Selecting
-from kv_policy.shape import CacheShape
+from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse
 from kv_policy.tiered import TieredFormats, read_formats
 
@@ -53,9 +55,11 @@ __all__ = [
     "Parameter",
     "Part",
     "PlanView",
+    "Queries",
     "Raw",
     "RawCodec",
     "Replan",
+    "Rope",
     "Selecting",
     "Selector",
     "Step",
@@ -64,6 +68,7 @@ __all__ = [
     "TokenFormat",
     "Uncompressed",
     "UnknownPolicyError",
+    "Vectors",
     "best",
     "compose",
     "fold_values",

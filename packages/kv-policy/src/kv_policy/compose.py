@@ -8,6 +8,7 @@ from kv_policy.codec import TokenFormat
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.raw import Raw
 from kv_policy.shape import CacheShape
+from kv_policy.sorted_selector import SortedSelector
 
 Facet = Literal["basis", "selector", "formats"]
 FACETS: Final[tuple[Facet, ...]] = ("basis", "selector", "formats")
@@ -25,8 +26,8 @@ class Composed:
 
     @property
     def selector(self) -> Selector | None:
-        """The selector of the part that has one."""
-        return next((p.selector for p in self.parts if p.selector is not None), None)
+        """The selector of the part that has one, or of two that work together."""
+        return _together([p.selector for p in self.parts if p.selector is not None])
 
     @property
     def formats(self) -> Formats | None:
@@ -56,6 +57,9 @@ class Composed:
 def compose(*policies: KVPolicy) -> KVPolicy:
     """Join policies into one; the order they are given in does not matter.
 
+    Two may select tokens where one evicts and the other sorts what stays into tiers, such as
+    `kv-compress:rate=4+leankv`.
+
     Raises:
         CompositionError: two policies supply the same facet or were calibrated with different
             models, one supplies no facet, or the selector sends tokens to more or fewer tiers than
@@ -66,7 +70,7 @@ def compose(*policies: KVPolicy) -> KVPolicy:
         raise CompositionError("nothing to compose; name at least one policy, for example k8v4")
     for facet in FACETS:
         suppliers = [p for p in parts if getattr(p, facet) is not None]
-        if len(suppliers) > 1:
+        if len(suppliers) > 1 and not (facet == "selector" and _get_along(suppliers)):
             raise CompositionError(
                 f"{suppliers[0]} and {suppliers[1]} both say {_MEANING[facet]}; keep one of them"
             )
@@ -91,7 +95,29 @@ _MEANING: Final[dict[Facet, str]] = {
 }
 
 
+def _get_along(parts: list[KVPolicy]) -> bool:
+    """Whether one part evicts, after prompts and plans, and the other sorts what stays."""
+    if len(parts) != 2:
+        return False
+    return sorted(map(_sorts, parts)) == [False, True] and all(
+        p.selector is not None and (_sorts(p) or p.selector.decode == "grow") for p in parts
+    )
+
+
+def _sorts(part: KVPolicy) -> bool:
+    return part.selector is not None and part.selector.tiers > 1
+
+
+def _together(selectors: list[Selector]) -> Selector | None:
+    if len(selectors) < 2:
+        return selectors[0] if selectors else None
+    evictor, sorter = sorted(selectors, key=lambda s: s.tiers)
+    return SortedSelector(evictor, sorter)
+
+
 def _order(part: KVPolicy) -> int:
+    if _sorts(part):
+        return FACETS.index("formats")  # it brings them
     return next(i for i, facet in enumerate(FACETS) if getattr(part, facet) is not None)
 
 

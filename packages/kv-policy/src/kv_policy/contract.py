@@ -7,7 +7,7 @@ its neighbours go; -1 marks a place that holds none.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from kv_policy.basis import LayerBasis
 from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
+from kv_policy.observe import Observe
 from kv_policy.replan import Replan
 from kv_policy.shape import CacheShape
 
@@ -22,47 +23,7 @@ DROP: Final = 255  # the tier of a token that is let go
 FRESH: Final = 254  # the tier of a token that is not stored yet
 NOBODY: Final = 253  # as a step's victim: no token moves
 
-
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """Which attention probabilities a policy wants summed per token while the model attends.
-
-    Each counted query gives a token its probability to the `power`, reduced over the query heads
-    of the token's KV head by `group`; these are summed over the counted queries. With "max-of-sums"
-    the sum over the queries of the pass comes first, and the largest of the group's sums is given.
-    A query counts for a token if it is among the `last` queries of the forward pass (None: all of
-    them; 0: none), does not come before the token, and is at least `skip` positions after it.
-
-    With `above` it gives 1 instead where its probability is more than `above` times an even share
-    of the tokens it has before it and its own, else 0. `also` asks for more sums, of squares or of
-    -p log p, next to the first.
-    """
-
-    last: int | None = 0
-    group: Literal["sum", "mean", "max", "max-of-sums"] = "mean"
-    power: Literal[1, 2] = 1
-    skip: int = 0
-    generated: bool = False  # go on with every generated query
-    above: float | None = None
-    also: frozenset[Literal["squares", "entropy"]] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.last is not None and self.last < 0:
-            raise ValueError(f"last is {self.last}; say how many queries to watch, or None for all")
-        if self.skip < 0:
-            raise ValueError(f"skip is {self.skip}; it must be 0 or more")
-        if self.group not in ("sum", "mean", "max", "max-of-sums"):
-            raise ValueError(f"group is {self.group!r}; say sum, mean, max or max-of-sums")
-        if self.power not in (1, 2):
-            raise ValueError(f"power is {self.power}; say 1 or 2")
-        if self.above is not None and not (self.above > 0 and self.power == 1):
-            raise ValueError(
-                f"above is {self.above} and power {self.power}; count what is above a share "
-                "greater than 0, with power=1"
-            )
-        if not self.also <= {"squares", "entropy"}:
-            raise ValueError(f"also is {set(self.also)}; it may hold squares and entropy")
+Vectors: TypeAlias = Literal["keys", "values", "queries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +43,14 @@ class Capabilities:
             self.rolls_back and other.rolls_back,
             self.splits_heads and other.splits_heads,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """The queries of a forward pass, after RoPE, by KV head and place in its group."""
+
+    vectors: Float[Tensor, "B H G Q D"]
+    position: Int[Tensor, "B Q"]  # -1: padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +77,7 @@ class LayerView:
     generated: bool = False  # the fresh tokens were generated, one in each sequence
     keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
     values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values
+    queries: Queries | None = None  # of this pass, if the policy reads queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +149,8 @@ class Selector(Protocol):
         ...
 
     @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """Vectors that `score` looks at."""
+    def reads(self) -> frozenset[Vectors]:
+        """Vectors that `score` looks at; queries can be asked for if the host knows the RoPE."""
         ...
 
     @property

@@ -10,12 +10,13 @@ from kv_policy.budget import Budget
 from kv_policy.contract import (
     Capabilities,
     LayerView,
-    Observe,
     PlanView,
     Selector,
     Step,
     StepView,
+    Vectors,
 )
+from kv_policy.observe import Observe
 from kv_policy.part import Part
 from kv_policy.replan import Replan
 
@@ -64,7 +65,7 @@ class Selecting(Part):
         return Observe()
 
     @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
+    def reads(self) -> frozenset[Vectors]:
         """No vectors, unless a method asks."""
         return frozenset()
 

@@ -6,6 +6,13 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding: dimensions i and i + D / 2 turn by position * frequencies[i]."""
+
+    frequencies: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a model's cache looks like on one device: the whole of it, or a shard of its KV heads.
 
@@ -20,6 +27,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     first_head: int = 0
+    rope: Rope | None = None  # None: unknown, or of another kind
 
     def __post_init__(self) -> None:
         """Check that every size is positive."""

@@ -94,6 +94,13 @@ class Batch:
         """The raw window, once it holds something."""
         return self.window if self.columns else None
 
+    def sizes(self, now: Pass) -> list[int]:
+        """Tokens of each sequence over all layers and heads, those of the pass included."""
+        held = self.tiers.counts().sum((0, 1, 3))
+        fresh = (now.position >= 0).sum(1) * self.shape.layers * self.shape.kv_heads
+        sizes: list[int] = (held + fresh).tolist()
+        return sizes
+
     def streams(self, layer: int | None = None) -> Int[Tensor, " S"]:
         """Stream numbers of one layer, or of all; the same in every tier."""
         where = slice(None) if layer is None else slice(layer, layer + 1)

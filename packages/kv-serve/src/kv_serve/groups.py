@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_attention import Attended
-from kv_policy import FRESH
+from kv_policy import FRESH, Vectors
 from kv_serve.batch import Batch, Pass, grid
 from kv_serve.planning import Group
-
-Reads = frozenset[Literal["keys", "values"]]
 
 
 def fresh_group(
@@ -20,7 +17,7 @@ def fresh_group(
     now: Pass,
     key: Tensor,
     value: Tensor,
-    reads: Reads,
+    reads: frozenset[Vectors],
     mass: Tensor | None = None,
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
@@ -44,7 +41,7 @@ def layer_groups(
     layer: int,
     key: Tensor,
     value: Tensor,
-    reads: Reads,
+    reads: frozenset[Vectors],
     result: Attended | None = None,
 ) -> list[Group]:
     """A layer's tokens: each store, the window, the fresh ones, in the order they are attended."""
@@ -52,8 +49,9 @@ def layer_groups(
     counts = iter(() if result is None else result.seen)
     more = iter(() if result is None else result.also)
     groups = []
+    stored = frozenset(name for name in reads if name != "queries")
     for tier, store in batch.held_stores:
-        held = store.read_layer(layer, reads)
+        held = store.read_layer(layer, stored)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
         groups.append(

@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import Observe
+from kv_policy import Observe, Queries
 from kv_serve.batch import Batch, Pass, flat
 
 
@@ -31,6 +31,7 @@ class KeepAll:
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
+        queries: Queries | None,
     ) -> None:
         """Store a prompt's tokens layer by layer; single tokens wait for the end of the pass."""
         if not now.prompt:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
-from kv_policy import DROP, FRESH, Budget, Observe, Selector
+from kv_policy import DROP, FRESH, Budget, Observe, Queries, Selector
 from kv_serve.batch import Batch, Pass, flat
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, plan_layers, score_layer
@@ -48,7 +48,7 @@ class KeepSelected:
         self._prompted = now.prompt
         if now.prompt:
             self._turns.prompt(len(batch.seen))
-            self._planned = self._turns.next(_sizes(batch, now))
+            self._planned = self._turns.next(batch.sizes(now))
 
     def take(
         self,
@@ -58,16 +58,17 @@ class KeepSelected:
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
+        queries: Queries | None,
     ) -> None:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
         scored, reads = None, self.selector.reads
         if now.prompt or self.selector.observe.generated:
             groups = layer_groups(batch, now, layer, key, value, reads, result)
-            scored = score_layer(self.selector, layer, batch.shape, groups, now.total, now.prompt)
+            scored = score_layer(self.selector, layer, batch.shape, groups, now, queries)
             self._note(batch, layer, scored)
         elif self.selector.decode == "step":
             fresh = fresh_group(batch, now, key, value, reads)
-            scored = score_layer(self.selector, layer, batch.shape, [fresh], now.total, False)
+            scored = score_layer(self.selector, layer, batch.shape, [fresh], now, queries)
         fresh_score = None if scored is None else scored.split(scored.score)[-1]
         arrival = _Arrival(key, value, scored, fresh_score)
         if now.prompt and self.selector.scope == "layer":
@@ -96,7 +97,7 @@ class KeepSelected:
         """Plan stored tokens anew, by the scores they carry."""
         shape, sequences = batch.shape, len(batch.seen)
         now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
-        self._planned = self._turns.next(_sizes(batch, now))
+        self._planned = self._turns.next(batch.sizes(now))
         lead = (sequences, shape.kv_heads, 0)
         reads = self.selector.reads
         key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
@@ -288,11 +289,3 @@ class KeepSelected:
             except PoolExhausted:
                 if not self._turns.waiting:
                     raise
-
-
-def _sizes(batch: Batch, now: Pass) -> list[int]:
-    """Tokens of each sequence over all layers and heads, those of the pass included."""
-    held = batch.tiers.counts().sum((0, 1, 3))
-    fresh = (now.position >= 0).sum(1) * batch.shape.layers * batch.shape.kv_heads
-    sizes: list[int] = (held + fresh).tolist()
-    return sizes

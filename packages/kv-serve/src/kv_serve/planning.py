@@ -8,7 +8,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import TokenStore
-from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Selector
+from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Queries, Selector
+from kv_serve.batch import Pass
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ def score_layer(
     layer: int,
     shape: CacheShape,
     groups: Sequence[Group],
-    length: Int[Tensor, " B"],
-    prompt: bool = True,
+    now: Pass,
+    queries: Queries | None = None,
 ) -> Scored:
     """Lay the groups side by side, in a prompt by position, and let the selector score them."""
-    order = _order(groups) if prompt else None
+    order = _order(groups) if now.prompt else None
 
     def joined(parts: list[Tensor]) -> Tensor:
         whole = torch.cat(parts, -1)
@@ -83,16 +84,17 @@ def score_layer(
         position=joined([g.position for g in groups]),
         fresh=joined([torch.full_like(g.position, g.fresh, dtype=torch.bool) for g in groups]),
         score=joined([_carried_score(g) for g in groups]),
-        length=length,
+        length=now.total,
         mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
         seen=joined([g.seen.long() for g in groups if g.seen is not None]) if observed else None,
         also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
-        generated=not prompt,
+        generated=not now.prompt,
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
+        queries=queries if "queries" in selector.reads else None,
     )
     score = selector.score(view).float()
-    gauge = selector.gauge(view) if prompt else None
+    gauge = selector.gauge(view) if now.prompt else None
     return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score, gauge)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend
-from kv_policy import Budget, CacheShape, KVPolicy, Observe
+from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
 from kv_serve.batch import Batch, Pass, grid, lay_out
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
@@ -56,6 +56,11 @@ class TieredCache:
             raise ValueError(
                 f"{policy} stores vectors in a basis of its own, which this cache does not serve; "
                 "leave that part out"
+            )
+        if policy.selector is not None and "queries" in policy.selector.reads and not shape.rope:
+            raise ValueError(
+                f"{policy} turns queries to other positions, which needs the model's rotary "
+                "embedding; this model has none, or one that is not known here"
             )
         self.policy, self.shape = policy, shape
         self._device, self._backend, self._pages = torch.device(device), backend, pages
@@ -187,14 +192,15 @@ class TieredCache:
             dense,
             scale,
             observe,
-            page_positions=self._positions(batch, layer) if observe.skip > 1 else None,
+            page_positions=self._positions(batch, layer, observe),
             backend=self._backend,
             others=others,
         )
         observed = dict(zip((observe, *others), (result, *result.others), strict=True))
-        self.keep(layer, key, value, result)
+        queries = Queries(query, now.position)
+        self.keep(layer, key, value, result, queries)
         for follower in self.followers:
-            follower.keep(layer, key, value, observed[follower.observe])
+            follower.keep(layer, key, value, observed[follower.observe], queries)
         if self._pass is None:
             self.followers = ()
         return result.out
@@ -212,6 +218,7 @@ class TieredCache:
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
+        queries: Queries | None = None,
     ) -> None:
         """Store a layer's fresh tokens, given what attention over the layer observed.
 
@@ -225,7 +232,7 @@ class TieredCache:
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
-        keeper.take(batch, now, layer, key, value, result)
+        keeper.take(batch, now, layer, key, value, result, queries)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
             keeper.finish(batch, now)
@@ -240,8 +247,12 @@ class TieredCache:
             raise RuntimeError(f"layer {layer} attends where {expected} was expected")
         return now, batch
 
-    def _positions(self, batch: Batch, layer: int) -> list[Int[Tensor, "B H S"] | None]:
-        """Positions of stored tokens, for observations that skip near queries."""
+    def _positions(
+        self, batch: Batch, layer: int, observe: Observe
+    ) -> list[Int[Tensor, "B H S"] | None] | None:
+        """Positions of stored tokens, for observations that go by them."""
+        if observe.skip <= 1 and observe.gumbel is None:
+            return None
         reads = [store.read_layer(layer).position for _, store in batch.held_stores]
         return [None if p is None else grid(p, self.shape.kv_heads) for p in reads]
 

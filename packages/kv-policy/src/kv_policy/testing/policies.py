@@ -8,14 +8,21 @@ from kv_policy.compose import Composed
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.part import Part, split
 from kv_policy.registry import installed
-from kv_policy.shape import CacheShape
+from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse, read
 from kv_policy.testing.codecs import check_codec
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.selectors import check_selector
 from kv_policy.testing.views import shard
 
-_SHAPE: Final = CacheShape(layers=2, kv_heads=4, group=3, key_dim=64, value_dim=32)
+_SHAPE: Final = CacheShape(
+    layers=2,
+    kv_heads=4,
+    group=3,
+    key_dim=64,
+    value_dim=32,
+    rope=Rope(tuple(10000 ** (-i / 32) for i in range(32))),
+)
 
 
 def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy.contract import DROP, FRESH, LayerView, Observe, PlanView, Selector, StepView
+from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, Selector, StepView
+from kv_policy.observe import Observe
 from kv_policy.shape import CacheShape
 
 _SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
@@ -33,6 +34,7 @@ class Tokens:
     generated: bool
     keys: Float[Tensor, "N B H L D"] | None
     values: Float[Tensor, "N B H L Dv"] | None
+    queries: Queries | None  # of every layer alike
 
     def layer(self, layer: int) -> LayerView:
         """What `score` sees of a layer."""
@@ -49,6 +51,7 @@ class Tokens:
             generated=self.generated,
             keys=None if self.keys is None else self.keys[layer],
             values=None if self.values is None else self.values[layer],
+            queries=self.queries,
         )
 
     def plan(
@@ -76,7 +79,7 @@ class Tokens:
             index = at.reshape(*at.shape, *(1,) * (x.ndim - 4))
             return x.gather(3, index.expand(*at.shape, *x.shape[4:]))
 
-        return self._with(pick, self.shape, self.length, self.budget)
+        return self._with(pick, self.shape, self.length, self.budget, self.queries)
 
     def cut(
         self, sequences: Int[Tensor, " S"], heads: slice
@@ -88,8 +91,11 @@ class Tokens:
         def pick(x: Tensor) -> Tensor:
             return x[:, sequences][:, :, heads, :places]
 
-        shape = shard(self.shape, heads)
-        return self._with(pick, shape, self.length[sequences], self.budget[sequences]), pick
+        shape, asked = shard(self.shape, heads), self.queries
+        if asked is not None:
+            asked = Queries(asked.vectors[sequences][:, heads], asked.position[sequences])
+        cut = self.length[sequences], self.budget[sequences]
+        return self._with(pick, shape, *cut, asked), pick
 
     def _with(
         self,
@@ -97,6 +103,7 @@ class Tokens:
         shape: CacheShape,
         length: Int[Tensor, " B"],
         budget: Int[Tensor, " B"],
+        queries: Queries | None,
     ) -> "Tokens":
         picked: dict[str, Any] = {
             field.name: pick(value)
@@ -104,7 +111,7 @@ class Tokens:
             if isinstance(value := getattr(self, field.name), Tensor) and value.ndim >= 4
         }
         picked["also"] = {name: pick(sums) for name, sums in self.also.items()}
-        picked |= {"shape": shape, "length": length, "budget": budget}
+        picked |= {"shape": shape, "length": length, "budget": budget, "queries": queries}
         return dataclasses.replace(self, **picked)
 
 
@@ -177,7 +184,20 @@ def _tokens(
         generated=generated,
         keys=vectors(shape.key_dim) if "keys" in selector.reads else None,
         values=vectors(shape.value_dim) if "values" in selector.reads else None,
+        queries=_queries(shape, length, before, generator) if "queries" in selector.reads else None,
     )
+
+
+def _queries(
+    shape: CacheShape,
+    length: Int[Tensor, " B"],
+    before: Int[Tensor, " B"],
+    generator: torch.Generator,
+) -> Queries:
+    grid = torch.arange(int((length - before).max())) + before[:, None]
+    lead = (len(length), shape.kv_heads, shape.group, grid.shape[1], shape.key_dim)
+    vectors = torch.randn(lead, generator=generator)
+    return Queries(vectors, grid.masked_fill(grid >= length[:, None], -1))
 
 
 def _observed(

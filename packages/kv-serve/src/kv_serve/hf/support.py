@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_policy import CacheShape
+from kv_policy import CacheShape, Rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,7 +39,20 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
         key_dim=dim,
         value_dim=dim,
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
+        rope=_rope(model, dim),
     )
+
+
+def _rope(model: "PreTrainedModel", dim: int) -> Rope | None:
+    """The rotary embedding of a model that has the common one, over all dimensions of a head."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    kind = getattr(rotary, "rope_type", "default")
+    if frequencies is None or kind not in ("default", "linear", "llama3"):
+        return None
+    if 2 * len(frequencies) != dim:
+        return None
+    return Rope(tuple(frequencies.double().tolist()))
 
 
 def _refuse(config: "PreTrainedConfig", model: str) -> None:

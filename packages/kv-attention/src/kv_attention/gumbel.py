@@ -1,0 +1,60 @@
+"""Gumbel noise on logits, for policies that watch what attention might have been."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.blockwise import logits
+from kv_attention.parts import Part, block_sizes
+
+
+def noise(query: Int[Tensor, "..."], token: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Give each pair of positions its number from the standard Gumbel distribution.
+
+    A 32-bit hash of the two (the finalizer of MurmurHash3) makes a number between 0 and 1.
+    """
+    mask = 0xFFFFFFFF
+    x = (query.long() * 0x9E3779B1 + token.long() * 0x85EBCA77) & mask
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        x = ((x ^ (x >> shift)) * multiplier) & mask
+    x = x ^ (x >> 16)
+    uniform = (x.double() + 0.5) / 2**32
+    return -torch.log(-torch.log(uniform))
+
+
+def perturb(
+    x: Float[Tensor, "B H G L S"],
+    position: Int[Tensor, "B L"],
+    token: Int[Tensor, "B _ S"],
+    temperature: float,
+) -> None:
+    """Add the noise to logits, and divide by the temperature, in place."""
+    pairs = noise(position[:, None, None, :, None], token[:, :, None, None])
+    x.add_(pairs.to(x.dtype)).div_(temperature)
+
+
+def perturbed_lse(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    parts: Sequence[Part],
+    temperature: float,
+) -> Float[Tensor, "B H G L"]:
+    """Sum up the exponentials of perturbed logits over all parts, as a logarithm."""
+    size, tokens = block_sizes(q, q.shape[-1])
+    found = []
+    for start in range(0, q.shape[3], size):
+        chunk = slice(start, start + size)
+        sums = [q.new_full((*q.shape[:3], q[..., chunk, :].shape[3]), -torch.inf)]
+        for part in parts:
+            for at in part.spans(tokens):
+                x = logits(q[..., chunk, :], part.keys(at))
+                perturb(x, position[:, chunk], part.position(at), temperature)
+                seen = part.visible(at, position[:, chunk])
+                if seen is not None:
+                    x.masked_fill_(~seen[:, :, None], -torch.inf)
+                sums.append(x.logsumexp(-1))
+        found.append(reduce(torch.logaddexp, sums))
+    return torch.cat(found, -1)

@@ -1,0 +1,52 @@
+"""Keyformer: attention that might have been, added up, and the newest tokens."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from jaxtyping import Float, Int
+from msgspec import Meta
+from torch import Tensor
+
+from kv_policy import Evictor, LayerView, Observe
+
+
+@dataclass(frozen=True)
+class Keyformer(Evictor):
+    """Keep the tokens of the largest Gumbel-softmax attention so far, and the newest ones.
+
+    A token's score is the softmax of logits with Gumbel noise over the temperature `tau`, its own
+    query included, summed over all queries and averaged over the query heads of its KV head. The
+    newest `recent` of the budget stay. Once the budget is full, each generated token lets the one
+    of the lowest score go (`modeling_gptj.py` of the authors' repository, read).
+
+    The authors raise the temperature from 1 by 0.01 with every generated token; here it stays. The
+    noise of a query and a token is a hash of their positions, the same in all heads and layers, so
+    that runs repeat.
+    """
+
+    name: ClassVar[str] = "keyformer"
+    source: ClassVar[str] = "Keyformer, Adnan et al., 2024, https://arxiv.org/abs/2403.09054"
+
+    tau: Annotated[float, Meta(gt=0, description="temperature of the noisy softmax")] = 1.0
+    recent: Annotated[
+        float, Meta(ge=0, le=1, description="share of the budget for the newest tokens")
+    ] = 0.3
+
+    @property
+    def observe(self) -> Observe:
+        """Every query, of prompts and generated, under noise."""
+        return Observe(last=None, generated=True, gumbel=self.tau)
+
+    @property
+    def decode(self) -> Literal["step"]:
+        """Each generated token takes the place of another once the budget is full."""
+        return "step"
+
+    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """The newest tokens, which stay whatever they got."""
+        return (budget * self.recent).long()
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Add up what a token got."""
+        assert view.mass is not None  # it is observed
+        return view.score + view.mass

@@ -1,0 +1,102 @@
+"""One method says which tokens live, another at which tier."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy.budget import Budget
+from kv_policy.contract import (
+    DROP,
+    LayerView,
+    PlanView,
+    Selector,
+    Step,
+    StepView,
+    Vectors,
+)
+from kv_policy.observe import Observe
+from kv_policy.replan import Replan
+
+
+@dataclass(frozen=True)
+class SortedSelector:
+    """Sort tokens into tiers as `sorter` does, by the scores of `evictor`, which lets some go.
+
+    The sorter sees every token, so its shares and thresholds are those of the whole prompt; the
+    evictor then sees where tokens would be and takes what is too many for its budget. While
+    generating, the sorter's steps place tokens by the evictor's scores, for which generated queries
+    are observed; the evictor lets tokens go when it plans again, if its `replan` says so.
+    """
+
+    evictor: Selector
+    sorter: Selector
+
+    @property
+    def tiers(self) -> int:
+        """The sorter's."""
+        return self.sorter.tiers
+
+    @property
+    def budget(self) -> Budget | None:
+        """The evictor's."""
+        return self.evictor.budget
+
+    @property
+    def protected(self) -> int:
+        """What the evictor protects."""
+        return self.evictor.protected
+
+    @property
+    def observe(self) -> Observe:
+        """What the evictor asks for; generated queries too if tokens are placed by steps."""
+        steps = self.sorter.decode == "step"
+        return replace(self.evictor.observe, generated=steps or self.evictor.observe.generated)
+
+    @property
+    def reads(self) -> frozenset[Vectors]:
+        """What the evictor looks at."""
+        return self.evictor.reads
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """All layers together, if either needs them."""
+        return "model" if "model" in (self.evictor.scope, self.sorter.scope) else "layer"
+
+    @property
+    def decode(self) -> Literal["grow", "step"]:
+        """The sorter's."""
+        return self.sorter.decode
+
+    @property
+    def replan(self) -> Replan:
+        """The evictor's."""
+        return self.evictor.replan
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """The evictor's scores."""
+        return self.evictor.score(view)
+
+    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+        """The evictor's gauges."""
+        return self.evictor.gauge(view)
+
+    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+        """The sorter's: its steps move tokens."""
+        return self.sorter.shielded(budget)
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        """Sort, and let go of what is too many."""
+        tier = self.sorter.plan(view)
+        rest = replace(view, tier=tier, position=view.position.masked_fill(tier == DROP, -1))
+        gone = self.evictor.plan(rest) == DROP
+        return tier.masked_fill(gone, DROP)
+
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+        """The sorter's, of all tokens."""
+        return self.sorter.cuts(view)
+
+    def step(self, view: StepView) -> Step:
+        """The sorter's."""
+        return self.sorter.step(view)

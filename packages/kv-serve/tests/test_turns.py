@@ -1,0 +1,86 @@
+"""Whose turn it is, by the rules of section 4.2.3 of KV-Compress."""
+
+import pytest
+
+from kv_policy import Replan
+from kv_serve.turns import Turns
+
+
+def test_after_a_prompt_everybody_is_due_once() -> None:
+    turns = Turns(Replan())
+    turns.prompt(3)
+    assert turns.next([5, 5, 5]) == [0, 1, 2]
+    turns.done([0, 1, 2])
+    assert not turns.waiting
+    for _ in range(100):
+        turns.step(3)
+    assert not turns.waiting
+
+
+def test_every_so_many_steps() -> None:
+    turns = Turns(Replan(every=3))
+    turns.prompt(2)
+    turns.done([0, 1])
+    due = []
+    for _ in range(7):
+        turns.step(2)
+        due.append(turns.waiting)
+        if turns.waiting:
+            turns.done(turns.next([1, 1]))
+    assert due == [False, False, True, False, False, True, False]
+
+
+def test_above_so_many_tokens_of_the_batch() -> None:
+    turns = Turns(Replan(uncompressed=10))
+    turns.prompt(4)
+    turns.done([0, 1, 2, 3])
+    due = []
+    for _ in range(3):
+        turns.step(4)
+        due.append(turns.waiting)
+    assert due == [False, False, True]  # 4, 8, 12
+
+
+def test_a_plan_takes_no_more_than_it_may_and_the_oldest_plan_comes_first() -> None:
+    turns = Turns(Replan(every=1, most=10))
+    turns.prompt(3)
+    sizes = [4, 8, 4]
+    order = []
+    for _ in range(5):
+        chosen = turns.next(sizes)
+        order.append(chosen)
+        turns.done(chosen)
+        turns.step(3)
+    # 4 + 8 is too much, so the first goes alone, then the second; the third has room for the first
+    assert order == [[0], [1], [0, 2], [1], [0, 2]]
+
+
+def test_a_sequence_that_is_too_large_alone_is_planned_alone() -> None:
+    turns = Turns(Replan(most=3))
+    turns.prompt(2)
+    assert turns.next([50, 1]) == [0]
+
+
+def test_turns_follow_their_sequences() -> None:
+    turns = Turns(Replan(every=1, most=1))
+    turns.prompt(3)
+    turns.done([0])
+    turns.select([2, 0, 0, 1])
+    assert turns.next([1, 1, 1, 1]) == [0]
+    turns.done([0])
+    assert turns.next([1, 1, 1, 1]) == [3]
+    turns.done([3])
+    assert not turns.waiting
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ({"every": -1}, "every is -1"),
+        ({"uncompressed": -2}, "uncompressed is -2"),
+        ({"most": 0}, "at least 1 token"),
+    ],
+)
+def test_numbers_out_of_range(what: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Replan(**what)
