@@ -1,14 +1,13 @@
 """Gumbel noise on logits, for policies that watch what attention might have been."""
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
-from kv_attention.parts import Part, block_sizes
+from kv_attention.parts import Part, block_sizes, reach
 
 
 def noise(query: Int[Tensor, "..."], token: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -21,7 +20,7 @@ def noise(query: Int[Tensor, "..."], token: Int[Tensor, "..."]) -> Float[Tensor,
     for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         x = ((x ^ (x >> shift)) * multiplier) & mask
     x = x ^ (x >> 16)
-    uniform = (x.double() + 0.5) / 2**32
+    uniform = (x >> 9).float().add_(0.5).div_(2**23)  # exact in float32
     return -torch.log(-torch.log(uniform))
 
 
@@ -44,17 +43,17 @@ def perturbed_lse(
 ) -> Float[Tensor, "B H G L"]:
     """Sum up the exponentials of perturbed logits over all parts, as a logarithm."""
     size, tokens = block_sizes(q, q.shape[-1])
-    found = []
-    for start in range(0, q.shape[3], size):
-        chunk = slice(start, start + size)
-        sums = [q.new_full((*q.shape[:3], q[..., chunk, :].shape[3]), -torch.inf)]
-        for part in parts:
-            for at in part.spans(tokens):
-                x = logits(q[..., chunk, :], part.keys(at))
-                perturb(x, position[:, chunk], part.position(at), temperature)
+    total = q.new_full(q.shape[:-1], -torch.inf)
+    for part in parts:
+        spans = list(part.spans(tokens))
+        for at, (first, _) in zip(spans, reach(position, part, spans, 0), strict=True):
+            keys, place = part.keys(at), part.position(at)
+            for start in range(first // size * size, q.shape[3], size):
+                chunk = slice(start, start + size)
+                x = logits(q[..., chunk, :], keys)
+                perturb(x, position[:, chunk], place, temperature)
                 seen = part.visible(at, position[:, chunk])
                 if seen is not None:
                     x.masked_fill_(~seen[:, :, None], -torch.inf)
-                sums.append(x.logsumexp(-1))
-        found.append(reduce(torch.logaddexp, sums))
-    return torch.cat(found, -1)
+                total[..., chunk] = torch.logaddexp(total[..., chunk], x.logsumexp(-1))
+    return total

@@ -1,6 +1,6 @@
 """The second pass: how much attention each token got, from the log-sum-exp of the first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kv_attention.blockwise import logits
 from kv_attention.gumbel import perturb
-from kv_attention.parts import PagedPart, Part, block_sizes
+from kv_attention.parts import Part, block_sizes, reach
 from kv_policy import Observe
 
-_FAR: Final = 2**30  # a position that no query has
 _NEAR: Final = 256  # tokens in a block where queries come among them
 
 
@@ -48,8 +47,8 @@ def observe_part(
     all_real = position.shape[1] > 1 and bool((position >= 0).all())
     # Blocks on the diagonal are worked out in full and half thrown away, so small ones waste less.
     spans = list(part.spans(min(tokens, _NEAR) if position.shape[1] > 1 else tokens))
-    reach = _reach(position, part, spans, observe.skip)
-    for at, (first, settled) in zip(spans, reach, strict=True):
+    limits = reach(position, part, spans, observe.skip)
+    for at, (first, settled) in zip(spans, limits, strict=True):
         keys = part.keys(at)
         if q.shape[2] * q.shape[3] > q.shape[4]:
             keys = keys.plain()
@@ -85,28 +84,6 @@ def _terms(
         yield p.square() if observe.power == 2 else p
     for name in sorted(observe.also):
         yield p.square() if name == "squares" else torch.special.entr(p)
-
-
-def _reach(
-    position: Int[Tensor, "B L"], part: Part, spans: Sequence[slice], skip: int
-) -> list[list[int]]:
-    """For each run of tokens the first query that may count, and the first from which all do.
-
-    Before the one no query counts for any of the tokens, and from the other on all for all. Of a
-    single query, or for stored tokens, the host does not ask.
-    """
-    if isinstance(part, PagedPart) or position.shape[1] == 1:
-        return [[0, position.shape[1]]] * len(spans)
-    place = part.tokens.position
-    empty = place < 0
-    first = [place.masked_fill(empty, _FAR)[:, at].amin() for at in spans]
-    last = [place.masked_fill(empty, _FAR)[:, at].amax() + skip for at in spans]
-    latest = position.amax(dim=0).cummax(dim=0).values  # of the queries up to here
-    earliest = position.amin(dim=0).flip(0).cummin(dim=0).values.flip(0)  # of those from here on
-    start = torch.searchsorted(latest, torch.stack(first).to(latest.dtype))
-    settled = torch.searchsorted(earliest, torch.stack(last).to(earliest.dtype))
-    found: list[list[int]] = torch.stack((start, settled), dim=1).tolist()
-    return found
 
 
 def _counts(

@@ -3,9 +3,9 @@
 Both kinds answer the same questions about `at`, a run of S slots of each of the R = B * H streams.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,7 @@ from kv_attention.tokens import DenseTokens
 from kv_attention.vectors import Vectors, read
 from kv_policy import Codec, PagedTokens
 
+_FAR: Final = 2**30  # a position that no query has
 ROOM = 1 << 19  # numbers in a temporary tensor: 2 MiB in float32
 
 
@@ -164,3 +165,25 @@ def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int
     tokens = max(1, ROOM // (streams * max(rows, dim, value_dim)))
     queries = max(1, ROOM // (streams * group * tokens))
     return queries, tokens
+
+
+def reach(
+    position: Int[Tensor, "B L"], part: Part, spans: Sequence[slice], skip: int
+) -> list[list[int]]:
+    """For each run of tokens the first query that may count, and the first from which all do.
+
+    Before the one no query counts for any of the tokens, and from the other on all for all. Of a
+    single query, or for stored tokens, the host does not ask.
+    """
+    if isinstance(part, PagedPart) or position.shape[1] == 1:
+        return [[0, position.shape[1]]] * len(spans)
+    place = part.tokens.position
+    empty = place < 0
+    first = [place.masked_fill(empty, _FAR)[:, at].amin() for at in spans]
+    last = [place.masked_fill(empty, _FAR)[:, at].amax() + skip for at in spans]
+    latest = position.amax(dim=0).cummax(dim=0).values  # of the queries up to here
+    earliest = position.amin(dim=0).flip(0).cummin(dim=0).values.flip(0)  # of those from here on
+    start = torch.searchsorted(latest, torch.stack(first).to(latest.dtype))
+    settled = torch.searchsorted(earliest, torch.stack(last).to(earliest.dtype))
+    found: list[list[int]] = torch.stack((start, settled), dim=1).tolist()
+    return found

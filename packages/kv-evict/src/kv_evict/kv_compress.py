@@ -42,7 +42,8 @@ class KVCompress(Evictor):
     With `every`, `uncompressed` or `short` tokens are let go of while generating as well: what
     generated queries pay is added to the metric (Eq. 20). `most` bounds a plan, as Replan says.
 
-    A pass with fewer queries than the window counts for its share of the window, as in SnapKV.
+    A pass with fewer queries than the window counts for its share of the window, as in SnapKV. The
+    paper pools over 7; on SmolLM2-135M that keeps the first digits of a number and drops its end.
     """
 
     name: ClassVar[str] = "kv-compress"
@@ -61,7 +62,7 @@ class KVCompress(Evictor):
     power: Annotated[Literal[1, 2], Meta(description="of the attention that is summed")] = 2
     pool: Annotated[
         int, Meta(ge=1, description="neighbouring positions whose largest metric counts; odd")
-    ] = 7
+    ] = 21
     skip: Annotated[
         int, Meta(ge=0, description="nearest queries that do not count, in window=full")
     ] = 10

@@ -32,10 +32,12 @@ def run(
     text: Text,
     journal: Journal,
     make: MakeCache = make_cache,
+    together: int = TOGETHER,
 ) -> Iterator[Finished]:
     """Finish every sample under every cache, `full` before the others; give each as it is there.
 
-    Policies share a prompt's forward pass, eight at a time, and its seconds.
+    Policies share a prompt's forward pass, `together` of them at a time, and its seconds; their
+    caches are all held at once.
 
     Samples that the journal has are given at once and not run again.
 
@@ -52,7 +54,7 @@ def run(
         size = plan.batch_of(task)
         for start in range(0, len(samples), size):
             chosen = samples[start : start + size]
-            for specs in _together(plan.policies):
+            for specs in _together(plan.policies, together):
                 have = {spec: _known(journal, spec, chosen, start) for spec in specs}
                 missing = [spec for spec in specs if not have[spec]]
                 fresh = _finish(loaded, missing, start, chosen, journal, make)
@@ -63,9 +65,9 @@ def run(
                     yield from have[spec]
 
 
-def _together(policies: Sequence[str]) -> list[Sequence[str]]:
+def _together(policies: Sequence[str], together: int) -> list[Sequence[str]]:
     """`full` alone, since others are measured by it, then policies whose caches stand together."""
-    rest = [policies[i : i + TOGETHER] for i in range(1, len(policies), TOGETHER)]
+    rest = [policies[i : i + together] for i in range(1, len(policies), together)]
     return [policies[:1], *rest]
 
 
