@@ -13,6 +13,8 @@ POLICIES = [
     "snapkv:budget=24,window=8",
     "snapkv:budget=50%,window=8+k8v4",
     "snapkv:budget=24,window=8+k4v2:window=4",
+    "kv-compress:rate=3,floor=16+k8v4",
+    "kv-compress:budget=20,every=2+leankv:window=4",
 ]
 
 

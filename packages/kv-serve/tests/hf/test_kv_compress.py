@@ -1,0 +1,117 @@
+"""KV-Compress in transformers: in parts and whole, in batches and alone, alone and composed."""
+
+import pytest
+import torch
+
+from kv_policy import Budget
+from kv_serve import CompressedCache
+
+PAGE = 4
+
+
+def kept(cache: CompressedCache) -> list[list[int]]:
+    """The positions that each stream holds in any of its stores, stream after stream."""
+    batch = cache.tiered.batch
+    found: list[list[int]] = [[] for _ in range(batch.stores[0].length.numel())]
+    for store in batch.stores:
+        read = store.read(store.streams())
+        for row, place in zip(found, read.position.masked_fill(~read.held, -1), strict=True):
+            row += [p for p in place.tolist() if p >= 0]
+    return [sorted(row) for row in found]
+
+
+@pytest.mark.parametrize(
+    "policy", ["kv-compress:budget=32", "kv-compress:budget=32,window=full,layers=even"]
+)
+@torch.no_grad()
+def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy) -> None:
+    model = make(dtype=torch.float64)
+    ids = torch.randint(3, 101, (1, 60))
+    whole = CompressedCache(model, policy, page_tokens=PAGE)
+    expected = model(ids, past_key_values=whole).logits[:, -1]
+    parts = CompressedCache(model, policy, page_tokens=PAGE)
+    # Nothing is let go of before the last part; after that the two agree in every head.
+    for part in ids.split([20, 12, 28], dim=1):
+        found = model(part, past_key_values=parts).logits[:, -1]
+    torch.testing.assert_close(found, expected)
+    assert kept(parts) == kept(whole)
+    assert sum(map(len, kept(whole))) == 32 * 6
+
+
+@torch.no_grad()
+def test_a_padded_batch_keeps_what_each_prompt_keeps_alone(make, batch) -> None:
+    model, inputs = make(dtype=torch.float64), batch((53, 31, 40))
+    policy = "kv-compress:rate=2,floor=12"
+    together = CompressedCache(model, policy, page_tokens=PAGE)
+    model(**inputs, past_key_values=together)
+    rows = torch.arange(18).view(3, 3, 2)  # layer, sequence, head
+    streams = kept(together)
+    for b, length in enumerate((53, 31, 40)):
+        alone = CompressedCache(model, policy, page_tokens=PAGE)
+        model(inputs["input_ids"][b : b + 1, 53 - length :], past_key_values=alone)
+        assert [streams[i] for i in rows[:, b].flatten()] == kept(alone)
+
+
+@torch.no_grad()
+def test_each_request_may_bring_its_own_budget(make, batch) -> None:
+    model = make()
+    budgets = [Budget(16), None, Budget(50, "percent")]
+    cache = CompressedCache(model, "kv-compress:budget=24", budgets=budgets, page_tokens=PAGE)
+    model(**batch((80, 80, 80)), past_key_values=cache)
+    assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 24 * 6, 40 * 6]
+    with pytest.raises(ValueError, match="smaller than the 8"):
+        CompressedCache(model, "kv-compress:budget=24", budgets=[Budget(4)])
+
+
+@torch.no_grad()
+def test_eviction_and_a_format_multiply(make) -> None:
+    model = make("qwen3", torch.bfloat16)  # 10 dimensions: 23 bytes a token instead of 40
+    ids = torch.randint(3, 101, (1, 96))
+    raw = CompressedCache(model, "kv-compress:budget=24")
+    both = CompressedCache(model, "kv-compress:budget=24+k8v4")
+    for cache in (raw, both):
+        model(ids, past_key_values=cache)
+    assert kept(raw) == kept(both)  # nothing was quantized when the prompt was scored
+    assert raw.memory().vector_bytes == 24 * 6 * 40
+    assert both.memory().vector_bytes == 24 * 6 * 23
+
+
+@torch.no_grad()
+def test_eviction_and_leankvs_tiers_multiply(make) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, 120))
+    cache = CompressedCache(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
+    model(ids, past_key_values=cache)
+    counts = cache.tiered.batch.tiers.counts()
+    assert int(counts.sum()) <= 24 * 6  # beside the window
+    assert int(counts[0].sum()) > 0
+    assert int(counts[1].sum()) > 0
+    for _ in range(20):
+        model(torch.full((1, 1), 5), past_key_values=cache)
+    assert int(cache.tiered.batch.tiers.counts().sum()) == int(counts.sum()) + 20 * 6
+
+
+@torch.no_grad()
+def test_generation_is_compressed_again_and_again(make, batch) -> None:
+    model = make()
+    cache = CompressedCache(model, "kv-compress:budget=16,every=8", page_tokens=PAGE)
+    model.generate(**batch((40, 25)), past_key_values=cache, max_new_tokens=41, do_sample=False)
+    # 40 tokens were fed back, so the last of five plans was the last thing that happened
+    assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 16 * 6]
+
+
+@torch.no_grad()
+def test_a_prompt_shorter_than_the_window_or_the_budget_stays(make) -> None:
+    model = make()
+    for length in (2, 5, 30):
+        cache = CompressedCache(model, "kv-compress:budget=30", page_tokens=PAGE)
+        model(torch.randint(3, 101, (1, length)), past_key_values=cache)
+        assert (cache.memory().tokens == length).all()
+
+
+@torch.no_grad()
+def test_expected_attention_knows_the_models_rope(make, batch) -> None:
+    model = make()
+    cache = CompressedCache(model, "expected-attention:budget=24")
+    model(**batch((60, 50)), past_key_values=cache)
+    assert (cache.memory().tokens == 24).all()
