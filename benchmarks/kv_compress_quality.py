@@ -60,7 +60,7 @@ SHARED = (
     "cake:budget={C}",
 )
 ALONE = ("fastgen", "fastgen:recovery=0.8")
-TOGETHER = 48  # caches of a prompt that are held at once: all are small
+TOGETHER = 96  # caches of a prompt that are held at once: all are small
 CONSOLE = Console(stderr=True)
 
 
@@ -94,9 +94,9 @@ def full_size() -> Size:
         budgets=(128, 256, 512, 1024),
         kinds={"ours": (OURS,), "ablation": ABLATIONS, "even": EVEN, "shared": SHARED},
         plans={
-            "needle": Plan((FULL,), ("needle",), both, length=4000, samples=6),
-            "multikey": Plan((FULL,), ("multikey",), both, length=4000, samples=6),
-            "nll": Plan((FULL,), ("nll",), ("agnostic",), length=4000, samples=5, continuation=256),
+            "needle": Plan((FULL,), ("needle",), both, length=4000, samples=4),
+            "multikey": Plan((FULL,), ("multikey",), both, length=4000, samples=4),
+            "nll": Plan((FULL,), ("nll",), ("agnostic",), length=4000, samples=4, continuation=256),
         },
         rates=(2, 4, 8, 16),
         context=4096,

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import adaptive, pyramid
+from kv_evict.layer_budgets import adaptive, pyramid, spread
 from kv_evict.pyramidkv import PyramidKV
 from kv_evict.snapkv import SnapKV
 from kv_policy import Capabilities, PlanView
@@ -36,7 +36,8 @@ class AdaSnapKV(SnapKV):
         """Share each layer's budget out by head."""
         average = (view.budget - self.window).clamp(min=0).double()
         average = average.expand(view.score.shape[0], -1)
-        return adaptive(view, average, self.floor).floor().long() + self.window
+        asked = adaptive(view, average, self.floor)
+        return spread(view, self.window, asked, over=(2,))
 
 
 @dataclass(frozen=True)
@@ -51,4 +52,5 @@ class AdaPyramidKV(PyramidKV):
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer, and then by head."""
         average = pyramid(view, self.window, self.beta).floor()
-        return adaptive(view, average, self.floor).floor().long() + self.window
+        asked = adaptive(view, average, self.floor)
+        return spread(view, self.window, asked, over=(0, 2))

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from jaxtyping import Float, Int
 from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.layer_budgets import spread
 from kv_evict.snapkv import SnapKV
 from kv_policy import LayerView, Observe, PlanView
 
@@ -22,7 +24,8 @@ class CAKE(SnapKV):
     tau1=tau2=1 are from memory, not checked.
 
     Variances are taken over the queries of a KV head's query heads together, where the authors
-    take them for each query head and average: attention is summed up by KV head here.
+    take them for each query head and average: attention is summed up by KV head here. Scores are
+    pooled over as many positions as SnapKV's; the authors pool over 5.
     """
 
     name: ClassVar[str] = "cake"
@@ -31,6 +34,14 @@ class CAKE(SnapKV):
     gamma: Annotated[float, Meta(ge=0, description="weight of the variance in a score")] = 200.0
     tau1: Annotated[float, Meta(gt=0, description="temperature of the entropy")] = 1.0
     tau2: Annotated[float, Meta(gt=0, description="temperature of the variance")] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        super().__post_init__()
+        if self.group != "mean":
+            raise ValueError(
+                f"{self.name}: group={self.group}, and variances are those of means; leave it out"
+            )
 
     @property
     def observe(self) -> Observe:
@@ -52,24 +63,26 @@ class CAKE(SnapKV):
 
     def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
         """Say how much the layer is to get; heads of a layer say the same."""
-        entropy = view.also["entropy"].double().sum((1, 2))
-        variance = _variance(view).double().sum((1, 2))
+        older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
+        entropy = view.also["entropy"].double().masked_fill(~older, 0).sum((1, 2))
+        variance = _variance(view).double().masked_fill(~older, 0).sum((1, 2))
         preference = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
         return preference.float()[:, None].expand(view.score.shape[:-1])
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
-        """Share the budget out by layer."""
+        """Share the budget out by layer; evenly where no layer has a preference."""
         assert view.gauge is not None  # prompts only
         average = (view.budget - self.window).clamp(min=0).double()[:, None]
-        part = view.gauge.double() / view.gauge.double().mean(0).clamp(min=1e-300)
-        return (average * part).floor().long() + self.window
+        mean = view.gauge.double().mean(0)
+        part = torch.where(mean > 0, view.gauge.double() / mean, 1)
+        return spread(view, self.window, average * part, over=(0, 2))
 
 
 def _variance(view: LayerView) -> Float[Tensor, "B H L"]:
-    """The unbiased variance of a token's attention over the queries that it was seen by."""
+    """The unbiased variance of what the queries that saw a token gave it."""
     assert view.mass is not None
     assert view.seen is not None
-    seen = view.seen.to(view.mass.dtype)
+    seen, group = view.seen.to(view.mass.dtype), view.shape.group
     mean = view.mass / seen.clamp(min=1)
-    spread = (view.also["squares"] - mean * view.mass).clamp(min=0)
-    return spread / (seen - 1).clamp(min=1)
+    spread_out = group * (view.also["squares"] - mean * view.mass).clamp(min=0)
+    return spread_out / (group * seen - 1).clamp(min=1)

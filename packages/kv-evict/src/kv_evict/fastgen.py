@@ -8,6 +8,7 @@ from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.layer_budgets import share_of
 from kv_evict.running import running_mean
 from kv_policy import (
     DROP,
@@ -68,29 +69,30 @@ class FastGen(Selecting):
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Choose each head's strategy and keep what it keeps."""
         here = view.position >= 0
-        length = view.length[None, :, None, None]
         sink = here & (view.position < self.sinks)
-        local = here & (view.position >= length - (length * self.local).ceil())
-        most = (view.length * self.frequent).ceil().long()[None, :, None]
+        newest = (view.length - share_of(view.length, self.local))[None, :, None, None]
+        local = here & (view.position >= newest)
+        most = share_of(view.length, self.frequent)[None, :, None]
         weight = (view.score.double() - sink.double()).masked_fill(~here, 0)
         rest = weight.masked_fill(~here | sink, -torch.inf)
         frequent = best(rest, most.expand(here.shape[:-1])) & here & ~sink
         total = weight.sum(-1)
         keep, done = here, torch.zeros_like(total, dtype=torch.bool)
         for kind in (sink, sink | local, sink | frequent, sink | local | frequent):
-            held = (weight * kind).sum(-1) >= self.recovery * total
+            held = ((weight * kind).sum(-1) >= self.recovery * total) & (total > 0)
             keep = torch.where((held & ~done)[..., None], kind, keep)
             done |= held
         return torch.where(keep, 0, DROP).to(torch.uint8)
 
     def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
-        """The share of its tokens that a head kept."""
-        kept = (self.plan(view) != DROP).sum(-1)
-        return (kept / (view.position >= 0).sum(-1).clamp(min=1)).float()[None]
+        """The share that a head kept of the tokens seen; 1 where it lets none go."""
+        kept, here = self.plan(view) != DROP, view.position >= 0
+        share = kept.sum(-1) / view.length[None, :, None].clamp(min=1)
+        return share.masked_fill((kept == here).all(-1), 1).float()[None]
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in; let the weakest go where a head holds more than its share."""
-        enough = view.count[0] >= (view.length[None, :, None] * view.cuts[0]).ceil()
+        enough = view.count[0] >= (view.length[None, :, None] * view.cuts[0] - 1e-3).ceil()
         victim = torch.where(enough & (view.count[0] > 0) & (view.cuts[0] < 1), 0, NOBODY)
         victim = victim.to(torch.uint8)
         return Step(torch.zeros_like(victim), victim, torch.full_like(victim, DROP))

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.layer_budgets import share_of
 from kv_policy import Evictor, LayerView, Observe
 
 
@@ -46,7 +47,7 @@ class H2O(Evictor):
 
     def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """The newest tokens, which stay whatever they got."""
-        return (budget * self.recent).long()
+        return share_of(budget, self.recent)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Add up what a token got."""

@@ -55,3 +55,30 @@ def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Flo
     chosen = best(flat, (average * heads).long()) & competes.flatten(2)
     found = chosen.view(layers, sequences, heads, places).sum(-1)
     return found * (1 - floor) + average[..., None] * floor
+
+
+def spread(
+    view: PlanView, window: int, asked: Float[Tensor, "N B H"], over: tuple[int, ...]
+) -> Int[Tensor, "N B H"]:
+    """Turn what heads are given into whole tokens; what one cannot fill goes to the others.
+
+    Others get of it in proportion to the room they have left, so none gets more than it has.
+
+    Args:
+        view: whose tokens are shared out.
+        window: newest tokens, which every head keeps beside what it is given.
+        asked: tokens beside the window.
+        over: dimensions that share: (0, 2) for all heads of all layers, (2,) for those of a layer.
+    """
+    newest = view.length[None, :, None, None] - window
+    held = ((view.position >= 0) & (view.position < newest)).sum(-1).double()
+    kept = torch.minimum(asked, held)
+    room = held - kept
+    excess = (asked - kept).sum(over, keepdim=True)
+    part = (excess / room.sum(over, keepdim=True).clamp(min=1)).clamp(max=1)
+    return (kept + room * part + 1e-6).floor().long() + window
+
+
+def share_of(whole: Int[Tensor, " B"], share: float) -> Int[Tensor, " B"]:
+    """Round a share of whole numbers down, where the product is not whole but for rounding."""
+    return (whole.double() * share + 1e-6).floor().long()

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import cosine
+from kv_evict.layer_budgets import cosine, spread
 from kv_evict.snapkv import SnapKV
 from kv_policy import PlanView
 
@@ -36,5 +36,5 @@ class PyramidInfer(SnapKV):
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer."""
-        layers = cosine(view, self.window, self.last_layer).floor().long() + self.window
-        return layers[..., None].expand(view.score.shape[:-1])
+        layers = cosine(view, self.window, self.last_layer)[..., None]
+        return spread(view, self.window, layers.expand(view.score.shape[:-1]), over=(0, 2))

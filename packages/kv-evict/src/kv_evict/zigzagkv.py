@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.layer_budgets import spread
 from kv_evict.snapkv import SnapKV
 from kv_policy import LayerView, PlanView
 
@@ -48,4 +49,5 @@ class ZigZagKV(SnapKV):
         average = (view.budget - self.window).clamp(min=0).double()[:, None]
         layer = need.mean(-1, keepdim=True)  # N B 1
         layer = average * (self.floor + (1 - self.floor) * layer / layer.mean(0))
-        return (layer * need / need.mean(-1, keepdim=True)).floor().long() + self.window
+        head = layer * need / need.mean(-1, keepdim=True)
+        return spread(view, self.window, head, over=(0, 2))
