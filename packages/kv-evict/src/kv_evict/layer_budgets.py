@@ -60,9 +60,9 @@ def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Flo
 def spread(
     view: PlanView, window: int, asked: Float[Tensor, "N B H"], over: tuple[int, ...]
 ) -> Int[Tensor, "N B H"]:
-    """Turn what heads are given into whole tokens; what one cannot fill goes to the others.
+    """Turn what heads are given into whole tokens; what a prompt is too short for goes to others.
 
-    Others get of it in proportion to the room they have left, so none gets more than it has.
+    Others get of it in proportion to the room they have left, so none gets more than the prompt.
 
     Args:
         view: whose tokens are shared out.
@@ -70,10 +70,9 @@ def spread(
         asked: tokens beside the window.
         over: dimensions that share: (0, 2) for all heads of all layers, (2,) for those of a layer.
     """
-    newest = view.length[None, :, None, None] - window
-    held = ((view.position >= 0) & (view.position < newest)).sum(-1).double()
-    kept = torch.minimum(asked, held)
-    room = held - kept
+    whole = (view.length - window).clamp(min=0).double()[:, None]
+    kept = torch.minimum(asked, whole)
+    room = whole - kept
     excess = (asked - kept).sum(over, keepdim=True)
     part = (excess / room.sum(over, keepdim=True).clamp(min=1)).clamp(max=1)
     return (kept + room * part + 1e-6).floor().long() + window

@@ -1,0 +1,227 @@
+from dataclasses import replace
+from math import floor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_evict import SnapKV, ZigZagKV
+from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy.testing import check_policy
+
+LENGTHS = (30, 11)  # of two sequences; of their tokens the first 6 are stored
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def shape(layers: int) -> CacheShape:
+    return CacheShape(layers, kv_heads=3, group=2, key_dim=4, value_dim=4)
+
+
+def ragged(seed: int, layers: int) -> Tensor:
+    """Positions [N B H L]: each head holds other stored tokens, and all fresh ones."""
+    draw = torch.Generator().manual_seed(seed)
+    position = torch.full((layers, 2, 3, 33), -1)
+    for n in range(layers):
+        for b, length in enumerate(LENGTHS):
+            for h in range(3):
+                count = int(torch.randint(0, 7, (), generator=draw))
+                old = torch.randperm(6, generator=draw)[:count].sort().values
+                held = torch.cat([old, torch.arange(6, length)])
+                position[n, b, h, : len(held)] = held
+    return position
+
+
+def layer_view(seed: int, window: int) -> LayerView:
+    """Attention that is steep in some heads and flat in others."""
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed, 1)[0]
+    length = torch.tensor(LENGTHS)
+    seen = (length[:, None, None] - position).clamp(max=window).masked_fill(position < 0, 0)
+    steep = torch.rand(2, 3, 1, generator=draw, dtype=torch.float64) * 9
+    mass = torch.rand(position.shape, generator=draw, dtype=torch.float64).pow(steep) * seen
+    return LayerView(
+        layer=0,
+        shape=shape(1),
+        position=position,
+        fresh=position >= 6,
+        score=torch.rand(position.shape, generator=draw).masked_fill(position >= 6, 0),
+        length=length,
+        mass=mass,
+        seen=seen,
+    )
+
+
+def needed(mass: list[float], share: float) -> int:
+    """How many of the most attended tokens hold the share."""
+    total, count = 0.0, 0
+    for each in sorted(mass, reverse=True):
+        if count and total >= share * sum(mass):
+            break
+        total, count = total + each, count + 1
+    return max(count, 1)  # even of nothing, one
+
+
+@given(st.integers(0, 999), st.sampled_from([1, 4, 8]), st.sampled_from([0.05, 0.5, 0.9, 0.99]))
+@quick
+def test_a_head_needs_the_fewest_tokens_that_hold_the_share(
+    seed: int, window: int, share: float
+) -> None:
+    view = layer_view(seed, window)
+    assert view.mass is not None
+    found = ZigZagKV(window=window, share=share).gauge(view)
+    for b, length in enumerate(LENGTHS):
+        for h in range(3):
+            positions, mass = view.position[b, h].tolist(), view.mass[b, h].tolist()
+            older = [m for p, m in zip(positions, mass, strict=True) if 0 <= p < length - window]
+            assert found[b, h].item() == needed(older, share)
+
+
+def test_one_token_with_all_attention_is_all_a_head_needs() -> None:
+    view = layer_view(0, 4)
+    one = torch.zeros_like(view.position, dtype=torch.float64)
+    one[..., 0] = 1
+    assert ZigZagKV(window=4).gauge(replace(view, mass=one)).unique().tolist() == [1]
+    even = (view.position >= 0).double()
+    need = ZigZagKV(window=4, share=0.5).gauge(replace(view, mass=even))
+    older = ((view.position >= 0) & (view.position < view.length[:, None, None] - 4)).sum(-1)
+    assert torch.equal(need, (older / 2).ceil())
+
+
+def plan_of(
+    policy: ZigZagKV, position: Tensor, gauge: Tensor, budgets: list[int], seed: int
+) -> tuple[Tensor, Tensor]:
+    """The plan, and the scores it was made from; the window's are infinite."""
+    score = torch.rand(position.shape, generator=torch.Generator().manual_seed(seed))
+    newest = torch.tensor(LENGTHS)[:, None, None] - policy.window
+    score = score.masked_fill(position >= newest, torch.inf)
+    view = PlanView(
+        shape=shape(len(position)),
+        first_layer=0,
+        score=score.masked_fill(position < 0, torch.nan),
+        position=position,
+        tier=torch.full_like(position, FRESH, dtype=torch.uint8),
+        length=torch.tensor(LENGTHS),
+        budget=torch.tensor(budgets),
+        gauge=gauge,
+    )
+    return policy.plan(view), score
+
+
+def filled(asked: list[float], length: int) -> list[float]:
+    """What heads keep of what they are given: beyond the prompt it goes to those that have room."""
+    kept = [min(a, length) for a in asked]
+    room, excess = length * len(asked) - sum(kept), sum(asked) - sum(kept)
+    return [k + (length - k) * min(1, excess / max(room, 1)) for k in kept]
+
+
+def by_hand(policy: ZigZagKV, need: list[list[int]], budget: int) -> list[list[float]]:
+    """What each head of each layer is given beside the window."""
+    average = budget - policy.window
+    layer_need = [sum(heads) / len(heads) for heads in need]
+    mean = sum(layer_need) / len(layer_need)
+    sure = policy.floor * average
+    layers = [sure + (average - sure) * each / mean for each in layer_need]
+    return [
+        [part * head / each for head in heads]
+        for part, each, heads in zip(layers, layer_need, need, strict=True)
+    ]
+
+
+@given(
+    seed=st.integers(0, 999),
+    layers=st.integers(1, 4),
+    window=st.integers(1, 6),
+    more=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    sure=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+)
+@quick
+def test_heads_keep_what_their_layer_and_their_need_give_them(
+    seed: int, layers: int, window: int, more: tuple[int, int], sure: float
+) -> None:
+    policy, budgets = ZigZagKV(window=window, floor=sure), [window + m for m in more]
+    draw = torch.Generator().manual_seed(seed)
+    need = torch.randint(1, 25, (layers, 2, 3), generator=draw)
+    position = ragged(seed, layers)
+    plan, score = plan_of(policy, position, need.float(), budgets, seed)
+    for b, budget in enumerate(budgets):
+        asked = [part for heads in by_hand(policy, need[:, b].tolist(), budget) for part in heads]
+        parts = filled(asked, LENGTHS[b] - window)
+        for n in range(layers):
+            for h in range(3):
+                worth = dict(zip(position[n, b, h].tolist(), score[n, b, h].tolist(), strict=True))
+                worth.pop(-1, None)
+                order = sorted(worth, key=lambda p: (-worth[p], p))
+                kept = position[n, b, h][plan[n, b, h] != DROP].tolist()
+                # two numbers where rounding decides
+                counts = {floor(parts[3 * n + h] + hair) + window for hair in (-1e-5, 1e-5)}
+                assert kept in [sorted(order[:count]) for count in counts]
+        assert (plan[:, b] != DROP).sum() <= budget * layers * 3
+
+
+def test_a_budget_worked_out_by_hand() -> None:
+    need = torch.tensor([[[2.0, 4, 6], [1, 1, 1]], [[12, 12, 12], [1, 1, 1]]])
+    policy = ZigZagKV(window=2, floor=0.5)
+    counts = policy.counts(
+        PlanView(
+            shape=shape(2),
+            first_layer=0,
+            score=torch.zeros(2, 2, 3, 1),
+            position=torch.zeros(2, 2, 3, 1, dtype=torch.long),
+            tier=torch.zeros(2, 2, 3, 1, dtype=torch.uint8),
+            length=torch.tensor([100, 100]),
+            budget=torch.tensor([18, 18]),
+            gauge=need,
+        )
+    )
+    # layers need 4 and 12, 8 on average; of 16 each, 8 are sure and 8 go by need: 12 and 20
+    assert (counts - 2)[:, 0].tolist() == [[6, 12, 18], [20, 20, 20]]
+    assert (counts - 2)[:, 1].tolist() == [[16, 16, 16]] * 2
+
+
+def test_scores_are_those_of_snapkv() -> None:
+    view = layer_view(3, 4)
+    assert torch.equal(ZigZagKV(window=4, pool=3).score(view), SnapKV(window=4, pool=3).score(view))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ZigZagKV(),
+        ZigZagKV(Budget(9), window=8, pool=3, share=0.5, floor=0.0),
+        ZigZagKV(Budget(30, "percent"), window=5, group="max", floor=1.0),
+    ],
+    ids=str,
+)
+def test_the_contract_holds(policy: ZigZagKV) -> None:
+    check_policy(policy)
+
+
+def test_what_it_says_of_itself() -> None:
+    policy = ZigZagKV(Budget(64), window=16, group="max")
+    assert policy.observe == Observe(last=16, group="max")
+    assert (policy.protected, policy.decode, policy.scope) == (16, "grow", "model")
+    assert not policy.capabilities.splits_heads
+
+
+def test_text_form() -> None:
+    policy = ZigZagKV(Budget(50, "percent"), window=16, share=0.8, floor=0.25)
+    assert str(policy) == "zigzagkv:budget=50%,window=16,share=0.8,floor=0.25"
+    assert parse(str(policy)) == policy
+    assert parse("zigzagkv") == ZigZagKV()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
+        ("share=0", "zigzagkv: share=0 is refused"),
+        ("share=1", "zigzagkv: share=1 is refused"),
+        ("floor=1.5", "zigzagkv: floor=1.5 is refused"),
+        ("pool=4", "zigzagkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("beta=2", "zigzagkv has no parameter 'beta'; its parameters: budget, window"),
+    ],
+)
+def test_bad_text_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(f"zigzagkv:{text}")
