@@ -1,0 +1,128 @@
+"""From one rate for the whole cache to the dimensions of every head (ZACK, section 5.2)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from kv_svd.fit import ranks
+
+_STEPS = 60  # halvings of the removal rate: beyond what float64 tells apart
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """The dimensions that keys and values of each head keep, and what that removes."""
+
+    key: Int[Tensor, "N H"]
+    value: Int[Tensor, "N H"]
+    removal: float | None  # share of the singular values that may go; None: ranks are all alike
+    rate: float  # share of the cache's numbers that is removed
+    unrounded: float  # the same before ranks were rounded up to a multiple
+
+    @property
+    def cost_of_rounding(self) -> float:
+        """Share of the cache that is kept for the sake of round ranks."""
+        return self.unrounded - self.rate
+
+
+def at_removal(
+    key: Float64[Tensor, "N H D"],
+    value: Float64[Tensor, "N H Dv"],
+    removal: int | float,
+    multiple: int = 1,
+) -> Allotment:
+    """Let every head drop the dimensions whose singular values sum to at most `removal` of its sum.
+
+    Args:
+        key: falling singular values of queries and keys, by layer and KV head.
+        value: of values and the output projection.
+        removal: from 0 to below 1, shared by all heads and by keys and values (Eq. 6).
+        multiple: ranks are rounded up to a multiple of this.
+
+    Raises:
+        ValueError: the removal rate or the multiple is out of range.
+    """
+    kept_key, kept_value = (ranks(s, removal, multiple) for s in (key, value))
+    return Allotment(
+        kept_key,
+        kept_value,
+        float(removal),
+        _removed(kept_key, kept_value, key, value),
+        _removed(ranks(key, removal), ranks(value, removal), key, value),
+    )
+
+
+def at_rate(
+    key: Float64[Tensor, "N H D"],
+    value: Float64[Tensor, "N H Dv"],
+    rate: int | float,
+    multiple: int = 1,
+) -> Allotment:
+    """Find the ranks that remove at least `rate` of the cache, by the least removal that does.
+
+    This is the paper's F_p, from an overall rate to the ranks of all heads. What a removal rate
+    removes never falls as it grows, so it is found by halving.
+
+    Raises:
+        ValueError: the rate is out of range, or more than ranks of at least one dimension, or one
+            `multiple`, allow.
+    """
+    _expect_rate(rate)
+    low, high = 0.0, 1 - 2**-40
+    if at_removal(key, value, low, multiple).rate >= rate:
+        return at_removal(key, value, low, multiple)
+    most = at_removal(key, value, high, multiple)
+    if most.rate < rate:
+        raise ValueError(
+            f"a rate of {rate} cannot be reached: with ranks of a multiple of {multiple}, heads "
+            f"of {key.shape[-1]} and {value.shape[-1]} dimensions give up at most {most.rate:.4f}"
+        )
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if at_removal(key, value, middle, multiple).rate >= rate:
+            high = middle
+        else:
+            low = middle
+    return at_removal(key, value, high, multiple)
+
+
+def uniform(
+    key: Float64[Tensor, "N H D"],
+    value: Float64[Tensor, "N H Dv"],
+    rate: int | float,
+    multiple: int = 1,
+) -> Allotment:
+    """Let all heads keep the same ranks, of keys and values in proportion, that remove the rate.
+
+    Raises:
+        ValueError: the rate is out of range, or more than one `multiple` allows.
+    """
+    _expect_rate(rate)
+    dims = key.shape[-1], value.shape[-1]
+    exact = tuple(max(1, int(dim * (1 - rate) + 1e-9)) for dim in dims)
+    kept = tuple(max(1, rank // multiple) * multiple for rank in exact)
+    each = [
+        torch.full(s.shape[:2], min(rank, dim), device=s.device)
+        for s, rank, dim in zip((key, value), kept, dims, strict=True)
+    ]
+    found = Allotment(
+        each[0], each[1], None, _removed(each[0], each[1], key, value), 1 - sum(exact) / sum(dims)
+    )
+    if found.rate < rate - 1e-9:
+        raise ValueError(
+            f"a rate of {rate} cannot be reached with ranks of at least {multiple}: heads of "
+            f"{dims[0]} and {dims[1]} dimensions give up at most {found.rate:.4f}"
+        )
+    return found
+
+
+def _removed(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor) -> float:
+    left = int(kept_key.sum()) + int(kept_value.sum())
+    return 1 - left / (key.numel() + value.numel())
+
+
+def _expect_rate(rate: int | float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"the rate is {rate}; it is a share of the cache, from 0 to below 1")
