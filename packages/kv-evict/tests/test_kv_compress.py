@@ -69,7 +69,9 @@ def view(attention: Tensor, score: Tensor, before: int, window: int | None, skip
 
 def random_attention(length: int) -> Tensor:
     """Causal attention of 3 heads of 2 query heads."""
-    x = torch.randn(3, 2, length, length, dtype=torch.float64)
+    place = torch.arange(length)
+    # The nearest tokens get most, as in real models.
+    x = torch.randn(3, 2, length, length).double() - 0.7 * (place[:, None] - place)
     return x.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
 
 
@@ -251,6 +253,16 @@ def test_two_that_evict_or_two_that_step_are_refused() -> None:
     for text in ("kv-compress+snapkv", "h2o+leankv:high=raw,low=raw"):
         with pytest.raises(CompositionError, match="both say which tokens are kept"):
             parse(text)
+
+
+def test_what_the_sorter_drops_counts_as_gone() -> None:
+    sorter = parse("leankv:high=raw,low=raw,t_high=0.5,t_low=0.2")
+    view = replace(plan_view(torch.rand(2, 1, 3, 64), 40), page=torch.tensor([4, 4]))
+    tier = sorter.plan(view)
+    assert 30 * 6 < int((tier != DROP).sum()) < 40 * 6  # within the budget already
+    selector = compose(KVCompress(Budget(40), window=8), sorter).selector
+    assert selector is not None
+    assert torch.equal(selector.plan(view), tier)
 
 
 def test_a_sorter_beside_it_says_the_tier_and_it_says_who_goes() -> None:

@@ -434,39 +434,67 @@ def test_pages_are_reused_and_none_is_lost() -> None:
     assert world.cache.memory().pages_used == 3 * 2 * 2 * 3
 
 
-def filled(policy: str, sequences: list[int], rows: slice, **options: object) -> TieredCache:
-    """A cache that read prompts of these lengths, of which only some sequences are in the batch."""
+@pytest.mark.parametrize("policy", ["h2o:budget=10", "scissorhands:budget=10,window=9,recent=5"])
+def test_the_newest_tokens_are_no_victims_and_the_budget_is_held(policy: str) -> None:
+    world = World(parse(policy))
+    world.forward(ragged(30, 7))
+    for _ in range(20):
+        world.forward(one())
+        for layer in range(SHAPE.layers):
+            held = world.kept(layer)
+            assert int(held.sum(-1).max()) <= 10
+            for b, seen in enumerate(world.seen.tolist()):
+                assert bool(held[b, :, max(0, seen - 5) : seen].all())
+
+
+def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> TieredCache:
+    """A cache that read prompts of these lengths and some steps; only `rows` are in the batch."""
     generator = torch.Generator().manual_seed(5)
     width = max(sequences)
     lead = (SHAPE.layers, len(sequences), SHAPE.kv_heads)
     query = torch.randn(*lead, 2, width, 6, generator=generator)[:, rows]
     key = torch.randn(*lead, width, 6, generator=generator)[:, rows]
     value = torch.randn(*lead, width, 5, generator=generator)[:, rows]
-    cache = TieredCache(parse(policy), SHAPE, page_tokens=4, **options)
+    cache = TieredCache(parse(policy), SHAPE, page_tokens=4)
     cache.begin(ragged(*sequences)[rows])
     for layer in range(SHAPE.layers):
         cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
+    for _ in range(steps):
+        query = torch.randn(*lead, 2, 1, 6, generator=generator)[:, rows]
+        key = torch.randn(*lead, 1, 6, generator=generator)[:, rows]
+        value = torch.randn(*lead, 1, 5, generator=generator)[:, rows]
+        cache.begin(one(len(ragged(*sequences)[rows])))
+        for layer in range(SHAPE.layers):
+            cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
     return cache
 
 
-def places(cache: TieredCache, sequence: int) -> list[list[int]]:
-    """The positions that each head of each layer holds of a sequence."""
-    store = cache.batch.stores[0]
-    read = store.read(store.streams())
-    place = read.position.masked_fill(~read.held, -1)
-    rows = place.unflatten(0, (SHAPE.layers, -1, SHAPE.kv_heads))[:, sequence].flatten(0, 1)
-    return [sorted(p for p in row.tolist() if p >= 0) for row in rows]
+def places(cache: TieredCache, sequence: int) -> list[list[list[int]]]:
+    """The positions that each head of each layer holds of a sequence, tier by tier."""
+    found = []
+    for store in cache.batch.stores:
+        read = store.read(store.streams())
+        place = read.position.masked_fill(~read.held, -1)
+        rows = place.unflatten(0, (SHAPE.layers, -1, SHAPE.kv_heads))[:, sequence].flatten(0, 1)
+        found.append([sorted(p for p in row.tolist() if p >= 0) for row in rows])
+    return found
 
 
 @pytest.mark.parametrize(
     "policy",
-    ["kv-compress:budget=12,window=4,recent=4", "kv-compress:rate=3,floor=8,window=full,skip=2"],
+    [
+        "kv-compress:budget=12,window=4,recent=4,every=4",
+        "kv-compress:rate=3,floor=8,window=full,skip=2",
+        "kv-compress:budget=12,window=4,recent=4+leankv:high=raw,low=raw,window=3,t_high=0.4",
+        "h2o:budget=9",
+        "cake:budget=12,window=4",
+    ],
 )
 def test_sequences_compressed_together_keep_what_they_keep_alone(policy: str) -> None:
     lengths = [37, 9, 52]
-    together = filled(policy, lengths, slice(None))
+    together = filled(policy, lengths, slice(None), steps=9)
     for b in range(3):
-        alone = filled(policy, lengths, slice(b, b + 1))
+        alone = filled(policy, lengths, slice(b, b + 1), steps=9)
         assert places(together, b) == places(alone, 0)
 
 
