@@ -7,6 +7,7 @@ import torch
 
 from kv_policy import (
     Basis,
+    Budget,
     CacheShape,
     Capabilities,
     CompositionError,
@@ -97,13 +98,44 @@ class Whole(Recent):
         return Half()
 
 
+@dataclass(frozen=True)
+class SortedWhole(Sorted):
+    """Sorts into two tiers and says how they are stored."""
+
+    name: ClassVar[str] = "sorted-whole"
+
+    @property
+    def formats(self) -> Formats:
+        return Two()
+
+
 @pytest.mark.parametrize(
-    "parts", [(Recent(), Half(), Same()), (Sorted(), Two()), (Whole(), Same())]
+    "parts",
+    [
+        (Recent(), Half(), Same()),
+        (Sorted(), Two()),
+        (Whole(), Same()),
+        (Recent(), SortedWhole(), Same()),
+        (Recent(), Sorted(), Two()),
+    ],
 )
 def test_order_does_not_matter(parts: tuple[KVPolicy, ...]) -> None:
     composed = {compose(*order) for order in permutations(parts)}
     assert len(composed) == 1
     assert len({str(policy) for policy in composed}) == 1
+
+
+def test_one_that_evicts_and_one_that_sorts_select_together() -> None:
+    policy = compose(SortedWhole(), Recent(Budget(7)))
+    assert str(policy) == "recent:budget=7+sorted-whole"
+    selector = policy.selector
+    assert selector is not None
+    assert (selector.tiers, selector.budget) == (2, Budget(7))
+    assert policy.formats == Two()
+    with pytest.raises(CompositionError, match="recent and whole both say which tokens are kept"):
+        compose(Recent(), Whole())
+    with pytest.raises(CompositionError, match="both say which tokens are kept"):
+        compose(Sorted(), SortedWhole())
 
 
 def test_a_composition_is_a_policy_with_each_parts_facet() -> None:

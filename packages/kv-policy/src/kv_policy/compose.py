@@ -115,10 +115,9 @@ def _together(selectors: list[Selector]) -> Selector | None:
     return SortedSelector(evictor, sorter)
 
 
-def _order(part: KVPolicy) -> int:
-    if _sorts(part):
-        return FACETS.index("formats")  # it brings them
-    return next(i for i, facet in enumerate(FACETS) if getattr(part, facet) is not None)
+def _order(part: KVPolicy) -> tuple[int, bool]:
+    first = next(i for i, facet in enumerate(FACETS) if getattr(part, facet) is not None)
+    return first, _sorts(part)
 
 
 def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:
