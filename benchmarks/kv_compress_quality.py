@@ -96,7 +96,9 @@ def full_size() -> Size:
         plans={
             "needle": Plan((FULL,), ("needle",), both, length=4000, samples=4),
             "multikey": Plan((FULL,), ("multikey",), both, length=4000, samples=4),
-            "nll": Plan((FULL,), ("nll",), ("agnostic",), length=4000, samples=4, continuation=256),
+            "nll": Plan(
+                (FULL,), ("nll",), ("agnostic",), length=4000, samples=3, batch=3, continuation=48
+            ),
         },
         rates=(2, 4, 8, 16),
         context=4096,
