@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_evict.schedule import lowest, offers, taken
+from kv_evict.schedule import offers, taken, without
 
 INF = math.inf
 
@@ -64,7 +64,7 @@ def by_hand(score: Tensor, held: Tensor, page: int, excess: int) -> dict[tuple[i
 def test_the_cheapest_pages_go(case: tuple[Tensor, Tensor], page: int, excess: int) -> None:
     score, held = case
     (count,) = taken([offers(score, held, torch.tensor(page))], torch.tensor([excess]))
-    going = lowest(score, held, count) & held
+    going = held & ~without(score, held, count)
     expected = by_hand(score, held, page, excess)
     for (i, j), scores in expected.items():
         mine = sorted(score[i, 0, j][going[i, 0, j]].tolist())
@@ -77,7 +77,7 @@ def test_what_goes_weighs_as_little_as_that_many_tokens_can(
 ) -> None:
     score, held = case
     (count,) = taken([offers(score, held, torch.tensor(page))], torch.tensor([excess]))
-    going = lowest(score, held, count) & held
+    going = held & ~without(score, held, count)
     assert torch.equal(going.sum(-1), count)
     assert not (going & score.isinf()).any()
     for i, j in product(range(score.shape[0]), range(score.shape[2])):
@@ -116,7 +116,7 @@ def test_equal_scores_go_evenly() -> None:
     held = torch.ones(2, 1, 3, 32, dtype=torch.bool)
     (count,) = taken([offers(score, held, torch.tensor(4))], torch.tensor([6 * 8]))
     assert count.flatten().tolist() == [8] * 6
-    going = lowest(score, held, count)
+    going = held & ~without(score, held, count)
     assert torch.equal(going[0, 0, 0].nonzero().flatten(), torch.arange(24, 32))  # later ones
 
 

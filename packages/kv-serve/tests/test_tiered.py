@@ -514,6 +514,8 @@ def test_a_plan_takes_as_many_tokens_as_it_may_and_the_rest_waits() -> None:
     assert held()[2] == 36 * heads
     world.forward(one(3))
     assert held()[2] <= budget * heads
+    memory = world.cache.memory()
+    assert memory.pages_free <= memory.pages_used  # what they left is memory given back
     before = held()
     world.forward(one(3))
     assert held() == [n + heads for n in before]  # nobody waits any more

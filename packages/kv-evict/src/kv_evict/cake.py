@@ -20,7 +20,7 @@ class CAKE(SnapKV):
     A layer's preference is H^(1/tau1) V^(1/tau2): H is the entropy of the window's attention and V
     its variance over the window's queries, both summed over heads. A token's score is the mean of
     the window's attention plus `gamma` times its variance, pooled. The formulas are those of
-    `modify_llama.py` and `cake_cache.py` in the authors' repository, read; gamma=200 and
+    `modify_llama.py` and `cake_cache.py` in a copy of the authors' code, read; gamma=200 and
     tau1=tau2=1 are from memory, not checked.
 
     Variances are taken over the queries of a KV head's query heads together, where the authors

@@ -17,10 +17,11 @@ class ExpectedAttention(Evictor):
 
     The queries of the prompt, but for the first `sinks`, are turned back to position 0; their mean
     and covariance are turned to the next `future` positions, on average over these. The logarithm
-    of a token's expected attention is mean . key / sqrt(D) + key . covariance . key / (2 D), a
-    softmax over the tokens makes probabilities, averaged over the query heads of a KV head, and
-    (that + `epsilon`) times the norm of the value is the score. The first `sinks` stay. The
-    formulas are those of kvpress's code, read; generated tokens join the cache.
+    of a token's expected attention is mean . key / sqrt(D) + key . covariance . key / (2 D), and a
+    softmax over the tokens but the sinks makes probabilities, averaged over the query heads of a KV
+    head. That plus `epsilon`, times the norm of the value, is the score. The first `sinks` stay.
+    The formulas are those of `expected_attention_press.py` of kvpress, read; generated tokens join
+    the cache.
     """
 
     name: ClassVar[str] = "expected-attention"
@@ -52,8 +53,8 @@ class ExpectedAttention(Evictor):
         keys, dim = view.keys, view.keys.shape[-1]
         logit = torch.einsum("bhgd,bhld->bhgl", mean, keys) / dim**0.5
         logit += torch.einsum("bhld,bhgde,bhle->bhgl", keys, covariance, keys) / (2 * dim)
-        there = (view.position >= 0)[:, :, None]
-        weight = logit.masked_fill(~there, -torch.inf).softmax(-1).nan_to_num(0).mean(2)
+        competes = (view.position >= self.sinks)[:, :, None]
+        weight = logit.masked_fill(~competes, -torch.inf).softmax(-1).nan_to_num(0).mean(2)
         score = (weight + self.epsilon) * torch.linalg.vector_norm(view.values, dim=-1)
         return protect(score, view, first=self.sinks)
 

@@ -19,7 +19,7 @@ class H2O(Evictor):
     queries and averaged over the query heads of its KV head (`group`). Once the budget is full,
     each generated token lets the one of the lowest score go that is not among the newest.
 
-    The sum is the authors' (`h2o_hf/utils_hh` of their repository, read): older tokens have seen
+    The sum is that of the authors' `h2o_hf/utils_hh/modify_llama.py`, read: older tokens have seen
     more queries and are favoured. Their published runs hide what is not kept behind a mask; here it
     is gone.
     """

@@ -15,8 +15,8 @@ class KeyDiff(Evictor):
     """Keep the keys that point away from where the head's keys point on average.
 
     A token's score is minus the cosine between its key and the mean of the head's normalized keys,
-    those stored and those of the pass (kvpress's code, read). Nothing is observed, nothing
-    protected; generated tokens join the cache.
+    those stored and those of the pass (`keydiff_press.py` of kvpress, read). Nothing is observed,
+    nothing protected; generated tokens join the cache.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -14,7 +14,7 @@ from kv_policy import Evictor, LayerView
 class Knorm(Evictor):
     """Keep the keys of the smallest L2 norm, which attract attention, at every moment.
 
-    Nothing is observed and nothing protected (the authors' and kvpress's code, read). Generated
+    Nothing is observed and nothing protected (`knorm_press.py` of kvpress, read). Generated
     tokens are judged like the others, each when it arrives.
     """
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.pooling import pool
-from kv_evict.schedule import lowest, offers, taken
+from kv_evict.schedule import offers, taken, without
 from kv_policy import (
     DROP,
     FRESH,
@@ -181,7 +181,7 @@ class KVCompress(Evictor):
         each = [offers(score, held, size) for held, size in zip(inside, page, strict=True)]
         heads = here.shape[0] * here.shape[2]
         excess = here.sum((0, 2, 3)) - view.budget * heads
-        going = torch.zeros_like(here)
+        stays = torch.zeros_like(here)
         for held, count in zip(inside, taken(each, excess), strict=True):
-            going |= held & lowest(score, held, count)
-        return torch.where(here & ~going, tier, DROP)
+            stays |= without(score, held, count)
+        return torch.where(stays, tier, DROP)

@@ -20,7 +20,7 @@ def pyramid(view: PlanView, window: int, beta: float) -> Float[Tensor, "N B"]:
     """Give the first layer most and the last least, 1 / beta of the average, evenly in between.
 
     No layer is given more than it has; what the first would have had beyond that goes to the last
-    (PyramidKV, `pyramidkv_utils.py` of the authors' repository, read).
+    (PyramidKV; `pyramidkv_press.py` of kvpress, read, which counts the window differently).
     """
     average = (view.budget - window).clamp(min=0).double()
     there = (view.length - window).clamp(min=0).double()
@@ -46,8 +46,9 @@ def cosine(view: PlanView, window: int, last: float) -> Float[Tensor, "N B"]:
 def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Float[Tensor, "N B H"]:
     """Let the heads of a layer have as many tokens as are theirs among the layer's best.
 
-    A head is sure of `floor` of the average (Ada-KV, `snapkv_utils.py` of the authors' repository,
-    read). Protected tokens, whose scores are infinite, do not compete.
+    A head is sure of `floor` of the average, and has the rest in proportion to its best tokens
+    (Ada-KV; from a summary of the authors' `snapkv_utils.py`, which was not read). Protected
+    tokens, whose scores are infinite, do not compete.
     """
     layers, sequences, heads, places = view.score.shape
     competes = (view.position >= 0) & view.score.isfinite()

@@ -2,9 +2,8 @@
 
 A head frees its first page by letting go of as many of its lowest scores as its last page holds,
 and each further one by letting go of a page's worth more: the empty slots of the last page count as
-scores that are lowest of all. The price of a page is the highest score
-that goes with it. Prices never fall along a head, so taking the cheapest pages of all heads takes
-the lowest scores of each.
+scores that are lowest of all. The price of a page is the highest score that goes with it. Prices
+never fall along a head, so taking the cheapest pages of all heads takes the lowest scores of each.
 """
 
 from typing import NamedTuple
@@ -12,6 +11,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from kv_policy import best
 
 
 class Offers(NamedTuple):
@@ -78,12 +79,8 @@ def taken(each: list[Offers], excess: Int[Tensor, " B"]) -> list[Int[Tensor, "N 
     return found
 
 
-def lowest(
+def without(
     score: Float[Tensor, "N B H L"], held: Bool[Tensor, "N B H L"], count: Int[Tensor, "N B H"]
 ) -> Bool[Tensor, "N B H L"]:
-    """Mark the `count` lowest scores of each head; of equal ones the later goes."""
-    worst = score.masked_fill(~held, torch.inf).flip(-1)
-    order = worst.argsort(dim=-1, stable=True)
-    rank = torch.empty_like(order)
-    rank.scatter_(-1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order))
-    return (rank < count[..., None]).flip(-1)
+    """Mark what is held but for the `count` lowest scores of each head; of equal ones later go."""
+    return best(score.masked_fill(~held, -torch.inf), held.sum(-1) - count) & held

@@ -92,6 +92,8 @@ class KeepSelected:
         """Plan the sequences whose turn it is, where the pass was not itself a plan."""
         if not self._prompted and self._turns.waiting:
             self._again(batch)
+            if batch.pool.free > batch.pool.used:  # a prompt that had waited left more than stays
+                batch.settle()
 
     def _again(self, batch: Batch) -> None:
         """Plan stored tokens anew, by the scores they carry."""
