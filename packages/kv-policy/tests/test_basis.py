@@ -107,3 +107,44 @@ def test_weights_of_another_model_are_refused() -> None:
     basis = HeadBasis(rotations(3, D), (D,) * 3)
     with pytest.raises(ValueError, match="3 heads of 8 dimensions needs 24 rows"):
         fold_values(basis, v_proj, o_proj)
+
+
+def test_a_dual_meets_what_the_matrix_stores() -> None:
+    """Any pair A, B with A·Bᵀ = 1 leaves logits and output as they are."""
+    x, q, k, v_proj, o_proj = toy(G)
+    a = torch.randn(H, D, D, dtype=F64)
+    basis = HeadBasis(a, (D,) * H, dual=a.inverse().mT)
+    folded_v, folded_o = fold_values(basis, v_proj, o_proj)
+    changed = attend(
+        basis.project_queries(q[None])[0], basis.project(k[None])[0], values(x, folded_v), folded_o
+    )
+    torch.testing.assert_close(changed, attend(q, k, values(x, v_proj), o_proj))
+    v = values(x, v_proj)
+    torch.testing.assert_close(basis.undo(basis.project(v[None])[:, :, None])[0, :, 0], v)
+
+
+def test_heads_that_are_stored_together() -> None:
+    """Two KV heads as one of 2·D dimensions: the same attention, and one vector is stored."""
+    x, q, k, v_proj, o_proj = toy(G)
+    joint = torch.linalg.qr(torch.randn(H * D, H * D, dtype=F64)).Q.view(H, D, H * D)
+    basis = HeadBasis(joint, (H * D,), together=H)
+    v = values(x, v_proj)[None]
+    keys, stored, queries = basis.project(k[None]), basis.project(v), basis.project_queries(q[None])
+    assert keys.shape == stored.shape == (1, 1, L, H * D)
+    assert queries.shape == (1, 1, H * G, L, H * D)
+    logits = (queries @ keys[:, :, None].mT).unflatten(2, (H, G))[0, 0]
+    torch.testing.assert_close(logits, q @ k[:, None].mT)
+    weights = logits.softmax(-1)
+    out = basis.undo((weights.flatten(0, 1) @ stored[0, 0])[None, None])
+    torch.testing.assert_close(out[0], weights @ v[0][:, None])
+    folded_v, folded_o = fold_values(basis, v_proj, o_proj)
+    torch.testing.assert_close((x @ folded_v.mT)[None, None], stored)
+    read = (weights.flatten(0, 1) @ stored[0, 0]).transpose(0, 1).flatten(1) @ folded_o.mT
+    torch.testing.assert_close(read, out[0].flatten(0, 1).transpose(0, 1).flatten(1) @ o_proj.mT)
+
+
+def test_what_is_stored_together_must_divide_the_heads() -> None:
+    with pytest.raises(ValueError, match="3 KV heads cannot be stored 2 at a time"):
+        HeadBasis(rotations(3, D), (D,), together=2)
+    with pytest.raises(ValueError, match="keys of 1 KV heads are stored together and values of 2"):
+        LayerBasis(HeadBasis(rotations(2, D), (D, D)), HeadBasis(rotations(2, D), (D,), together=2))

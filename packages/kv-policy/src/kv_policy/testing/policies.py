@@ -115,10 +115,15 @@ def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
             if part is None:
                 continue
             shared: HeadBasis | None = getattr(part, facet)
+            ranks = maps.rank[slice(half.start // maps.together, half.stop // maps.together)]
             law(
                 shared is not None
-                and shared.rank == maps.rank[half]
-                and equal(shared.matrix, maps.matrix[half]),
+                and (shared.rank, shared.together) == (ranks, maps.together)
+                and all(
+                    equal(mine, theirs[half])
+                    for mine, theirs in ((shared.matrix, maps.matrix), (shared.dual, maps.dual))
+                    if mine is not None and theirs is not None
+                ),
                 f"layer {layer}'s {facet} basis of a shard of the heads differs from the whole's",
             )
 
