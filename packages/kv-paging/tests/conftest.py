@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, Tiers, fit
+from kv_paging import PagePool, RaggedTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, TokenFormat
 
 DIM = 4
@@ -44,6 +44,14 @@ class Steps:
 
 def form(step: int = 1, block: int = 1) -> TokenFormat:
     return TokenFormat(Steps(DIM, step, block), Steps(DIM, step, block))
+
+
+def shortened(whole: TokenFormat, key: int, value: int) -> TokenFormat:
+    """The same format for shorter vectors."""
+    return TokenFormat(replace(whole.key, dim=key), replace(whole.value, dim=value))
+
+
+DIMS = [(DIM, DIM), (2, 3), (DIM, 1)]  # of keys and values of each kind of heads
 
 
 @dataclass(frozen=True)
@@ -83,15 +91,37 @@ class World:
         shape: tuple[int, int, int] = (2, 8, 2),
         capacity: int | None = None,
         tokens: int = 3,
+        heads: list[list[int]] | None = None,  # the kind of each layer and head; None: all alike
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.formats = formats = KINDS[kind]
         self.done = Counter[str]()
-        layouts = fit(formats, tokens, True, True)
+        dims = DIMS[: 1 if heads is None else max(map(max, heads)) + 1]
+        every = [shortened(form, *dim) for dim in dims for form in formats]
+        layouts = fit(every, tokens, True, True)
         nbytes = layouts[0].nbytes
         self.pool = PagePool(nbytes, capacity or 0, grows=capacity is None, poison=True)
-        self.tiers = Tiers(self.pool, layouts, *shape, raw=RAW)
+        self.tiers: Tiers | RaggedTiers
+        if heads is None:
+            self.tiers = Tiers(self.pool, layouts, *shape, raw=RAW)
+            heads = [[0] * shape[2]] * shape[0]
+        else:
+            ways = len(formats)
+            self.tiers = RaggedTiers(
+                self.pool,
+                [layouts[i * ways : (i + 1) * ways] for i in range(len(dims))],
+                torch.tensor(heads),
+                shape[1],
+                raw=[shortened(RAW, *dim) for dim in dims],
+            )
         self.shape, self.next = shape, 0
+        there = [[torch.arange(DIM) < n for n in dim] for dim in dims]
+        self.there = [  # of each stream, which numbers of its keys and values a page keeps
+            there[heads[n][h]]
+            for n in range(shape[0])
+            for _ in range(shape[1])
+            for h in range(shape[2])
+        ]
         self.held: list[list[list[Token]]] = [
             [[] for _ in range(math.prod(shape))] for _ in formats
         ]
@@ -99,10 +129,14 @@ class World:
     def below(self, bound: int) -> int:
         return int(torch.randint(0, bound, (), generator=self.random))
 
-    def tokens(self, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, scores that differ, positions that differ."""
+    def tokens(self, streams: Tensor, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values, scores that differ, positions that differ, for each stream."""
+        lead = (len(streams), *lead)
         count = math.prod(lead)
         vectors = torch.randint(-100, 101, (2, *lead, DIM), generator=self.random).float()
+        for i in range(2):
+            there = torch.stack([self.there[stream][i] for stream in streams.tolist()])
+            vectors[i] *= there.view(lead[0], *[1] * (len(lead) - 1), DIM)
         place = torch.arange(self.next, self.next + count).view(lead)
         self.next += count
         score = (place * 7919 % 10007).float()  # differs for all that are ever made here
@@ -124,7 +158,7 @@ class World:
         self.clear(torch.tensor([one]))
         streams = self.tiers.streams().view(self.shape)[:, one].flatten()
         length = 1 + self.below(25)
-        key, value, score, place = self.tokens(len(streams), length)
+        key, value, score, place = self.tokens(streams, length)
         tier = torch.randint(0, len(self.formats) + 1, place.shape, generator=self.random)
         for i in range(len(self.formats)):
             self.tiers.append(i, streams, key, value, tier == i, score, place)
@@ -150,7 +184,7 @@ class World:
         """One candidate and at most one victim in each stream."""
         streams, ways = math.prod(self.shape), len(self.formats)
         weakest, place = self.tiers.weakest()
-        key, value, score, position = self.tokens(streams)
+        key, value, score, position = self.tokens(self.tiers.streams())
         entering = torch.randint(0, ways + 1, (streams,), generator=self.random)
         victim = torch.randint(0, ways + 1, (streams,), generator=self.random)
         further = torch.randint(0, ways, (streams,), generator=self.random)
@@ -183,7 +217,7 @@ class World:
     def step_in(self, tier: int) -> None:
         """A token enters each stream's tier."""
         streams = math.prod(self.shape)
-        tokens = self.tokens(streams)
+        tokens = self.tokens(self.tiers.streams())
         kinds = torch.zeros(streams, dtype=torch.uint8)
         place = torch.full((len(self.formats), streams), -1)
         self.tiers.step(kinds + tier, kinds + NOBODY, kinds + DROP, place, *tokens)
@@ -194,9 +228,11 @@ class World:
         """The weakest of each stream's tier goes."""
         streams = math.prod(self.shape)
         kinds = torch.zeros(streams, dtype=torch.uint8)
-        self.tiers.step(kinds + DROP, kinds + tier, kinds + DROP, place, *self.tokens(streams))
-        for tokens in self.held[tier]:
-            tokens.remove(min(tokens, key=lambda x: x.score))
+        self.tiers.step(
+            kinds + DROP, kinds + tier, kinds + DROP, place, *self.tokens(self.tiers.streams())
+        )
+        for held in self.held[tier]:
+            held.remove(min(held, key=lambda x: x.score))
 
     def rescore(self) -> None:
         """All tokens of a layer get new scores."""

@@ -157,7 +157,7 @@ def test_a_prompt_of_blocks_that_does_not_fit_changes_nothing(new_world: Worlds)
     blocks, waiting = world.tiers.stores
     assert (blocks.layout.tokens, waiting.layout.tokens) == (4, 1)
     world.step_in(0)
-    key, value, score, place = world.tokens(1, 6)
+    key, value, score, place = world.tokens(torch.tensor([0]), 6)
     keep = torch.ones(1, 6, dtype=torch.bool)
     before = world.pool.data.clone()
     with pytest.raises(PoolExhausted):  # a page for a block, three for those that wait

@@ -2,9 +2,20 @@
 
 from kv_paging.checks import PoolExhausted
 from kv_paging.pool import PagePool
+from kv_paging.ragged import RaggedTiers
+from kv_paging.ragged_store import RaggedStore
 from kv_paging.sizes import fit
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import Stored
 
-__all__ = ["PagePool", "PoolExhausted", "Stored", "Tiers", "TokenStore", "fit"]
+__all__ = [
+    "PagePool",
+    "PoolExhausted",
+    "RaggedStore",
+    "RaggedTiers",
+    "Stored",
+    "Tiers",
+    "TokenStore",
+    "fit",
+]

@@ -40,8 +40,12 @@ class Readable(Streams):
 
     def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
         """Give what the streams of a layer hold, as `read` does, over `longest` slots."""
-        streams = self.streams(slice(layer, layer + 1))
-        return self._read(streams, self._length[layer].flatten().long(), self.longest, vectors)
+        return self.read_layers(slice(layer, layer + 1), vectors)
+
+    def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
+        """Give what the streams of some layers hold, as `read_layer` does."""
+        length = self._length[layers].flatten().long()
+        return self._read(self.streams(layers), length, self.longest, vectors)
 
     def fetch(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
         """Read one token of each stream, vectors included, as tensors of length 1.
@@ -80,9 +84,17 @@ class Readable(Streams):
         Raises:
             ValueError: pages hold no scores, or fewer slots than `longest` says are given.
         """
+        self.set_layers_scores(slice(layer, layer + 1), score)
+
+    def set_layers_scores(self, layers: slice, score: Float[Tensor, "S L"]) -> None:
+        """Give the tokens of some layers new scores, as `set_layer_scores` does.
+
+        Raises:
+            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+        """
         segment = self._score_segment()
-        streams = self.streams(slice(layer, layer + 1))
-        length = self._length[layer].flatten().long()
+        streams = self.streams(layers)
+        length = self._length[layers].flatten().long()
         expect_shape("score", score, streams.shape[0], None)
         expect_cover("score", score.shape[1], self.longest)
         score = self._by_page(streams, length, score, self.longest)

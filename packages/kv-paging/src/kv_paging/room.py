@@ -19,30 +19,35 @@ _PATIENCE: Final = 64  # steps after which lengths are read, if nothing else mad
 
 
 class Room:
-    """Room for the steps to come, in the pool and in page tables."""
+    """Room for the steps to come, in the pool and in page tables.
 
-    def __init__(self, stores: Sequence[TokenStore]) -> None:
-        """Know that the streams of the stores, one per tier, are empty."""
-        self._stores = tuple(stores)
-        self._pool = stores[0].pool
+    Stores come in groups, one for each kind of streams, with a store per tier. Of a group, two
+    stores after one another share a page table.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[TokenStore]]) -> None:
+        """Know that the streams of the stores are empty."""
+        self._groups = tuple(map(tuple, groups))
+        self._stores = [store for group in self._groups for store in group]
+        self._pool = self._stores[0].pool
         # A step brings a stream of the first tier its candidate, and of a later one a victim too.
-        self._grown = tuple(min(i + 1, 2) for i in range(len(stores)))
-        shortest = min(store.layout.tokens for store in stores)
+        self._grown = tuple(min(i + 1, 2) for i in range(len(self._groups[0])))
+        shortest = min(store.layout.tokens for store in self._stores)
         self._steps = max(1, shortest // self._grown[-1])  # with no second new page in a stream
         self._pages = -(-self._steps * self._grown[-1] // shortest)
         self._steps_left = 0
         self._patience = _PATIENCE
         self._promise = -1
         self._changes = -1
-        self._totals = [0] * len(stores[::2])  # of stores 0 and 1, of 2 and 3, and so on
+        self._totals: list[int] = []  # of each pair that shares a table
 
     @property
     def spare(self) -> int:
         """Pages that the pool promises at a time: with so many free, a step need not wait."""
-        return self._stores[0].length.numel() * len(self._stores) * self._pages
+        return sum(store.length.numel() for store in self._stores) * self._pages
 
-    def for_step(self, need: Callable[[], Int[Tensor, ""]]) -> tuple[int, ...]:
-        """Make room for a step, and give bounds of the lengths after it.
+    def for_step(self, need: Callable[[], Int[Tensor, ""]]) -> None:
+        """Make room for a step, and let the stores know bounds of the lengths after it.
 
         The pool promises a page per stream and tier, which lasts for as many steps as fill a page.
 
@@ -62,37 +67,38 @@ class Room:
         self._steps_left -= 1
         if waits:
             self._read()
-        return self._widen()
+        self._widen()
+
+    @property
+    def _pairs(self) -> list[tuple[TokenStore, ...]]:
+        return [group[i : i + 2] for group in self._groups for i in range(0, len(group), 2)]
 
     def _note_changes(self) -> None:
         """Bound the totals anew where stores have changed otherwise than by steps."""
         changes = sum(store.changes for store in self._stores)
         if changes != self._changes:
             self._changes = changes
-            longest = [store.longest for store in self._stores]
-            self._totals = [sum(longest[i : i + 2]) for i in range(0, len(longest), 2)]
+            self._totals = [sum(store.longest for store in pair) for pair in self._pairs]
 
     def _read(self) -> None:
         """Ask the device how long streams are: here the host waits for it."""
-        length = torch.stack([store.length.flatten().long() for store in self._stores])
-        pairs = torch.stack([length[i : i + 2].sum(0) for i in range(0, len(length), 2)])
-        known = torch.cat((length, pairs)).amax(1).tolist()
+        length = [store.length.flatten().long() for store in self._stores]
+        each = iter(length)
+        pairs = [torch.stack([next(each) for _ in pair]).sum(0) for pair in self._pairs]
+        known = torch.stack([x.amax() for x in (*length, *pairs)]).tolist()
         for store, longest in zip(self._stores, known, strict=False):
             store.set_longest(longest)
         self._totals = known[len(length) :]
         self._patience = _PATIENCE
 
-    def _widen(self) -> tuple[int, ...]:
-        """Make room in the tables for what a step can bring, and give bounds of the lengths."""
-        bounds: list[int] = []
-        for i, total in enumerate(self._totals):
-            pair = self._stores[2 * i : 2 * i + 2]
-            self._totals[i] = total = total + self._grown[2 * i]
-            bounds += [
-                min(store.longest + grown, total)
-                for store, grown in zip(pair, self._grown[2 * i :], strict=False)
-            ]
+    def _widen(self) -> None:
+        """Make room in the tables for what a step can bring, and note how long streams may be."""
+        grown = [self._grown[i : i + 2] for i in range(0, len(self._grown), 2)] * len(self._groups)
+        for i, (pair, more) in enumerate(zip(self._pairs, grown, strict=True)):
+            self._totals[i] = total = self._totals[i] + more[0]
+            bounds = [min(store.longest + n, total) for store, n in zip(pair, more, strict=True)]
             tokens = [store.layout.tokens for store in pair]
-            apart = sum(map(pages_for, bounds[2 * i :], tokens))
+            apart = sum(map(pages_for, bounds, tokens))
             pair[0].widen(min(apart, columns_for(total, min(tokens))))
-        return tuple(bounds)
+            for store, longest in zip(pair, bounds, strict=True):
+                store.set_longest(longest)

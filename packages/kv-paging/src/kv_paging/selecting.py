@@ -13,14 +13,15 @@ from kv_paging.streams import Streams
 def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
     """Let the sequences become source[0], source[1], ... in all stores over one pool, or in none.
 
-    A sequence named for the first time keeps its pages, one named again gets copies of them, and
-    one not named gives them back. The number of sequences becomes B2.
+    The stores have the same sequences, and layers and heads of their own. A sequence named for the
+    first time keeps its pages, one named again gets copies of them, and one not named gives them
+    back. The number of sequences becomes B2.
 
     Raises:
         PoolExhausted: too few pages for the copies, those given back counted in.
         ValueError: a sequence that does not exist, or none.
     """
-    pool, (layers, sequences, heads) = stores[0].pool, stores[0].length.shape
+    pool, sequences = stores[0].pool, stores[0].length.shape[1]
     if source.numel() == 0:
         raise ValueError("no sequence is selected; name at least one, or clear them")
     expect_within("sequence", source, sequences - 1)
@@ -28,7 +29,7 @@ def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
     again = (source[:, None] == source).int().argmax(1) < order
     gone = torch.ones(sequences, dtype=torch.bool, device=source.device)
     gone[source] = False
-    held = [store.held_pages().view(layers, sequences, heads) for store in stores]
+    held = [store.held_pages().view(store.length.shape) for store in stores]
     lost = [(each * gone[:, None]).flatten() for each in held]
     copied = [(each[:, source] * again[:, None]).flatten() for each in held]
     known = torch.stack([each.sum() for each in (*lost, *copied)]).tolist()
@@ -36,8 +37,8 @@ def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
     pool.reserve(sum(needed) - sum(back))  # the only step that can fail
     for store, count, total in zip(stores, lost, back, strict=True):
         pool.release(store._table.within(count, total))
-    rows = stores[0].streams().view(layers, sequences, heads)[:, source].flatten()
     for store in stores:
+        rows = store.streams().view(store.length.shape)[:, source].flatten()
         store._reorder(rows, source)
     for store, count, total in zip(stores, copied, needed, strict=True):
         store._copy(count, total)

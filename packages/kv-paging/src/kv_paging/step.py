@@ -117,37 +117,63 @@ def plan_step(
 
 def pages_needed(plans: Sequence[TierPlan]) -> Int[Tensor, ""]:
     """Count the pages that a step takes, less those it gives back first."""
-    opened = torch.stack([mask for plan in plans for mask in plan.opened])
-    return opened.sum() - torch.stack([plan.emptied for plan in plans]).sum()
+    opened = torch.cat([mask for plan in plans for mask in plan.opened])
+    return opened.sum() - torch.cat([plan.emptied for plan in plans]).sum()
 
 
-def carry_out(plans: Sequence[TierPlan], candidate: Tokens) -> None:
-    """Do it; the pool has the pages, and the tables the columns."""
-    pool = plans[0].store.pool
-    arriving = merge(_victims(plans[:-1], candidate), candidate)
+def carry_out(works: Sequence[tuple[Sequence[TierPlan], Tokens]]) -> None:
+    """Do it, for streams of one kind after another; the pool has the pages, the tables columns.
+
+    All give back pages before any takes one.
+
+    Args:
+        works: of each kind of streams over one pool, what happens to its tiers, and the candidates.
+    """
     # A codec that refuses does so before anything has changed.
-    encoded = [encode_tokens(p.store.layout, arriving.key, arriving.value) for p in plans]
-    emptied = [_fill_gap(plan) for plan in plans]
-    pool.give(torch.cat(emptied), torch.cat([plan.emptied for plan in plans]))
-    opened = [mask for plan in plans for mask in plan.opened]
-    pages = pool.take(torch.cat(opened)).view(len(plans), 2, -1)
-    for plan, parts, new in zip(plans, encoded, pages, strict=True):
-        tokens, table = plan.store.layout.tokens, plan.store.page_table
-        for slot, page, some in zip((plan.end, plan.entry), new, plan.opened, strict=True):
-            table.enter_some(slot // tokens, page, some)
-        slot = torch.stack((plan.end, plan.entry.where(~plan.swap, plan.slot)))
-        some = torch.stack((plan.arrives, plan.enters | plan.swap))
-        page = torch.stack([table.find(each // tokens) for each in slot])
-        write_encoded(
-            pool.padded,
-            plan.store.layout,
-            page.where(some, pool.capacity).flatten(),
-            (slot % tokens).flatten(),
-            parts,
-            arriving.score,
-            arriving.position,
-        )
-        plan.store.set_lengths(plan.length)
+    entering = [_entering(plans, candidate) for plans, candidate in works]
+    every = [plan for plans, _ in works for plan in plans]
+    pool = every[0].store.pool
+    emptied = [_fill_gap(plan) for plan in every]
+    pool.give(torch.cat(emptied), torch.cat([plan.emptied for plan in every]))
+    opened = [mask for plan in every for mask in plan.opened]
+    pages = iter(pool.take(torch.cat(opened)).split([len(mask) for mask in opened]))
+    for (plans, _), (arriving, encoded) in zip(works, entering, strict=True):
+        for plan, parts in zip(plans, encoded, strict=True):
+            _write(plan, parts, arriving, (next(pages), next(pages)))
+
+
+def _entering(
+    plans: Sequence[TierPlan], candidate: Tokens
+) -> tuple[Tokens, list[tuple[UInt8[Tensor, "n _"], ...]]]:
+    """The victims and the candidates, and both encoded for each tier."""
+    arriving = merge(_victims(plans[:-1], candidate), candidate)
+    return arriving, [encode_tokens(p.store.layout, arriving.key, arriving.value) for p in plans]
+
+
+def _write(
+    plan: TierPlan,
+    parts: Sequence[UInt8[Tensor, "n _"]],
+    arriving: Tokens,
+    new: tuple[Int[Tensor, " S"], Int[Tensor, " S"]],
+) -> None:
+    """Write what enters a tier to its slots, `new` pages where a slot is the first of its page."""
+    pool, tokens = plan.store.pool, plan.store.layout.tokens
+    table = plan.store.page_table
+    for slot, page, some in zip((plan.end, plan.entry), new, plan.opened, strict=True):
+        table.enter_some(slot // tokens, page, some)
+    slot = torch.stack((plan.end, plan.entry.where(~plan.swap, plan.slot)))
+    some = torch.stack((plan.arrives, plan.enters | plan.swap))
+    page = torch.stack([table.find(each // tokens) for each in slot])
+    write_encoded(
+        pool.padded,
+        plan.store.layout,
+        page.where(some, pool.capacity).flatten(),
+        (slot % tokens).flatten(),
+        parts,
+        arriving.score,
+        arriving.position,
+    )
+    plan.store.set_lengths(plan.length)
 
 
 def _victims(plans: Sequence[TierPlan], like: Tokens) -> Tokens:

@@ -55,8 +55,8 @@ class Streams:
                 page table. Such stores are selected together, by `select_all`.
 
         Raises:
-            ValueError: the layout's pages are not the pool's, its codecs take several tokens at a
-                time, or there would be no stream.
+            ValueError: the layout's pages are not the pool's, its codecs take several tokens at
+                a time, or there would be no stream.
         """
         if layout.nbytes != pool.page_bytes:
             raise ValueError(
@@ -140,10 +140,18 @@ class Streams:
 
     def view(self, layer: int) -> PagedTokens:
         """Give one layer as attention reads it; good until the next operation."""
+        return self._view(self.table[layer], self._length[layer])
+
+    def view_layers(self, layers: slice) -> PagedTokens:
+        """Give some layers as one, the heads of all side by side; good until the next operation."""
+        table, length = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.table, self._length))
+        return self._view(table, length)
+
+    def _view(self, table: Int[Tensor, "B H T"], length: Int[Tensor, "B H"]) -> PagedTokens:
         return PagedTokens(
             self.pool.data,
-            self.table[layer],
-            self._length[layer],
+            table,
+            length,
             self.layout,
             reverse=self._table.reverse,
             holes=self.in_blocks and self.layout.positions,
@@ -201,11 +209,11 @@ class Streams:
         return self._table
 
     def set_lengths(self, length: Int[Tensor, " S"]) -> None:
-        """Set the lengths of all streams, whose pages and tokens are there, without waiting."""
+        """Set the lengths of all streams, whose tokens are there, without waiting."""
         self._length.view(-1).copy_(length)
 
     def set_longest(self, longest: int) -> None:
-        """Set the bound of the lengths."""
+        """Set the bound of lengths."""
         self._longest = longest
 
     def _pages_for(self, length: Tensor) -> Tensor:
@@ -244,9 +252,8 @@ class Streams:
         """Make room in the page table for `columns` pages of every stream, both sides together."""
         if self._facing is None:
             self._table.widen(columns)
-        else:
-            left = self._facing if self._table.reverse else self
-            self._table.widen(columns, left.held_pages())
+            return
+        self._table.widen(columns, (self._facing if self._table.reverse else self).held_pages())
 
     def _enter(
         self, streams: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int
@@ -289,5 +296,5 @@ class Streams:
 
     def _place(self, streams: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Give the page, and the row inside it, of a slot of each stream."""
-        tokens = self.layout.tokens
-        return self._table.lookup(streams, slot // tokens), slot % tokens
+        size = self.layout.tokens
+        return self._table.lookup(streams, slot // size), slot % size

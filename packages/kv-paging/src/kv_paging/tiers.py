@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
+from kv_paging.layouts import expect_alike, waiting_layout
 from kv_paging.pool import PagePool
 from kv_paging.room import Room
 from kv_paging.selecting import select_all
@@ -59,7 +60,7 @@ class Tiers:
                 vectors of different dimensions, no `raw` where it is needed, or what TokenStore
                 refuses.
         """
-        _expect_alike(layouts)
+        expect_alike(layouts)
         self.pool = pool
         stores: list[TokenStore] = []
         members: list[TokenStore | BlockTier] = []
@@ -74,7 +75,7 @@ class Tiers:
             if layout.format.block == 1:
                 members.append(added(layout))
                 continue
-            blocks, waiting = added(layout, BlockStore), added(_waiting(layout, raw))
+            blocks, waiting = added(layout, BlockStore), added(waiting_layout(layout, raw))
             assert isinstance(blocks, BlockStore)
             members.append(BlockTier(blocks, waiting))
         self.stores = tuple(stores)
@@ -84,12 +85,22 @@ class Tiers:
             for _ in range(1 + (layout.format.block > 1))
         )
         self._members = tuple(members)
-        self._room = Room(self.stores)
+        self._room = Room([self.stores])
 
     @property
     def tiers(self) -> int:
         """K."""
         return len(self._members)
+
+    @property
+    def parts(self) -> tuple[TokenStore, ...]:
+        """The stores; where heads are of several kinds there are more of them than `stores`."""
+        return self.stores
+
+    @property
+    def members(self) -> tuple[TokenStore | BlockTier, ...]:
+        """The tiers, each a store or a pair of them."""
+        return self._members
 
     @property
     def in_blocks(self) -> bool:
@@ -177,11 +188,20 @@ class Tiers:
         Raises:
             ValueError: a negative length, or not one for each sequence.
         """
+        self.expect_cut(length)
+        for member in self._members:
+            member.truncate(length)
+
+    def expect_cut(self, length: Int[Tensor, " B"]) -> None:
+        """Refuse what `truncate` refuses.
+
+        Raises:
+            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+        """
+        self.stores[0].expect_lengths(length)
         for member in self._members:
             if isinstance(member, BlockTier):
                 member.expect_cut(length)
-        for member in self._members:
-            member.truncate(length)
 
     def trim(self) -> None:
         """Give back the memory of a growing pool that nobody holds and the next steps do not need.
@@ -194,9 +214,16 @@ class Tiers:
             ValueError: the pool may not grow.
             RuntimeError: somebody else holds pages of the pool; nothing has changed.
         """
-        ids = self.pool.shrink(self.pages(), self._room.spare)
+        self.rename(self.pool.shrink(self.pages(), self._room.spare))
+
+    def rename(self, ids: Int[Tensor, " P1"]) -> None:
+        """Let page i be ids[i] from now on, in all tables."""
         for left in self.stores[::2]:
             left.page_table.rename(ids)
+
+    def pages_for_more(self, tier: int, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
+        """Bound the pages that so many more tokens of all streams take in a tier."""
+        return self._members[tier].pages_for_more(count)
 
     def weakest(
         self, until: Int[Tensor, " S"] | None = None
@@ -247,44 +274,24 @@ class Tiers:
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
-        streams = self.stores[0].length.numel()
-        for name, choice in (("candidate", candidate), ("victim", victim), ("target", target)):
-            expect_shape(name, choice, streams)
-        expect_shape("place", place, self.tiers, streams)
-        self.stores[0].expect_tokens(key, value, score, position, streams)
         chosen, token = Choice(candidate, victim, target), Tokens(key, value, score, position)
+        self.expect_step(chosen, place, token)
         if self.in_blocks:
             step_in_turn(self._members, chosen, place, token)
             return
         plans = plan_step(self.stores, chosen, place)
-        bounds = self._room.for_step(lambda: pages_needed(plans))
-        carry_out(plans, token)
-        for store, longest in zip(self.stores, bounds, strict=True):
-            store.set_longest(longest)
+        self._room.for_step(lambda: pages_needed(plans))
+        carry_out([(plans, token)])
 
+    def expect_step(self, choice: Choice, place: Int[Tensor, "K S"], token: Tokens) -> None:
+        """Refuse a step that does not fit.
 
-def _waiting(layout: PageLayout, raw: TokenFormat | None) -> PageLayout:
-    """Lay out a page of the tokens that wait until they fill a block of this layout."""
-    if raw is None:
-        raise ValueError(
-            f"a tier encodes {layout.format.block} tokens together; say as `raw` how they are "
-            "stored until there are so many"
-        )
-    return PageLayout.fitted(raw, layout.nbytes, layout.scores, layout.positions)
-
-
-def _expect_alike(layouts: Sequence[PageLayout]) -> None:
-    if not layouts:
-        raise ValueError("no tier is given; give the page layout of one at least")
-    beside = {(layout.scores, layout.positions) for layout in layouts}
-    if len(beside) > 1:
-        raise ValueError(
-            "some tiers store scores or positions and others do not; tokens move between them, so "
-            "lay all out alike"
-        )
-    dims = {(layout.format.key.dim, layout.format.value.dim) for layout in layouts}
-    if len(dims) > 1:
-        raise ValueError(
-            f"the tiers store vectors of {sorted(dims)} dimensions; tokens move between them, so "
-            "all must store the same"
-        )
+        Raises:
+            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+        """
+        streams = self.stores[0].length.numel()
+        for name in ("candidate", "victim", "target"):
+            expect_shape(name, getattr(choice, name), streams)
+        expect_shape("place", place, self.tiers, streams)
+        first = self.stores[0]
+        first.expect_tokens(token.key, token.value, token.score, token.position, streams)

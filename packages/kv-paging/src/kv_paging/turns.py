@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging.step import Choice, Tokens, merge
@@ -25,17 +25,8 @@ def step_in_turn(
         PoolExhausted: it has not; nothing has changed.
     """
     streams = torch.arange(place.shape[1], device=place.device)
-    leaves = [(choice.victim == i) & (place[i] >= 0) for i in range(len(members))]
-    arrives, moved = [], torch.zeros_like(leaves[0])
-    for tier, mine in enumerate(leaves):
-        arrives.append(moved & (choice.target == tier))
-        moved = moved | mine
-    swaps = [
-        mine & (choice.candidate == i) & isinstance(member, TokenStore)
-        for i, (member, mine) in enumerate(zip(members, leaves, strict=True))
-    ]
-    enters = [(choice.candidate == i) & ~swap for i, swap in enumerate(swaps)]
-    _reserve(members, arrives, enters)
+    leaves, swaps, arrives, enters = _moves(members, choice, place)
+    reserve_step([(members, choice, place)])
     victim = candidate
     for member, mine, at in zip(members[:-1], leaves, place, strict=False):
         victim = victim.or_else(mine, member.fetch(streams, at.masked_fill(~mine, -1)))
@@ -63,17 +54,37 @@ def _paired(x: Tensor) -> Tensor:
     return torch.stack((first, second), 1)
 
 
-def _reserve(
-    members: Sequence[TokenStore | BlockTier],
-    arrives: Sequence[Bool[Tensor, " S"]],
-    enters: Sequence[Bool[Tensor, " S"]],
+def _moves(
+    members: Sequence[TokenStore | BlockTier], choice: Choice, place: Int[Tensor, "K S"]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Per tier: whose victim leaves, whose candidate takes its slot, what arrives, what enters."""
+    leaves = [(choice.victim == i) & (place[i] >= 0) for i in range(len(members))]
+    arrives, moved = [], torch.zeros_like(leaves[0])
+    for tier, mine in enumerate(leaves):
+        arrives.append(moved & (choice.target == tier))
+        moved = moved | mine
+    swaps = [
+        mine & (choice.candidate == i) & isinstance(member, TokenStore)
+        for i, (member, mine) in enumerate(zip(members, leaves, strict=True))
+    ]
+    enters = [(choice.candidate == i) & ~swap for i, swap in enumerate(swaps)]
+    return leaves, swaps, arrives, enters
+
+
+def reserve_step(
+    turns: Sequence[tuple[Sequence[TokenStore | BlockTier], Choice, Int[Tensor, "K _"]]],
 ) -> None:
-    """Make sure of the pages that the tokens of a step can take."""
-    pool = members[0].pool
+    """Make sure of the pages that the tokens of a step can take, for all kinds of streams.
+
+    Raises:
+        PoolExhausted: a fixed pool has too few; nothing has changed.
+    """
+    pool = turns[0][0][0].pool
     if pool.grows:
         return
     needed = [
         member.pages_for_more(first.long() + second.long())
-        for member, first, second in zip(members, arrives, enters, strict=True)
+        for members, choice, place in turns
+        for member, first, second in zip(members, *_moves(members, choice, place)[2:], strict=True)
     ]
     pool.reserve(int(torch.stack(needed).sum()))

@@ -1,0 +1,147 @@
+"""One tier of heads whose vectors differ in length, seen as one store."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kv_paging.checks import expect_shape
+from kv_paging.kinds import Kinds
+from kv_paging.store import TokenStore
+from kv_paging.tokens import NONE, Stored, Vectors
+from kv_policy import PagedTokens
+
+
+class RaggedStore:
+    """The stores of all kinds of heads, over all streams; vectors are padded with zeros.
+
+    Streams have the numbers they have in a store without kinds. What `members` refuse is refused.
+    """
+
+    def __init__(self, kinds: Kinds, members: Sequence[TokenStore]) -> None:
+        """Join stores, one a kind, each with a layer for each of its cells and a single head."""
+        self._kinds = kinds
+        self.members = tuple(members)
+
+    @property
+    def length(self) -> Int[Tensor, "N B H"]:
+        """Slots in each stream."""
+        return self._kinds.by_cell([m.length[None, ..., 0] for m in self.members])[0]
+
+    @property
+    def live(self) -> Int[Tensor, "N B H"]:
+        """Tokens in each stream."""
+        return self._kinds.by_cell([m.live[None, ..., 0] for m in self.members])[0]
+
+    @property
+    def longest(self) -> int:
+        """No stream has more slots."""
+        return max(member.longest for member in self.members)
+
+    def pages(self) -> Int[Tensor, " n"]:
+        """Give the ids of all pages the streams hold; for `PagePool.check`."""
+        return torch.cat([member.pages() for member in self.members])
+
+    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
+        return self._kinds.streams(layers)
+
+    def view_kind(self, kind: int, layer: int) -> PagedTokens | None:
+        """Give a layer's heads of one kind as attention reads them; None: they hold nothing."""
+        member, span = self.members[kind], self._kinds.span(kind, layer)
+        if span.start == span.stop or not member.longest:
+            return None
+        return member.view_layers(span)
+
+    def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
+        """Give what the streams of a layer hold, over `longest` slots."""
+        heads = self._kinds.kind.shape[1]
+        found = []
+        for kind, member in enumerate(self.members):
+            span = self._kinds.span(kind, layer)
+            if span.start < span.stop:
+                read = member.read_layers(span, vectors)
+                found.append((self._rows(kind, layer), read))
+        return _joined(found, self._kinds.sequences * heads, self.longest, self._dims)
+
+    def read(self, streams: Int[Tensor, " S"], vectors: Vectors = NONE) -> Stored:
+        """Give what streams hold, as TokenStore does."""
+        split = self._kinds.split(streams)
+        found = [
+            (place, member.read(own, vectors))
+            for member, (place, own) in zip(self.members, split, strict=True)
+            if len(own)
+        ]
+        longest = max((read.held.shape[1] for _, read in found), default=0)
+        return _joined(found, len(streams), longest, self._dims)
+
+    def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
+        """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
+
+        Raises:
+            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+        """
+        expect_shape("score", score, self._kinds.sequences * self._kinds.kind.shape[1], None)
+        for kind, member in enumerate(self.members):
+            span = self._kinds.span(kind, layer)
+            if span.start < span.stop:
+                member.set_layers_scores(span, score[self._rows(kind, layer)])
+
+    def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
+        """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
+
+        Returns:
+            Pages that went back.
+
+        Raises:
+            ValueError: `keep` says nothing about some tokens.
+        """
+        expect_shape("keep", keep, streams.shape[0], None)
+        split = self._kinds.split(streams)
+        return sum(
+            member.compact(own, keep[place])
+            for member, (place, own) in zip(self.members, split, strict=True)
+            if len(own)
+        )
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        forms = [member.layout.format for member in self.members]
+        return max(f.key.dim for f in forms), max(f.value.dim for f in forms)
+
+    def _rows(self, kind: int, layer: int) -> Int[Tensor, " n"]:
+        """Where, among a layer's streams, those of a kind are, in the order of their own."""
+        heads = self._kinds.heads(kind, layer)
+        sequence = torch.arange(self._kinds.sequences, device=heads.device)
+        return (sequence * self._kinds.kind.shape[1] + heads[:, None]).flatten()
+
+
+def _joined(
+    found: Sequence[tuple[Tensor, Stored]], streams: int, longest: int, dims: tuple[int, int]
+) -> Stored:
+    """Lay what kinds hold side by side, by the places of their streams."""
+
+    def whole(part: Callable[[Stored], Tensor | None], fill: int, dim: int = 0) -> Tensor | None:
+        out: Tensor | None = None
+        for place, read in found:
+            x = part(read)
+            if x is None:
+                return None
+            wide = (0, dim - x.shape[2]) if dim else ()
+            x = pad(x, (*wide, 0, longest - x.shape[1]), value=fill)
+            if out is None:
+                out = x.new_full((streams, *x.shape[1:]), fill)
+            out[place] = x
+        return out
+
+    held = whole(lambda read: read.held, 0)
+    assert held is not None  # there are streams
+    return Stored(
+        held,
+        whole(lambda read: read.score, 0),
+        whole(lambda read: read.position, -1),
+        whole(lambda read: read.key, 0, dims[0]),
+        whole(lambda read: read.value, 0, dims[1]),
+    )
