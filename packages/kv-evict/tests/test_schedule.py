@@ -28,9 +28,12 @@ def heads(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return score.masked_fill(safe, INF).view(shape), held.view(shape)
 
 
-def by_hand(score: Tensor, held: Tensor, page: int, excess: int) -> dict[tuple[int, int], list]:
+def by_hand(
+    score: Tensor, held: Tensor, page: int | Tensor, excess: int
+) -> dict[tuple[int, int], list]:
     """Free the cheapest page of all heads, again and again; what goes, head by head."""
     n, _, h, _ = score.shape
+    pages = torch.as_tensor(page).expand(n, h)
     left = {
         (i, j): sorted(score[i, 0, j][held[i, 0, j]].tolist())
         for i, j in product(range(n), range(h))
@@ -42,7 +45,7 @@ def by_hand(score: Tensor, held: Tensor, page: int, excess: int) -> dict[tuple[i
         for at, scores in left.items():
             if not scores:
                 continue
-            size = len(scores) % page or page
+            size = len(scores) % int(pages[at]) or int(pages[at])
             finite = [x for x in scores[:size] if x < INF]
             if not finite:
                 continue
@@ -69,6 +72,17 @@ def test_the_cheapest_pages_go(case: tuple[Tensor, Tensor], page: int, excess: i
     for (i, j), scores in expected.items():
         mine = sorted(score[i, 0, j][going[i, 0, j]].tolist())
         assert mine == scores
+
+
+@given(heads(), st.integers(0, 140))
+def test_heads_whose_pages_hold_more_tokens(case: tuple[Tensor, Tensor], excess: int) -> None:
+    score, held = case
+    n, _, h, _ = score.shape
+    page = torch.tensor([[2, 5, 3], [1, 4, 6]])[:n, :h]
+    (count,) = taken([offers(score, held, page)], torch.tensor([excess]))
+    going = held & ~without(score, held, count)
+    for (i, j), scores in by_hand(score, held, page, excess).items():
+        assert sorted(score[i, 0, j][going[i, 0, j]].tolist()) == scores
 
 
 @given(heads(), st.integers(1, 6), st.integers(0, 140))

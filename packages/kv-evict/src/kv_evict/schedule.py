@@ -23,22 +23,26 @@ class Offers(NamedTuple):
 
 
 def offers(
-    score: Float[Tensor, "N B H L"], held: Bool[Tensor, "N B H L"], page: Int[Tensor, ""]
+    score: Float[Tensor, "N B H L"],
+    held: Bool[Tensor, "N B H L"],
+    page: Int[Tensor, ""] | Int[Tensor, "N H"],
 ) -> Offers:
     """Price the pages of each head.
 
     Args:
         score: finite, or infinite where a token is protected.
         held: tokens of this tier.
-        page: tokens in a page.
+        page: tokens in a page, or in a page of each layer and head.
     """
-    places = score.shape[-1]
+    places, most = score.shape[-1], -(-score.shape[-1] // int(page.min()))
+    page = page[:, None] if page.ndim else page
     count = held.sum(-1)
     ascending = score.masked_fill(~held, torch.inf).sort(-1).values
-    number = torch.arange(-(-places // int(page)), device=score.device)
-    first = torch.where(count % page == 0, page, count % page)
-    last = first[..., None] + number * page  # tokens gone once so many pages are free
-    tokens = torch.where(number == 0, first[..., None], page).expand_as(last)
+    number = torch.arange(most, device=score.device)
+    first = torch.where(count % page == 0, page, count % page)[..., None]
+    page = page[..., None]
+    last = first + number * page  # tokens gone once so many pages are free
+    tokens = torch.where(number == 0, first, page).expand_as(last)
     price = ascending.gather(-1, (last - 1).clamp(max=places - 1))
     # What may go beside protected tokens frees no page: it goes when nothing else is left.
     loose = (ascending.isfinite().sum(-1, keepdim=True) - (last - tokens)).clamp(min=0)

@@ -95,7 +95,8 @@ class PlanView:
     gauge: Float[Tensor, "N B H"] | None = (
         None  # what `gauge` said of the layers, if all were asked
     )
-    page: Int[Tensor, " K"] | None = None  # tokens in a page of each tier; None: not in pages
+    # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages.
+    page: Int[Tensor, " K"] | Int[Tensor, "K N H"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
