@@ -3,6 +3,17 @@
 from kv_attention.attention import attend
 from kv_attention.backends import BACKENDS, Backend, available
 from kv_attention.partial import Partial
+from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
 
-__all__ = ["BACKENDS", "Attended", "Backend", "DenseTokens", "Partial", "attend", "available"]
+__all__ = [
+    "BACKENDS",
+    "Attended",
+    "Backend",
+    "DenseTokens",
+    "HeadGroup",
+    "Partial",
+    "attend",
+    "attend_ragged",
+    "available",
+]

@@ -1,0 +1,145 @@
+"""Attention of heads whose vectors differ in length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kv_attention.attention import NOTHING, attend
+from kv_attention.tokens import Attended, DenseTokens
+from kv_policy import Observe, PagedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Some heads of a layer whose keys have the same length, and whose values have.
+
+    `pages` has an entry for each store of the layer, alike in all groups; None where these heads
+    hold nothing of it.
+    """
+
+    heads: Int[Tensor, " h"]
+    pages: tuple[PagedTokens | None, ...]
+    dense: tuple[DenseTokens, ...]
+    page_positions: tuple[Int[Tensor, "B h _"] | None, ...] | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Numbers in a key and in a value."""
+        return self.dense[0].key.shape[-1], self.dense[0].value.shape[-1]
+
+
+def attend_ragged(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    groups: Sequence[HeadGroup],
+    value_dim: int,
+    scale: float,
+    observe: Observe = NOTHING,
+    backend: str = "torch",
+    others: Sequence[Observe] = (),
+) -> Attended:
+    """Attend as `attend` does, each group of heads in its own dimensions.
+
+    Args:
+        q: queries; those of a head end with zeros where its keys are shorter than D.
+        position: of the queries, -1 for padding.
+        groups: all heads of the layer, each in one group, with the same dense tokens in order.
+        value_dim: Dv, at least the length of any head's values.
+        scale: what to multiply the logits with.
+        observe: the attention to sum per token.
+        backend: a name in `BACKENDS`.
+        others: further observations of the same pass.
+
+    Returns:
+        What `attend` gives. Outputs of shorter values end with zeros; a store that holds nothing in
+        any group has no part in what was observed.
+
+    Raises:
+        ValueError: what `attend` refuses.
+    """
+    found = [_attended(q, position, group, scale, observe, backend, others) for group in groups]
+    out = q.new_zeros((*q.shape[:-1], value_dim))
+    for group, result in zip(groups, found, strict=True):
+        out[:, group.heads, ..., : result.out.shape[-1]] = result.out
+    rest = tuple(
+        _joined(q.shape[1], groups, [result.others[i] for result in found], out)
+        for i in range(len(others))
+    )
+    whole = _joined(q.shape[1], groups, found, out)
+    return Attended(out, whole.mass, whole.seen, whole.also, rest)
+
+
+def _attended(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    group: HeadGroup,
+    scale: float,
+    observe: Observe,
+    backend: str,
+    others: Sequence[Observe],
+) -> Attended:
+    held = [i for i, pages in enumerate(group.pages) if pages is not None]
+    places = group.page_positions
+    return attend(
+        q[:, group.heads, ..., : group.dims[0]],
+        position,
+        [pages for pages in group.pages if pages is not None],
+        group.dense,
+        scale,
+        observe,
+        page_positions=None if places is None else [places[i] for i in held],
+        backend=backend,
+        others=others,
+    )
+
+
+def _joined(
+    heads: int, groups: Sequence[HeadGroup], found: Sequence[Attended], out: Tensor
+) -> Attended:
+    """Lay what was observed of each group side by side, part by part."""
+    if not found[0].mass:
+        return Attended(out)
+    stores = len(groups[0].pages)
+    there = [i for i in range(stores) if any(group.pages[i] is not None for group in groups)]
+    parts = [*there, *range(stores, stores + len(groups[0].dense))]
+
+    def whole(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [_side_by_side(heads, groups, each, part) for part in parts]
+
+    also = [
+        (name, whole([[more[name] for more in a.also] for a in found]))
+        for name in sorted(found[0].also[0])
+    ]
+    return Attended(
+        out,
+        tuple(whole([a.mass for a in found])),
+        tuple(whole([a.seen for a in found])),
+        tuple({name: sums[i] for name, sums in also} for i in range(len(parts))),
+    )
+
+
+def _side_by_side(
+    heads: int, groups: Sequence[HeadGroup], each: Sequence[Sequence[Tensor]], part: int
+) -> Tensor:
+    """One part's sums of all heads; heads that hold less end with zeros."""
+    pieces = [
+        (group.heads, sums[place])
+        for group, sums in zip(groups, each, strict=True)
+        if (place := _place(group, part)) is not None
+    ]
+    width = max(x.shape[-1] for _, x in pieces)
+    joined = pieces[0][1].new_zeros((len(pieces[0][1]), heads, width))
+    for at, x in pieces:
+        joined[:, at] = pad(x, (0, width - x.shape[-1]))
+    return joined
+
+
+def _place(group: HeadGroup, part: int) -> int | None:
+    """Which of a group's results is that of a part of the layer's tokens."""
+    held = [i for i, pages in enumerate(group.pages) if pages is not None]
+    if part >= len(group.pages):
+        return len(held) + part - len(group.pages)
+    return held.index(part) if part in held else None
