@@ -18,15 +18,13 @@ from statistics import fmean
 
 import _result
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from _evaluation import CONSOLE, evaluated
 
 from kv_policy import parse
 from kv_serve import CompressedCache
 from kv_serve.evaluate.decode import read
-from kv_serve.evaluate.journal import Finished, Journal, open_journal
+from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.runner import run
 from kv_serve.evaluate.specs import FULL
 from kv_serve.models import LoadedModel, load_model
 from kv_serve.tasks import default_text, nll
@@ -61,7 +59,6 @@ SHARED = (
 )
 ALONE = ("fastgen", "fastgen:recovery=0.8")
 TOGETHER = 96  # caches of a prompt that are held at once: all are small
-CONSOLE = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -120,27 +117,6 @@ def quick_size() -> Size:
         rates=(2,),
         context=512,
     )
-
-
-def evaluated(loaded: LoadedModel, plan: Plan, name: str) -> Journal:
-    """Run a plan; what was finished before an interruption is not run again."""
-    text = default_text()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    path = _result.RESULTS / f"kv_compress_quality.{name}.partial"
-    journal, sentence = open_journal(path, plan.identity(loaded, text))
-    if sentence:
-        CONSOLE.print(sentence)
-    total = len(plan.pairs) * len(plan.policies) * plan.samples
-    with Progress(*columns, console=CONSOLE) as progress:
-        bar = progress.add_task("samples", total=total)
-        for entry in run(loaded, plan, text, journal, together=TOGETHER):
-            progress.update(bar, advance=1, description=f"{entry.task}: {entry.policy}")
-    return journal
 
 
 def finished(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
@@ -224,9 +200,9 @@ def main() -> None:
     parts = []
     for name, plan in size.plans.items():
         if arguments.only in (None, name):
-            part = f"{name}.quick" if arguments.quick else name
             plan = replace(plan, policies=size.policies)
-            parts.append((plan, evaluated(loaded, plan, part)))
+            part = f"kv_compress_quality.{name}" + (".quick" if arguments.quick else "")
+            parts.append((plan, evaluated(loaded, plan, part, together=TOGETHER)))
     if arguments.only:
         return
     rows = [judged(FULL, "full", None, parts)]

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import _result
 import msgspec
 import torch
+from _evaluation import CONSOLE, evaluated
 from jaxtyping import Float, UInt8
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from kv_evict import LeanKV
@@ -30,13 +29,11 @@ from kv_policy import DROP, NOBODY, PlanView, Step, StepView, best, parse
 from kv_serve import CompressedCache
 from kv_serve.calibrate.loss import loss
 from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.journal import Finished, Journal, open_journal
+from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.report import rows as report_rows
-from kv_serve.evaluate.runner import run
 from kv_serve.evaluate.specs import FULL
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
+from kv_serve.models import load_model
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -56,7 +53,6 @@ CHANNEL = (
     "leankv:high=k4v4:keys=channel,low=k4v2:keys=channel,t_high=0.2",
 )
 DYNAMIC = tuple(f"leankv:high=raw,low=drop,t_high={t}" for t in (0.001, 0.005, 0.02, 0.05, 0.2))
-CONSOLE = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -148,27 +144,6 @@ def equal(spec: str) -> str:
     return f"{EqualBudget.name}:{spec.partition(':')[2]}"
 
 
-def evaluated(loaded: LoadedModel, plan: Plan, name: str) -> Journal:
-    """Run a plan; what was finished before an interruption is not run again."""
-    text = default_text()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    path = _result.RESULTS / f"leankv_quality.{name}.partial"
-    journal, sentence = open_journal(path, plan.identity(loaded, text))
-    if sentence:
-        CONSOLE.print(sentence)
-    total = len(plan.pairs) * len(plan.policies) * plan.samples
-    with Progress(*columns, console=CONSOLE) as progress:
-        bar = progress.add_task("samples", total=total)
-        for entry in run(loaded, plan, text, journal, make):
-            progress.update(bar, advance=1, description=f"{entry.task}: {entry.policy}")
-    return journal
-
-
 def samples_of(plan: Plan, journal: Journal, spec: str) -> Iterator[tuple[Finished, Finished]]:
     """A policy's samples beside those of the full cache."""
     for task, setting in plan.pairs:
@@ -229,8 +204,8 @@ def main() -> None:
     for name, plan in size.plans.items():
         if arguments.only in (None, name):
             plan = replace(plan, policies=policies)
-            part = f"{name}.quick" if arguments.quick else name
-            parts.append((plan, evaluated(loaded, plan, part)))
+            part = f"leankv_quality.{name}" + (".quick" if arguments.quick else "")
+            parts.append((plan, evaluated(loaded, plan, part, make)))
     if arguments.only:
         return
     rows: list[dict[str, object]] = [judged(spec, parts) for spec in policies]

@@ -1,0 +1,47 @@
+"""Running the plan of an evaluation for a benchmark; a later run goes on from where one ended."""
+
+from typing import Final
+
+import _result
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kv_serve.evaluate.caches import MakeCache, make_cache
+from kv_serve.evaluate.journal import Journal, open_journal
+from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.runner import TOGETHER, run
+from kv_serve.models import LoadedModel
+from kv_serve.tasks import default_text
+
+CONSOLE: Final = Console(stderr=True)
+
+
+def evaluated(
+    loaded: LoadedModel,
+    plan: Plan,
+    name: str,
+    make: MakeCache = make_cache,
+    together: int = TOGETHER,
+) -> Journal:
+    """Run a plan; what was finished before an interruption is not run again.
+
+    The journal is `<name>.partial` beside the results. `make` makes the caches, of which a prompt
+    has up to `together` at once.
+    """
+    text = default_text()
+    path = _result.RESULTS / f"{name}.partial"
+    journal, sentence = open_journal(path, plan.identity(loaded, text))
+    if sentence:
+        CONSOLE.print(sentence)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    total = len(plan.pairs) * len(plan.policies) * plan.samples
+    with Progress(*columns, console=CONSOLE) as progress:
+        bar = progress.add_task("samples", total=total)
+        for entry in run(loaded, plan, text, journal, make, together):
+            progress.update(bar, advance=1, description=f"{entry.task}: {entry.policy}")
+    return journal
