@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+# So that a failed assert of theirs is explained as one of a test's own is.
+SHARED = Path(__file__).parent.glob("packages/*/tests/support/*.py")
+pytest.register_assert_rewrite(*(path.stem for path in SHARED))
+
 
 def installed(module: str) -> bool:
     """Whether a module could be imported here; it is not imported."""

@@ -1,0 +1,113 @@
+"""Random streams through the cache under selectors, beside all that they ever held."""
+
+import torch
+from torch import Tensor
+
+from kv_policy import KVPolicy, parse
+from kv_serve.tiered import TieredCache
+from tiered_policies import SHAPE
+
+
+def ragged(*lengths: int) -> Tensor:
+    width = max(lengths)
+    return torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
+
+
+def one(sequences: int = 2) -> Tensor:
+    return torch.ones(sequences, 1, dtype=torch.bool)
+
+
+class World:
+    """A batch of random streams, of which everything is remembered, beside the cache."""
+
+    def __init__(self, policy: KVPolicy, sequences: int = 2, **options: object) -> None:
+        self.cache = TieredCache(policy, SHAPE, page_tokens=4, **options)
+        self.sequences = sequences
+        lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
+        self.key, self.value = torch.randn(*lead, 6), torch.randn(*lead, 5)
+        self.seen = torch.zeros(sequences, dtype=torch.long)
+
+    def kept(self, layer: int) -> Tensor:
+        """[B, H, 400] bool: the positions the layer holds, each once."""
+        batch = self.cache.batch
+        count = torch.zeros(self.sequences, SHAPE.kv_heads, 401, dtype=torch.long)
+        if batch is None:
+            return count[..., :400] > 0
+        for store in batch.stores:
+            read = store.read(batch.streams(layer))
+            place = read.position.long().masked_fill(~read.held, 400)
+            count.scatter_add_(
+                -1,
+                place.view(self.sequences, 2, -1),
+                torch.ones_like(place.view(self.sequences, 2, -1)),
+            )
+        if batch.window is not None:
+            place = batch.window.position.masked_fill(batch.window.position < 0, 400)
+            place = place[:, None].expand(-1, 2, -1)
+            count.scatter_add_(-1, place, torch.ones_like(place))
+        assert count[..., :400].max() <= 1
+        return count[..., :400] > 0
+
+    def forward(self, valid: Tensor) -> None:
+        """One pass over new columns, checked layer by layer."""
+        self.cache.begin(valid)
+        width = valid.shape[1]
+        place = (self.seen[:, None] + valid.long().cumsum(-1) - 1).masked_fill(~valid, 399)
+        total = self.seen + valid.sum(-1)
+        for layer in range(SHAPE.layers):
+            before = self.kept(layer)
+            index = place[:, None, :, None].expand(-1, 2, -1, 6)
+            key = self.key[layer].gather(2, index)
+            value = self.value[layer].gather(2, index[..., :5])
+            query = torch.randn(self.sequences, 2, 2, width, 6)
+            out = self.cache.attend(layer, query, key, value, 0.4)
+            fresh = torch.arange(400)[None] >= self.seen[:, None]
+            fresh &= torch.arange(400)[None] < total[:, None]
+            visible = before[:, :, None] | fresh[:, None, None]
+            causal = torch.arange(400)[None, None] <= place[..., None]
+            mask = (visible & causal[:, None])[:, :, None]  # B H 1 L 400
+            logits = (query @ self.key[layer][:, :, None].mT) * 0.4
+            want = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ self.value[layer][:, :, None]
+            real = valid[:, None, None, :].expand(out.shape[:-1])
+            torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
+        self.seen = total
+        pool = self.cache.batch.pool
+        pool.check(torch.cat([s.pages() for s in self.cache.batch.stores]))
+
+    def go_on(self, steps: int) -> None:
+        """Let every sequence take so many steps."""
+        for _ in range(steps):
+            self.forward(one(self.sequences))
+
+
+def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> TieredCache:
+    """A cache that read prompts of these lengths and some steps; only `rows` are in the batch."""
+    generator = torch.Generator().manual_seed(5)
+    width = max(sequences)
+    lead = (SHAPE.layers, len(sequences), SHAPE.kv_heads)
+    query = torch.randn(*lead, 2, width, 6, generator=generator)[:, rows]
+    key = torch.randn(*lead, width, 6, generator=generator)[:, rows]
+    value = torch.randn(*lead, width, 5, generator=generator)[:, rows]
+    cache = TieredCache(parse(policy), SHAPE, page_tokens=4)
+    cache.begin(ragged(*sequences)[rows])
+    for layer in range(SHAPE.layers):
+        cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
+    for _ in range(steps):
+        query = torch.randn(*lead, 2, 1, 6, generator=generator)[:, rows]
+        key = torch.randn(*lead, 1, 6, generator=generator)[:, rows]
+        value = torch.randn(*lead, 1, 5, generator=generator)[:, rows]
+        cache.begin(one(len(ragged(*sequences)[rows])))
+        for layer in range(SHAPE.layers):
+            cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
+    return cache
+
+
+def places(cache: TieredCache, sequence: int) -> list[list[list[int]]]:
+    """The positions that each head of each layer holds of a sequence, tier by tier."""
+    found = []
+    for store in cache.batch.stores:
+        read = store.read(store.streams())
+        place = read.position.masked_fill(~read.held, -1)
+        rows = place.unflatten(0, (SHAPE.layers, -1, SHAPE.kv_heads))[:, sequence].flatten(0, 1)
+        found.append([sorted(p for p in row.tolist() if p >= 0) for row in rows])
+    return found
