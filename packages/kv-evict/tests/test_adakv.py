@@ -2,62 +2,38 @@ from math import floor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import (
+    LENGTHS,
+    check_scores_of_snapkv,
+    plan_view,
+    quick,
+    ragged,
+    random_scores,
+    worth,
+)
 from kv_evict import AdaPyramidKV, AdaSnapKV, SnapKV
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy import DROP, Budget, Observe, parse
 from kv_policy.testing import check_policy
-
-LENGTHS = (30, 11)  # of two sequences; of their tokens the first 6 are stored
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def ragged(seed: int, layers: int) -> Tensor:
-    """Positions [N B H L]: each head holds other stored tokens, and all fresh ones."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((layers, 2, 3, 33), -1)
-    for n in range(layers):
-        for b, length in enumerate(LENGTHS):
-            for h in range(3):
-                count = int(torch.randint(0, 7, (), generator=draw))
-                old = torch.randperm(6, generator=draw)[:count].sort().values
-                held = torch.cat([old, torch.arange(6, length)])
-                position[n, b, h, : len(held)] = held
-    return position
-
-
-def plan_of(policy: SnapKV, score: Tensor, position: Tensor, budgets: list[int]) -> Tensor:
-    return policy.plan(
-        PlanView(
-            shape=CacheShape(len(position), position.shape[2], group=2, key_dim=4, value_dim=4),
-            first_layer=0,
-            score=score.masked_fill(position < 0, torch.nan),
-            position=position,
-            tier=torch.full_like(position, FRESH, dtype=torch.uint8),
-            length=torch.tensor(LENGTHS)[: position.shape[1]],
-            budget=torch.tensor(budgets),
-        )
-    )
 
 
 def uneven(seed: int, position: Tensor, window: int) -> Tensor:
     """Scores that are high in some heads and low in others; the window's are infinite."""
-    draw = torch.Generator().manual_seed(seed)
-    level = torch.rand(*position.shape[:3], 1, generator=draw)
-    score = torch.rand(position.shape, generator=draw) * level
-    newest = torch.tensor(LENGTHS)[: position.shape[1], None, None] - window
-    return score.masked_fill(position >= newest, torch.inf)
+    draw = torch.Generator().manual_seed(seed + 1000)
+    level = torch.rand(*position.shape[:3], 1, generator=draw).clamp(min=1e-6)
+    return random_scores(seed, position, LENGTHS, window) * level
 
 
 def share_out(
-    worth: list[dict[int, float]], average: int, sure: float, length: int, window: int
+    scores: list[dict[int, float]], average: int, sure: float, length: int, window: int
 ) -> list[list[list[int]]]:
     """What each head of a layer keeps beside its window; of two ways where rounding decides."""
-    old = [{p: s for p, s in head.items() if p < length - window} for head in worth]
+    old = [{p: s for p, s in head.items() if p < length - window} for head in scores]
     best = sorted((-s, h) for h, head in enumerate(old) for s in head.values())
-    best = best[: average * len(worth)]
+    best = best[: average * len(scores)]
     result = []
     for h, head in enumerate(old):
         found = sum(owner == h for _, owner in best)
@@ -73,12 +49,11 @@ def check_plan(
     """Compare one sequence's plan; `averages` says for each layer what a head has on average."""
     length = int(position.max()) + 1
     for n, average in enumerate(averages):
-        worth = []
+        scores = []
         for h in range(3):
-            head = dict(zip(position[n, h].tolist(), score[n, h].tolist(), strict=True))
-            worth.append({p: s for p, s in head.items() if p >= 0})
-        for h, choices in enumerate(share_out(worth, average, sure, length, window)):
-            own = [p for p in sorted(worth[h]) if p >= length - window]
+            scores.append(worth(position[n, h], score[n, h]))
+        for h, choices in enumerate(share_out(scores, average, sure, length, window)):
+            own = [p for p in sorted(scores[h]) if p >= length - window]
             kept = position[n, h][plan[n, h] != DROP].tolist()
             assert kept in [choice + own for choice in choices]
         assert (plan[n] != DROP).sum() <= (average + window) * 3
@@ -97,7 +72,7 @@ def test_heads_of_a_layer_share_its_best_tokens(
     position = ragged(seed, 2)
     score = uneven(seed, position, window)
     policy = AdaSnapKV(window=window, floor=sure)
-    plan = plan_of(policy, score, position, [window + m for m in more])
+    plan = policy.plan(plan_view(score, position, LENGTHS, [window + m for m in more]))
     for b in range(2):
         check_plan(plan[:, b], score[:, b], position[:, b], window, sure, [more[b]] * 2)
 
@@ -116,7 +91,7 @@ def test_in_a_pyramid_too(
     position = ragged(seed, layers)
     score = uneven(seed, position, window)
     policy = AdaPyramidKV(window=window, floor=sure, beta=4.0)
-    plan = plan_of(policy, score, position, [window + m for m in more])
+    plan = policy.plan(plan_view(score, position, LENGTHS, [window + m for m in more]))
     for b, length in enumerate(LENGTHS):
         most = min(2 * more[b] - more[b] / 4, max(length - window, more[b]))
         fall = 2 * (most - more[b]) / max(layers - 1, 1)  # from one layer to the next; exact
@@ -134,33 +109,21 @@ def test_a_head_that_looks_at_one_thing_gives_up_all_but_the_floor() -> None:
     score[..., 26:] = torch.inf
     # 4 in the window, and 10 on average beside it
     for sure, counts in ((0.0, [24, 4]), (0.2, [22, 6]), (0.5, [19, 9]), (1.0, [14, 14])):
-        plan = plan_of(AdaSnapKV(window=4, floor=sure), score, position, [14])
+        policy = AdaSnapKV(window=4, floor=sure)
+        plan = policy.plan(plan_view(score, position, [30], [14]))
         assert (plan != DROP).sum(-1).flatten().tolist() == counts
 
 
 def test_an_even_floor_is_snapkv() -> None:
     position = ragged(5, 2)
     score = uneven(5, position, 4)
-    plan = plan_of(AdaSnapKV(window=4, floor=1.0), score, position, [12, 7])
-    assert torch.equal(plan, plan_of(SnapKV(window=4), score, position, [12, 7]))
+    view = plan_view(score, position, LENGTHS, [12, 7])
+    assert torch.equal(AdaSnapKV(window=4, floor=1.0).plan(view), SnapKV(window=4).plan(view))
 
 
 @pytest.mark.parametrize("policy", [AdaSnapKV, AdaPyramidKV])
 def test_scores_are_those_of_snapkv(policy: type[AdaSnapKV] | type[AdaPyramidKV]) -> None:
-    draw, position = torch.Generator().manual_seed(0), ragged(1, 1)[0]
-    seen = (torch.tensor(LENGTHS)[:, None, None] - position).clamp(max=4)
-    view = LayerView(
-        layer=0,
-        shape=CacheShape(layers=1, kv_heads=3, group=2, key_dim=4, value_dim=4),
-        position=position,
-        fresh=position >= 6,
-        score=torch.rand(position.shape, generator=draw).masked_fill(position >= 6, 0),
-        length=torch.tensor(LENGTHS),
-        mass=torch.rand(position.shape, generator=draw).masked_fill(position < 0, 0),
-        seen=seen.masked_fill(position < 0, 0),
-    )
-    found = policy(window=4, pool=3).score(view)
-    assert torch.equal(found, SnapKV(window=4, pool=3).score(view))
+    check_scores_of_snapkv(policy)
 
 
 @pytest.mark.parametrize(

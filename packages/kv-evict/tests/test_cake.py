@@ -3,48 +3,41 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import (
+    LENGTHS,
+    SHAPE,
+    STORED,
+    check_counts,
+    filled,
+    plan_at_random,
+    plan_view,
+    quick,
+    ragged,
+)
 from kv_evict import CAKE
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy import DROP, Budget, CacheShape, LayerView, Observe, parse
 from kv_policy.testing import check_policy
 
-LENGTHS, STORED, WINDOW = (30, 11), 6, 4  # of two sequences; both have 6 stored tokens
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+WINDOW = 4
 
 
-def shape(layers: int) -> CacheShape:
-    return CacheShape(layers, kv_heads=3, group=2, key_dim=4, value_dim=4)
-
-
-def ragged(seed: int, layers: int) -> Tensor:
-    """Positions [N B H L]: each head holds other stored tokens, and all fresh ones."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((layers, 2, 3, 33), -1)
-    for n in range(layers):
-        for b, length in enumerate(LENGTHS):
-            for h in range(3):
-                count = int(torch.randint(0, STORED + 1, (), generator=draw))
-                old = torch.randperm(STORED, generator=draw)[:count].sort().values
-                held = torch.cat([old, torch.arange(STORED, length)])
-                position[n, b, h, : len(held)] = held
-    return position
-
-
-def attended(seed: int, group: int) -> tuple[LayerView, Tensor]:
+def watched(seed: int, group: int) -> tuple[LayerView, Tensor]:
     """What a host observes of the window's attention, and that attention [B H G q L]."""
-    draw, position = torch.Generator().manual_seed(seed), ragged(seed, 1)[0]
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     query = (torch.tensor(LENGTHS)[:, None] - WINDOW + torch.arange(WINDOW))[:, None, None, :, None]
     sees = (position >= 0)[:, :, None, None] & (position[:, :, None, None] <= query)
-    logits = torch.randn(2, 3, group, WINDOW, 33, generator=draw, dtype=torch.float64) * 2
+    places = (2, 3, group, WINDOW, position.shape[-1])
+    logits = torch.randn(places, generator=draw, dtype=torch.float64) * 2
     p = logits.masked_fill(~sees, -torch.inf).softmax(-1)
     view = LayerView(
         layer=0,
-        shape=replace(shape(1), group=group),
+        shape=replace(SHAPE, group=group),
         position=position,
-        fresh=position >= STORED,
+        fresh=position >= torch.tensor(STORED)[:, None, None],
         score=torch.zeros(position.shape, dtype=torch.float64),
         length=torch.tensor(LENGTHS),
         mass=p.mean(2).sum(2),
@@ -64,19 +57,12 @@ def variance(rows: list[list[float]]) -> float:
     return sum((x - mean) ** 2 for x in every) / max(len(every) - 1, 1)
 
 
-def filled(asked: list[float], held: list[int]) -> list[float]:
-    """What heads keep of what they are given: the rest goes to those that have more."""
-    kept = [min(a, h) for a, h in zip(asked, held, strict=True)]
-    room, excess = sum(held) - sum(kept), sum(asked) - sum(kept)
-    return [k + (h - k) * min(1, excess / max(room, 1)) for k, h in zip(kept, held, strict=True)]
-
-
 @given(st.integers(0, 999), st.sampled_from([1, 3]), st.sampled_from([0.0, 5.0, 200.0]))
 @quick
 def test_a_score_is_the_mean_and_the_weighted_variance_pooled(
     seed: int, pool: int, gamma: float
 ) -> None:
-    view, p = attended(seed, group=2)
+    view, p = watched(seed, group=2)
     found = CAKE(window=WINDOW, pool=pool, gamma=gamma).score(view)
     for b, length in enumerate(LENGTHS):
         for h in range(3):
@@ -104,7 +90,7 @@ def test_a_score_is_the_mean_and_the_weighted_variance_pooled(
 def test_a_layer_is_preferred_by_its_entropy_and_variance(
     seed: int, group: int, tau1: float, tau2: float
 ) -> None:
-    view, p = attended(seed, group)
+    view, p = watched(seed, group)
     found = CAKE(window=WINDOW, tau1=tau1, tau2=tau2).gauge(view)
     assert view.seen is not None
     for b in range(2):
@@ -127,7 +113,8 @@ def test_only_means_of_a_group_have_a_variance() -> None:
 
 def test_layers_without_a_preference_share_evenly() -> None:
     position = torch.arange(40).expand(2, 2, 3, 40)
-    view = plan_view(position, torch.rand(position.shape), torch.zeros(2, 2), [WINDOW + 12] * 2)
+    score, even = torch.rand(position.shape), torch.zeros(2, 2, 3)
+    view = plan_view(score, position, LENGTHS, [WINDOW + 12] * 2, even)
     found = CAKE(window=WINDOW).counts(view) - WINDOW
     assert found[:, 0].unique().tolist() == [12]
     assert found[:, 1].unique().tolist() == [7]  # that sequence has no more
@@ -156,19 +143,6 @@ def test_attention_that_changes_is_worth_more_than_attention_that_stays() -> Non
     assert plain == pytest.approx([0.2, 0.2])
 
 
-def plan_view(position: Tensor, score: Tensor, gauge: Tensor, budgets: list[int]) -> PlanView:
-    return PlanView(
-        shape=shape(len(position)),
-        first_layer=0,
-        score=score.masked_fill(position < 0, torch.nan),
-        position=position,
-        tier=torch.full_like(position, FRESH, dtype=torch.uint8),
-        length=torch.tensor(LENGTHS),
-        budget=torch.tensor(budgets),
-        gauge=gauge[..., None].expand(position.shape[:-1]),
-    )
-
-
 @given(
     seed=st.integers(0, 999),
     layers=st.integers(1, 4),
@@ -180,32 +154,22 @@ def test_layers_share_the_budget_by_preference(
 ) -> None:
     policy, position = CAKE(window=WINDOW), ragged(seed, layers)
     draw = torch.Generator().manual_seed(seed)
-    score = torch.rand(position.shape, generator=draw)
-    newest = torch.tensor(LENGTHS)[:, None, None] - WINDOW
-    score = score.masked_fill(position >= newest, torch.inf)
-    gauge = torch.rand(layers, 2, generator=draw) * 1e-4 + 1e-6
-    plan = policy.plan(plan_view(position, score, gauge, [WINDOW + m for m in more]))
+    gauge = torch.rand(layers, 2, 1, generator=draw).expand(-1, -1, 3) * 1e-4 + 1e-6
+    budgets = [WINDOW + m for m in more]
+    plan, score = plan_at_random(policy, position, LENGTHS, budgets, seed, gauge)
     for b in range(2):
-        preference = gauge[:, b].tolist()
+        preference = gauge[:, b, 0].tolist()
         asked = [more[b] * layers * p / sum(preference) for p in preference for _ in range(3)]
-        parts = filled(asked, [LENGTHS[b] - WINDOW] * len(asked))
-        for n in range(layers):
-            for h in range(3):
-                # two numbers where rounding decides
-                part = parts[3 * n + h]
-                counts = {math.floor(part + hair) + WINDOW for hair in (-1e-5, 1e-5)}
-                worth = dict(zip(position[n, b, h].tolist(), score[n, b, h].tolist(), strict=True))
-                worth.pop(-1, None)
-                order = sorted(worth, key=lambda p: (-worth[p], p))
-                kept = position[n, b, h][plan[n, b, h] != DROP].tolist()
-                assert kept in [sorted(order[:count]) for count in counts]
+        parts = filled(asked, LENGTHS[b] - WINDOW)
+        counts = [{math.floor(part + hair) + WINDOW for hair in (-1e-5, 1e-5)} for part in parts]
+        check_counts(plan[:, b], score[:, b], position[:, b], counts)
         assert (plan[:, b] != DROP).sum() <= (more[b] + WINDOW) * layers * 3
 
 
 def test_a_preference_three_times_as_great_brings_three_times_as_much() -> None:
     position = torch.arange(30).expand(2, 2, 3, 30)
-    gauge = torch.tensor([[0.5, 0.25], [1.5, 0.25]])
-    view = plan_view(position, torch.rand(position.shape), gauge, [20, 20])
+    gauge = torch.tensor([[0.5, 0.25], [1.5, 0.25]])[..., None].expand(-1, -1, 3)
+    view = plan_view(torch.rand(position.shape), position, LENGTHS, [20, 20], gauge)
     counts = CAKE(window=WINDOW).counts(view)[..., 0]
     assert (counts - WINDOW).tolist() == [[8, 7], [24, 7]]  # the second sequence has no more
     # the scale of the preferences means nothing

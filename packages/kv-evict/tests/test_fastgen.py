@@ -1,54 +1,17 @@
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import LENGTHS, SHAPE, STORED, plan_view, quick, ragged, step, worth
 from kv_evict import FastGen
-from kv_policy import (
-    DROP,
-    FRESH,
-    NOBODY,
-    CacheShape,
-    LayerView,
-    Observe,
-    PlanView,
-    StepView,
-    parse,
-)
+from kv_policy import DROP, LayerView, Observe, PlanView, parse
 from kv_policy.testing import check_policy
-
-SHAPE = CacheShape(layers=1, kv_heads=3, group=2, key_dim=4, value_dim=4)
-LENGTHS, STORED = (23, 9), (14, 3)  # of two sequences; STORED came with earlier passes
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def ragged(seed: int) -> Tensor:
-    """Positions of heads that each hold other tokens of the earlier passes."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((2, 3, 25), -1)
-    for b in range(2):
-        for h in range(3):
-            count = int(torch.randint(0, STORED[b] + 1, (), generator=draw))
-            old = torch.randperm(STORED[b], generator=draw)[:count].sort().values
-            held = torch.cat([old, torch.arange(STORED[b], LENGTHS[b])])
-            position[b, h, : len(held)] = held
-    return position
-
-
-def plan_view(score: Tensor, position: Tensor, length: list[int]) -> PlanView:
-    return PlanView(
-        shape=SHAPE,
-        first_layer=0,
-        score=score.masked_fill(position < 0, torch.nan)[None],
-        position=position[None],
-        tier=torch.full_like(position[None], FRESH, dtype=torch.uint8),
-        length=torch.tensor(length),
-        budget=torch.tensor(length),
-    )
 
 
 @given(st.integers(0, 999), st.sampled_from([1, 4, 64]), st.sampled_from([0, 2, 4]))
@@ -56,7 +19,7 @@ def plan_view(score: Tensor, position: Tensor, length: list[int]) -> PlanView:
 def test_a_score_is_the_average_attention_and_1_more_for_a_sink(
     seed: int, window: int, sinks: int
 ) -> None:
-    draw, position = torch.Generator().manual_seed(seed), ragged(seed)
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     there, before = position >= 0, torch.tensor(STORED)[:, None, None]
     length = torch.tensor(LENGTHS)[:, None, None]
     watched = torch.maximum(before, length - window)
@@ -107,6 +70,11 @@ def test_scores_go_on_from_pass_to_pass() -> None:
         assert score[0, 0, p].item() == pytest.approx(mean + (p < 2))
 
 
+def whole(score: Tensor, position: Tensor, lengths: Sequence[int]) -> PlanView:
+    """What is planned of a layer's scores and positions [B H L], by no budget."""
+    return plan_view(score[None], position[None], lengths, lengths)
+
+
 def by_hand(policy: FastGen, weight: dict[int, float], length: int) -> set[int]:
     """The positions that a head keeps: the first kind that holds enough, from cheap to dear."""
     sink = {p for p in weight if p < policy.sinks}
@@ -131,15 +99,14 @@ def test_a_head_keeps_the_cheapest_kind_that_holds_enough(
     seed: int, sinks: int, recovery: float, local: float, frequent: float
 ) -> None:
     policy = FastGen(recovery=recovery, local=local, frequent=frequent, sinks=sinks)
-    draw, position = torch.Generator().manual_seed(seed), ragged(seed)
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     steep = torch.rand(2, 3, 1, generator=draw, dtype=torch.float64) * 12
     weight = torch.rand(position.shape, generator=draw, dtype=torch.float64).pow(steep)
     score = weight + (position < sinks)
-    plan = policy.plan(plan_view(score, position, list(LENGTHS)))[0]
+    plan = policy.plan(whole(score, position, LENGTHS))[0]
     for b in range(2):
         for h in range(3):
-            held = dict(zip(position[b, h].tolist(), weight[b, h].tolist(), strict=True))
-            held.pop(-1, None)
+            held = worth(position[b, h], weight[b, h])
             kept = set(position[b, h][plan[b, h] != DROP].tolist())
             assert kept == by_hand(policy, held, LENGTHS[b])
 
@@ -160,7 +127,7 @@ def test_each_head_has_the_strategy_that_suits_it() -> None:
     policy = FastGen(local=0.25, frequent=0.1, sinks=2)
     position = torch.arange(20).expand(1, len(heads), 20)
     score = torch.tensor([[weight for weight, _ in heads.values()]]).double() + (position < 2)
-    view = plan_view(score, position, [20])
+    view = whole(score, position, [20])
     plan = policy.plan(view)[0, 0]
     for (name, (_, kept)), tiers in zip(heads.items(), plan, strict=True):
         assert (tiers != DROP).nonzero().flatten().tolist() == kept, name
@@ -171,54 +138,32 @@ def test_each_head_has_the_strategy_that_suits_it() -> None:
 def test_of_two_kinds_that_hold_enough_the_local_one_is_taken() -> None:
     position = torch.arange(20).expand(1, 1, 20)
     score = torch.tensor([[looks({0: 0.5, 19: 0.5})]]).double() + (position < 1)
-    plan = FastGen(local=0.25, frequent=0.05, sinks=1).plan(plan_view(score, position, [20]))
+    plan = FastGen(local=0.25, frequent=0.05, sinks=1).plan(whole(score, position, [20]))
     assert (plan != DROP).flatten().nonzero().flatten().tolist() == [0, *range(15, 20)]
 
 
 def test_a_share_is_of_the_tokens_seen_and_1_where_nothing_goes() -> None:
     position = torch.tensor([[[0, 1, 8, 9], [-1, -1, -1, -1], [0, 1, 8, 9]]])
     score = torch.tensor([[[1.9, 1.1, 0, 0], [0.0] * 4, [1.1, 1.1, 0.1, 0.1]]])
-    view = plan_view(score, position, [10])
+    view = whole(score, position, [10])
     cuts = FastGen(sinks=2, local=0.0, frequent=0.0).cuts(view)
     assert cuts.flatten().tolist() == pytest.approx([0.2, 1, 1])
 
 
 def test_a_prompt_of_one_token_stays() -> None:
     position = torch.zeros(1, 1, 1, dtype=torch.long)
-    view = plan_view(torch.zeros(1, 1, 1), position, [1])
+    view = whole(torch.zeros(1, 1, 1), position, [1])
     assert FastGen(sinks=0).plan(view).flatten().tolist() == [0]
-
-
-def step(held: dict[int, float], at: int, score: float, share: float) -> list[int]:
-    """One step of one head that holds these positions and scores, carried out."""
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    answer = FastGen().step(
-        StepView(
-            shape=SHAPE,
-            first_layer=0,
-            candidate=one * score,
-            weakest=one[None] * min(held.values(), default=math.inf),
-            count=torch.full((1, 1, 1, 1), len(held)),
-            cuts=share * one[None],
-            length=torch.tensor([at + 1]),
-            budget=torch.tensor([at + 1]),
-        )
-    )
-    stay = set(held)
-    if answer.victim.item() != NOBODY:
-        assert answer.target.item() == DROP
-        stay.remove(min(held, key=lambda p: held[p]))
-    assert answer.candidate.item() == 0
-    return sorted([*stay, at])
 
 
 def test_the_arriving_token_joins_and_the_least_attended_goes() -> None:
     held = {0: 1.2, 3: 0.1, 8: 0.05, 9: 0.3}
-    assert step(held, 10, 0.0, share=0.25) == [0, 3, 9, 10]
-    assert step(held, 10, 0.0, share=0.5) == [0, 3, 8, 9, 10]  # 6 of 11 may stay
-    assert step(held, 10, 0.0, share=1.0) == [0, 3, 8, 9, 10]
-    assert step({}, 10, 0.0, share=0.25) == [10]
-    assert step({}, 10, 0.0, share=0.0) == [10]  # there is no victim
+    assert step(FastGen(), held, 10, 0.0, budget=11, share=0.25) == [0, 3, 9, 10]
+    # 6 of 11 may stay
+    assert step(FastGen(), held, 10, 0.0, budget=11, share=0.5) == [0, 3, 8, 9, 10]
+    assert step(FastGen(), held, 10, 0.0, budget=11, share=1.0) == [0, 3, 8, 9, 10]
+    assert step(FastGen(), {}, 10, 0.0, budget=11, share=0.25) == [10]
+    assert step(FastGen(), {}, 10, 0.0, budget=11, share=0.0) == [10]  # there is no victim
 
 
 @given(st.integers(1, 32), st.integers(0, 31), st.integers(0, 999))
@@ -232,7 +177,7 @@ def test_a_head_keeps_its_share_while_the_sequence_grows(
     for at in range(prompt, prompt + 40):
         score = torch.rand((), generator=draw).item()
         weakest = min(held, key=lambda p: held[p])
-        after = step(held, at, score, share)
+        after = step(FastGen(), held, at, score, at + 1, share)
         grown = {**held, at: score}
         held = {p: grown[p] for p in after}
         assert set(grown) - set(held) <= {weakest}

@@ -3,41 +3,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import LENGTHS, SHAPE, STORED, plan_view, quick, ragged, step
 from kv_evict import H2O
-from kv_policy import (
-    DROP,
-    FRESH,
-    NOBODY,
-    Budget,
-    CacheShape,
-    LayerView,
-    Observe,
-    PlanView,
-    StepView,
-    parse,
-)
+from kv_policy import DROP, Budget, LayerView, Observe, parse
 from kv_policy.testing import check_policy
-
-SHAPE = CacheShape(layers=1, kv_heads=3, group=2, key_dim=4, value_dim=4)
-LENGTHS, STORED = (23, 9), (14, 3)  # of two sequences; STORED came with earlier passes
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def ragged(seed: int) -> Tensor:
-    """Positions of heads that each hold other tokens of the earlier passes."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((2, 3, 25), -1)
-    for b in range(2):
-        for h in range(3):
-            count = int(torch.randint(1, STORED[b] + 1, (), generator=draw))
-            old = torch.randperm(STORED[b], generator=draw)[:count].sort().values
-            held = torch.cat([old, torch.arange(STORED[b], LENGTHS[b])])
-            position[b, h, : len(held)] = held
-    return position
 
 
 def view_of(position: Tensor, mass: Tensor, score: Tensor, length: list[int]) -> LayerView:
@@ -53,50 +26,10 @@ def view_of(position: Tensor, mass: Tensor, score: Tensor, length: list[int]) ->
     )
 
 
-def plan_of(policy: H2O, score: Tensor, position: Tensor, budget: list[int]) -> Tensor:
-    return policy.plan(
-        PlanView(
-            shape=SHAPE,
-            first_layer=0,
-            score=score[None],
-            position=position[None],
-            tier=torch.full_like(position[None], FRESH, dtype=torch.uint8),
-            length=torch.tensor(LENGTHS),
-            budget=torch.tensor(budget),
-        )
-    )[0]
-
-
-def step(policy: H2O, held: dict[int, float], at: int, score: float, budget: int) -> list[int]:
-    """One step of one head that holds these positions and scores, carried out."""
-    newer = at + 1 - int(policy.shielded(torch.tensor([budget])))
-    may_go = {p: s for p, s in held.items() if p < newer}
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    answer = policy.step(
-        StepView(
-            shape=SHAPE,
-            first_layer=0,
-            candidate=one * score,
-            weakest=one[None] * min(may_go.values(), default=math.inf),
-            count=torch.full((1, 1, 1, 1), len(held)),
-            cuts=0 * one[None],
-            length=torch.tensor([at + 1]),
-            budget=torch.tensor([budget]),
-        )
-    )
-    stay = set(held)
-    if answer.victim.item() != NOBODY:
-        assert answer.target.item() == DROP
-        stay.remove(min(may_go, key=lambda p: may_go[p]))
-    if answer.candidate.item() != DROP:
-        stay.add(at)
-    return sorted(stay)
-
-
 @given(st.integers(0, 999))
 @quick
 def test_a_score_is_what_was_carried_and_what_this_pass_gave(seed: int) -> None:
-    draw, position = torch.Generator().manual_seed(seed), ragged(seed)
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed, least=1)[0]
     mass = torch.rand(position.shape, generator=draw, dtype=torch.float64)
     view = view_of(position, mass, mass.flip(-1), list(LENGTHS))
     score = view.score.masked_fill(view.fresh, 0)
@@ -128,11 +61,11 @@ def test_passes_add_up_to_all_the_attention_a_token_got() -> None:
 def test_the_newest_tokens_stay_and_the_best_of_the_others(
     seed: int, budget: tuple[int, int], share: float
 ) -> None:
-    position = ragged(seed)
+    position = ragged(seed, least=1)[0]
     # few values, so that some are equal
     score = torch.randint(0, 9, position.shape, generator=torch.Generator().manual_seed(seed))
-    score = score.double().masked_fill(position < 0, torch.nan)
-    plan = plan_of(H2O(recent=share), score, position, list(budget))
+    view = plan_view(score.double()[None], position[None], LENGTHS, budget)
+    plan = H2O(recent=share).plan(view)[0]
     for b in range(2):
         for h in range(3):
             places = [i for i, p in enumerate(position[b, h].tolist()) if p >= 0]

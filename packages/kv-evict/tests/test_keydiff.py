@@ -3,40 +3,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import keyed, planned, quick
 from kv_evict import KeyDiff
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy import DROP, Budget, CacheShape, LayerView, Observe, parse
 from kv_policy.testing import check_policy
-
-SHAPE = CacheShape(layers=1, kv_heads=3, group=2, key_dim=5, value_dim=4)
-LENGTHS, STORED = (23, 9), (14, 3)  # of two sequences; STORED came with earlier passes
-quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def ragged(seed: int) -> LayerView:
     """Heads that each hold other tokens of the earlier passes, and keys of many lengths."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((2, 3, 25), -1)
-    for b in range(2):
-        for h in range(3):
-            count = int(torch.randint(1, STORED[b] + 1, (), generator=draw))
-            old = torch.randperm(STORED[b], generator=draw)[:count].sort().values
-            held = torch.cat([old, torch.arange(STORED[b], LENGTHS[b])])
-            position[b, h, : len(held)] = held
-    keys = torch.randn(*position.shape, 5, generator=draw, dtype=torch.float64)
-    keys *= torch.rand(*position.shape, 1, generator=draw, dtype=torch.float64) * 9 + 0.1
-    return LayerView(
-        layer=0,
-        shape=SHAPE,
-        position=position,
-        fresh=position >= torch.tensor(STORED)[:, None, None],
-        score=torch.rand(position.shape, generator=draw, dtype=torch.float64),
-        length=torch.tensor(LENGTHS),
-        keys=keys.masked_fill(position[..., None] < 0, 0),
-    )
+    view, draw = keyed(seed), torch.Generator().manual_seed(seed + 1000)
+    length = torch.rand(*view.position.shape, 1, generator=draw, dtype=torch.float64) * 9 + 0.1
+    return replace(view, keys=view.keys * length)
 
 
 def cosine(a: list[float], b: list[float]) -> float:
@@ -70,7 +51,7 @@ def test_a_score_is_minus_the_cosine_to_the_mean_direction_of_the_heads_keys(see
 def test_how_long_a_key_is_does_not_matter(seed: int) -> None:
     view = ragged(seed)
     assert view.keys is not None
-    stretch = torch.arange(1, 26, dtype=torch.float64)[:, None]
+    stretch = torch.arange(1, view.keys.shape[2] + 1, dtype=torch.float64)[:, None]
     longer = KeyDiff().score(replace(view, keys=view.keys * stretch))
     assert longer.flatten().tolist() == pytest.approx(KeyDiff().score(view).flatten().tolist())
 
@@ -79,17 +60,7 @@ def test_how_long_a_key_is_does_not_matter(seed: int) -> None:
 @quick
 def test_each_head_keeps_the_keys_that_differ_most(seed: int, budget: tuple[int, int]) -> None:
     policy, view = KeyDiff(), ragged(seed)
-    plan = policy.plan(
-        PlanView(
-            shape=SHAPE,
-            first_layer=0,
-            score=policy.score(view).masked_fill(view.position < 0, torch.nan)[None],
-            position=view.position[None],
-            tier=torch.full_like(view.position[None], FRESH, dtype=torch.uint8),
-            length=view.length,
-            budget=torch.tensor(budget),
-        )
-    )[0]
+    plan = planned(policy, view, budget)
     assert view.keys is not None
     for b in range(2):
         for h in range(3):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from evict_cases import plan_view
 from kv_evict import Keyformer
-from kv_policy import Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy import Budget, CacheShape, LayerView, Observe, parse
 from kv_policy.testing import check_policy
 
 SHAPE = CacheShape(layers=1, kv_heads=2, group=3, key_dim=4, value_dim=4)
@@ -42,15 +43,7 @@ def test_it_watches_every_query_under_noise_and_adds_up() -> None:
 
 def test_the_newest_three_tenths_stay_and_the_best_of_the_others() -> None:
     score = torch.tensor([9.0, 1, 8, 2, 7, 3, 0, 0, 0, 0]).expand(1, 1, 2, 10)
-    view = PlanView(
-        shape=SHAPE,
-        first_layer=0,
-        score=score,
-        position=torch.arange(10).expand(1, 1, 2, 10),
-        tier=torch.full((1, 1, 2, 10), 254, dtype=torch.uint8),
-        length=torch.tensor([10]),
-        budget=torch.tensor([5]),
-    )
+    view = plan_view(score, torch.arange(10).expand(1, 1, 2, 10), [10], [5])
     plan = Keyformer().plan(view)  # 30 % of 5 is 1, rounded down
     assert (plan[0, 0, 0] == 0).nonzero().flatten().tolist() == [0, 2, 4, 5, 9]
     assert Keyformer().shielded(torch.tensor([5, 10, 100])).tolist() == [1, 3, 30]

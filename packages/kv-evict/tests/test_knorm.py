@@ -2,51 +2,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import keyed, planned, quick, step
 from kv_evict import Knorm
-from kv_policy import (
-    DROP,
-    FRESH,
-    NOBODY,
-    Budget,
-    CacheShape,
-    LayerView,
-    Observe,
-    PlanView,
-    StepView,
-    parse,
-)
+from kv_policy import DROP, Budget, CacheShape, LayerView, Observe, parse
 from kv_policy.testing import check_policy
-
-SHAPE = CacheShape(layers=1, kv_heads=3, group=2, key_dim=5, value_dim=4)
-LENGTHS, STORED = (23, 9), (14, 3)  # of two sequences; STORED came with earlier passes
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def ragged(seed: int) -> LayerView:
-    """Heads that each hold other tokens of the earlier passes."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((2, 3, 25), -1)
-    for b in range(2):
-        for h in range(3):
-            count = int(torch.randint(1, STORED[b] + 1, (), generator=draw))
-            old = torch.randperm(STORED[b], generator=draw)[:count].sort().values
-            held = torch.cat([old, torch.arange(STORED[b], LENGTHS[b])])
-            position[b, h, : len(held)] = held
-    keys = torch.randn(*position.shape, 5, generator=draw, dtype=torch.float64)
-    fresh = position >= torch.tensor(STORED)[:, None, None]
-    return LayerView(
-        layer=0,
-        shape=SHAPE,
-        position=position,
-        fresh=fresh,
-        score=torch.rand(position.shape, generator=draw, dtype=torch.float64),
-        length=torch.tensor(LENGTHS),
-        keys=keys.masked_fill(position[..., None] < 0, 0),
-    )
 
 
 def norm(key: Tensor) -> float:
@@ -56,7 +19,7 @@ def norm(key: Tensor) -> float:
 @given(st.integers(0, 999))
 @quick
 def test_a_score_is_minus_the_norm_of_the_key(seed: int) -> None:
-    view = ragged(seed)
+    view = keyed(seed)
     assert view.keys is not None
     found = Knorm().score(view)
     for b, h, i in (view.position >= 0).nonzero().tolist():
@@ -66,18 +29,8 @@ def test_a_score_is_minus_the_norm_of_the_key(seed: int) -> None:
 @given(st.integers(0, 999), st.tuples(st.integers(1, 30), st.integers(1, 12)))
 @quick
 def test_each_head_keeps_its_smallest_keys(seed: int, budget: tuple[int, int]) -> None:
-    policy, view = Knorm(), ragged(seed)
-    plan = policy.plan(
-        PlanView(
-            shape=SHAPE,
-            first_layer=0,
-            score=policy.score(view).masked_fill(view.position < 0, torch.nan)[None],
-            position=view.position[None],
-            tier=torch.full_like(view.position[None], FRESH, dtype=torch.uint8),
-            length=view.length,
-            budget=torch.tensor(budget),
-        )
-    )[0]
+    policy, view = Knorm(), keyed(seed)
+    plan = planned(policy, view, budget)
     assert view.keys is not None
     for b in range(2):
         for h in range(3):
@@ -85,30 +38,6 @@ def test_each_head_keeps_its_smallest_keys(seed: int, budget: tuple[int, int]) -
             size = {i: norm(view.keys[b, h, i]) for i in held}
             kept = set(sorted(held, key=lambda i: size[i])[: budget[b]])
             assert {i for i, t in enumerate(plan[b, h].tolist()) if t != DROP} == kept
-
-
-def step(held: dict[int, float], at: int, score: float, budget: int) -> list[int]:
-    """One step of one head that holds these positions and scores, carried out."""
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    answer = Knorm().step(
-        StepView(
-            shape=SHAPE,
-            first_layer=0,
-            candidate=one * score,
-            weakest=one[None] * min(held.values(), default=math.inf),
-            count=torch.full((1, 1, 1, 1), len(held)),
-            cuts=0 * one[None],
-            length=torch.tensor([at + 1]),
-            budget=torch.tensor([budget]),
-        )
-    )
-    stay = set(held)
-    if answer.victim.item() != NOBODY:
-        assert answer.target.item() == DROP
-        stay.remove(min(held, key=lambda p: held[p]))
-    if answer.candidate.item() != DROP:
-        stay.add(at)
-    return sorted(stay)
 
 
 @given(st.integers(0, 999), st.integers(1, 8))
@@ -130,7 +59,7 @@ def test_at_every_moment_the_smallest_keys_so_far_are_kept(seed: int, budget: in
             keys=keys[None, None, at : at + 1],
         )
         scores[at] = Knorm().score(arriving).item()
-        held = step({p: scores[p] for p in held}, at, scores[at], budget)
+        held = step(Knorm(), {p: scores[p] for p in held}, at, scores[at], budget)
         assert held == sorted(sorted(range(at + 1), key=lambda p: norm(keys[p]))[:budget])
 
 

@@ -2,50 +2,19 @@ from math import floor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kv_evict import PyramidKV, SnapKV
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from evict_cases import (
+    check_counts,
+    check_scores_of_snapkv,
+    plan_at_random,
+    quick,
+    ragged,
+)
+from kv_evict import PyramidKV
+from kv_policy import DROP, Budget, Observe, parse
 from kv_policy.testing import check_policy
-
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def ragged(seed: int, layers: int, lengths: list[int], whole: bool = False) -> Tensor:
-    """Positions [N B H L]: each head holds other old tokens (all if `whole`), and the newest 5."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((layers, len(lengths), 3, max(lengths) + 2), -1)
-    for n in range(layers):
-        for b, length in enumerate(lengths):
-            for h in range(3):
-                old = max(length - 5, 0)
-                count = old if whole else int(torch.randint(0, old + 1, (), generator=draw))
-                some = torch.randperm(old, generator=draw)[:count].sort().values
-                held = torch.cat([some, torch.arange(old, length)])
-                position[n, b, h, : len(held)] = held
-    return position
-
-
-def plan_of(
-    policy: PyramidKV, position: Tensor, lengths: list[int], budgets: list[int], seed: int
-) -> tuple[Tensor, Tensor]:
-    """The plan, and the scores it was made from; the window's are infinite."""
-    draw = torch.Generator().manual_seed(seed)
-    score = torch.rand(position.shape, generator=draw)
-    newest = torch.tensor(lengths)[:, None, None] - policy.window
-    score = score.masked_fill(position >= newest, torch.inf)
-    view = PlanView(
-        shape=CacheShape(len(position), position.shape[2], group=2, key_dim=4, value_dim=4),
-        first_layer=0,
-        score=score.masked_fill(position < 0, torch.nan),
-        position=position,
-        tier=torch.full_like(position, FRESH, dtype=torch.uint8),
-        length=torch.tensor(lengths),
-        budget=torch.tensor(budgets),
-    )
-    return policy.plan(view), score
 
 
 def by_hand(
@@ -81,62 +50,43 @@ def test_heads_keep_what_their_layer_is_given(
     beta: float,
 ) -> None:
     policy = PyramidKV(window=window, beta=beta)
-    position, budgets = ragged(seed, layers, list(lengths)), [window + m for m in more]
-    plan, score = plan_of(policy, position, list(lengths), budgets, seed)
+    old = [max(length - 5, 0) for length in lengths]
+    position, budgets = ragged(seed, layers, lengths, old), [window + m for m in more]
+    plan, score = plan_at_random(policy, position, lengths, budgets, seed)
     for b, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
-        for n in range(layers):
-            counts = by_hand(policy, n, layers, length, budget)
-            for h in range(3):
-                worth = dict(zip(position[n, b, h].tolist(), score[n, b, h].tolist(), strict=True))
-                worth.pop(-1, None)
-                order = sorted(worth, key=lambda p: (-worth[p], p))
-                kept = position[n, b, h][plan[n, b, h] != DROP].tolist()
-                assert kept in [sorted(order[:count]) for count in counts]
+        each = [by_hand(policy, n, layers, length, budget) for n in range(layers)]
+        counts = [choices for choices in each for _ in range(3)]
+        check_counts(plan[:, b], score[:, b], position[:, b], counts)
         assert (plan[:, b] != DROP).sum() <= budget * layers * 3
 
 
 def test_the_first_layer_keeps_most_and_the_last_a_part_of_the_average() -> None:
     policy, lengths = PyramidKV(window=4, beta=4.0), [300]
-    plan, _ = plan_of(policy, ragged(0, 4, lengths, whole=True), lengths, [44], 0)
+    plan, _ = plan_at_random(policy, ragged(0, 4, lengths, [0]), lengths, [44])
     # 40 beside the window: from 70 to 10 by 20
     assert (plan != DROP).sum(-1)[:, 0, 0].tolist() == [74, 54, 34, 14]
-    flat, _ = plan_of(
-        PyramidKV(window=4, beta=1.0), ragged(0, 4, lengths, whole=True), lengths, [44], 0
+    flat, _ = plan_at_random(
+        PyramidKV(window=4, beta=1.0), ragged(0, 4, lengths, [0]), lengths, [44]
     )
     assert (flat != DROP).sum(-1).unique().tolist() == [44]
 
 
 def test_in_a_short_prompt_the_pyramid_is_flatter() -> None:
     policy, lengths = PyramidKV(window=4, beta=4.0), [64]
-    plan, _ = plan_of(policy, ragged(0, 3, lengths, whole=True), lengths, [44], 0)
+    plan, _ = plan_at_random(policy, ragged(0, 3, lengths, [0]), lengths, [44])
     # the first layer has no more than 60 beside its window, so the last keeps 20
     assert (plan != DROP).sum(-1)[:, 0, 0].tolist() == [64, 44, 24]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20, 44])
 def test_a_prompt_that_fits_the_budget_is_kept_whole(tokens: int) -> None:
-    position = ragged(0, 3, [tokens], whole=True)
-    plan, _ = plan_of(PyramidKV(window=4), position, [tokens], [44], 0)
+    position = ragged(0, 3, [tokens], [0])
+    plan, _ = plan_at_random(PyramidKV(window=4), position, [tokens], [44])
     assert torch.equal(plan != DROP, position >= 0)
 
 
 def test_scores_are_those_of_snapkv() -> None:
-    draw = torch.Generator().manual_seed(0)
-    position = ragged(1, 1, [30, 11])[0]
-    seen = (torch.tensor([30, 11])[:, None, None] - position).clamp(max=4)
-    view = LayerView(
-        layer=0,
-        shape=CacheShape(layers=1, kv_heads=3, group=2, key_dim=4, value_dim=4),
-        position=position,
-        fresh=position >= 6,
-        score=torch.rand(position.shape, generator=draw).masked_fill(position >= 6, 0),
-        length=torch.tensor([30, 11]),
-        mass=torch.rand(position.shape, generator=draw).masked_fill(position < 0, 0),
-        seen=seen.masked_fill(position < 0, 0),
-    )
-    for options in ({"pool": 3}, {"pool": 5, "pooling": "max"}):
-        found = PyramidKV(window=4, **options).score(view)
-        assert torch.equal(found, SnapKV(window=4, **options).score(view))
+    check_scores_of_snapkv(PyramidKV)
 
 
 @pytest.mark.parametrize(

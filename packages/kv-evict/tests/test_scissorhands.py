@@ -3,27 +3,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evict_cases import SHAPE, best, planned, quick, ragged, step, worth
 from kv_evict import Scissorhands
-from kv_policy import (
-    DROP,
-    FRESH,
-    NOBODY,
-    Budget,
-    CacheShape,
-    LayerView,
-    Observe,
-    PlanView,
-    StepView,
-    parse,
-)
+from kv_policy import DROP, Budget, LayerView, Observe, parse
 from kv_policy.testing import check_policy
-
-SHAPE = CacheShape(layers=1, kv_heads=3, group=2, key_dim=4, value_dim=4)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def view_of(
@@ -43,16 +30,10 @@ def view_of(
     )
 
 
-def ragged(seed: int, before: list[int], length: list[int], window: int) -> LayerView:
+def looked_at(seed: int, before: list[int], length: list[int], window: int) -> LayerView:
     """Heads that each hold other tokens of the earlier passes, and what the last queries give."""
     draw = torch.Generator().manual_seed(seed)
-    position = torch.full((len(length), 3, max(length) + 2), -1)
-    for b, (first, end) in enumerate(zip(before, length, strict=True)):
-        for h in range(3):
-            count = int(torch.randint(0, first + 1, (), generator=draw))
-            old = torch.randperm(first, generator=draw)[:count].sort().values
-            held = torch.cat([old, torch.arange(first, end)])
-            position[b, h, : len(held)] = held
+    position = ragged(seed, 1, length, before)[0]
     watched = torch.maximum(torch.tensor(before), torch.tensor(length) - window)[:, None, None]
     seen = torch.tensor(length)[:, None, None] - torch.maximum(watched, position + 1)
     old = torch.rand(position.shape, generator=draw, dtype=torch.float64)
@@ -65,7 +46,7 @@ def ragged(seed: int, before: list[int], length: list[int], window: int) -> Laye
 @quick
 def test_a_score_is_the_share_of_queries_that_looked(seed: int, window: int, sinks: int) -> None:
     before, length = [14, 3, 0], [23, 4, 9]
-    view = ragged(seed, before, length, window)
+    view = looked_at(seed, before, length, window)
     assert view.mass is not None
     assert view.seen is not None
     found = Scissorhands(window=window, sinks=sinks).score(view)
@@ -118,56 +99,19 @@ def test_sinks_and_the_newest_stay_and_the_best_of_the_others(
 ) -> None:
     budget, length = sinks + recent + more, [23, 4, 9]
     policy = Scissorhands(Budget(budget), recent=recent, sinks=sinks)
-    view = ragged(seed, [14, 3, 0], length, policy.window)
+    view = looked_at(seed, [14, 3, 0], length, policy.window)
     score = policy.score(view)
-    plan = policy.plan(
-        PlanView(
-            shape=SHAPE,
-            first_layer=0,
-            score=score.masked_fill(view.position < 0, torch.nan)[None],
-            position=view.position[None],
-            tier=torch.full_like(view.position[None], FRESH, dtype=torch.uint8),
-            length=view.length,
-            budget=torch.tensor([budget] * 3),
-        )
-    )[0]
+    plan = planned(policy, view, [budget] * 3)
     for b in range(3):
         for h in range(3):
-            worth = dict(zip(view.position[b, h].tolist(), score[b, h].tolist(), strict=True))
-            worth.pop(-1, None)
-            sure = [p for p in worth if p < sinks or p >= length[b] - recent]
-            others = sorted(set(worth) - set(sure), key=lambda p: (-worth[p], p))
-            kept = sorted({*sure, *others[: budget - len(sure)]})
+            others = worth(view.position[b, h], score[b, h])
+            tokens = len(others)
+            sure = [p for p in others if p < sinks or p >= length[b] - recent]
+            for p in sure:
+                del others[p]
+            kept = sorted([*sure, *best(others, budget - len(sure))])
             assert view.position[b, h][plan[b, h] != DROP].tolist() == kept
-            assert len(kept) == min(budget, len(worth))
-
-
-def step(
-    policy: Scissorhands, held: dict[int, float], at: int, score: float, budget: int
-) -> list[int]:
-    """One step of one head that holds these positions and scores, carried out."""
-    newer = at + 1 - int(policy.shielded(torch.tensor([budget])))
-    may_go = {p: s for p, s in held.items() if p < newer}
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    answer = policy.step(
-        StepView(
-            shape=SHAPE,
-            first_layer=0,
-            candidate=one * score,
-            weakest=one[None] * min(may_go.values(), default=math.inf),
-            count=torch.full((1, 1, 1, 1), len(held)),
-            cuts=0 * one[None],
-            length=torch.tensor([at + 1]),
-            budget=torch.tensor([budget]),
-        )
-    )
-    stay = set(held)
-    if answer.victim.item() != NOBODY:
-        assert answer.target.item() == DROP
-        stay.remove(min(may_go, key=lambda p: may_go[p]))
-    if answer.candidate.item() != DROP:
-        stay.add(at)
-    return sorted(stay)
+            assert len(kept) == min(budget, tokens)
 
 
 @given(st.permutations(range(20)), st.integers(0, 2), st.integers(0, 4), st.integers(1, 4))

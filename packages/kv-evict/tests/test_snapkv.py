@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from evict_cases import planned
 from kv_evict import SnapKV
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from kv_policy import DROP, Budget, CacheShape, LayerView, Observe, parse
 from kv_policy.testing import check_policy
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
@@ -130,20 +131,8 @@ def prompt(
 
 
 def kept(policy: SnapKV, view: LayerView) -> list[list[int]]:
-    plan = policy.plan(
-        PlanView(
-            shape=view.shape,
-            first_layer=0,
-            score=policy.score(view)[None],
-            position=view.position[None],
-            tier=torch.full_like(view.position[None], FRESH, dtype=torch.uint8),
-            length=view.length,
-            budget=torch.tensor([int(policy.budget.amount)]),
-        )
-    )
-    return [
-        view.position[0, h][plan[0, 0, h] != DROP].tolist() for h in range(view.position.shape[1])
-    ]
+    plan = planned(policy, view, [int(policy.budget.amount)])
+    return [view.position[0, h][plan[0, h] != DROP].tolist() for h in range(plan.shape[1])]
 
 
 @pytest.mark.parametrize("group", ["mean", "sum", "max"])

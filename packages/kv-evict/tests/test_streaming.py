@@ -1,26 +1,14 @@
-import math
-
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from evict_cases import plan_view, quick, step
 from kv_evict import Streaming
-from kv_policy import (
-    DROP,
-    FRESH,
-    NOBODY,
-    Budget,
-    CacheShape,
-    LayerView,
-    PlanView,
-    StepView,
-    parse,
-)
+from kv_policy import DROP, Budget, CacheShape, LayerView, parse
 from kv_policy.testing import check_policy
 
 SHAPE = CacheShape(layers=1, kv_heads=1, group=1, key_dim=4, value_dim=4)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 class Host:
@@ -29,8 +17,15 @@ class Host:
     def __init__(self, policy: Streaming) -> None:
         self.policy = policy
         self.seen = 0
-        self.kept: list[int] = []
-        self.scores: list[float] = []
+        self.held: dict[int, float] = {}
+
+    @property
+    def kept(self) -> list[int]:
+        return list(self.held)
+
+    @property
+    def budget(self) -> int:
+        return int(self.policy.budget.amount)
 
     def score(self, positions: list[int], fresh: int) -> list[float]:
         held = len(positions) - fresh
@@ -48,43 +43,19 @@ class Host:
         positions = [*self.kept, *range(self.seen, self.seen + tokens)]
         self.seen += tokens
         scores = self.score(positions, tokens)
-        view = PlanView(
-            shape=SHAPE,
-            first_layer=0,
-            score=torch.tensor([[[scores]]]),
-            position=torch.tensor([[[positions]]]),
-            tier=torch.full((1, 1, 1, len(positions)), FRESH, dtype=torch.uint8),
-            length=torch.tensor([self.seen]),
-            budget=torch.tensor([int(self.policy.budget.amount)]),
-        )
-        stay = (self.policy.plan(view) != DROP).flatten().tolist()
-        self.kept = [p for p, s in zip(positions, stay, strict=True) if s]
-        self.scores = [x for x, s in zip(scores, stay, strict=True) if s]
+        lead = (1, 1, 1, len(positions))
+        place, score = torch.tensor(positions).view(lead), torch.tensor(scores).view(lead)
+        plan = self.policy.plan(plan_view(score, place, [self.seen], [self.budget]))
+        stay = (plan != DROP).flatten().tolist()
+        every = zip(positions, scores, stay, strict=True)
+        self.held = {p: x for p, x, s in every if s}
 
     def generate(self) -> None:
         position, self.seen = self.seen, self.seen + 1
         (score,) = self.score([position], 1)
-        weakest = min(self.scores, default=math.inf)
-        one = torch.ones(1, 1, 1)
-        step = self.policy.step(
-            StepView(
-                shape=SHAPE,
-                first_layer=0,
-                candidate=one * score,
-                weakest=one[None] * weakest,
-                count=(one[None] * len(self.kept)).long(),
-                cuts=0 * one[None],
-                length=torch.tensor([self.seen]),
-                budget=torch.tensor([int(self.policy.budget.amount)]),
-            )
-        )
-        if step.victim.item() != NOBODY:
-            assert step.target.item() == DROP
-            gone = self.scores.index(weakest)
-            del self.kept[gone], self.scores[gone]
-        if step.candidate.item() != DROP:
-            self.kept.append(position)
-            self.scores.append(score)
+        scores = {**self.held, position: score}
+        stay = step(self.policy, self.held, position, score, self.budget)
+        self.held = {p: scores[p] for p in stay}
 
 
 def sinks_and_recent(seen: int, sinks: int, budget: int) -> list[int]:

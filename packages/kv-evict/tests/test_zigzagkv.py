@@ -3,53 +3,23 @@ from math import floor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kv_evict import SnapKV, ZigZagKV
-from kv_policy import DROP, FRESH, Budget, CacheShape, LayerView, Observe, PlanView, parse
+from evict_cases import (
+    LENGTHS,
+    attended,
+    check_counts,
+    check_scores_of_snapkv,
+    filled,
+    plan_at_random,
+    quick,
+    ragged,
+    shape,
+)
+from kv_evict import ZigZagKV
+from kv_policy import DROP, Budget, Observe, PlanView, parse
 from kv_policy.testing import check_policy
-
-LENGTHS = (30, 11)  # of two sequences; of their tokens the first 6 are stored
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def shape(layers: int) -> CacheShape:
-    return CacheShape(layers, kv_heads=3, group=2, key_dim=4, value_dim=4)
-
-
-def ragged(seed: int, layers: int) -> Tensor:
-    """Positions [N B H L]: each head holds other stored tokens, and all fresh ones."""
-    draw = torch.Generator().manual_seed(seed)
-    position = torch.full((layers, 2, 3, 33), -1)
-    for n in range(layers):
-        for b, length in enumerate(LENGTHS):
-            for h in range(3):
-                count = int(torch.randint(0, 7, (), generator=draw))
-                old = torch.randperm(6, generator=draw)[:count].sort().values
-                held = torch.cat([old, torch.arange(6, length)])
-                position[n, b, h, : len(held)] = held
-    return position
-
-
-def layer_view(seed: int, window: int) -> LayerView:
-    """Attention that is steep in some heads and flat in others."""
-    draw, position = torch.Generator().manual_seed(seed), ragged(seed, 1)[0]
-    length = torch.tensor(LENGTHS)
-    seen = (length[:, None, None] - position).clamp(max=window).masked_fill(position < 0, 0)
-    steep = torch.rand(2, 3, 1, generator=draw, dtype=torch.float64) * 9
-    mass = torch.rand(position.shape, generator=draw, dtype=torch.float64).pow(steep) * seen
-    return LayerView(
-        layer=0,
-        shape=shape(1),
-        position=position,
-        fresh=position >= 6,
-        score=torch.rand(position.shape, generator=draw).masked_fill(position >= 6, 0),
-        length=length,
-        mass=mass,
-        seen=seen,
-    )
 
 
 def needed(mass: list[float], share: float) -> int:
@@ -67,7 +37,7 @@ def needed(mass: list[float], share: float) -> int:
 def test_a_head_needs_the_fewest_tokens_that_hold_the_share(
     seed: int, window: int, share: float
 ) -> None:
-    view = layer_view(seed, window)
+    view = attended(seed, window)
     assert view.mass is not None
     found = ZigZagKV(window=window, share=share).gauge(view)
     for b, length in enumerate(LENGTHS):
@@ -78,7 +48,7 @@ def test_a_head_needs_the_fewest_tokens_that_hold_the_share(
 
 
 def test_one_token_with_all_attention_is_all_a_head_needs() -> None:
-    view = layer_view(0, 4)
+    view = attended(0, 4)
     one = torch.zeros_like(view.position, dtype=torch.float64)
     one[..., 0] = 1
     assert ZigZagKV(window=4).gauge(replace(view, mass=one)).unique().tolist() == [1]
@@ -86,33 +56,6 @@ def test_one_token_with_all_attention_is_all_a_head_needs() -> None:
     need = ZigZagKV(window=4, share=0.5).gauge(replace(view, mass=even))
     older = ((view.position >= 0) & (view.position < view.length[:, None, None] - 4)).sum(-1)
     assert torch.equal(need, (older / 2).ceil())
-
-
-def plan_of(
-    policy: ZigZagKV, position: Tensor, gauge: Tensor, budgets: list[int], seed: int
-) -> tuple[Tensor, Tensor]:
-    """The plan, and the scores it was made from; the window's are infinite."""
-    score = torch.rand(position.shape, generator=torch.Generator().manual_seed(seed))
-    newest = torch.tensor(LENGTHS)[:, None, None] - policy.window
-    score = score.masked_fill(position >= newest, torch.inf)
-    view = PlanView(
-        shape=shape(len(position)),
-        first_layer=0,
-        score=score.masked_fill(position < 0, torch.nan),
-        position=position,
-        tier=torch.full_like(position, FRESH, dtype=torch.uint8),
-        length=torch.tensor(LENGTHS),
-        budget=torch.tensor(budgets),
-        gauge=gauge,
-    )
-    return policy.plan(view), score
-
-
-def filled(asked: list[float], length: int) -> list[float]:
-    """What heads keep of what they are given: beyond the prompt it goes to those that have room."""
-    kept = [min(a, length) for a in asked]
-    room, excess = length * len(asked) - sum(kept), sum(asked) - sum(kept)
-    return [k + (length - k) * min(1, excess / max(room, 1)) for k in kept]
 
 
 def by_hand(policy: ZigZagKV, need: list[list[int]], budget: int) -> list[list[float]]:
@@ -143,19 +86,12 @@ def test_heads_keep_what_their_layer_and_their_need_give_them(
     draw = torch.Generator().manual_seed(seed)
     need = torch.randint(1, 25, (layers, 2, 3), generator=draw)
     position = ragged(seed, layers)
-    plan, score = plan_of(policy, position, need.float(), budgets, seed)
+    plan, score = plan_at_random(policy, position, LENGTHS, budgets, seed, need.float())
     for b, budget in enumerate(budgets):
         asked = [part for heads in by_hand(policy, need[:, b].tolist(), budget) for part in heads]
         parts = filled(asked, LENGTHS[b] - window)
-        for n in range(layers):
-            for h in range(3):
-                worth = dict(zip(position[n, b, h].tolist(), score[n, b, h].tolist(), strict=True))
-                worth.pop(-1, None)
-                order = sorted(worth, key=lambda p: (-worth[p], p))
-                kept = position[n, b, h][plan[n, b, h] != DROP].tolist()
-                # two numbers where rounding decides
-                counts = {floor(parts[3 * n + h] + hair) + window for hair in (-1e-5, 1e-5)}
-                assert kept in [sorted(order[:count]) for count in counts]
+        counts = [{floor(part + hair) + window for hair in (-1e-5, 1e-5)} for part in parts]
+        check_counts(plan[:, b], score[:, b], position[:, b], counts)
         assert (plan[:, b] != DROP).sum() <= budget * layers * 3
 
 
@@ -180,8 +116,7 @@ def test_a_budget_worked_out_by_hand() -> None:
 
 
 def test_scores_are_those_of_snapkv() -> None:
-    view = layer_view(3, 4)
-    assert torch.equal(ZigZagKV(window=4, pool=3).score(view), SnapKV(window=4, pool=3).score(view))
+    check_scores_of_snapkv(ZigZagKV)
 
 
 @pytest.mark.parametrize(

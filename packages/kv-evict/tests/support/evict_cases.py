@@ -1,0 +1,218 @@
+"""What tests of evictors share: heads that hold different tokens, plans and steps carried out."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from kv_evict import SnapKV
+from kv_policy import (
+    DROP,
+    FRESH,
+    NOBODY,
+    CacheShape,
+    LayerView,
+    PlanView,
+    Selector,
+    StepView,
+)
+
+quick: Final[settings] = settings(max_examples=60, deadline=None, derandomize=True)
+
+# Of two sequences: their tokens, and how many of these earlier passes brought.
+LENGTHS: Final[tuple[int, int]] = (30, 11)
+STORED: Final[tuple[int, int]] = (14, 3)
+
+
+def shape(layers: int = 1, heads: int = 3) -> CacheShape:
+    return CacheShape(layers, kv_heads=heads, group=2, key_dim=5, value_dim=4)
+
+
+SHAPE: Final[CacheShape] = shape()
+
+
+def ragged(
+    seed: int,
+    layers: int = 1,
+    lengths: Sequence[int] = LENGTHS,
+    stored: Sequence[int] = STORED,
+    least: int = 0,
+) -> Tensor:
+    """Positions [N B 3 L]: each head holds other stored tokens and all later ones.
+
+    Of the stored tokens it holds `least` or more. The last two places of every head are empty.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    position = torch.full((layers, len(lengths), 3, max(lengths) + 2), -1)
+    for head in torch.cartesian_prod(*map(torch.arange, position.shape[:3])).tolist():
+        length, old = lengths[head[1]], stored[head[1]]
+        count = int(torch.randint(min(least, old), old + 1, (), generator=draw))
+        some = torch.randperm(old, generator=draw)[:count].sort().values
+        held = torch.cat([some, torch.arange(old, length)])
+        position[*head, : len(held)] = held
+    return position
+
+
+def keyed(seed: int) -> LayerView:
+    """A layer of which the keys are given; each head holds at least one stored token."""
+    position = ragged(seed, least=1)[0]
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randn(*position.shape, SHAPE.key_dim, generator=draw, dtype=torch.float64)
+    return LayerView(
+        layer=0,
+        shape=SHAPE,
+        position=position,
+        fresh=position >= torch.tensor(STORED)[:, None, None],
+        score=torch.rand(position.shape, generator=draw, dtype=torch.float64),
+        length=torch.tensor(LENGTHS),
+        keys=keys.masked_fill(position[..., None] < 0, 0),
+    )
+
+
+def attended(seed: int, window: int) -> LayerView:
+    """A layer with the attention of the last queries, steep in some heads and flat in others."""
+    draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
+    length = torch.tensor(LENGTHS)
+    fresh = position >= torch.tensor(STORED)[:, None, None]
+    seen = (length[:, None, None] - position).clamp(max=window).masked_fill(position < 0, 0)
+    steep = torch.rand(2, 3, 1, generator=draw, dtype=torch.float64) * 9
+    mass = torch.rand(position.shape, generator=draw, dtype=torch.float64).pow(steep) * seen
+    return LayerView(
+        layer=0,
+        shape=SHAPE,
+        position=position,
+        fresh=fresh,
+        score=torch.rand(position.shape, generator=draw).masked_fill(fresh, 0),
+        length=length,
+        mass=mass,
+        seen=seen,
+    )
+
+
+def check_scores_of_snapkv(policy: type[SnapKV]) -> None:
+    """Compare a policy's scores with SnapKV's under the same parameters."""
+    view = attended(3, window=4)
+    for options in ({"pool": 3}, {"pool": 5, "pooling": "max"}):
+        found = policy(window=4, **options).score(view)
+        assert torch.equal(found, SnapKV(window=4, **options).score(view))
+
+
+def random_scores(seed: int, position: Tensor, lengths: Sequence[int], window: int) -> Tensor:
+    """Scores [N B H L] from 0 to 1; those of the newest tokens, the window, are infinite."""
+    score = torch.rand(position.shape, generator=torch.Generator().manual_seed(seed))
+    newest = torch.tensor(lengths)[:, None, None] - window
+    return score.masked_fill(position >= newest, torch.inf)
+
+
+def plan_view(
+    score: Tensor,
+    position: Tensor,
+    lengths: Sequence[int],
+    budgets: Sequence[int],
+    gauge: Tensor | None = None,
+) -> PlanView:
+    """What is planned after a prompt, of scores and positions [N B H L] in the tier FRESH.
+
+    Where there is no token the score is NaN, which must not matter.
+    """
+    return PlanView(
+        shape=shape(len(position), position.shape[2]),
+        first_layer=0,
+        score=score.masked_fill(position < 0, torch.nan),
+        position=position,
+        tier=torch.full_like(position, FRESH, dtype=torch.uint8),
+        length=torch.tensor(lengths),
+        budget=torch.tensor(budgets),
+        gauge=gauge,
+    )
+
+
+def plan_at_random(
+    policy: SnapKV,
+    position: Tensor,
+    lengths: Sequence[int],
+    budgets: Sequence[int],
+    seed: int = 0,
+    gauge: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A plan, and the random scores it was made from."""
+    score = random_scores(seed, position, lengths, policy.window)
+    return policy.plan(plan_view(score, position, lengths, budgets, gauge)), score
+
+
+def planned(policy: Selector, view: LayerView, budgets: Sequence[int]) -> Tensor:
+    """The plan [B H L] for a layer, by the scores that the policy gives it."""
+    score, lengths = policy.score(view)[None], view.length.tolist()
+    return policy.plan(plan_view(score, view.position[None], lengths, budgets))[0]
+
+
+def worth(position: Tensor, score: Tensor) -> dict[int, float]:
+    """The tokens of a head, and their scores."""
+    each = zip(position.tolist(), score.tolist(), strict=True)
+    return {p: s for p, s in each if p >= 0}
+
+
+def best(scores: dict[int, float], count: int) -> list[int]:
+    """The tokens of the highest scores, of equal ones the earlier, in order of position."""
+    return sorted(sorted(scores, key=lambda p: (-scores[p], p))[:count])
+
+
+def check_counts(
+    plan: Tensor, score: Tensor, position: Tensor, counts: Iterable[Iterable[int]]
+) -> None:
+    """Compare a sequence's plan [N H L] with the best of each head.
+
+    How many a head keeps is given head by head; of several numbers where rounding decides.
+    """
+    heads = (x.flatten(0, 1) for x in (plan, score, position))
+    for tiers, scores, places, choices in zip(*heads, counts, strict=True):
+        mine = worth(places, scores)
+        assert places[tiers != DROP].tolist() in [best(mine, count) for count in choices]
+
+
+def filled(asked: list[float], length: int) -> list[float]:
+    """What heads keep of what they are given: beyond the prompt it goes to those that have room."""
+    kept = [min(a, length) for a in asked]
+    room, excess = length * len(asked) - sum(kept), sum(asked) - sum(kept)
+    return [k + (length - k) * min(1, excess / max(room, 1)) for k in kept]
+
+
+def step(
+    policy: Selector,
+    held: dict[int, float],
+    at: int,
+    score: float,
+    budget: int,
+    share: float = 0.0,
+) -> list[int]:
+    """One step of one head that holds these positions and scores, carried out.
+
+    The token at position `at` arrives; `share` is the cut that was made after the prompt.
+    """
+    shielded = policy.shielded(torch.tensor([budget]))
+    newer = at + 1 - (0 if shielded is None else int(shielded))
+    may_go = {p: s for p, s in held.items() if p < newer}
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    answer = policy.step(
+        StepView(
+            shape=SHAPE,
+            first_layer=0,
+            candidate=one * score,
+            weakest=one[None] * min(may_go.values(), default=math.inf),
+            count=torch.full((1, 1, 1, 1), len(held)),
+            cuts=share * one[None],
+            length=torch.tensor([at + 1]),
+            budget=torch.tensor([budget]),
+        )
+    )
+    stay = set(held)
+    if answer.victim.item() != NOBODY:
+        assert answer.target.item() == DROP
+        stay.remove(min(may_go, key=lambda p: may_go[p]))
+    assert answer.candidate.item() in (0, DROP)
+    if answer.candidate.item() != DROP:
+        stay.add(at)
+    return sorted(stay)
