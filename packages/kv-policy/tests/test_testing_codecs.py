@@ -1,0 +1,140 @@
+"""The check of codecs notices each law that is broken."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_policy import BitLayout, RawCodec
+from kv_policy.testing import check_codec
+
+
+@dataclass(frozen=True)
+class Eight:
+    """Integers of 8 bits from -1 to 1, and what a subclass breaks."""
+
+    dim: int = 12
+    block: ClassVar[int] = 1
+
+    @property
+    def layout(self) -> BitLayout | None:
+        return BitLayout(self.dim, 8, self.dim)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.dim, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        codes = ((x[:, 0].float().nan_to_num().clamp(-1, 1) + 1) * 127).round().to(torch.uint8)
+        meta = torch.tensor([1 / 127, -1], dtype=torch.float16).view(torch.uint8)
+        return torch.cat([codes, meta.expand(len(x), 4)], 1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        scale = torch.tensor(1 / 127, dtype=torch.float16).float()
+        return (data[:, : self.dim].float() * scale - 1)[:, None]
+
+    def bound(self, x: Tensor) -> Tensor:
+        return (x.abs() - 1).clamp(min=0).double() + 0.006
+
+
+def test_a_good_codec_passes() -> None:
+    check_codec(Eight())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        check_codec(RawCodec(7, dtype))
+
+
+class Short(Eight):
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.dim, 5)
+
+
+class Signed(Eight):
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x).to(torch.int16)
+
+
+class Boastful(Eight):
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, 0.001)
+
+
+class Vague(Eight):
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, torch.inf)
+
+
+class Batchwise(Eight):
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x / x.abs().amax().clamp(min=1))
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, 1e38)
+
+
+class Leaky(Eight):
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x.where(x.isfinite().all(), 0))
+
+
+class Moved(Eight):
+    """Codes lie in reverse, which the layout does not say."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x.flip(-1))
+
+    def decode(self, data: Tensor) -> Tensor:
+        return super().decode(data).flip(-1)
+
+
+class Shared(Eight):
+    """The layout gives two tokens one scale, and a block has one token."""
+
+    @property
+    def layout(self) -> BitLayout | None:
+        return BitLayout(self.dim, 8, self.dim, tokens=2)
+
+
+class Whole(Eight):
+    def decode(self, data: Tensor) -> Tensor:
+        return super().decode(data.view(torch.float32).view(torch.uint8))
+
+
+class Eager(Eight):
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x.clamp_(-1, 1))
+
+
+class Nonempty(Eight):
+    def decode(self, data: Tensor) -> Tensor:
+        return super().decode(data) + data.max() * 0
+
+
+class Noisy(Eight):
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x + torch.rand(()) * 0.01)
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (Short, "promise (12, 17)"),
+        (Signed, "encode gives torch.int16; it must give uint8"),
+        (Boastful, "more than bound(x) says for normal vectors"),
+        (Vague, "the bound of normal vectors is infinite: it says nothing"),
+        (Batchwise, "a block encoded alone has other bytes than the same block in a batch"),
+        (Leaky, "an infinity or a NaN in one block changes the bytes of another"),
+        (Moved, "decode does not give code * scale + zero of its own layout"),
+        (Shared, "2 tokens that share scales and so parts (12, 0); the codec has 12, blocks of 1"),
+        (Whole, "decode failed on bytes inside a page"),
+        (Eager, "encode changed its input"),
+        (Nonempty, "decode failed on the bytes of no vectors"),
+        (Noisy, "encode gave other bytes the second time"),
+    ],
+)
+def test_a_broken_codec_is_told_its_law(broken: type[Eight], law: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        check_codec(broken())
+    assert law in str(error.value)

@@ -1,0 +1,89 @@
+"""The conformance check notices each law that plans can break."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_policy import DROP, Capabilities, PlanView
+from lawful import Good, refusal
+
+
+class Greedy(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        return super().plan(replace(view, budget=view.budget + 1))
+
+
+class Stingy(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        plan = super().plan(view)
+        return torch.where(view.position == 0, DROP, plan)
+
+
+class Unpadded(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        return torch.where(view.position >= 0, super().plan(view), 0).to(torch.uint8)
+
+
+class Lost(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        return torch.where(super().plan(view) == 0, 1, DROP).to(torch.uint8)
+
+
+class Wide(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        return super().plan(view).long()
+
+
+class Shares(Good):
+    """Sequences of a batch share the smallest budget."""
+
+    def plan(self, view: PlanView) -> Tensor:
+        return super().plan(replace(view, budget=view.budget.min().expand_as(view.budget)))
+
+
+class Random(Good):
+    def plan(self, view: PlanView) -> Tensor:
+        scores = torch.rand_like(view.score).where(view.score < torch.inf, torch.inf)
+        return super().plan(replace(view, score=scores))
+
+
+class Mute(Good):
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+
+class Rises(Good):
+    @property
+    def tiers(self) -> int:
+        return 2
+
+
+class Small(Good):
+    @property
+    def protected(self) -> int:
+        return 2000
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (Greedy, "its budget of 3 per head allows 12"),
+        (Stingy, "plan drops a token whose score is infinite: a protected one"),
+        (Unpadded, "plan keeps a place that holds no token"),
+        (Lost, "plan sends tokens to a tier other than 0 to 0 and DROP"),
+        (Wide, "plan gave torch.int64"),
+        (Shares, "plans of a sequence depend on the other sequences"),
+        (Random, "plan differs the second time"),
+        (Mute, "plan drops tokens, and the capabilities say shortens=False"),
+        (Rises, "plan sends a stored token back to an earlier tier than it is in"),
+        (Small, "the budget of 1024 tokens is below the 2000 it protects"),
+    ],
+)
+def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
+    assert law in refusal(broken())

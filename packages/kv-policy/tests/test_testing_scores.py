@@ -1,0 +1,94 @@
+"""The conformance check notices each law that scores can break."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_policy import LayerView, Observe, protect
+from lawful import Good, refusal
+
+
+class Impure(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view) + torch.rand(())
+
+
+class Writes(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return protect(view.score.add_(1), view, first=self.sinks)
+
+
+class Flat(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view).sum(1)
+
+
+class Nan(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view).where(view.position != 1, torch.nan)
+
+
+class Sized(Good):
+    @property
+    def observe(self) -> Observe:
+        return Observe(last=4, skip=2, generated=True)
+
+    def score(self, view: LayerView) -> Tensor:
+        return protect(view.mass / view.seen, view, first=self.sinks)  # 0 / 0 is NaN
+
+
+class Careful(Good):
+    """Asks for values without saying that it reads them."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return view.values.norm(dim=-1)
+
+
+class Overprotects(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return protect(super().score(view), view, first=self.sinks + 1)
+
+
+class Clings(Good):
+    """Protects the newest token, whose score stays when it is no longer the newest."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return protect(view.position.float(), view, first=self.sinks - 1, last=1)
+
+
+class Mixes(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view) - view.length.float().mean()
+
+
+class Padded(Good):
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view) + view.position.shape[-1]
+
+
+class Normalized(Good):
+    """Heads compete, and splits_heads is still said."""
+
+    def score(self, view: LayerView) -> Tensor:
+        norm = view.keys.norm(dim=-1)
+        return protect(norm / norm.sum(1, keepdim=True).clamp(min=1), view, first=self.sinks)
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (Impure, "score differs the second time"),
+        (Writes, "score changed the view's score"),
+        (Flat, "score gave torch.float32 of shape"),
+        (Nan, "score gave a token NaN"),
+        (Sized, "score gave a token NaN"),
+        (Careful, "score failed on a view that holds just what the selector says it observes and"),
+        (Overprotects, "score is infinite for more tokens of a head than the 3 protected"),
+        (Clings, "so it would be protected for good"),
+        (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
+        (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
+        (Normalized, "scores of a shard of the heads differ from the whole's"),
+    ],
+)
+def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
+    assert law in refusal(broken())

@@ -1,0 +1,71 @@
+"""The conformance check notices each law that steps can break."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv_policy import DROP, NOBODY, Step, StepView
+from kv_policy.testing import check_policy
+from lawful import Good, refusal
+
+
+class Failing(Good):
+    def step(self, view: StepView) -> Step:
+        raise RuntimeError("no steps")
+
+
+class Hoards(Good):
+    def step(self, view: StepView) -> Step:
+        step = super().step(view)
+        return replace(step, victim=torch.full_like(step.victim, NOBODY))
+
+
+class Climbs(Good):
+    def step(self, view: StepView) -> Step:
+        step = super().step(view)
+        return replace(step, target=torch.zeros_like(step.target))
+
+
+class Empty(Good):
+    def step(self, view: StepView) -> Step:
+        step = super().step(view)
+        return replace(step, victim=torch.zeros_like(step.victim))
+
+
+class Elsewhere(Good):
+    def step(self, view: StepView) -> Step:
+        step = super().step(view)
+        return replace(step, candidate=torch.where(step.candidate == 0, 9, DROP).to(torch.uint8))
+
+
+class Meets(Good):
+    """A step looks at the other sequences."""
+
+    def step(self, view: StepView) -> Step:
+        mean = view.candidate.mean().expand_as(view.candidate)
+        return super().step(replace(view, candidate=mean))
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (Failing, "step failed, though decode says 'step': RuntimeError: no steps"),
+        (Hoards, "a step lets a sequence grow beyond its budget"),
+        (Climbs, "a step moves its victim to no later tier, nor to DROP"),
+        (Empty, "a step takes its victim from an empty tier"),
+        (Elsewhere, "a step sends the candidate to a tier other than 0 to 0 and DROP"),
+        (Meets, "a step depends on other sequences"),
+    ],
+)
+def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
+    assert law in refusal(broken())
+
+
+def test_a_step_of_a_shard_is_checked() -> None:
+    class Neighbours(Good):
+        def step(self, view: StepView) -> Step:
+            return super().step(replace(view, candidate=view.candidate.roll(1, -1)))
+
+    with pytest.raises(AssertionError, match="a step of a shard of the heads differs"):
+        check_policy(Neighbours())
