@@ -30,6 +30,11 @@ class Kinds:
         each = torch.stack([(kind == i).sum(1) for i in range(self.count)]).cpu()
         self._ends = each.cumsum(1).tolist()
 
+    def where(self, kind: int) -> tuple[Int[Tensor, " cells"], Int[Tensor, " cells"]]:
+        """The layer and the head of each cell of a kind."""
+        layer, head = self._where[kind].T
+        return layer, head
+
     def span(self, kind: int, layer: int) -> slice:
         """The cells of a kind that are of this layer."""
         ends = self._ends[kind]

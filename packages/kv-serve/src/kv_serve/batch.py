@@ -1,14 +1,18 @@
 """The storage of one batch: pool, tiers, raw window, and how many tokens were seen."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_paging import PagePool, Tiers, TokenStore, fit
-from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens, PageLayout, Raw, tier_formats
+from kv_attention import DenseTokens, HeadGroup
+from kv_paging import PagePool, RaggedStore, RaggedTiers, Tiers, TokenStore
+from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
+from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
+from kv_serve.ragged_window import RaggedWindow
 from kv_serve.window import RawWindow
 
 
@@ -25,22 +29,14 @@ class Pass:
         return self.position.shape[1] != 1
 
 
-def lay_out(policy: KVPolicy, shape: CacheShape, page_tokens: int) -> tuple[PageLayout, ...]:
-    """Lay out pages of equal size, about `page_tokens` tokens of the first tier in one."""
-    extra = policy.selector is not None
-    return fit(tier_formats(policy, shape), page_tokens, extra, extra)
-
-
 @dataclass
 class Batch:
     """Pages of every tier and the raw window, for all layers of a batch of sequences."""
 
-    shape: CacheShape
-    layouts: tuple[PageLayout, ...]
-    window_size: int
+    layout: Layout
     pool: PagePool
-    tiers: Tiers
-    window: RawWindow | None
+    tiers: Tiers | RaggedTiers
+    window: RawWindow | RaggedWindow | None
     seen: Int[Tensor, " B"]  # tokens per sequence
     columns: int = field(default=0)  # columns of the batch, padding included
     started: bool = field(default=False)  # every sequence has a token
@@ -49,35 +45,49 @@ class Batch:
     def allocate(
         cls,
         policy: KVPolicy,
-        shape: CacheShape,
-        layouts: tuple[PageLayout, ...],
+        layout: Layout,
         sequences: int,
         pages: int | None,
         device: torch.device,
     ) -> "Batch":
         """Make room for a batch; a pool without a size grows as tokens arrive."""
-        pool = PagePool(layouts[0].nbytes, pages or 0, grows=pages is None, device=device)
-        size = policy.formats.window if policy.formats is not None else 0
-        scores = policy.selector is not None
+        pool = PagePool(layout.page_bytes, pages or 0, grows=pages is None, device=device)
+        tiers = layout.tiers(pool, sequences)
         return cls(
-            shape=shape,
-            layouts=layouts,
-            window_size=size,
+            layout=layout,
             pool=pool,
-            tiers=Tiers(
-                pool, layouts, shape.layers, sequences, shape.kv_heads, raw=Raw().bind(shape)[0]
-            ),
-            window=RawWindow(shape, sequences, size, device, scores) if size else None,
+            tiers=tiers,
+            window=layout.raw_window(tiers, sequences, device, policy.selector is not None),
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
         )
 
     @property
-    def stores(self) -> tuple[TokenStore, ...]:
+    def shape(self) -> CacheShape:
+        """What is stored: heads, and the dimensions of the longest vectors."""
+        return self.layout.shape
+
+    @property
+    def window_size(self) -> int:
+        """Tokens of the raw window."""
+        return self.layout.window
+
+    @property
+    def page_tokens(self) -> Int[Tensor, "K N H"]:
+        """Tokens in a page of each tier, layer and head."""
+        return self.layout.page_tokens.to(self.seen.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token of the first tier takes over all layers and heads."""
+        return self.layout.token_bytes
+
+    @property
+    def stores(self) -> tuple[TokenStore | RaggedStore, ...]:
         """Where tokens lie, in the order attention sees them; a tier may have two."""
         return self.tiers.stores
 
     @property
-    def held_stores(self) -> list[tuple[int, TokenStore]]:
+    def held_stores(self) -> list[tuple[int, TokenStore | RaggedStore]]:
         """Tier and store, of those that may hold something of a layer that is attended to.
 
         In the first pass they hold at most what layers before it have just stored.
@@ -86,11 +96,57 @@ class Batch:
         return [(tier, store) for tier, store in pairs if self.columns and store.longest]
 
     def views(self, layer: int) -> list[PagedTokens]:
-        """Give what stands in a layer's pages; good until the next operation."""
-        return [store.view(layer) for _, store in self.held_stores]
+        """Give a layer's pages, where all heads are alike; good until the next operation."""
+        stores = [store for _, store in self.held_stores]
+        return [store.view(layer) for store in stores if isinstance(store, TokenStore)]
+
+    def dense(self, layer: int) -> list[DenseTokens]:
+        """Give what stands in a layer's raw window, where all heads are alike."""
+        raw = self.held_window
+        if raw is None:
+            return []
+        return [DenseTokens(raw.keys(layer), raw.values(layer), raw.position, full=False)]
+
+    def groups(
+        self,
+        layer: int,
+        fresh: DenseTokens,
+        places: Sequence[Int[Tensor, "B H _"] | None] | None,
+    ) -> list[HeadGroup] | None:
+        """Give what the heads of a layer hold, by kind, with fresh tokens; None: all are alike.
+
+        Args:
+            layer: whose heads.
+            fresh: the tokens of the pass, as long as the longest vectors.
+            places: positions of stored tokens, an entry for each of `held_stores`, if needed.
+        """
+        tiers, raw = self.tiers, self.held_window
+        if not isinstance(tiers, RaggedTiers):
+            return None
+        stores = [store for _, store in self.held_stores]
+        found = []
+        for kind, shape in enumerate(self.layout.shapes):
+            heads = tiers.kinds.heads(kind, layer)
+            if not len(heads):
+                continue
+            key = fresh.key[:, heads, :, : shape.key_dim]
+            dense = [replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])]
+            if isinstance(raw, RaggedWindow):
+                dense.insert(0, DenseTokens(*raw.of_kind(kind, layer), raw.position, full=False))
+            found.append(
+                HeadGroup(
+                    heads,
+                    tuple(s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)),
+                    tuple(dense),
+                    None
+                    if places is None
+                    else tuple(None if at is None else at[:, heads] for at in places),
+                )
+            )
+        return found
 
     @property
-    def held_window(self) -> RawWindow | None:
+    def held_window(self) -> RawWindow | RaggedWindow | None:
         """The raw window, once it holds something."""
         return self.window if self.columns else None
 
@@ -128,7 +184,7 @@ class Batch:
             key=key,
             value=value,
             score=score,
-            position=position if self.layouts[0].positions else None,
+            position=position if self.tiers.parts[0].layout.positions else None,
         )
 
     def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
@@ -143,15 +199,14 @@ class Batch:
         """
         if self.pool.grows:
             tokens = tokens + spare
-        per_head = -(-tokens // self.layouts[0].tokens)
-        need = int(per_head.sum()) * self.shape.layers * self.shape.kv_heads
-        self.pool.reserve(max(0, need - self.pool.used))
+        per_head = -(-tokens[:, None, None] // self.page_tokens[0])
+        self.pool.reserve(max(0, int(per_head.sum()) - self.pool.used))
 
     def settle(self) -> None:
         """Give back what a prompt made room for and did not need, where that is worth a copy."""
         pool = self.pool
-        streams = self.stores[0].length.numel()
-        if pool.grows and pool.free > pool.used // 64 + streams * len(self.stores):
+        streams = sum(store.length.numel() for store in self.tiers.parts)
+        if pool.grows and pool.free > pool.used // 64 + streams:
             self.tiers.trim()
 
     def end(self, now: Pass) -> None:
@@ -185,13 +240,13 @@ class Batch:
         self.columns -= columns
         self.tiers.truncate(self.seen)
 
-    def memory(self) -> MemoryReport:
-        """Count what is held."""
-        each = [(int(store.live.sum()), store.layout) for store in self.stores]
+    def memory(self, full_token_bytes: int, basis_bytes: int) -> MemoryReport:
+        """Count what is held, beside an uncompressed cache that takes so much for a token."""
+        each = [(int(store.live.sum()), store.layout) for store in self.tiers.parts]
         vectors = sum(n * lay.format.nbytes // lay.format.block for n, lay in each)
         scores = sum(4 * n * lay.scores for n, lay in each)
         positions = sum(4 * n * lay.positions for n, lay in each)
-        page = self.layouts[0].nbytes
+        page = self.layout.page_bytes
         tokens = self.tiers.counts().sum(0)
         if self.window is not None:
             tokens = tokens + (self.window.position >= 0).sum(-1)[None, :, None]
@@ -203,7 +258,8 @@ class Batch:
             spare_bytes=self.pool.free * page,
             window_bytes=self.window.nbytes if self.window is not None else 0,
             table_bytes=self.tiers.table_bytes + self.pool.table_bytes,
-            full_bytes=int(self.seen.sum()) * self.shape.token_bytes,
+            basis_bytes=basis_bytes,
+            full_bytes=int(self.seen.sum()) * full_token_bytes,
             pages_used=self.pool.used,
             pages_free=self.pool.free,
             page_bytes=page,

@@ -75,12 +75,12 @@ def layer_groups(
                 position=batch.by_head(raw.position),
                 tier=FRESH,
                 fresh=False,
-                score=None if raw.score is None else raw.score[layer],
+                score=raw.scores(layer) if raw.has_scores else None,
                 mass=next(masses, None),
                 seen=next(counts, None),
                 also=next(more, {}),
-                key=raw.key[layer] if "keys" in reads else None,
-                value=raw.value[layer] if "values" in reads else None,
+                key=raw.keys(layer) if "keys" in reads else None,
+                value=raw.values(layer) if "values" in reads else None,
             )
         )
     observed = next(masses, None), next(counts, None), next(more, {})

@@ -131,8 +131,8 @@ class KeepSelected:
         for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
             if group.store is not None:
                 group.store.set_layer_scores(layer, flat(score))
-            elif not group.fresh and batch.window is not None and batch.window.score is not None:
-                batch.window.score[layer] = score
+            elif not group.fresh and batch.window is not None:
+                batch.window.set_scores(layer, score)
 
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
         """Plan some layers together and carry it out, layer by layer."""
@@ -153,7 +153,7 @@ class KeepSelected:
             now.total,
             self._budget,
             batch.window_size,
-            torch.tensor([layout.tokens for layout in batch.layouts], device=now.total.device),
+            batch.page_tokens[..., first : first + len(arrivals), :],
             due,
         )
         if cuts is not None:
@@ -206,8 +206,8 @@ class KeepSelected:
     ) -> None:
         """Append what leaves the window to its tiers, and put the rest into the window."""
         raw = batch.held_window
-        keys = [arrival.key] if raw is None else [raw.key[layer], arrival.key]
-        values = [arrival.value] if raw is None else [raw.value[layer], arrival.value]
+        keys = [arrival.key] if raw is None else [raw.keys(layer), arrival.key]
+        values = [arrival.value] if raw is None else [raw.values(layer), arrival.value]
         scores = scored.split(scored.score)
         loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
         key, value = flat(torch.cat(keys, 2)), flat(torch.cat(values, 2))
@@ -229,8 +229,7 @@ class KeepSelected:
 
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """Budgets of the sequences, in tokens per head."""
-        heads = batch.shape.layers * batch.shape.kv_heads
-        token_bytes = round(batch.layouts[0].token_bytes * heads)
+        token_bytes = batch.token_bytes
         least = max(1, self.selector.protected)
         own = self.selector.budget
         if own is None:

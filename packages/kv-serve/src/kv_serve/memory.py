@@ -17,6 +17,7 @@ class MemoryReport:
     spare_bytes: int  # free pages of the pool
     window_bytes: int  # raw recent tokens, with their positions and scores
     table_bytes: int  # page tables, lengths, the list of free pages
+    basis_bytes: int  # maps between vectors and what is stored, where the policy has a basis
     full_bytes: int  # what an uncompressed cache takes for the tokens seen
     pages_used: int
     pages_free: int
@@ -31,7 +32,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """Everything the cache holds."""
-        return self.pages_held_bytes + self.window_bytes + self.table_bytes
+        return self.pages_held_bytes + self.window_bytes + self.table_bytes + self.basis_bytes
 
     @property
     def ratio(self) -> float:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kv_paging import TokenStore
+from kv_paging import RaggedStore, TokenStore
 from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Queries, Selector
 from kv_serve.batch import Pass
 
@@ -19,7 +19,9 @@ class Group:
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
     fresh: bool
-    store: TokenStore | None = None  # where they lie; None: in the window, or nowhere yet
+    store: TokenStore | RaggedStore | None = (
+        None  # where they lie; None: in the window, or nowhere yet
+    )
     score: Float[Tensor, "B H S"] | None = None
     mass: Float[Tensor, "B H S"] | None = None
     seen: Int[Tensor, "B H S"] | None = None
@@ -123,7 +125,7 @@ def plan_layers(
     length: Int[Tensor, " B"],
     budget: Int[Tensor, " B"],
     window: int,
-    page: Int[Tensor, " K"],
+    page: Int[Tensor, "K n H"],
     due: Int[Tensor, " D"] | None,
 ) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n B H"] | None]:
     """Plan some layers together; give each group's tiers, layer by layer, and the plan's cuts.

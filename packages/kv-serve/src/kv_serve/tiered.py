@@ -11,12 +11,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens, attend
+from kv_attention import Attended, DenseTokens, attend, attend_ragged
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
-from kv_serve.batch import Batch, Pass, grid, lay_out
+from kv_serve.bases import Bases, Folded
+from kv_serve.batch import Batch, Pass, grid
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
+from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
+from kv_serve.refusals import check_budgets, check_reads
 
 
 class TieredCache:
@@ -32,6 +35,7 @@ class TieredCache:
         budgets: Sequence[Budget | None] | None = None,
         device: torch.device | str = "cpu",
         backend: str = "torch",
+        folded: Folded = frozenset(),
     ) -> None:
         """Check what is asked; memory is taken when the first tokens arrive.
 
@@ -43,6 +47,8 @@ class TieredCache:
             budgets: a budget per sequence of the batch, None for the policy's own.
             device: where the cache lives.
             backend: name of the attention backend.
+            folded: what comes as coordinates in the policy's basis, because it is folded into the
+                model's weights; with values the output is given in coordinates too.
 
         Raises:
             ValueError: the policy asks for something this cache cannot do, a budget is below what
@@ -52,43 +58,17 @@ class TieredCache:
             raise ValueError(
                 f"a pool of {pages} pages holds nothing; give at least 1, or None to grow"
             )
-        if policy.basis is not None:
-            raise ValueError(
-                f"{policy} stores vectors in a basis of its own, which this cache does not serve; "
-                "leave that part out"
-            )
-        if policy.selector is not None and "queries" in policy.selector.reads and not shape.rope:
-            raise ValueError(
-                f"{policy} turns queries to other positions, which needs the model's rotary "
-                "embedding; this model has none, or one that is not known here"
-            )
+        check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self._device, self._backend, self._pages = torch.device(device), backend, pages
-        self._layouts = lay_out(policy, shape, page_tokens)
+        self.bases = (
+            None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
+        )
+        self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
-        self._check_budgets()
+        check_budgets(policy, self._budgets)
         self.followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
-
-    def _check_budgets(self) -> None:
-        selector = self.policy.selector
-        for budget in self._budgets or ():
-            if budget is not None and selector is None:
-                raise ValueError(
-                    f"{self.policy} keeps every token, so a budget of {budget} has no meaning"
-                )
-            if budget is None or selector is None:
-                continue
-            if selector.budget is None:
-                raise ValueError(
-                    f"{self.policy} keeps what its own rule says, so a budget of {budget} has no "
-                    "meaning; leave the budget out, or change the policy's parameters"
-                )
-            if budget.unit == "tokens" and budget.amount < selector.protected:
-                raise ValueError(
-                    f"a budget of {budget} tokens is smaller than the {selector.protected} that "
-                    f"{self.policy} protects; give at least that many"
-                )
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""
@@ -158,9 +138,7 @@ class TieredCache:
             budgets = tuple(b for b in budgets for _ in range(beams))
         selector = self.policy.selector
         self._keeper = KeepAll() if selector is None else KeepSelected(selector, budgets)
-        return Batch.allocate(
-            self.policy, self.shape, self._layouts, sequences, self._pages, self._device
-        )
+        return Batch.allocate(self.policy, self.layout, sequences, self._pages, self._device)
 
     def attend(
         self,
@@ -176,26 +154,14 @@ class TieredCache:
             RuntimeError: `begin` was not called, or layers come out of order.
             kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
         """
-        now, batch = self._expect(layer)
-        # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
-        dense = [DenseTokens(key, value, now.position, full=None if now.prompt else False)]
-        raw = batch.held_window
-        if raw is not None:
-            held = DenseTokens(raw.key[layer], raw.value[layer], raw.position, full=False)
-            dense.insert(0, held)
+        now, _ = self._expect(layer)
+        value_dim = value.shape[-1]
+        if self.bases is not None:
+            query = self.bases.queries(layer, query)
+            key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe = self.observe
         others = tuple({f.observe for f in self.followers} - {observe})
-        result = attend(
-            query,
-            now.position,
-            batch.views(layer),
-            dense,
-            scale,
-            observe,
-            page_positions=self._positions(batch, layer, observe),
-            backend=self._backend,
-            others=others,
-        )
+        result = self._attended(layer, query, key, value, scale, (observe, *others))
         observed = dict(zip((observe, *others), (result, *result.others), strict=True))
         queries = Queries(query, now.position)
         self.keep(layer, key, value, result, queries)
@@ -203,7 +169,31 @@ class TieredCache:
             follower.keep(layer, key, value, observed[follower.observe], queries)
         if self._pass is None:
             self.followers = ()
-        return result.out
+        return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    def _attended(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        watch: tuple[Observe, ...],
+    ) -> Attended:
+        """Attend over what a layer holds and the fresh tokens, in the space that is stored."""
+        now, batch = self._expect(layer)
+        # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
+        fresh = DenseTokens(key, value, now.position, full=None if now.prompt else False)
+        places = self._positions(batch, layer, watch[0])
+        observe, others, by = watch[0], watch[1:], self._backend
+        groups = batch.groups(layer, fresh, places)
+        if groups is not None:
+            width = value.shape[-1]
+            return attend_ragged(query, now.position, groups, width, scale, observe, by, others)
+        dense = [*batch.dense(layer), fresh]
+        return attend(
+            query, now.position, batch.views(layer), dense, scale, observe, places, by, others
+        )
 
     @property
     def observe(self) -> Observe:
@@ -222,9 +212,10 @@ class TieredCache:
     ) -> None:
         """Store a layer's fresh tokens, given what attention over the layer observed.
 
-        `attend` does this itself. Several empty caches may share the attention of one prompt, which
-        does not depend on them: one attends, and the others keep what was observed for them of the
-        fresh tokens, which is the last entry of `result`.
+        `attend` does this itself. Several empty caches of the same basis may share the attention of
+        one prompt, which does not depend on them: one attends, and the others keep what was
+        observed for them of the fresh tokens, which is the last entry of `result`. Keys and values
+        are as they are stored: coordinates, if the policy has a basis.
 
         Raises:
             RuntimeError: `begin` was not called, or layers come out of order.
@@ -285,7 +276,8 @@ class TieredCache:
 
     def memory(self) -> MemoryReport:
         """Count what is held, by name."""
+        basis = 0 if self.bases is None else self.bases.nbytes
         if self.batch is not None:
-            return self.batch.memory()
-        none = torch.zeros(self.shape.layers, 0, self.shape.kv_heads, dtype=torch.long)
-        return MemoryReport(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, self._layouts[0].nbytes, none)
+            return self.batch.memory(self.shape.token_bytes, basis)
+        none = torch.zeros(self.shape.layers, 0, self.layout.shape.kv_heads, dtype=torch.long)
+        return MemoryReport(0, 0, 0, 0, 0, 0, 0, basis, 0, 0, 0, self.layout.page_bytes, none)

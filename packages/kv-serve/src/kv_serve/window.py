@@ -33,6 +33,33 @@ class RawWindow:
             held.append(self.score)
         return sum(t.numel() * t.element_size() for t in held)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether each token carries a score."""
+        return self.score is not None
+
+    def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
+        """A layer's keys, by slot."""
+        return self.key[layer]
+
+    def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
+        """A layer's values, by slot."""
+        return self.value[layer]
+
+    def scores(self, layer: int) -> Float[Tensor, "B H W"]:
+        """A layer's scores, by slot.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+        if self.score is None:
+            raise ValueError("tokens of this window carry no scores; make it with scores=True")
+        return self.score[layer]
+
+    def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
+        """Give a layer's tokens new scores."""
+        self.scores(layer).copy_(score)
+
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
         """Which positions are among the newest `size` of `total` tokens."""
         return (position >= 0) & (position >= total[:, None] - self.size)

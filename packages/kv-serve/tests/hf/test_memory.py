@@ -56,6 +56,7 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
             report.spare_bytes,
             report.window_bytes,
             report.table_bytes,
+            report.basis_bytes,
         )
         assert min(named) >= 0
         assert sum(named) == report.total_bytes

@@ -11,11 +11,14 @@ from torch import Tensor
 from kv_policy import (
     DROP,
     NOBODY,
+    Basis,
     Budget,
     CacheShape,
     Evictor,
     Formats,
+    HeadBasis,
     KVPolicy,
+    LayerBasis,
     LayerView,
     Observe,
     Part,
@@ -158,6 +161,44 @@ class Ladder(Evictor):
         victim = torch.where(spill, 0, torch.where(leave, 1, NOBODY)).to(torch.uint8)
         target = torch.where(spill, 1, DROP).to(torch.uint8)
         return Step(first, victim, target)
+
+
+@dataclass(frozen=True)
+class Turned(Part):
+    """Bases at random: orthonormal, or pairs that are not, with ranks from a list."""
+
+    name: ClassVar[str] = "turned"
+    key_ranks: str = "6"  # taken in turn by layers and heads
+    value_ranks: str = "5"
+    together: Annotated[int, Meta(ge=1)] = 1
+    paired: bool = False
+
+    @property
+    def basis(self) -> Basis:
+        return self
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        return LayerBasis(
+            self._maps(layer, shape, shape.key_dim, self.key_ranks, 0),
+            self._maps(layer, shape, shape.value_dim, self.value_ranks, 1),
+        )
+
+    def _maps(self, layer: int, shape: CacheShape, dim: int, text: str, seed: int) -> HeadBasis:
+        g = torch.Generator().manual_seed(2 * layer + seed)
+        heads, each = shape.kv_heads // self.together, [int(x) for x in text]
+        rank = tuple(each[(layer * heads + h) % len(each)] for h in range(heads))
+        size = dim * self.together
+        whole = torch.linalg.qr(torch.randn(heads, size, size, generator=g).double()).Q
+        other = whole
+        if self.paired:
+            stretch = torch.rand(heads, 1, size, generator=g).double() + 0.5
+            whole, other = whole * stretch, whole / stretch
+        kept = torch.arange(size) < torch.tensor(rank)[:, None, None]
+        first, second = (
+            (x * kept)[..., : max(rank)].float().unflatten(1, (self.together, dim)).flatten(0, 1)
+            for x in (whole, other)
+        )
+        return HeadBasis(first, rank, second if self.paired else None, self.together)
 
 
 POLICIES: Final[dict[str, KVPolicy]] = {

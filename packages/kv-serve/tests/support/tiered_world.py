@@ -25,28 +25,46 @@ class World:
         self.sequences = sequences
         lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
         self.key, self.value = torch.randn(*lead, 6), torch.randn(*lead, 5)
+        self.basis = policy.basis
         self.seen = torch.zeros(sequences, dtype=torch.long)
+
+    def seen_as(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values as a policy's basis lets attention see them."""
+        if self.basis is None:
+            return self.key[layer], self.value[layer]
+        maps = self.basis.bind(layer, SHAPE)
+        found = []
+        for basis, x in ((maps.key, self.key[layer]), (maps.value, self.value[layer])):
+            dual = basis.matrix if basis.dual is None else basis.dual
+            members = basis.matrix.unflatten(0, (-1, basis.together))
+            stored = torch.einsum("bstld,stdr->bslr", x.unflatten(1, members.shape[:2]), members)
+            duals = dual.unflatten(0, (-1, basis.together))
+            found.append(torch.einsum("bslr,stdr->bstld", stored, duals).flatten(1, 2))
+        return found[0], found[1]
 
     def kept(self, layer: int) -> Tensor:
         """[B, H, 400] bool: the positions the layer holds, each once."""
-        batch = self.cache.batch
-        count = torch.zeros(self.sequences, SHAPE.kv_heads, 401, dtype=torch.long)
+        batch, heads = self.cache.batch, self.cache.layout.shape.kv_heads
+        count = torch.zeros(self.sequences, heads, 401, dtype=torch.long)
+        if self.cache.policy.selector is None:  # everything; pages hold no positions
+            everything = torch.arange(400) < self.seen[:, None]
+            return everything[:, None].expand(-1, SHAPE.kv_heads, -1)
         if batch is None:
-            return count[..., :400] > 0
+            return count[..., :400].repeat_interleave(SHAPE.kv_heads // heads, 1) > 0
         for store in batch.stores:
             read = store.read(batch.streams(layer))
             place = read.position.long().masked_fill(~read.held, 400)
             count.scatter_add_(
                 -1,
-                place.view(self.sequences, 2, -1),
-                torch.ones_like(place.view(self.sequences, 2, -1)),
+                place.view(self.sequences, heads, -1),
+                torch.ones_like(place.view(self.sequences, heads, -1)),
             )
         if batch.window is not None:
             place = batch.window.position.masked_fill(batch.window.position < 0, 400)
-            place = place[:, None].expand(-1, 2, -1)
+            place = place[:, None].expand(-1, heads, -1)
             count.scatter_add_(-1, place, torch.ones_like(place))
         assert count[..., :400].max() <= 1
-        return count[..., :400] > 0
+        return count[..., :400].repeat_interleave(SHAPE.kv_heads // heads, 1) > 0
 
     def forward(self, valid: Tensor) -> None:
         """One pass over new columns, checked layer by layer."""
@@ -66,8 +84,9 @@ class World:
             visible = before[:, :, None] | fresh[:, None, None]
             causal = torch.arange(400)[None, None] <= place[..., None]
             mask = (visible & causal[:, None])[:, :, None]  # B H 1 L 400
-            logits = (query @ self.key[layer][:, :, None].mT) * 0.4
-            want = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ self.value[layer][:, :, None]
+            keys, values = self.seen_as(layer)
+            logits = (query @ keys[:, :, None].mT) * 0.4
+            want = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, :, None]
             real = valid[:, None, None, :].expand(out.shape[:-1])
             torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
         self.seen = total

@@ -1,7 +1,7 @@
 """One forward pass over a prompt for several compressed caches.
 
-Over an empty cache a prompt attends to itself alone, so what the model computes does not depend on
-the policy; only what is stored does.
+Over an empty cache a prompt attends to itself alone, so what the model computes depends on the
+policy's basis and on nothing else of it; what is stored does.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def read_prompt(
     model: "PreTrainedModel", caches: Sequence["Cache"], tokens: Int[Tensor, "B L"]
 ) -> None:
-    """Let empty caches take in the same prompt, the compressed ones in one forward pass.
+    """Let empty caches take in the same prompt, compressed ones of equal basis in one forward pass.
 
     Args:
         model: the model of all caches.
@@ -32,7 +32,9 @@ def read_prompt(
     ours = [cache for cache in caches if isinstance(cache, CompressedCache)]
     for cache in own:
         read(model, cache, tokens)
-    if ours:
-        leader, *followers = ours
-        leader.tiered.followers = tuple(cache.tiered for cache in followers)
+    while ours:
+        leader = ours[0]
+        alike = [cache for cache in ours if cache.policy.basis == leader.policy.basis]
+        ours = [cache for cache in ours if cache not in alike]
+        leader.tiered.followers = tuple(cache.tiered for cache in alike[1:])
         read(model, leader, tokens)

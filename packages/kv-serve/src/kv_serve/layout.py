@@ -1,0 +1,77 @@
+"""How the pages of a cache are laid out: its kinds of heads, and a layout for each tier of each."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kv_paging import Kinds, PagePool, RaggedTiers, Tiers, fit
+from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, tier_formats
+from kv_serve.bases import Bases
+from kv_serve.ragged_window import RaggedWindow
+from kv_serve.window import RawWindow
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pages of equal size, in which heads of the same dimensions hold equally many tokens."""
+
+    shape: CacheShape  # what is stored; dimensions are those of the longest vectors
+    kind: tuple[tuple[int, ...], ...]  # of each layer and head that is stored
+    shapes: tuple[CacheShape, ...]  # of each kind
+    pages: tuple[tuple[PageLayout, ...], ...]  # of each kind and tier
+    window: int
+
+    @classmethod
+    def of(
+        cls, policy: KVPolicy, shape: CacheShape, bases: Bases | None, page_tokens: int
+    ) -> "Layout":
+        """Lay out pages of about `page_tokens` tokens of the first tier of the longest vectors."""
+        stored = shape if bases is None else bases.stored
+        kind: tuple[tuple[int, ...], ...] = ((0,) * stored.kv_heads,) * stored.layers
+        shapes: tuple[CacheShape, ...] = (stored,)
+        if bases is not None:
+            kind, shapes = bases.kinds
+        extra = policy.selector is not None
+        formats = [form for each in shapes for form in tier_formats(policy, each)]
+        pages = fit(formats, page_tokens, extra, extra)
+        tiers = len(formats) // len(shapes)
+        window = policy.formats.window if policy.formats is not None else 0
+        split = tuple(pages[i : i + tiers] for i in range(0, len(pages), tiers))
+        return cls(stored, kind, shapes, split, window)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.pages[0][0].nbytes
+
+    @property
+    def page_tokens(self) -> Int[Tensor, "K N H"]:
+        """Tokens in a page of each tier, layer and head."""
+        tokens = torch.tensor([[layout.tokens for layout in tiers] for tiers in self.pages])
+        return tokens[torch.tensor(self.kind)].permute(2, 0, 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token of the first tier takes over all layers and heads."""
+        return round(sum(self.pages[k][0].token_bytes for layer in self.kind for k in layer))
+
+    def tiers(self, pool: PagePool, sequences: int) -> Tiers | RaggedTiers:
+        """Make empty tiers over a pool."""
+        raw = [Raw().bind(shape)[0] for shape in self.shapes]
+        if len(self.shapes) > 1:
+            return RaggedTiers(pool, self.pages, torch.tensor(self.kind), sequences, raw=raw)
+        shape = (self.shape.layers, sequences, self.shape.kv_heads)
+        return Tiers(pool, self.pages[0], *shape, raw=raw[0])
+
+    def raw_window(
+        self, tiers: Tiers | RaggedTiers, sequences: int, device: torch.device, scores: bool
+    ) -> RawWindow | RaggedWindow | None:
+        """Make the empty raw window, if there is one."""
+        if not self.window:
+            return None
+        if isinstance(tiers, RaggedTiers):
+            kinds: Kinds = tiers.kinds
+            return RaggedWindow(kinds, self.shapes, sequences, self.window, device, scores)
+        return RawWindow(self.shapes[0], sequences, self.window, device, scores)

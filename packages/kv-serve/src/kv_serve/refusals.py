@@ -1,0 +1,49 @@
+"""What a cache refuses of a policy, in sentences."""
+
+from collections.abc import Sequence
+
+from kv_policy import Budget, CacheShape, KVPolicy
+
+
+def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
+    """Refuse a policy that reads what cannot be given.
+
+    Raises:
+        ValueError: it turns queries, and there is no rotary embedding or a basis in the way.
+    """
+    if policy.selector is None or "queries" not in policy.selector.reads:
+        return
+    if policy.basis is not None:
+        raise ValueError(
+            f"{policy} turns queries to other positions, and its basis stores keys where that "
+            "cannot be done; leave one of the two out"
+        )
+    if not shape.rope:
+        raise ValueError(
+            f"{policy} turns queries to other positions, which needs the model's rotary "
+            "embedding; this model has none, or one that is not known here"
+        )
+
+
+def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> None:
+    """Refuse budgets of sequences that have no meaning, or cannot be met.
+
+    Raises:
+        ValueError: the policy goes by no budget, or protects more than a budget allows.
+    """
+    selector = policy.selector
+    for budget in budgets or ():
+        if budget is not None and selector is None:
+            raise ValueError(f"{policy} keeps every token, so a budget of {budget} has no meaning")
+        if budget is None or selector is None:
+            continue
+        if selector.budget is None:
+            raise ValueError(
+                f"{policy} keeps what its own rule says, so a budget of {budget} has no "
+                "meaning; leave the budget out, or change the policy's parameters"
+            )
+        if budget.unit == "tokens" and budget.amount < selector.protected:
+            raise ValueError(
+                f"a budget of {budget} tokens is smaller than the {selector.protected} that "
+                f"{policy} protects; give at least that many"
+            )

@@ -1,0 +1,173 @@
+"""The cache under a basis, against attention over what the basis leaves of each vector."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv_paging import PoolExhausted
+from kv_policy import Budget, Rope, compose, parse
+from kv_serve.bases import Bases
+from kv_serve.tiered import TieredCache
+from tiered_policies import POLICIES, SHAPE, Exact, Turned
+from tiered_world import World, one, ragged
+
+ALIKE = Turned("4", "3")
+RAGGED = Turned("6253", "154")
+PAIRED = Turned("425", "35", paired=True)
+TOGETHER = Turned("75", "46", together=2)
+NAMES = (
+    "streaming",
+    "snapkv-window",
+    "bykey-model-replan",
+    "ladder",
+    "ladder-window",
+    "ladder-blocks",
+    "bykey-blocks",
+    "leankv",
+    "kv-compress-every",
+    "kv-compress-window",
+    "kv-compress-leankv",
+    "h2o",
+)
+
+
+def through(world: World) -> None:
+    """Prompts, steps, a prompt's second part, beams, steps."""
+    world.forward(ragged(31, 18))
+    world.go_on(7)
+    world.forward(ragged(3, 11))
+    world.go_on(5)
+    world.cache.select(torch.tensor([1, 1, 0]))
+    world.sequences, chosen = 3, torch.tensor([1, 1, 0])
+    world.key, world.value = world.key[:, chosen], world.value[:, chosen]
+    world.seen = world.seen[chosen]
+    world.go_on(4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_is_over_what_ragged_heads_keep(name: str) -> None:
+    through(World(compose(POLICIES[name], RAGGED)))
+
+
+@pytest.mark.parametrize("basis", [ALIKE, RAGGED, PAIRED, TOGETHER], ids=str)
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_without_a_selector(basis: Turned, window: int) -> None:
+    through(World(compose(Exact(1, window), basis)))
+
+
+@pytest.mark.parametrize("basis", [ALIKE, PAIRED, TOGETHER], ids=str)
+def test_other_bases_beside_a_selector(basis: Turned) -> None:
+    through(World(compose(POLICIES["kv-compress-window"], basis)))
+
+
+def test_ragged_blocks_and_a_window() -> None:
+    through(World(compose(Exact(1, 5, block=4), RAGGED)))
+
+
+def test_bytes_are_those_of_the_ranks() -> None:
+    cache = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
+    assert cache.bases is not None
+    assert cache.bases.key_dims == ((6, 2), (5, 3), (6, 2))
+    assert cache.bases.value_dims == ((1, 5), (4, 1), (5, 4))
+    cache.begin(torch.ones(1, 60, dtype=torch.bool))
+    q, k, v = (torch.randn(1, 2, 60, d) for d in (6, 6, 5))
+    for layer in range(3):
+        cache.attend(layer, q[:, :, None], k, v, 1.0)
+    report = cache.memory()
+    numbers = sum(map(sum, (*cache.bases.key_dims, *cache.bases.value_dims)))
+    assert report.vector_bytes == 60 * 4 * numbers
+    assert report.full_bytes == 60 * 4 * 6 * 11
+    assert report.basis_bytes == 4 * 3 * 2 * (6 * 6 + 5 * 5)
+    kinds = {layout.tokens for tiers in cache.layout.pages for layout in tiers}
+    assert len(kinds) > 2
+    assert report.total_bytes < report.full_bytes
+
+
+def test_a_fixed_pool_of_ragged_heads_runs_dry_before_anything_changes() -> None:
+    cache = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4, pages=40)
+    with pytest.raises(PoolExhausted):
+        cache.begin(torch.ones(1, 400, dtype=torch.bool))
+    cache.begin(torch.ones(1, 20, dtype=torch.bool))
+    assert cache.batch is not None
+    assert cache.batch.pool.capacity == 40
+
+
+def test_caches_of_one_basis_share_a_prompt() -> None:
+    policies = [compose(Exact(1), RAGGED), compose(parse("snapkv:budget=14,window=4"), RAGGED)]
+    world = World(policies[0])
+    follower = World(policies[1])
+    follower.key, follower.value = world.key, world.value
+    world.cache.followers = (follower.cache,)
+    world.forward(ragged(31, 18))
+    follower.seen = world.seen.clone()
+    follower.go_on(4)
+    world.go_on(4)
+
+
+def test_budgets_in_bytes_count_the_ranks() -> None:
+    """A token takes 11 numbers a head without a basis, and on average fewer with one."""
+    budget = Budget(78, "bytes")  # a quarter of 3 * 2 * (11 * 4 + 8), of each token seen
+    counts = []
+    for basis in (None, Turned("2", "2")):
+        policy = parse("streaming:sinks=1")
+        policy = policy if basis is None else compose(policy, basis)
+        cache = TieredCache(policy, SHAPE, page_tokens=4, budgets=[budget])
+        cache.begin(torch.ones(1, 90, dtype=torch.bool))
+        for layer in range(3):
+            q, k, v = (torch.randn(1, 2, 90, d) for d in (6, 6, 5))
+            cache.attend(layer, q[:, :, None], k, v, 1.0)
+        counts.append(int(cache.memory().tokens.max()))
+    assert counts == [90 * 78 // 312, 90 * 78 // 144]
+
+
+def test_turning_queries_under_a_basis_is_refused() -> None:
+    shape = replace(SHAPE, rope=Rope((1.0, 0.5, 0.2)))
+    TieredCache(parse("expected-attention:budget=20"), shape)
+    with pytest.raises(ValueError, match="its basis stores keys where that cannot be done"):
+        TieredCache(compose(parse("expected-attention:budget=20"), ALIKE), shape)
+
+
+def test_what_is_folded_comes_and_goes_as_coordinates() -> None:
+    bases = Bases.of(RAGGED, SHAPE, torch.device("cpu"))
+    plain = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
+    folded = TieredCache(
+        compose(Exact(1), RAGGED), SHAPE, page_tokens=4, folded=frozenset({"keys", "values"})
+    )
+    for width in (9, 1, 1):
+        for cache in (plain, folded):
+            cache.begin(torch.ones(1, width, dtype=torch.bool))
+        for layer in range(3):
+            q, k, v = (torch.randn(1, 2, width, d) for d in (6, 6, 5))
+            want = plain.attend(layer, q[:, :, None], k, v, 0.3)
+            out = folded.attend(
+                layer,
+                bases.queries(layer, q[:, :, None]),
+                bases.keys(layer, k),
+                bases.values(layer, v),
+                0.3,
+            )
+            torch.testing.assert_close(bases.undone(layer, out, 5), want)
+
+
+def test_layers_must_store_equally_many_heads_together() -> None:
+    class Mixed(Turned):
+        def bind(self, layer, shape):
+            return (TOGETHER if layer else ALIKE).bind(layer, shape)
+
+    with pytest.raises(ValueError, match="layers store 1, 2 KV heads together"):
+        TieredCache(compose(Exact(1), Mixed()), SHAPE)
+
+
+def test_one_token_at_a_time_is_one_prompt() -> None:
+    """Chunks of a prompt and single tokens leave the same coordinates behind."""
+    whole = World(compose(Exact(1), RAGGED), sequences=1)
+    whole.forward(one(1))
+    whole.go_on(6)
+    again = World(compose(Exact(1), RAGGED), sequences=1)
+    again.key, again.value = whole.key, whole.value
+    again.forward(torch.ones(1, 7, dtype=torch.bool))
+    for a, b in zip(whole.cache.batch.stores, again.cache.batch.stores, strict=True):
+        mine, theirs = (s.read(s.streams(), frozenset({"keys", "values"})) for s in (a, b))
+        assert torch.equal(mine.key, theirs.key)
+        assert torch.equal(mine.value, theirs.value)
