@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis
+from kv_policy import Basis, CacheShape, HeadBasis
 
 Folded: TypeAlias = frozenset[Literal["keys", "values"]]  # what a model gives as coordinates
 
@@ -22,7 +22,8 @@ class Bases:
     keys, and is left so.
     """
 
-    layers: tuple[LayerBasis, ...]
+    key_maps: tuple[HeadBasis | None, ...]  # by layer; None: none, or folded
+    value_maps: tuple[HeadBasis | None, ...]
     stored: CacheShape  # heads that are stored, and dimensions of the longest coordinates
     key_dims: tuple[tuple[int, ...], ...]  # of each layer and head that is stored
     value_dims: tuple[tuple[int, ...], ...]
@@ -50,11 +51,12 @@ class Bases:
         values = tuple(_ranks(layer.value, heads, shape.value_dim) for layer in bound)
         widths = max(map(max, keys)), max(map(max, values))
 
-        def fitted(found: HeadBasis | None, width: int) -> HeadBasis | None:
-            return None if found is None else _widened(found, width).to(device, shape.dtype)
+        def fitted(found: HeadBasis | None, width: int, done: bool) -> HeadBasis | None:
+            return None if found is None or done else widened(found, width).to(device, shape.dtype)
 
         return cls(
-            tuple(LayerBasis(fitted(b.key, widths[0]), fitted(b.value, widths[1])) for b in bound),
+            tuple(fitted(layer.key, widths[0], "keys" in folded) for layer in bound),
+            tuple(fitted(layer.value, widths[1], "values" in folded) for layer in bound),
             replace(
                 shape,
                 kv_heads=heads,
@@ -83,46 +85,41 @@ class Bases:
     @property
     def nbytes(self) -> int:
         """Memory of the maps."""
-        maps = [basis for layer in self.layers for basis in (layer.key, layer.value)]
+        maps = (*self.key_maps, *self.value_maps)
         held = [x for m in maps if m is not None for x in (m.matrix, m.dual) if x is not None]
         return sum(x.nbytes for x in held)
 
     def queries(self, layer: int, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
         """Coordinates of queries."""
-        basis = self.layers[layer].key
-        if basis is not None and "keys" not in self.folded:
-            q = basis.project_queries(q)
-        return _to_width(q, self.stored.key_dim)
+        basis = self.key_maps[layer]
+        return _to_width(q if basis is None else basis.project_queries(q), self.stored.key_dim)
 
     def keys(self, layer: int, key: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
         """Coordinates of keys."""
-        basis = self.layers[layer].key
-        if basis is not None and "keys" not in self.folded:
-            key = basis.project(key)
-        return _to_width(key, self.stored.key_dim)
+        basis = self.key_maps[layer]
+        return _to_width(key if basis is None else basis.project(key), self.stored.key_dim)
 
     def values(self, layer: int, value: Float[Tensor, "B H L Dv"]) -> Float[Tensor, "B H2 L R"]:
         """Coordinates of values."""
-        basis = self.layers[layer].value
-        if basis is not None and "values" not in self.folded:
-            value = basis.project(value)
-        return _to_width(value, self.stored.value_dim)
+        basis = self.value_maps[layer]
+        return _to_width(value if basis is None else basis.project(value), self.stored.value_dim)
 
     def undone(
         self, layer: int, out: Float[Tensor, "B H2 G2 L R"], value_dim: int
     ) -> Float[Tensor, "B H G L D"]:
         """The output in the space of values, unless the output projection reads coordinates."""
-        basis = self.layers[layer].value
-        if basis is None:
-            return out[..., :value_dim]
-        return out if "values" in self.folded else basis.undo(out)
+        basis = self.value_maps[layer]
+        if basis is not None:
+            return basis.undo(out)
+        return out if "values" in self.folded else out[..., :value_dim]
 
 
 def _ranks(basis: HeadBasis | None, heads: int, dim: int) -> tuple[int, ...]:
     return (dim,) * heads if basis is None else basis.rank
 
 
-def _widened(basis: HeadBasis, width: int) -> HeadBasis:
+def widened(basis: HeadBasis, width: int) -> HeadBasis:
+    """The same maps with as many columns; those that are added are zero."""
     dual = None if basis.dual is None else _to_width(basis.dual, width)
     return replace(basis, matrix=_to_width(basis.matrix, width), dual=dual)
 

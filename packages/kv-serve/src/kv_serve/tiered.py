@@ -145,10 +145,12 @@ class TieredCache:
         layer: int,
         query: Float[Tensor, "B H G L D"],
         key: Float[Tensor, "B H L D"],
-        value: Float[Tensor, "B H L Dv"],
+        value: Float[Tensor, "B Hv L Dv"],
         scale: float,
-    ) -> Float[Tensor, "B H G L Dv"]:
+    ) -> Float[Tensor, "B Hv Gv L Dv"]:
         """Attend over everything the layer holds and the fresh tokens, then store those.
+
+        Values and the output are by KV head, or by stored head where values come as coordinates.
 
         Raises:
             RuntimeError: `begin` was not called, or layers come out of order.

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kv_serve.hf.folded import FoldedLinear
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -26,10 +28,10 @@ class Attends(Protocol):
         layer: int,
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
-        value: Float[Tensor, "B H L Dv"],
+        value: Float[Tensor, "B Hv L Dv"],
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L Hq Dv"]:
+    ) -> Float[Tensor, "B L *out"]:
         """Attend over everything held and the fresh tokens, then store those."""
         ...
 
@@ -97,6 +99,11 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not isinstance(key, FreshKeys):
+        if any(isinstance(child, FoldedLinear) for child in module.children()):
+            raise ValueError(
+                "the model's projections are folded for a policy's basis; pass a CompressedCache "
+                "of that policy as past_key_values, or restore the model"
+            )
         mask = attention_mask
         if isinstance(mask, PaddingMask):
             mask = mask.whole()

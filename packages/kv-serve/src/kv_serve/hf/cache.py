@@ -1,6 +1,7 @@
 """The compressed cache as `past_key_values` of transformers."""
 
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kv_policy import Budget, KVPolicy, parse
 from kv_serve.hf.attention import NAME, FreshKeys, install
+from kv_serve.hf.fold import expect_fold, folded_by
 from kv_serve.hf.support import cache_shape
 from kv_serve.memory import MemoryReport
 from kv_serve.models.identity import check_fitted
@@ -82,12 +84,13 @@ class CompressedCache(Cache):
 
         Raises:
             UnsupportedModelError: the model's attention is of another kind.
-            ValueError: the policy's text, the policy itself or a budget is refused, or the policy
-                was calibrated with another model.
+            ValueError: the policy's text, the policy itself or a budget is refused, the policy was
+                calibrated with another model, or the model is folded for another basis.
         """
         self.policy = parse(policy) if isinstance(policy, str) else policy
         check_fitted(model, self.policy)
         shape = cache_shape(model)
+        self._fold, self._model = expect_fold(model, self.policy), ref(model)
         self.tiered = TieredCache(
             self.policy,
             shape,
@@ -95,6 +98,7 @@ class CompressedCache(Cache):
             page_tokens=page_tokens,
             budgets=budgets,
             device=model.device,
+            folded=frozenset() if self._fold is None else self._fold.what,
         )
         install(model)
         self._config = model.config
@@ -114,18 +118,35 @@ class CompressedCache(Cache):
         layer: int,
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
-        value: Float[Tensor, "B H L Dv"],
+        value: Float[Tensor, "B Hv L Dv"],
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L Hq Dv"]:
-        """Attend over everything held and the fresh tokens, then store those."""
+    ) -> Float[Tensor, "B L *out"]:
+        """Attend over everything held and the fresh tokens, then store those.
+
+        The output is by query head, or packed as a folded output projection reads it.
+        """
         # What is stored outlives the pass, so none of it may be made as inference-mode tensors.
         with torch.inference_mode(False), torch.no_grad():
             if layer == 0:
+                self._expect_same_fold()
                 self.tiered.begin(self._columns(query, valid))
             grouped = query.unflatten(1, (key.shape[1], -1))
-            out = self.tiered.attend(layer, grouped, key, value, scale)
-        return out.flatten(1, 2).transpose(1, 2).contiguous()
+            if self._fold is None or "values" not in self._fold.what:
+                out = self.tiered.attend(layer, grouped, key, value, scale)
+                return out.flatten(1, 2).transpose(1, 2).contiguous()
+            packing = self._fold.packing[layer]
+            out = self.tiered.attend(layer, grouped, key, packing.unpack(value), scale)
+            return packing.pack(out)
+
+    def _expect_same_fold(self) -> None:
+        """Raise if projections were folded or restored since the cache was made."""
+        model = self._model()
+        if model is not None and folded_by(model) is not self._fold:
+            raise RuntimeError(
+                "the model was folded or restored since this cache was made, so it would read "
+                "other vectors than it holds; make a new cache"
+            )
 
     @staticmethod
     def _columns(query: Tensor, valid: Bool[Tensor, "B L"] | None) -> Bool[Tensor, "B L"]:

@@ -1,0 +1,235 @@
+"""Bases folded into the projections of models, against the same caches without folding."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, OPTConfig, OPTForCausalLM
+
+from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
+from kv_serve.hf.cache import CompressedCache
+from kv_serve.hf.fold import Fold, folded_by
+from kv_serve.hf.folded import FoldedLinear
+from kv_serve.hf.support import UnsupportedModelError
+from tiered_policies import Turned
+
+FULL = Turned("8", "8")
+RAGGED = Turned("8365", "2745")
+
+
+@dataclass(frozen=True)
+class Wide(Part):
+    """A rotation of full rank, of any dimension."""
+
+    name: ClassVar[str] = "wide"
+
+    @property
+    def basis(self):
+        return self
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        g = torch.Generator().manual_seed(layer)
+
+        def turned(dim: int) -> HeadBasis:
+            whole = torch.randn(shape.kv_heads, dim, dim, generator=g, dtype=torch.float64)
+            return HeadBasis(torch.linalg.qr(whole).Q, (dim,) * shape.kv_heads)
+
+        return LayerBasis(turned(shape.key_dim), turned(shape.value_dim))
+
+
+def logits(model, cache, ids, mask=None):
+    """Logits of a prompt, and of three more tokens one by one."""
+    found = []
+    with torch.no_grad():
+        for part in (ids[:, :-3], *ids[:, -3:].split(1, 1)):
+            columns = cache.get_seq_length() + part.shape[1]
+            seen = None if mask is None else mask[:, :columns]
+            found.append(model(part, past_key_values=cache, attention_mask=seen).logits[:, -1])
+    return torch.stack(found)
+
+
+def opt():
+    torch.manual_seed(5)
+    config = OPTConfig(
+        vocab_size=101,
+        hidden_size=48,
+        ffn_dim=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        word_embed_proj_dim=48,
+    )
+    model = OPTForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            nn.init.normal_(parameter)  # they are zero at first
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_at_full_rank_folding_changes_nothing_but_rounding(make, batch, name: str) -> None:
+    model = make(name)
+    if name == "qwen2":
+        for layer in model.model.layers:
+            nn.init.normal_(layer.self_attn.v_proj.bias)  # zero at first
+    policy = Wide()
+    inputs = batch((23, 9))
+    want = logits(model, DynamicCache(), *inputs.values())
+    with Fold(model, policy):
+        found = logits(model, CompressedCache(model, policy), *inputs.values())
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    again = logits(model, DynamicCache(), *inputs.values())
+    assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RAGGED,
+        Turned("4", "4", paired=True),
+        Turned("95", "37", together=2),
+        compose(RAGGED, parse("kv-compress:budget=12,window=4,recent=4,every=2")),
+        compose(RAGGED, parse("k8v4")),
+        compose(RAGGED, parse("leankv:window=4")),
+    ],
+    ids=str,
+)
+def test_folded_is_what_is_undone_otherwise(make, batch, policy) -> None:
+    model, inputs = make(), batch((23, 9))
+    plain = CompressedCache(model, policy)
+    want = logits(model, plain, *inputs.values())
+    with Fold(model, policy):
+        folded = CompressedCache(model, policy)
+        found = logits(model, folded, *inputs.values())
+    # Integer codes may fall on the other side of a step.
+    atol = 1e-5 if policy.formats is None else 0.05
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=atol)
+    mine, theirs = folded.memory(), plain.memory()
+    assert mine.vector_bytes == theirs.vector_bytes
+    assert mine.basis_bytes < theirs.basis_bytes  # values need no maps any more
+
+
+def test_projections_are_really_smaller(make) -> None:
+    model = make()
+    before = sum(p.numel() for p in model.parameters())
+    old = [layer.self_attn.v_proj for layer in model.model.layers]
+    fold = Fold(model, RAGGED)
+    ranks = [sum(p.rank) for p in fold.state.packing]
+    assert ranks == [9, 9, 9]  # of 16
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        assert attention.v_proj.out_features == 16  # whole heads of 8
+        assert attention.o_proj.in_features == 3 * 9
+        assert isinstance(attention.o_proj, FoldedLinear)
+    assert sum(p.numel() for p in model.parameters()) < before
+    assert folded_by(model) is fold.state
+    fold.restore()
+    assert [layer.self_attn.v_proj for layer in model.model.layers] == old
+    assert folded_by(model) is None
+    fold.restore()  # once is enough, twice no harm
+
+
+@pytest.mark.parametrize("basis", [FULL, RAGGED, Turned("43", "5", paired=True)], ids=str)
+def test_without_rotary_embedding_queries_and_keys_are_folded_too(basis: Turned) -> None:
+    model = opt()
+    ids = torch.randint(3, 101, (2, 19))
+    full = logits(model, DynamicCache(), ids)
+    want = logits(model, CompressedCache(model, basis), ids)
+    with Fold(model, basis) as fold:
+        assert fold.state.what == {"keys", "values"}
+        cache = CompressedCache(model, basis)
+        found = logits(model, cache, ids)
+        assert cache.memory().basis_bytes == 0
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    if basis == FULL:
+        torch.testing.assert_close(found, full, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folded_model_serves_caches_of_its_basis_only(make) -> None:
+    model, ids = make(), torch.randint(3, 101, (1, 9))
+    before = CompressedCache(model, RAGGED)
+    with Fold(model, RAGGED):
+        with pytest.raises(ValueError, match=r"folded for turned.* and k8v4 stores vectors"):
+            CompressedCache(model, "k8v4")
+        with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
+            model(ids, past_key_values=DynamicCache())
+        with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
+            model(ids)
+        with pytest.raises(ValueError, match="the model is folded already"):
+            Fold(model, RAGGED)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="folded or restored since"):
+            model(ids, past_key_values=before)
+        within = CompressedCache(model, RAGGED)
+        with torch.no_grad():
+            model(ids, past_key_values=within)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="folded or restored since"):
+        model(ids, past_key_values=within)
+
+
+def test_another_attention_implementation_does_not_go_wrong_silently(make) -> None:
+    model, ids = make(), torch.randint(3, 101, (1, 9))
+    with Fold(model, RAGGED):
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError):  # shapes do not fit
+            model(ids)
+
+
+def test_tied_projections_stay_tied(make) -> None:
+    """New layers are put in their places, so what two layers shared is untouched."""
+    model, inputs = make(), torch.randint(3, 101, (1, 19))
+    layers = model.model.layers
+    layers[1].self_attn.o_proj = layers[0].self_attn.o_proj
+    want = logits(model, CompressedCache(model, RAGGED), inputs)
+    with Fold(model, RAGGED):
+        assert layers[1].self_attn.o_proj is not layers[0].self_attn.o_proj
+        found = logits(model, CompressedCache(model, RAGGED), inputs)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert layers[1].self_attn.o_proj is layers[0].self_attn.o_proj
+
+
+def test_what_cannot_be_folded_is_refused_and_nothing_changes(make) -> None:
+    class Quantized(nn.Linear):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="no projections called v_proj and o_proj"):
+        Fold(make("phi3"), Wide())
+    model = make()
+    attention = model.model.layers[2].self_attn
+    old, new = attention.o_proj, Quantized(48, 48)
+    attention.o_proj = new
+    with pytest.raises(UnsupportedModelError, match="o_proj of layer 2 is a Quantized"):
+        Fold(model, RAGGED)
+    assert attention.o_proj is new
+    assert folded_by(model) is None
+    attention.o_proj = old
+    with pytest.raises(ValueError, match="k8v4 has no basis to fold"):
+        Fold(model, "k8v4")
+    with pytest.raises(ValueError, match="stores 2 KV heads together, which cannot be folded"):
+        Fold(opt(), Turned("9", "9", together=2))
+
+
+def test_keys_alone_cannot_be_folded_behind_a_rotary_embedding(make) -> None:
+    class KeysOnly(Turned):
+        def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+            return LayerBasis(key=super().bind(layer, shape).key)
+
+    model, ids = make(), torch.randint(3, 101, (1, 19))
+    with pytest.raises(ValueError, match="keys only, which a rotary embedding keeps from being"):
+        Fold(model, KeysOnly("8"))
+    full = logits(model, DynamicCache(), ids)
+    found = logits(model, CompressedCache(model, KeysOnly("8")), ids)
+    torch.testing.assert_close(found, full, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folded_model_generates(make, batch) -> None:
+    model, inputs = make(), batch((12, 7))
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    want = model.generate(**inputs, past_key_values=CompressedCache(model, RAGGED), **options)
+    with Fold(model, RAGGED):
+        found = model.generate(**inputs, past_key_values=CompressedCache(model, RAGGED), **options)
+    assert torch.equal(found, want)
