@@ -2,6 +2,7 @@
 
 from kv_policy.basis import HeadBasis, LayerBasis, fold_values
 from kv_policy.budget import Budget
+from kv_policy.calibrator import Calibrated, Calibrator, StartsCalibrator, load_calibrator
 from kv_policy.codec import BitLayout, Codec, TokenFormat
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
@@ -40,6 +41,8 @@ __all__ = [
     "BitLayout",
     "Budget",
     "CacheShape",
+    "Calibrated",
+    "Calibrator",
     "Capabilities",
     "Codec",
     "CompositionError",
@@ -62,6 +65,7 @@ __all__ = [
     "Rope",
     "Selecting",
     "Selector",
+    "StartsCalibrator",
     "Step",
     "StepView",
     "TieredFormats",
@@ -74,6 +78,7 @@ __all__ = [
     "fold_values",
     "installed",
     "load",
+    "load_calibrator",
     "parse",
     "protect",
     "read_formats",

@@ -1,17 +1,47 @@
 """Which basis the keys and values of a head are stored in, and how many dimensions they need."""
 
-from kv_svd.fit import Moments, Rotation, basis, of_output, of_queries, of_tokens, ranks, rotation
-from kv_svd.io import load, save
-from kv_svd.rates import Allotment, at_rate, at_removal, uniform
+from kv_svd.calibration import Calibration
+from kv_svd.file import Facts, load, load_facts, save
+from kv_svd.fit import (
+    Directions,
+    Moments,
+    basis,
+    of_output,
+    of_queries,
+    of_tokens,
+    ranks,
+    rotation,
+)
+from kv_svd.kq_svd import KqSvd, best_pair
+from kv_svd.palu import Palu
+from kv_svd.rates import Allotment, at_rate, at_removal, greatest_rate, levels, uniform
+from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen
+from kv_svd.svd_kv import SvdKV
+from kv_svd.think import ThinK
+from kv_svd.zack import Zack
 
 __all__ = [
     "Allotment",
+    "Calibration",
+    "Directions",
+    "Facts",
+    "KqSvd",
+    "LayerStatistics",
     "Moments",
-    "Rotation",
+    "Palu",
+    "Statistics",
+    "SvdKV",
+    "ThinK",
+    "Zack",
     "at_rate",
     "at_removal",
     "basis",
+    "best_pair",
+    "greatest_rate",
+    "levels",
     "load",
+    "load_facts",
+    "nothing_seen",
     "of_output",
     "of_queries",
     "of_tokens",

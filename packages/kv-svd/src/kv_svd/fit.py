@@ -40,10 +40,37 @@ class Moments:
             )
         return Moments(self.total + other.total, self.rows + other.rows)
 
+    def blocks(self, parts: int) -> "Moments":
+        """Moments of each of `parts` equal pieces of a row: what several heads side by side hold.
 
-def of_tokens(x: Float[Tensor, "B H L D"], there: Bool[Tensor, "B L"] | None = None) -> Moments:
-    """Moments of a batch of keys (after RoPE) or values; `there` leaves out padding."""
-    return Moments.of(_rows(x, there))
+        Raises:
+            ValueError: rows cannot be cut into that many equal pieces.
+        """
+        heads, dim, _ = self.total.shape
+        if parts < 1 or dim % parts:
+            raise ValueError(f"rows of {dim} numbers cannot be cut into {parts} equal pieces")
+        grid = self.total.unflatten(2, (parts, -1)).unflatten(1, (parts, -1))
+        own = grid.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        return Moments(own.reshape(heads * parts, dim // parts, dim // parts), self.rows)
+
+
+def of_tokens(
+    x: Float[Tensor, "B H L D"], there: Bool[Tensor, "B L"] | None = None, together: int = 1
+) -> Moments:
+    """Moments of a batch of keys (after RoPE) or values.
+
+    Args:
+        x: keys or values.
+        there: False where there is padding, which is left out.
+        together: heads whose vectors are laid side by side, as one of so many times D dimensions.
+
+    Raises:
+        ValueError: the heads cannot be taken so many at a time.
+    """
+    if together < 1 or x.shape[1] % together:
+        raise ValueError(f"{x.shape[1]} heads cannot be taken {together} at a time; give a divisor")
+    side_by_side = x.unflatten(1, (-1, together)).transpose(2, 3).flatten(3)
+    return Moments.of(_rows(side_by_side, there))
 
 
 def of_queries(q: Float[Tensor, "B H G L D"], there: Bool[Tensor, "B L"] | None = None) -> Moments:
@@ -79,18 +106,24 @@ def _rows(x: Float[Tensor, "B H L D"], there: Bool[Tensor, "B L"] | None) -> Flo
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """A head's directions by falling importance, and the singular values that say how important."""
+class Directions:
+    """Where heads' vectors are stored: directions by falling importance, and how important."""
 
-    matrix: Float64[Tensor, "H D D"]  # orthonormal columns
-    singular: Float64[Tensor, "H D"]
+    matrix: Float64[Tensor, "H D E"]  # of a stored head, one block of rows per head in it
+    singular: Float64[Tensor, "H2 E"]
+    dual: Float64[Tensor, "H D E"] | None = None  # None: the matrix, whose columns are orthonormal
+    together: int = 1  # heads stored as one
 
 
-def rotation(moments: Moments) -> Rotation:
+def rotation(moments: Moments, together: int = 1) -> Directions:
     """Give the right singular vectors and singular values of each head's stacked rows.
 
     Of a vector and its negative, the one whose largest element is positive is taken, so equal
-    moments give equal rotations. Values under about 1e-8 of a head's greatest are rounding.
+    moments give equal directions. Values under about 1e-8 of a head's greatest are rounding.
+
+    Args:
+        moments: of the rows.
+        together: heads that lie side by side in each row.
 
     Raises:
         ValueError: there are no samples, or an infinity or a NaN among them.
@@ -101,8 +134,14 @@ def rotation(moments: Moments) -> Rotation:
         raise ValueError("the samples hold an infinity or a NaN; leave out what is padding")
     values, vectors = torch.linalg.eigh(moments.total)
     matrix = vectors.flip(-1)
-    largest = matrix.gather(1, matrix.abs().argmax(1, keepdim=True))
-    return Rotation(matrix * largest.sign(), values.flip(-1).clamp(min=0).sqrt())
+    matrix = matrix * positive(matrix)
+    by_head = matrix.unflatten(1, (together, -1)).flatten(0, 1)
+    return Directions(by_head, values.flip(-1).clamp(min=0).sqrt(), together=together)
+
+
+def positive(columns: Float64[Tensor, "H D E"]) -> Float64[Tensor, "H 1 E"]:
+    """Signs that make the largest element of every column positive."""
+    return columns.gather(1, columns.abs().argmax(1, keepdim=True)).sign()
 
 
 def ranks(
@@ -131,10 +170,12 @@ def ranks(
 
 
 def basis(
-    found: Rotation, rank: Int[Tensor, " H"], dtype: torch.dtype = torch.float32
+    found: Directions, rank: Int[Tensor, " H2"], dtype: torch.dtype = torch.float32
 ) -> HeadBasis:
-    """Cut each head's rotation to its rank; no wider than the greatest rank."""
+    """Cut each stored head's directions to its rank; no wider than the greatest rank."""
     width = int(rank.max())
     kept = torch.arange(width, device=rank.device) < rank[:, None]
-    matrix = (found.matrix[..., :width] * kept[:, None]).to(dtype)
-    return HeadBasis(matrix, tuple(rank.tolist()))
+    kept = kept.repeat_interleave(found.together, 0)[:, None]
+    matrix = (found.matrix[..., :width] * kept).to(dtype)
+    dual = None if found.dual is None else (found.dual[..., :width] * kept).to(dtype)
+    return HeadBasis(matrix, tuple(rank.tolist()), dual, found.together)

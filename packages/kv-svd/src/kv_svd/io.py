@@ -1,82 +1,90 @@
-"""Bases in a file: safetensors, with the model they belong to and a checksum."""
+"""Tensors and facts in a safetensors file, written whole or not at all, with checksums.
+
+The facts and their checksum are in the file's header, so they are read and checked without the
+tensors; the tensors' checksum is one of the facts.
+"""
 
 import hashlib
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from kv_policy import HeadBasis, LayerBasis
 
-FORMAT: Final = "kv-svd 1"
-
-
-def save(path: Path, layers: Sequence[LayerBasis], model: str) -> None:
-    """Write the bases of all layers; an existing file is replaced only when all is written.
+def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file; one that is there is replaced only when all is written.
 
     Args:
         path: the file, commonly `*.safetensors`.
-        layers: one entry per layer, in order.
-        model: fingerprint of the model they were fitted to.
+        form: name and version of the format.
+        facts: text of any kind, which can be read without the tensors.
+        tensors: on the CPU.
     """
-    tensors: dict[str, Tensor] = {}
-    for i, layer in enumerate(layers):
-        for facet, found in (("key", layer.key), ("value", layer.value)):
-            if found is not None:
-                tensors[f"{i}.{facet}.matrix"] = found.matrix.cpu().contiguous()
-                tensors[f"{i}.{facet}.rank"] = torch.tensor(found.rank)
-    facts: dict[str, str | int] = {"layers": len(layers), "model": model}
-    facts["sha256"] = _checksum(tensors, facts)
+    names = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    known = f"{checksum(names)} {facts}"
+    header = {form: f"{_sha256(known)} {known}"}  # one entry, since the order of two is by chance
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_bytes(to_bytes(tensors, {FORMAT: json.dumps(facts)}))
-    beside.replace(path)
+    try:
+        beside.write_bytes(to_bytes(names, header))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def load(path: Path, model: str) -> tuple[LayerBasis, ...]:
-    """Read the bases of all layers back.
+def read_facts(path: Path, form: str) -> str:
+    """Read the facts alone.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or no file of bases, or belongs to another model.
+        ValueError: the file is damaged or of another format.
     """
+    return _open(path, form, tensors=False)[0]
+
+
+def read(path: Path, form: str) -> tuple[str, dict[str, Tensor]]:
+    """Read facts and tensors, and check every byte of both.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or of another format.
+    """
+    return _open(path, form, tensors=True)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(to_bytes({name: tensors[name]}))
+    return digest.hexdigest()
+
+
+def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist; fit bases for the model and save them there"
+            f"{path} does not exist; write it with `kv-serve calibrate zack --out {path}`"
         )
     try:
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(FORMAT)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+            header = file.metadata() or {}
+            names = file.keys() if tensors else []
+            found = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    if text is None:
-        raise ValueError(f"{path} holds no bases of the format {FORMAT!r}")
-    try:
-        facts = json.loads(text)
-    except json.JSONDecodeError:
-        facts = {}
-    if facts.pop("sha256", None) != _checksum(tensors, facts):
-        raise ValueError(f"{path} is damaged: its checksum does not fit; fit and save it again")
-    if facts["model"] != model:
-        raise ValueError(f"{path} was fitted to the model {facts['model']}, not to {model}")
-    return tuple(
-        LayerBasis(_found(tensors, f"{i}.key"), _found(tensors, f"{i}.value"))
-        for i in range(facts["layers"])
-    )
+    if form not in header:
+        other = ", ".join(map(repr, sorted(header))) or "something else"
+        raise ValueError(
+            f"{path} holds no {form!r}, but {other}; calibrate again with `kv-serve calibrate zack`"
+        )
+    whole, _, known = header[form].partition(" ")
+    sums, _, facts = known.partition(" ")
+    if whole != _sha256(known) or (tensors and sums != checksum(found)):
+        raise ValueError(f"{path} is damaged: its checksum does not fit; calibrate again")
+    return facts, found
 
 
-def _found(tensors: dict[str, Tensor], name: str) -> HeadBasis | None:
-    if f"{name}.matrix" not in tensors:
-        return None
-    return HeadBasis(tensors[f"{name}.matrix"], tuple(tensors[f"{name}.rank"].tolist()))
-
-
-def _checksum(tensors: dict[str, Tensor], facts: dict[str, str | int]) -> str:
-    known = repr(sorted(facts.items())).encode()
-    return hashlib.sha256(to_bytes(tensors) + known).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

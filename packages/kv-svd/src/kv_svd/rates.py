@@ -1,12 +1,16 @@
 """From one rate for the whole cache to the dimensions of every head (ZACK, section 5.2)."""
 
 from dataclasses import dataclass
+from math import floor
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
 from kv_svd.fit import ranks
+
+Spectra: TypeAlias = tuple[Float64[Tensor, "N H D"], Float64[Tensor, "N H Dv"]]
 
 _STEPS = 60  # halvings of the removal rate: beyond what float64 tells apart
 
@@ -116,6 +120,30 @@ def uniform(
             f"{dims[0]} and {dims[1]} dimensions give up at most {found.rate:.4f}"
         )
     return found
+
+
+def greatest_rate(key_dim: int, value_dim: int, multiple: int = 1) -> float:
+    """The rate at which every head keeps one `multiple` of dimensions, or all if it has fewer."""
+    left = min(key_dim, multiple) + min(value_dim, multiple)
+    return 1 - left / (key_dim + value_dim)
+
+
+def levels(
+    key: Float64[Tensor, "N H D"],
+    value: Float64[Tensor, "N H Dv"],
+    count: int,
+    multiple: int = 1,
+) -> tuple[float, ...]:
+    """Rates that adaptive ranks give, rising and spread over all there are; at most `count`.
+
+    Each is rounded down to four digits, and `at_rate` gives at least that.
+    """
+    most = greatest_rate(key.shape[-1], value.shape[-1], multiple)
+    found = {
+        floor(at_rate(key, value, most * step / count, multiple).rate * 10000) / 10000
+        for step in range(1, count + 1)
+    }
+    return tuple(sorted(found - {0.0}))
 
 
 def _removed(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor) -> float:

@@ -1,0 +1,107 @@
+"""What a package offers that learns from a model's own vectors; a host shows it them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kv_policy.shape import CacheShape
+
+CALIBRATION: Final = "kv_calibration"  # the entry point group of what starts a calibrator
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Which model read which text, and what a search found then, for the file's readers."""
+
+    model: str  # its name, for people
+    fingerprint: str  # of its weights, settings and tokenizer
+    text: str  # name of the text
+    digest: str  # of the text
+    rate: float | None = None  # the greatest that lost no more than was allowed
+    max_loss: float | None = None  # the loss that was allowed
+    tasks: tuple[str, ...] = ()  # those it was allowed on
+
+
+@runtime_checkable
+class Calibrator(Protocol):
+    """Takes in the queries, keys and values of a model, and writes what it learnt to a file.
+
+    What it holds does not grow with the tokens it sees.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer has seen."""
+        ...
+
+    def see(
+        self,
+        layer: int,
+        query: Float[Tensor, "B H G L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        there: Bool[Tensor, "B L"] | None = None,
+    ) -> None:
+        """Take in a layer's vectors of some tokens, after RoPE; `there` leaves out padding."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything it knows, to go on from."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state of the same model, as if it had seen the tokens itself."""
+        ...
+
+    def dimensions(self, removal: float) -> Mapping[str, float]:
+        """The median dimensions per head that a removal rate leaves, by what is stored."""
+        ...
+
+    def rates(self, count: int) -> tuple[float, ...]:
+        """Shares of the cache that its policy can remove, rising; at most `count`."""
+        ...
+
+    def write(self, path: Path, facts: Calibrated) -> None:
+        """Write what it learnt, whole or not at all."""
+        ...
+
+
+@runtime_checkable
+class StartsCalibrator(Protocol):
+    """What a package registers in the entry point group `kv_calibration`."""
+
+    def __call__(
+        self,
+        shape: CacheShape,
+        output: Iterable[Float[Tensor, "hidden QD"]],
+        together: int = 1,
+    ) -> Calibrator:
+        """Start a calibrator that has seen nothing yet.
+
+        Args:
+            shape: the model's cache.
+            output: weights of the output projections, layer by layer.
+            together: KV heads whose vectors are looked at side by side.
+        """
+        ...
+
+
+def load_calibrator(name: str) -> StartsCalibrator:
+    """Import what starts the calibrator of that name.
+
+    Raises:
+        ValueError: nothing of that name is installed, or by two packages.
+    """
+    found = sorted(entry_points(group=CALIBRATION), key=lambda entry: entry.name)
+    mine = {entry.value: entry for entry in found if entry.name == name}
+    if len(mine) != 1:
+        names = ", ".join(dict.fromkeys(entry.name for entry in found)) or "none"
+        what = f"two installed packages claim {name!r}" if mine else f"nothing is called {name!r}"
+        raise ValueError(f"{what}; what can be calibrated: {names}")
+    start: StartsCalibrator = next(iter(mine.values())).load()
+    return start

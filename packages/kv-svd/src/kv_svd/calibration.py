@@ -1,0 +1,169 @@
+"""Learning a model's statistics while it reads, for `kv-serve calibrate zack`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kv_policy import CacheShape, Calibrated
+from kv_svd.file import Facts, save
+from kv_svd.fit import Moments, of_output, ranks
+from kv_svd.rates import levels
+from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen
+
+MULTIPLE: Final = 16  # of ranks, as `zack` has it by default
+
+
+class Calibration:
+    """Adds up second moments in float64; what it holds does not grow with the tokens."""
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        output: Iterable[Float[Tensor, "hidden QD"]],
+        together: int = 1,
+    ) -> None:
+        """Start with nothing but the moments of the output projections.
+
+        Args:
+            shape: the model's cache.
+            output: weights of the output projections, layer by layer.
+            together: KV heads whose vectors are laid side by side, for `palu`.
+
+        Raises:
+            ValueError: more or fewer projections than layers, one that does not fit the heads, one
+                that is not finite, or heads that cannot be taken so many at a time.
+        """
+        self.shape, self.together = shape, together
+        self._layers = [
+            nothing_seen(
+                shape.group,
+                shape.key_dim,
+                of_output(weight, shape.kv_heads, shape.value_dim),
+                together,
+            )
+            for weight in output
+        ]
+        if len(self._layers) != shape.layers:
+            raise ValueError(
+                f"{len(self._layers)} output projections were given for {shape.layers} layers; "
+                "give one for each"
+            )
+        for i, layer in enumerate(self._layers):
+            if not layer.output.total.isfinite().all():
+                raise ValueError(f"the output projection of layer {i} holds an infinity or a NaN")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer has seen."""
+        return min(layer.key.rows for layer in self._layers)
+
+    def see(
+        self,
+        layer: int,
+        query: Float[Tensor, "B H G L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        there: Bool[Tensor, "B L"] | None = None,
+    ) -> None:
+        """Add a layer's vectors of some tokens, after RoPE; `there` leaves out padding.
+
+        Raises:
+            ValueError: an infinity or a NaN among them, or other heads or dimensions.
+        """
+        try:
+            self._layers[layer] = self._layers[layer].seen(query, key, value, there)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}") from None
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments of what was seen, by layer, and the tokens."""
+        found = {
+            name: torch.stack([getattr(layer, name).total for layer in self._layers])
+            for name in ("query", "key", "value")
+        }
+        return found | {"tokens": torch.tensor([layer.key.rows for layer in self._layers])}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state; everything added after it gives the same bits as without a break.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        mine = {name: tensor.shape for name, tensor in self.state().items()}
+        if {name: tensor.shape for name, tensor in state.items()} != mine:
+            raise ValueError("the state is of a model with other sizes; start anew")
+        group = self.shape.group
+        self._layers = [
+            LayerStatistics(
+                Moments(query, count * group),
+                Moments(key, count),
+                Moments(value, count),
+                layer.output,
+            )
+            for layer, query, key, value, count in zip(
+                self._layers,
+                state["query"],
+                state["key"],
+                state["value"],
+                state["tokens"].tolist(),
+                strict=True,
+            )
+        ]
+
+    def statistics(self) -> Statistics:
+        """What was seen, with the singular values that follow.
+
+        Raises:
+            ValueError: nothing was, or some layers saw more tokens than others.
+        """
+        counts = {layer.key.rows for layer in self._layers}
+        if len(counts) > 1:
+            raise ValueError(
+                f"layers have seen from {min(counts)} to {max(counts)} tokens; show each of them "
+                "all tokens first"
+            )
+        return Statistics.of(tuple(self._layers))
+
+    def dimensions(self, removal: float) -> dict[str, float]:
+        """The median dimensions per head that a removal rate leaves (Eq. 6)."""
+        found = self.statistics()
+        both = {"Q-K": found.key, "V-O": found.value}
+        return {
+            name: float(ranks(singular, removal).double().quantile(0.5))
+            for name, singular in both.items()
+        }
+
+    def rates(self, count: int) -> tuple[float, ...]:
+        """Shares of the cache that `zack` can remove, rising; at most `count`."""
+        found = self.statistics()
+        return levels(found.key, found.value, count, MULTIPLE)
+
+    def write(self, path: Path, facts: Calibrated) -> None:
+        """Write the statistics, whole or not at all.
+
+        Raises:
+            ValueError: nothing was seen yet.
+        """
+        found, shape = self.statistics(), self.shape
+        head = Facts(
+            model=facts.model,
+            fingerprint=facts.fingerprint,
+            text=facts.text,
+            digest=facts.digest,
+            tokens=found.tokens,
+            layers=shape.layers,
+            heads=shape.kv_heads,
+            group=shape.group,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            output_rows=found.layers[0].output.rows,
+            together=self.together,
+            rate=facts.rate,
+            max_loss=facts.max_loss,
+            tasks=facts.tasks,
+        )
+        save(path, head, found)

@@ -1,0 +1,114 @@
+"""Policies that keep of every head the directions that matter most."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Literal
+
+import torch
+from msgspec import Meta
+
+from kv_policy import HeadBasis
+from kv_svd.file import Facts, Stamp, load, stamp
+from kv_svd.fit import Directions, basis
+from kv_svd.fitted import Fitted
+from kv_svd.rates import Allotment, Spectra, at_rate, at_removal, greatest_rate, uniform
+from kv_svd.statistics import LayerStatistics, Statistics
+
+Rate = Annotated[float, Meta(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Ranked(Fitted):
+    """Directions by falling importance, of which each head keeps as many as its rank says."""
+
+    rate: Annotated[Rate | None, Meta(description="share of the cache to remove")] = None
+    removal: Annotated[
+        Rate | None, Meta(description="instead: share of each head's singular values to remove")
+    ] = None
+    ranks: Annotated[
+        Literal["adaptive", "uniform"], Meta(description="each head its own, or all alike")
+    ] = "adaptive"
+    multiple: Annotated[int, Meta(ge=1, description="ranks are multiples of this")] = 16
+
+    def __post_init__(self) -> None:
+        """Check the parameters against each other and the file.
+
+        Raises:
+            ValueError: as the base, or a rate beside a removal, none of them, or one that cannot
+                be reached.
+        """
+        super().__post_init__()
+        if self.rate is not None and self.removal is not None:
+            raise ValueError(
+                f"{self.name}: rate={self.rate} and removal={self.removal} were given; each of "
+                "them says the ranks, so give one"
+            )
+        if self.removal is not None and self.ranks == "uniform":
+            raise ValueError(
+                f"{self.name}: removal={self.removal} gives each head a rank of its own; with "
+                "ranks=uniform give a rate"
+            )
+        rate = self.found_rate(self.facts) if self._asked is None else self.rate
+        dims = self.facts.key_dim * self.joined, self.facts.value_dim * self.joined
+        if rate is not None and rate > greatest_rate(*dims, self.multiple):
+            raise ValueError(
+                f"{self.name}: a rate of {rate} cannot be reached: with ranks of a multiple of "
+                f"{self.multiple}, heads of {dims[0]} and {dims[1]} dimensions give up at most "
+                f"{greatest_rate(*dims, self.multiple):.4f}"
+            )
+
+    @property
+    def _asked(self) -> float | None:
+        return self.rate if self.removal is None else self.removal
+
+    @property
+    def joined(self) -> int:
+        """KV heads that are stored as one."""
+        return 1
+
+    @property
+    def allotment(self) -> Allotment:
+        """The ranks of all layers and heads, what they remove, and what rounding them costs."""
+        return _allotted(self, stamp(self.path))
+
+    def directions(self, layer: LayerStatistics) -> tuple[Directions, Directions]:
+        """All directions of a layer's keys and values."""
+        raise NotImplementedError(f"{type(self).__name__} does not say its directions")
+
+    def spectra(self, statistics: Statistics) -> Spectra:
+        """Singular values that ranks go by, of keys and values, by layer and stored head."""
+        pairs = [self.directions(layer) for layer in statistics]
+        return (
+            torch.stack([key.singular for key, _ in pairs]),
+            torch.stack([value.singular for _, value in pairs]),
+        )
+
+    def found_rate(self, facts: Facts) -> float:
+        """The rate to use where none was given.
+
+        Raises:
+            ValueError: there is none.
+        """
+        raise ValueError(
+            f"{self.name} needs rate=... (a share of the cache to remove) or removal=..."
+        )
+
+    def allot(self, statistics: Statistics) -> Allotment:
+        """Turn the rate into ranks."""
+        key, value = self.spectra(statistics)
+        if self.removal is not None:
+            return at_removal(key, value, self.removal, self.multiple)
+        rate = self.found_rate(self.facts) if self.rate is None else self.rate
+        find = at_rate if self.ranks == "adaptive" else uniform
+        return find(key, value, rate, self.multiple)
+
+    def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
+        """The maps of a layer's keys and values, for all heads of the model."""
+        key, value = self.directions(load(self.path)[1].layers[layer])
+        allotment = self.allotment
+        return basis(key, allotment.key[layer]), basis(value, allotment.value[layer])
+
+
+@lru_cache(maxsize=8)
+def _allotted(policy: Ranked, file: Stamp) -> Allotment:
+    return policy.allot(load(file.path)[1])

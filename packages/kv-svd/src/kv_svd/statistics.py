@@ -1,0 +1,128 @@
+"""What a model's heads are like: second moments of all their vectors, layer by layer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from kv_svd.fit import Moments, of_queries, of_tokens, rotation
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Second moments of one layer: of what is stored, and of what meets it."""
+
+    query: Moments  # after RoPE, summed over a KV head's group: H of D
+    key: Moments  # after RoPE, `together` heads side by side
+    value: Moments  # the same of values
+    output: Moments  # of the output projection's slices, which read the values: H of Dv
+
+    @property
+    def together(self) -> int:
+        """KV heads that lie side by side in the moments of keys and values."""
+        return len(self.query.total) // len(self.key.total)
+
+    @property
+    def keys(self) -> Moments:
+        """Moments of each head's own keys."""
+        return self.key.blocks(self.together)
+
+    @property
+    def values(self) -> Moments:
+        """Moments of each head's own values."""
+        return self.value.blocks(self.together)
+
+    def seen(
+        self,
+        query: Float[Tensor, "B H G L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        there: Bool[Tensor, "B L"] | None = None,
+    ) -> "LayerStatistics":
+        """These statistics and those of some more tokens, after RoPE; `there` leaves out padding.
+
+        Raises:
+            ValueError: an infinity or a NaN among the tokens, or other heads or dimensions.
+        """
+        more = {
+            "query": of_queries(query, there),
+            "key": of_tokens(key, there, self.together),
+            "value": of_tokens(value, there, self.together),
+        }
+        for name, moments in more.items():
+            if not moments.total.isfinite().all():
+                raise ValueError(
+                    f"the {name} vectors hold an infinity or a NaN; mark padding, and load the "
+                    "model in a dtype that it computes well in"
+                )
+            more[name] = Moments(moments.total.cpu(), moments.rows)
+        return LayerStatistics(
+            self.query + more["query"],
+            self.key + more["key"],
+            self.value + more["value"],
+            self.output,
+        )
+
+
+def nothing_seen(group: int, key_dim: int, output: Moments, together: int = 1) -> LayerStatistics:
+    """Statistics of a layer before the first token.
+
+    Args:
+        group: query heads of a KV head.
+        key_dim: dimensions of a key.
+        output: moments of the output projection's slices, one per KV head, from `of_output`.
+        together: heads that lie side by side in the moments of keys and values.
+
+    Raises:
+        ValueError: the heads cannot be taken so many at a time, or a size is below 1.
+    """
+    heads, value_dim, _ = output.total.shape
+    if min(group, key_dim) < 1:
+        raise ValueError(f"group={group} and key_dim={key_dim} were given; both must be at least 1")
+    if together < 1 or heads % together:
+        raise ValueError(f"{heads} KV heads cannot be taken {together} at a time; give a divisor")
+
+    def empty(count: int, dim: int) -> Moments:
+        return Moments(torch.zeros(count, dim, dim, dtype=torch.float64), 0)
+
+    joined = heads // together
+    return LayerStatistics(
+        empty(heads, key_dim),
+        empty(joined, key_dim * together),
+        empty(joined, value_dim * together),
+        Moments(output.total.cpu(), output.rows),
+    )
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of all layers, and the singular values that ZACK goes by."""
+
+    layers: tuple[LayerStatistics, ...]
+    key: Float64[Tensor, "N H D"]  # singular values of queries and keys stacked
+    value: Float64[Tensor, "N H Dv"]  # of values and the output projection stacked
+
+    @classmethod
+    def of(cls, layers: "tuple[LayerStatistics, ...]") -> "Statistics":
+        """Find the singular values; falling, by layer and KV head."""
+        return cls(
+            layers,
+            torch.stack([rotation(layer.query + layer.keys).singular for layer in layers]),
+            torch.stack([rotation(layer.values + layer.output).singular for layer in layers]),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were seen."""
+        return self.layers[0].key.rows
+
+    @property
+    def together(self) -> int:
+        """KV heads that lie side by side in the moments of keys and values."""
+        return self.layers[0].together
+
+    def __iter__(self) -> Iterator[LayerStatistics]:
+        """The layers, in order."""
+        return iter(self.layers)

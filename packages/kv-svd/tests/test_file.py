@@ -1,0 +1,128 @@
+"""Statistics in a file: whole, or refused with a sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kv_svd.file as file_module
+from kv_svd import load, load_facts, save
+
+
+def test_what_is_saved_comes_back(made, file: Path) -> None:
+    facts, found = load(file)
+    assert facts == load_facts(file)
+    assert (facts.model, facts.fingerprint, facts.tokens) == ("made up", "0123456789abcdef", 180)
+    assert (facts.layers, facts.heads, facts.group, facts.together) == (2, 4, 3, 2)
+    assert (facts.key_dim, facts.value_dim, facts.output_rows) == (64, 32, 3 * 384)
+    expected = made.calibration(2).statistics()
+    assert torch.equal(found.key, expected.key)
+    assert torch.equal(found.value, expected.value)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("query", "key", "value", "output"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert one.rows == other.rows
+            assert torch.equal(one.total, other.total)
+
+
+def test_equal_statistics_give_equal_files_and_replace_old_ones(made, tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    path.write_text("older")
+    first = made.write(path).read_bytes()
+    assert made.write(path).read_bytes() == first
+    assert [p.name for p in tmp_path.iterdir()] == ["found"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made.write(tmp_path / "found")
+    before = path.read_bytes()
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        made.write(path, rate=0.5)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["found"]
+
+
+def test_a_file_that_changed_is_read_again(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made.write(tmp_path / "found")
+    assert load(path)[1] is load(path)[1]
+    assert load_facts(path).rate is None
+    with monkeypatch.context() as patched:
+        patched.delattr(file_module, "read_facts")
+        assert load_facts(path).rate is None
+    made.write(path, rate=0.25)
+    assert load_facts(path).rate == 0.25
+    assert load(path)[0].rate == 0.25
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    for read in (load, load_facts):
+        with pytest.raises(FileNotFoundError, match=r"does not exist; write it with `kv-serve cal"):
+            read(tmp_path / "none")
+
+
+@pytest.fixture(scope="module")
+def whole(make_model, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    small = make_model(layers=1, heads=1, group=1, dim=2, value_dim=2, tokens=5)
+    return small.write(tmp_path_factory.mktemp("small") / "small").read_bytes()
+
+
+def test_every_flipped_byte_is_noticed(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=r"is damaged|holds no 'kv-svd statistics 1'"):
+            load(path)
+        path.unlink()
+    path.write_bytes(whole)
+    assert load(path)[0].tokens == 10
+
+
+def test_the_head_alone_is_checked_too(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    at = whole.index(b"made up")
+    path.write_bytes(whole[:at] + b"fade up" + whole[at + 7 :])
+    with pytest.raises(ValueError, match="is damaged: its checksum does not fit"):
+        load_facts(path)
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -1])
+def test_a_file_that_was_cut_off_is_damaged(whole: bytes, tmp_path: Path, length: int) -> None:
+    path = tmp_path / "found"
+    path.write_bytes(whole[:length])
+    for read in (load, load_facts):
+        with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+            read(path)
+
+
+def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match="holds no 'kv-svd statistics 1', but something else"):
+        load(path)
+
+
+def test_a_later_version_is_refused_by_name(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "FORMAT", "kv-svd statistics 2")
+    path = made.write(tmp_path / "found")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="statistics 1', but 'kv-svd statistics 2'; calibrate"):
+        load_facts(path)
+
+
+def test_facts_of_other_sizes_are_refused(file: Path, made, make_model, tmp_path: Path) -> None:
+    facts, _ = load(file)
+    for other in (made.calibration(1), make_model(tokens=91).calibration(2)):
+        with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+            save(tmp_path / "found", facts, other.statistics())
