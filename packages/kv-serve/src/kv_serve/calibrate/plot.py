@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from kv_serve.calibrate.grid import Setting
 from kv_serve.calibrate.search import Point, frontier
 
 
@@ -15,7 +16,9 @@ def missing() -> str | None:
     return None
 
 
-def draw(path: Path, points: Sequence[Point], chosen: Point | None, title: str) -> None:
+def draw(
+    path: Path, points: Sequence[Point[Setting]], chosen: Point[Setting] | None, title: str
+) -> None:
     """Draw all settings, bytes against loss, with the frontier as a line; write a PNG file."""
     from matplotlib.figure import Figure
 
@@ -40,5 +43,5 @@ def draw(path: Path, points: Sequence[Point], chosen: Point | None, title: str) 
     fresh.replace(path)
 
 
-def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+def _places(points: Sequence[Point[Setting]]) -> tuple[list[float], list[float]]:
     return [100 * p.ratio for p in points], [100 * p.worst for p in points]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -21,11 +21,24 @@ if TYPE_CHECKING:
     from kv_serve.models import LoadedModel
 
 
+@runtime_checkable
+class Tried(Protocol):
+    """A setting that can be tried."""
+
+    @property
+    def spec(self) -> str:
+        """The policy's text form."""
+        ...
+
+
+S = TypeVar("S", bound=Tried)
+
+
 @dataclass(frozen=True, slots=True)
-class Point:
+class Point(Generic[S]):
     """One setting: what it loses on each task, and what it holds."""
 
-    setting: Setting
+    setting: S
     losses: Mapping[str, Loss]
     ratio: float  # bytes held after the prompts over those of the full cache
 
@@ -40,10 +53,10 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Generic[S]):
     """Settings, and the samples they are tried on."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[S, ...]
     tasks: tuple[TaskName, ...]
     length: int = 2000
     samples: int = 10
@@ -82,7 +95,7 @@ class Search:
             yield from run(loaded, plan, text, journal, make)
 
     @property
-    def baseline(self) -> "Search":
+    def baseline(self) -> "Search[S]":
         """The same samples under the full cache alone."""
         return replace(self, settings=())
 
@@ -95,11 +108,11 @@ class Search:
                     return task
         return None
 
-    def points(self, journal: Journal) -> tuple[Point, ...]:
+    def points(self, journal: Journal) -> tuple[Point[S], ...]:
         """Sum up a journal that has every sample."""
         return tuple(self._point(setting, journal) for setting in self.settings)
 
-    def _point(self, setting: Setting, journal: Journal) -> Point:
+    def _point(self, setting: S, journal: Journal) -> Point[S]:
         losses: dict[str, Loss] = {}
         ratios = []
         for plan in self.plans:
@@ -114,7 +127,7 @@ class Search:
         return Point(setting, losses, fmean(ratios))
 
 
-def frontier(points: Sequence[Point]) -> list[Point]:
+def frontier(points: Sequence[Point[S]]) -> list[Point[S]]:
     """The points that no other beats in bytes and in loss, fewest bytes first."""
     best = float("inf")
     found = []
@@ -125,14 +138,14 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def choose(points: Sequence[Point], allowed: float) -> Point | None:
+def choose(points: Sequence[Point[S]], allowed: float) -> Point[S] | None:
     """The point of fewest bytes that loses no more than that; None if all lose more."""
     good = [point for point in points if point.within(allowed)]
     return min(good, key=lambda p: (p.ratio, p.worst), default=None)
 
 
 def write_profile(
-    path: Path, point: Point, model: str, fingerprint: str, max_loss: float, length: int
+    path: Path, point: Point[Setting], model: str, fingerprint: str, max_loss: float, length: int
 ) -> None:
     """Write what `leankv:profile=FILE` loads, whole or not at all."""
     fresh = path.with_name(path.name + ".new")

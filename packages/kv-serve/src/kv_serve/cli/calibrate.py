@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_serve.cli.calibrate_zack import zack
 from kv_serve.cli.console import INTERRUPTED, check_writable, err, out, refuse, refusing, remark
 from kv_serve.cli.eval import Task
 from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
+    from kv_serve.calibrate.grid import Setting
     from kv_serve.calibrate.search import Point, Search
     from kv_serve.evaluate.journal import Journal
     from kv_serve.models import LoadedModel
@@ -22,6 +25,9 @@ NOTHING_FOUND = 1
 @app.callback()
 def _start() -> None:
     """Find a policy's settings for a model, by measuring what they cost on tasks."""
+
+
+app.command("zack")(zack)
 
 
 @app.command("leankv")
@@ -86,7 +92,7 @@ def leankv(
     from kv_serve.tasks import default_text, read_text
 
     with refusing(ValueError):
-        allowed = _share("--max-loss", max_loss)
+        allowed = share("--max-loss", max_loss)
         settings = grid(
             tuple(map(_pair, pair)) if pair else PAIRS,
             _shares("--t-high", t_high),
@@ -119,7 +125,7 @@ def leankv(
 
 def _calibrate(
     loaded: "LoadedModel",
-    search: "Search",
+    search: "Search[Setting]",
     text: "Text",
     allowed: float,
     path: Path,
@@ -170,7 +176,9 @@ def _calibrate(
     remark(f"Written to {path}; use it as leankv:profile={path}.")
 
 
-def _run(loaded: "LoadedModel", search: "Search", text: "Text", journal: "Journal") -> None:
+def _run(
+    loaded: "LoadedModel", search: "Search[Setting]", text: "Text", journal: "Journal"
+) -> None:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -191,7 +199,7 @@ def _run(loaded: "LoadedModel", search: "Search", text: "Text", journal: "Journa
             progress.update(bar, advance=1, description=entry.task)
 
 
-def _show(points: "tuple[Point, ...]", chosen: "Point | None") -> None:
+def _show(points: "tuple[Point[Setting], ...]", chosen: "Point[Setting] | None") -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -231,15 +239,4 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _shares(name: str, text: str) -> tuple[float, ...]:
-    return tuple(_share(name, piece) for piece in text.split(","))
-
-
-def _share(name: str, text: str) -> float:
-    piece = text.strip()
-    try:
-        share = float(piece.removesuffix("%")) / (100 if piece.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ValueError(f"{name} {text} is no share; give 0 to 1, or 0% to 100%")
-    return share
+    return tuple(share(name, piece) for piece in text.split(","))

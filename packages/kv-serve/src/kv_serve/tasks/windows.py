@@ -102,7 +102,7 @@ def _windows(
         raise TaskError(f"length={length}: {task} needs a prompt of at least 2 tokens")
     if samples < 1:
         raise TaskError(f"samples={samples}: {task} needs at least 1")
-    lead = _lead(tokenizer)
+    lead = text_start(tokenizer)
     ids = tokenizer.encode(text.body, add_special_tokens=False, verbose=False)
     size = length + after - len(lead)
     room = len(ids) - size
@@ -117,7 +117,7 @@ def _windows(
     return [tuple(lead + ids[begin : begin + size]) for begin in begins]
 
 
-def _lead(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def text_start(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The beginning-of-text token, where the tokenizer puts one before every text."""
     bos = tokenizer.bos_token_id
     first = tokenizer.encode("a")[:1]

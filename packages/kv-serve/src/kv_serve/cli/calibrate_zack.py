@@ -1,0 +1,262 @@
+"""`kv-serve calibrate zack`: learn a model's statistics from a text, and a rate from tasks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kv_serve.cli.calibrate_summary import show
+from kv_serve.cli.console import INTERRUPTED, check_writable, err, refuse, refusing, remark
+from kv_serve.cli.eval import Task
+from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.shares import share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.progress import Progress
+
+    from kv_policy import Calibrated, Calibrator
+    from kv_serve.calibrate.collect import Reading
+    from kv_serve.calibrate.rate import Rate, RateSearch
+    from kv_serve.calibrate.search import Search
+    from kv_serve.models import LoadedModel
+    from kv_serve.tasks import Text
+
+NOTHING_FOUND: Final = 1
+POLICY: Final = "zack"
+
+
+def zack(
+    out_file: Annotated[
+        Path, typer.Option("--out", help="Where the statistics go, for zack:file=FILE.")
+    ],
+    model: ModelOption = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A UTF-8 text to read; by default Python's own help topics."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to read, at least 4096.")] = 16384,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens read at once; by default 2048, or what the model reads if that is less.",
+            show_default=False,
+        ),
+    ] = None,
+    together: Annotated[
+        int,
+        typer.Option(help="KV heads side by side in the statistics, for policies such as palu."),
+    ] = 1,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Also find the greatest rate at which no task loses more: 1% or 0.01 of the full "
+            "cache's score, or what may be noise.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        list[Task] | None,
+        typer.Option(help="With --max-loss: by default needle, multikey and nll."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --max-loss: tokens of a prompt, 2000 unless said."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="With --max-loss: prompts of a task, 10 unless said.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="With --max-loss: of the prompts, 0 unless said.")
+    ] = None,
+    continuation: Annotated[
+        int | None, typer.Option(min=1, help="With --max-loss: tokens nll scores, 64 unless said.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+) -> None:
+    """Read a text, and write what zack, svd-kv, kq-svd, palu and think need to know of the model.
+
+    What was learnt is kept in FILE.partial every few windows: a run that was interrupted goes on
+    from there when it is started again.
+    """
+    from kv_serve.calibrate.collect import Reading
+    from kv_serve.tasks import default_text, read_text
+
+    with refusing(ValueError):
+        reading = Reading(tokens, window, together)
+        allowed = None if max_loss is None else share("--max-loss", max_loss)
+        search = _samples(
+            task,
+            {"length": length, "samples": samples, "seed": seed, "continuation": continuation},
+            allowed,
+        )
+        source = default_text() if text is None else read_text(text)
+    check_writable(out_file, "--out")
+    loaded = load_model(model, dtype, device)
+    calibrator, seconds = _collect(loaded, reading, source, out_file)
+    facts = _write(loaded, calibrator, source, out_file)
+    status = 0
+    if allowed is not None:
+        found = _search(loaded, calibrator, reading, search, source, out_file, allowed)
+        status = 0 if found.found else NOTHING_FOUND
+        facts = _with_rate(facts, found, calibrator, out_file)
+    _partial(out_file).unlink(missing_ok=True)
+    show(calibrator, facts, seconds, out_file, as_json)
+    if status:
+        raise typer.Exit(status)
+
+
+def _samples(
+    task: list[Task] | None, sizes: dict[str, int | None], allowed: float | None
+) -> "Search[Rate]":
+    """Which samples a rate is searched on, if it is."""
+    from kv_serve.calibrate.search import Search
+
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if allowed is None and (task or given):
+        names = ", ".join(f"--{name}" for name in (["task"] if task else []) + list(given))
+        raise ValueError(
+            f"{names} was given without --max-loss; say what the tasks may lose, such as 1%"
+        )
+    named = task or [Task.NEEDLE, Task.MULTIKEY, Task.NLL]
+    return Search((), tuple(dict.fromkeys(t.value for t in named)), **given)
+
+
+def _collect(
+    loaded: "LoadedModel", reading: "Reading", text: "Text", path: Path
+) -> "tuple[Calibrator, float]":
+    from kv_policy import load_calibrator
+    from kv_serve.calibrate.collect import collect
+    from kv_serve.calibrate.partial import Partial
+    from kv_serve.evaluate.provenance import commit, versions
+    from kv_serve.hf.collecting import output_projections
+    from kv_serve.hf.support import cache_shape
+
+    with refusing(ValueError):
+        windows = reading.windows(loaded, text)
+        shape = cache_shape(loaded.model)
+        weights = output_projections(loaded.model, shape)
+        calibrator = load_calibrator(POLICY)(shape, weights, reading.together)
+    settings = reading.identity(loaded, text) | {"commit": commit(), **versions()}
+    partial = Partial(_partial(path), settings)
+    sentence = partial.resume(calibrator)
+    if sentence:
+        remark(sentence)
+    total = sum(each.shape[1] for each in windows)
+    try:
+        with refusing(ValueError), _progress() as progress:
+            bar = progress.add_task("reading", total=total, completed=calibrator.tokens)
+            for done in collect(loaded, calibrator, windows, partial):
+                progress.update(bar, completed=done)
+    except KeyboardInterrupt:
+        kept = f"is kept in {partial.path}" if partial.path.exists() else "is not kept yet"
+        remark(
+            f"Interrupted. What was learnt from whole windows {kept}; run the same command again "
+            "to go on."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    return calibrator, partial.seconds
+
+
+def _write(
+    loaded: "LoadedModel", calibrator: "Calibrator", text: "Text", path: Path
+) -> "Calibrated":
+    from kv_policy import Calibrated
+
+    facts = Calibrated(loaded.name, loaded.fingerprint, text.name, text.digest)
+    calibrator.write(path, facts)
+    return facts
+
+
+def _search(
+    loaded: "LoadedModel",
+    calibrator: "Calibrator",
+    reading: "Reading",
+    samples: "Search[Rate]",
+    text: "Text",
+    path: Path,
+    allowed: float,
+) -> "RateSearch":
+    from kv_serve.calibrate.rate import LEVELS, RateSearch
+    from kv_serve.evaluate.journal import open_journal
+    from kv_serve.evaluate.provenance import commit, versions
+
+    identity = samples.plans[0].identity(loaded, text) | {"commit": commit(), **versions()}
+    identity["read"] = reading.identity(loaded, text)
+    journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
+    if sentence:
+        remark(sentence)
+    search = RateSearch(POLICY, path, calibrator.rates(LEVELS), samples, allowed)
+    baseline = samples.baseline
+    try:
+        _run(baseline.run(loaded, text, journal), baseline.total)
+        hopeless = baseline.unanswered(journal)
+        if hopeless is not None:
+            refuse(
+                f"the full cache answers none of {samples.samples} samples of {hopeless} right, so "
+                f"nothing can be lost there; leave that task out, or give shorter prompts. {path} "
+                "is written, without a rate"
+            )
+        _run(search.run(loaded, text, journal), search.total)
+    except KeyboardInterrupt:
+        remark(
+            f"Interrupted. {path} is written, without a rate. {len(journal)} samples are kept in "
+            f"{journal.path}; run the same command again to go on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    journal.remove()
+    return search
+
+
+def _with_rate(
+    facts: "Calibrated", search: "RateSearch", calibrator: "Calibrator", path: Path
+) -> "Calibrated":
+    if search.found is None:
+        least = min(search.tried, key=lambda point: point.worst, default=None)
+        nearest = "" if least is None else f"; the least that was tried loses {least.worst:.1%}"
+        remark(
+            f"No rate loses {search.allowed:.1%} or less on every task{nearest}. {path} is "
+            "written, without a rate."
+        )
+        return facts
+    found = replace(
+        facts,
+        rate=search.found.setting.rate,
+        max_loss=search.allowed,
+        tasks=tuple(search.samples.tasks),
+    )
+    calibrator.write(path, found)
+    return found
+
+
+def _run(entries: "Iterable[object]", total: int) -> None:
+    with refusing(ValueError), _progress() as progress:
+        bar = progress.add_task("making the samples", total=total)
+        for entry in entries:
+            progress.update(bar, advance=1, description=getattr(entry, "task", ""))
+
+
+def _progress() -> "Progress":
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err())
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

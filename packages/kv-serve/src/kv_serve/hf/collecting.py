@@ -1,0 +1,156 @@
+"""Showing a calibrator what a model attends with, layer by layer, and holding none of it."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kv_policy import CacheShape, Calibrator
+from kv_serve.hf.attention import FreshKeys, install
+from kv_serve.hf.support import UnsupportedModelError, cache_shape
+
+_OUTPUT = ("o_proj", "out_proj", "dense")  # what models of transformers call their projection
+
+
+class _CollectingLayer(CacheLayerMixin):
+    """One layer as transformers sees it: always empty."""
+
+    is_compileable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self, cache: "CollectingCache", index: int) -> None:
+        """Stand for layer `index` of `cache`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self._index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: nothing is kept."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Mark the fresh keys; the attention function takes them to the cache."""
+        return FreshKeys.mark(key_states, self._cache, self._index), value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the columns a mask has to cover: those of this pass."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Every pass begins a text of its own."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+
+class CollectingCache(Cache):
+    """Stands where a cache would, shows a calibrator what comes by, and keeps nothing.
+
+    Use it as `past_key_values` in forward passes of whole texts. A pass attends to itself alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, calibrator: Calibrator) -> None:
+        """Show the vectors of `model` to `calibrator`.
+
+        Raises:
+            UnsupportedModelError: the model's attention is of a kind that no cache of ours serves.
+            ValueError: the model's code does not let its attention function be chosen.
+        """
+        self._calibrator = calibrator
+        layers = cache_shape(model).layers
+        install(model)
+        super().__init__(layers=[_CollectingLayer(self, i) for i in range(layers)])
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "B Hq L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        scale: float,
+        valid: Bool[Tensor, "B L"] | None,
+    ) -> Float[Tensor, "B L Hq Dv"]:
+        """Attend causally over the fresh tokens, after the calibrator has seen them."""
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        there = None if valid is None else valid.expand(len(query), -1)
+        self._calibrator.see(layer, grouped, key, value, there)
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if there is None else _mask(there),
+            is_causal=there is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).contiguous()
+
+
+def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
+    """Each token looks at those before it; padding looks at itself, so that it stays finite."""
+    length = there.shape[1]
+    itself = torch.eye(length, dtype=torch.bool, device=there.device)
+    earlier = torch.ones_like(itself).tril()
+    return (earlier & there[:, None] | itself)[:, None]
+
+
+def output_projections(
+    model: PreTrainedModel, shape: CacheShape
+) -> tuple[Float[Tensor, "hidden QD"], ...]:
+    """Find the weights that read attention's output, layer by layer.
+
+    Raises:
+        UnsupportedModelError: a layer has no such projection, or one that is no plain linear layer
+            with floating-point weights of 16 bits or more. The message names it.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    holders: dict[int, str] = {}
+    for name, module in model.base_model.named_modules():
+        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
+        if not isinstance(index, int):
+            continue
+        holders[index] = f"{name} ({type(module).__name__})"
+        for child, projection in module.named_children():
+            if child in _OUTPUT:
+                found[index] = (f"{name}.{child}", projection)
+    columns = shape.kv_heads * shape.group * shape.value_dim
+    weights = []
+    for layer in range(shape.layers):
+        if layer not in found:
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(model).__name__}, {holders.get(layer, 'unnamed')}, has no "
+                f"output projection called {', '.join(_OUTPUT[:-1])} or {_OUTPUT[-1]}; values "
+                "cannot be paired with it"
+            )
+        weights.append(_weight(*found[layer], columns))
+    return tuple(weights)
+
+
+def _weight(name: str, module: nn.Module, columns: int) -> Float[Tensor, "hidden QD"]:
+    """The weights of a projection, if they are plain numbers."""
+    weight = getattr(module, "weight", None)
+    plain = (
+        isinstance(module, nn.Linear)
+        and isinstance(weight, Tensor)
+        and type(weight.data) is Tensor  # quantizers may put a class of their own there
+        and weight.is_floating_point()
+        and weight.itemsize >= 2
+    )
+    if not plain:
+        kind = f" of {weight.dtype}" if isinstance(weight, Tensor) else ""
+        raise UnsupportedModelError(
+            f"{name} is a {type(module).__name__}{kind}; calibration reads output projections that "
+            "are plain nn.Linear layers with floating-point weights of 16 bits or more, so load "
+            "the model unquantized"
+        )
+    assert isinstance(weight, Tensor)
+    if weight.shape[1] != columns:
+        raise UnsupportedModelError(
+            f"{name} reads {weight.shape[1]} numbers, and the heads give {columns}"
+        )
+    return weight.detach()
