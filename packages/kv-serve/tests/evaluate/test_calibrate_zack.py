@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import kv_serve.calibrate.collect as collect
 from kv_policy import load_calibrator, parse
+from kv_serve import CompressedCache
 from kv_serve.calibrate.collect import Reading
 from kv_serve.calibrate.partial import Partial
 from kv_serve.calibrate.rate import Rate, RateSearch
@@ -24,8 +25,9 @@ from kv_serve.evaluate.specs import FULL
 from kv_serve.hf.collecting import output_projections
 from kv_serve.hf.support import cache_shape
 from kv_serve.models import LoadedModel
+from kv_serve.models.identity import WrongModelError
 from kv_serve.tasks import Text
-from kv_svd import load, load_facts
+from kv_svd import load, load_facts, save
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +289,16 @@ def test_a_rate_is_a_policy_in_any_folder(calibrated: Path) -> None:
     policy = parse(spec)
     assert str(policy) == spec
     assert (policy.file, policy.rate) == (str(calibrated), 0.0)
+
+
+def test_statistics_of_another_model_are_refused(
+    loaded: LoadedModel, calibrated: Path, tmp_path: Path
+) -> None:
+    facts, found = load(calibrated)
+    other = tmp_path / "other"
+    save(other, msgspec.structs.replace(facts, fingerprint="0123456789abcdef"), found)
+    with pytest.raises(WrongModelError, match="calibrated with the model 0123456789abcdef and"):
+        CompressedCache(loaded.model, f"zack:file={other},rate=0")
 
 
 @pytest.fixture

@@ -1,0 +1,37 @@
+"""Calibrators are found by name."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from kv_policy import calibrator, load_calibrator
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
+    made = [EntryPoint(name, value, calibrator.CALIBRATION) for name, value in entries]
+    monkeypatch.setattr(calibrator, "entry_points", lambda group: made)
+
+
+def test_one_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, ("mine", "kv_policy.shape:CacheShape"), ("other", "no_such_module:B"))
+    assert load_calibrator("mine").__name__ == "CacheShape"
+
+
+def test_one_distribution_seen_twice_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, *[("mine", "kv_policy.shape:CacheShape")] * 2)
+    assert load_calibrator("mine").__name__ == "CacheShape"
+
+
+def test_an_unknown_name_lists_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, ("b", "one:B"), ("a", "one:A"))
+    with pytest.raises(ValueError, match="nothing is called 'c'; what can be calibrated: a, b"):
+        load_calibrator("c")
+    use(monkeypatch)
+    with pytest.raises(ValueError, match="what can be calibrated: none"):
+        load_calibrator("c")
+
+
+def test_a_name_claimed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, ("mine", "one:A"), ("mine", "other:B"))
+    with pytest.raises(ValueError, match="two installed packages claim 'mine'"):
+        load_calibrator("mine")
