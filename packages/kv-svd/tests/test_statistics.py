@@ -116,6 +116,19 @@ def test_going_on_gives_the_same_bits(made, tmp_path: Path) -> None:
         made.calibration(1, read=False).restore(first.state())
 
 
+def test_what_was_asked_for_before_is_not_what_is_known_later(made) -> None:
+    early, late = made.calibration(), made.calibration()
+    first = early.statistics()
+    assert early.statistics() is first
+    for calibration in (early, late):
+        for i in range(made.shape.layers):
+            calibration.see(i, made.query[i] * 2, made.key[i], made.value[i])
+    assert early.statistics().tokens == 2 * first.tokens
+    assert torch.equal(early.statistics().key, late.statistics().key)
+    late.restore(made.calibration().state())
+    assert torch.equal(late.statistics().key, first.key)
+
+
 def test_what_is_held_does_not_grow(made) -> None:
     found = made.calibration(2)
     before = {name: tensor.shape for name, tensor in found.state().items()}

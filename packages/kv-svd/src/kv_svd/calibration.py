@@ -38,6 +38,7 @@ class Calibration:
                 that is not finite, or heads that cannot be taken so many at a time.
         """
         self.shape, self.together = shape, together
+        self._found: Statistics | None = None  # of what was seen so far, once asked for
         self._layers = [
             nothing_seen(
                 shape.group,
@@ -74,6 +75,7 @@ class Calibration:
         Raises:
             ValueError: an infinity or a NaN among them, or other heads or dimensions.
         """
+        self._found = None
         try:
             self._layers[layer] = self._layers[layer].seen(query, key, value, there)
         except ValueError as error:
@@ -96,7 +98,7 @@ class Calibration:
         mine = {name: tensor.shape for name, tensor in self.state().items()}
         if {name: tensor.shape for name, tensor in state.items()} != mine:
             raise ValueError("the state is of a model with other sizes; start anew")
-        group = self.shape.group
+        group, self._found = self.shape.group, None
         self._layers = [
             LayerStatistics(
                 Moments(query, count * group),
@@ -126,7 +128,9 @@ class Calibration:
                 f"layers have seen from {min(counts)} to {max(counts)} tokens; show each of them "
                 "all tokens first"
             )
-        return Statistics.of(tuple(self._layers))
+        if self._found is None:
+            self._found = Statistics.of(tuple(self._layers))
+        return self._found
 
     def dimensions(self, removal: float) -> dict[str, float]:
         """The median dimensions per head that a removal rate leaves (Eq. 6)."""
