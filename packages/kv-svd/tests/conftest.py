@@ -23,6 +23,14 @@ class Made:
     value: Tensor  # N B H L Dv
     output: Tensor  # N hidden QD
 
+    def stacked(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The rows of both of a layer's pairs, by KV head, as the paper stacks them."""
+        q, k, v = self.query[layer], self.key[layer], self.value[layer]
+        heads, dim = self.shape.kv_heads, self.shape.value_dim
+        o = self.output[layer].unflatten(1, (heads, -1, dim)).permute(1, 0, 2, 3).flatten(1, 2)
+        qk = [k.transpose(0, 1).flatten(1, 2), q.movedim(1, 0).flatten(1, 3)]
+        return torch.cat(qk, 1), torch.cat([v.transpose(0, 1).flatten(1, 2), o], 1)
+
     def calibration(self, together: int = 1, *, read: bool = True) -> Calibration:
         """Start a calibration, and let it see everything."""
         found = Calibration(self.shape, self.output, together)

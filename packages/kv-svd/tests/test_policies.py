@@ -116,6 +116,23 @@ def test_at_full_rank_nothing_is_lost(kind: type[Ranked], made, file: Path) -> N
         assert (back - v).abs().max() < 1e-4 * v.abs().max()
 
 
+@pytest.mark.parametrize("kind", [Zack, SvdKV])
+def test_the_basis_is_the_right_singular_vectors_of_the_rows(
+    kind: type[Ranked], made, file: Path
+) -> None:
+    policy = kind(str(file), rate=0.5, ranks="uniform")
+    for i in range(2):
+        bound = policy.bind(i, made.shape)
+        rows = made.stacked(i)
+        if kind is SvdKV:
+            rows = tuple(x[i].transpose(0, 1).flatten(1, 2) for x in (made.key, made.value))
+        for basis, each_head in zip((bound.key, bound.value), rows, strict=True):
+            right = torch.linalg.svd(each_head, full_matrices=False).Vh.mT[..., : basis.rank[0]]
+            overlap = (basis.matrix.double().mT @ right).abs()
+            eye = torch.eye(basis.rank[0], dtype=torch.float64).expand_as(overlap)
+            torch.testing.assert_close(overlap, eye, rtol=0, atol=1e-5)
+
+
 def lost(found: HeadBasis, asking: Tensor, stored: Tensor) -> Tensor:
     """E|q·k - (q B)·(k A)|² of independent vectors with these second moments, by head."""
     a, b = found.matrix.double(), (found.matrix if found.dual is None else found.dual).double()

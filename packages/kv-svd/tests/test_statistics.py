@@ -4,21 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from kv_policy import CacheShape, Calibrated, Calibrator, load_calibrator
 from kv_svd import Calibration, Moments, load, rotation
 
 FACTS = Calibrated(model="m", fingerprint="f", text="t", digest="d")
-
-
-def stacked(made, layer: int) -> tuple[Tensor, Tensor]:
-    """The rows of both pairs, by KV head, as the paper stacks them."""
-    q, k, v = made.query[layer], made.key[layer], made.value[layer]
-    heads, dim = made.shape.kv_heads, made.shape.value_dim
-    o = made.output[layer].unflatten(1, (heads, -1, dim)).permute(1, 0, 2, 3).flatten(1, 2)
-    qk = [k.transpose(0, 1).flatten(1, 2), q.movedim(1, 0).flatten(1, 3)]
-    return torch.cat(qk, 1), torch.cat([v.transpose(0, 1).flatten(1, 2), o], 1)
 
 
 @pytest.mark.parametrize("together", [1, 2, 4])
@@ -27,7 +17,7 @@ def test_singular_values_are_those_of_the_stacked_rows(made, together: int) -> N
     for i, layer in enumerate(found):
         pairs = (rotation(layer.query + layer.keys), rotation(layer.values + layer.output))
         for rows, ours, kept in zip(
-            stacked(made, i), pairs, (found.key[i], found.value[i]), strict=True
+            made.stacked(i), pairs, (found.key[i], found.value[i]), strict=True
         ):
             _, singular, right = torch.linalg.svd(rows, full_matrices=False)
             torch.testing.assert_close(kept, singular, rtol=1e-8, atol=0)
