@@ -104,9 +104,18 @@ class Ranked(Fitted):
 
     def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
         """The maps of a layer's keys and values, for all heads of the model."""
-        key, value = self.directions(load(self.path)[1].layers[layer])
-        allotment = self.allotment
-        return basis(key, allotment.key[layer]), basis(value, allotment.value[layer])
+        return _found(self, stamp(self.path))[layer]
+
+
+@lru_cache(maxsize=4)
+def _found(policy: Ranked, file: Stamp) -> tuple[tuple[HeadBasis, HeadBasis], ...]:
+    """The maps of all layers; a server makes many caches of one policy."""
+    allotment = policy.allotment
+    pairs = [policy.directions(layer) for layer in load(file.path)[1]]
+    return tuple(
+        (basis(key, allotment.key[i]), basis(value, allotment.value[i]))
+        for i, (key, value) in enumerate(pairs)
+    )
 
 
 @lru_cache(maxsize=8)
