@@ -53,27 +53,23 @@ METHODS: Final = (
     "zack",
     "kq-svd:multiple=1",
 )
-ALONE: Final = tuple(
-    f"{name}:rate={rate}{rest}"
-    for rate in (0.125, 0.25, 0.375, 0.5)
-    for name, rest in (("zack", ",multiple=8"), ("zack", ",multiple=8,ranks=uniform"))
+ALONE: Final = (
+    *(f"zack:rate={rate},multiple=8" for rate in (0.125, 0.25, 0.375, 0.5)),
+    *(f"zack:rate={rate},multiple=8,ranks=uniform" for rate in (0.125, 0.25)),
 )
 RELATIVES: Final = (
-    *(f"kq-svd:rate={rate},multiple=8" for rate in (0.125, 0.25, 0.375)),
-    "svd-kv:rate=0.25,multiple=8",
-    "palu:rate=0.25,multiple=8,together=3",
-    "think:rate=0.5",
+    *(f"kq-svd:rate={rate},multiple=8" for rate in (0.125, 0.25)),
+    "svd-kv:rate=0.125,multiple=8",
+    "palu:rate=0.125,multiple=8,together=3",
+    "think:rate=0.25",
 )
-QUANTIZED: Final = ("k8v8", "k8v4", "k4v4", "k4v2", "leankv:window=16")
+QUANTIZED: Final = ("k8v4", "k4v4", "k4v2")
 BOTH: Final = (
     "zack:rate=0.125,multiple=8+k8v8",
     "zack:rate=0.125,multiple=8+k8v4",
-    "zack:rate=0.25,multiple=8+k8v8",
     "zack:rate=0.25,multiple=8+k8v4",
-    "zack:rate=0.25,multiple=8+k4v4",
     "kq-svd:rate=0.125,multiple=8+k8v4",
     "zack:rate=0,multiple=8+k4v4",
-    "kq-svd:rate=0,multiple=8+k4v4",
     "zack:rate=0.125,multiple=8+leankv:window=16",
 )
 EVICTED: Final = (
@@ -107,8 +103,8 @@ def full_size() -> Size:
         methods=METHODS,
         policies=(FULL, *ALONE, *RELATIVES, *QUANTIZED, *BOTH, *EVICTED),
         plans={
-            "needle": Plan((FULL,), ("needle",), ("aware",), length=2000, samples=10),
-            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=2000, samples=10),
+            "needle": Plan((FULL,), ("needle",), ("aware",), length=2000, samples=6),
+            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=2000, samples=6),
             "nll": Plan(
                 (FULL,), ("nll",), ("agnostic",), length=1024, samples=4, batch=4, continuation=64
             ),
