@@ -104,7 +104,7 @@ def full_size() -> Size:
         policies=(FULL, *ALONE, *RELATIVES, *QUANTIZED, *BOTH, *EVICTED),
         plans={
             "needle": Plan((FULL,), ("needle",), ("aware",), length=2000, samples=6),
-            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=2000, samples=6),
+            "multikey": Plan((FULL,), ("multikey",), ("aware",), length=2000, samples=4),
             "nll": Plan(
                 (FULL,), ("nll",), ("agnostic",), length=1024, samples=4, batch=4, continuation=64
             ),
