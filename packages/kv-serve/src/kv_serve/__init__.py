@@ -4,14 +4,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_serve.hf.cache import CompressedCache
+    from kv_serve.hf.fold import Fold
 
-__all__ = ["CompressedCache"]
+__all__ = ["CompressedCache", "Fold"]
 
 
 def __getattr__(name: str) -> object:
-    """Import transformers only when the cache is asked for."""
+    """Import transformers only when what needs it is asked for."""
     if name == "CompressedCache":
         from kv_serve.hf.cache import CompressedCache
 
         return CompressedCache
+    if name == "Fold":
+        from kv_serve.hf.fold import Fold
+
+        return Fold
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
