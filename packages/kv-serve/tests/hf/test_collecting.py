@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from kv_policy import Calibrator, load_calibrator
 from kv_serve.hf.collecting import CollectingCache, output_projections
+from kv_serve.hf.fold import Fold
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from tiered_policies import Turned
 
 SEPARATE, HEADS, GROUP, DIM = ("llama", "mistral", "qwen2"), 2, 3, 8
 
@@ -136,6 +138,25 @@ def test_a_model_that_is_not_finite_is_refused(make) -> None:
         model.base_model(
             input_ids=torch.randint(3, 101, (1, 40)), past_key_values=cache, use_cache=True
         )
+
+
+def test_a_folded_model_is_refused(make) -> None:
+    """At full rank shapes fit, so nothing else would notice that values are coordinates."""
+    model, ids = make(), torch.randint(3, 101, (1, 9))
+    calibrator = started(model)
+    before = CollectingCache(model, calibrator)
+    sentence = "folded for turned.*; restore the model before it is calibrated"
+    with Fold(model, Turned("8", "8")):
+        with pytest.raises(ValueError, match=sentence):
+            CollectingCache(model, calibrator)
+        with pytest.raises(ValueError, match=sentence):
+            output_projections(model, cache_shape(model))
+        with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+            model.base_model(input_ids=ids, past_key_values=before, use_cache=True)
+    assert calibrator.tokens == 0
+    with torch.no_grad():
+        model.base_model(input_ids=ids, past_key_values=before, use_cache=True)
+    assert calibrator.tokens == 9
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])

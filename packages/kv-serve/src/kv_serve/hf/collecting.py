@@ -1,5 +1,7 @@
 """Showing a calibrator what a model attends with, layer by layer, and holding none of it."""
 
+from weakref import ref
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kv_policy import CacheShape, Calibrator
 from kv_serve.hf.attention import FreshKeys, install
+from kv_serve.hf.fold import folded_by
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
 
 _OUTPUT = ("o_proj", "out_proj", "dense")  # what models of transformers call their projection
@@ -59,9 +62,11 @@ class CollectingCache(Cache):
 
         Raises:
             UnsupportedModelError: the model's attention is of a kind that no cache of ours serves.
-            ValueError: the model's code does not let its attention function be chosen.
+            ValueError: the model's code does not let its attention function be chosen, or the model
+                is folded.
         """
-        self._calibrator = calibrator
+        _expect_own(model)
+        self._calibrator, self._model = calibrator, ref(model)
         layers = cache_shape(model).layers
         install(model)
         super().__init__(layers=[_CollectingLayer(self, i) for i in range(layers)])
@@ -75,7 +80,14 @@ class CollectingCache(Cache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
-        """Attend causally over the fresh tokens, after the calibrator has seen them."""
+        """Attend causally over the fresh tokens, after the calibrator has seen them.
+
+        Raises:
+            ValueError: the model was folded since.
+        """
+        model = self._model()
+        if layer == 0 and model is not None:
+            _expect_own(model)
         grouped = query.unflatten(1, (key.shape[1], -1))
         there = None if valid is None else valid.expand(len(query), -1)
         self._calibrator.see(layer, grouped, key, value, there)
@@ -89,6 +101,16 @@ class CollectingCache(Cache):
             enable_gqa=True,
         )
         return out.transpose(1, 2).contiguous()
+
+
+def _expect_own(model: PreTrainedModel) -> None:
+    """Refuse a model whose projections hold a basis: its values would be coordinates in it."""
+    found = folded_by(model)
+    if found is not None:
+        raise ValueError(
+            f"the model's projections are folded for {found.policy}, so its vectors are not its "
+            "own; restore the model before it is calibrated"
+        )
 
 
 def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
@@ -107,7 +129,9 @@ def output_projections(
     Raises:
         UnsupportedModelError: a layer has no such projection, or one that is no plain linear layer
             with floating-point weights of 16 bits or more. The message names it.
+        ValueError: the model is folded.
     """
+    _expect_own(model)
     found: dict[int, tuple[str, nn.Module]] = {}
     holders: dict[int, str] = {}
     for name, module in model.base_model.named_modules():
