@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +11,7 @@ import torch
 
 from kv_serve.evaluate.caches import MakeCache, held, make_cache
 from kv_serve.evaluate.decode import answer, ends_of, read
+from kv_serve.evaluate.folding import folded
 from kv_serve.evaluate.specs import FULL
 from kv_serve.tasks import Text, found, needle
 
@@ -77,10 +78,25 @@ class Show:
         )
         self.sample = spread[0]
 
-    def run(self, specs: tuple[str, ...], make: MakeCache = make_cache) -> Iterator[Outcome]:
-        """Run the prompts under one cache after another."""
+    def run(
+        self,
+        specs: tuple[str, ...],
+        make: MakeCache = make_cache,
+        say: Callable[[str], None] | None = None,
+    ) -> Iterator[Outcome]:
+        """Run the prompts under one cache after another, with its basis folded into the model.
+
+        Args:
+            specs: text forms of policies, or `full`.
+            make: makes a cache.
+            say: told why a basis could not be folded; its cache is shown without folding then.
+        """
         for spec in specs:
-            yield self._outcome(spec, make)
+            with folded(self.loaded.model, spec) as reason:
+                outcome = self._outcome(spec, make)
+            if reason is not None and say is not None:
+                say(f"{spec}: the basis is not folded into the model: {reason}")
+            yield outcome
 
     def report(self, outcomes: tuple[Outcome, ...]) -> Demo:
         """Put the outcomes beside what was asked."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, err, out, refusing
+from kv_serve.cli.console import check_writable, err, out, refusing, remark
 from kv_serve.cli.options import load_model
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def demo(
         bar = progress.add_task(specs[0], total=len(specs))
         for spec in specs:
             progress.update(bar, description=spec)
-            outcomes += show.run((spec,))
+            outcomes += show.run((spec,), say=remark)
             progress.advance(bar)
     report = show.report(tuple(outcomes))
     console.print(_table(report))

@@ -1,6 +1,7 @@
 """`kv-serve generate`: text from a model over a compressed cache."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,7 @@ def generate(
     """
     text = _prompt(prompt, prompt_file)
     from kv_serve.evaluate.caches import make_cache
+    from kv_serve.evaluate.folding import folded
     from kv_serve.evaluate.specs import read_spec
 
     with refusing(ValueError):
@@ -58,13 +60,30 @@ def generate(
     loaded = load_model(model, dtype, device)
     tokens = _tokens(loaded, text, raw=raw)
     _check_length(loaded, tokens.shape[1], max_new_tokens)
-    with refusing(ValueError):
-        cache = make_cache(loaded.model, spec)
+    with ExitStack() as stack:
+        with refusing(ValueError):
+            reason = stack.enter_context(folded(loaded.model, spec))
+            cache = make_cache(loaded.model, spec)
+        if reason is not None:
+            remark(f"The basis is not folded into the model: {reason}")
+        streamer = TimedStreamer(loaded.tokenizer)
+        _stream(loaded, tokens, cache, streamer, max_new_tokens, temperature, seed)
+    remark(_summary(spec, cache, tokens.shape[1], streamer))
+
+
+def _stream(
+    loaded: "LoadedModel",
+    tokens: "Tensor",
+    cache: "Cache",
+    streamer: TimedStreamer,
+    new: int,
+    temperature: float,
+    seed: int,
+) -> None:
     import torch
 
     torch.manual_seed(seed)
     generator: Any = loaded.model  # its types do not allow a streamer that only acts like one
-    streamer = TimedStreamer(loaded.tokenizer)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     try:
@@ -72,13 +91,12 @@ def generate(
             tokens,
             attention_mask=tokens.new_ones(tokens.shape),
             past_key_values=cache,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=new,
             streamer=streamer,
             **(sampling or greedy),
         )
     except KeyboardInterrupt:
         print(flush=True)
-    remark(_summary(spec, cache, tokens.shape[1], streamer))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -40,8 +40,8 @@ class Fold:
             policy: a policy with a basis, or its text form.
 
         Raises:
-            UnsupportedModelError: projections are fused, quantized, or called otherwise; the model
-                is as it was.
+            UnsupportedModelError: projections are fused, quantized, or called otherwise, or what
+                the basis maps lies on the wrong side of a rotary embedding; the model is as it was.
             ValueError: the policy has no basis, was calibrated with another model, or the model is
                 folded already.
         """
@@ -125,17 +125,21 @@ def _is_rotary(model: "PreTrainedModel") -> bool:
 
 
 def _what(basis: LayerBasis, rotary: bool) -> Folded:
-    """What can be folded: values always, keys where no rotary embedding comes after them."""
+    """What can be folded: values always, keys where no rotary embedding comes after them.
+
+    Raises:
+        UnsupportedModelError: nothing, or not all that would have to be.
+    """
     found: Folded = frozenset({"values"}) if basis.value is not None else frozenset()
     if not rotary and basis.key is not None:
         if basis.together > 1:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"the policy stores {basis.together} KV heads together, which cannot be folded "
                 "into a model without a rotary embedding; use its cache without folding"
             )
         found |= {"keys"}
     if not found:
-        raise ValueError(
+        raise UnsupportedModelError(
             "the policy has a basis for keys only, which a rotary embedding keeps from being "
             "folded; use its cache without folding"
         )
