@@ -13,7 +13,8 @@ from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
 
 ALIKE = Turned("4", "3")
-RAGGED = Turned("6253", "154")
+RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
+FEW = Turned("622256", "133341")  # two layers have a kind in common, one has heads of one kind only
 PAIRED = Turned("425", "35", paired=True)
 TOGETHER = Turned("75", "46", together=2)
 NAMES = (
@@ -47,7 +48,7 @@ def through(world: World) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_over_what_ragged_heads_keep(name: str) -> None:
-    through(World(compose(POLICIES[name], RAGGED)))
+    through(World(compose(POLICIES[name], FEW)))
 
 
 @pytest.mark.parametrize("basis", [ALIKE, RAGGED, PAIRED, TOGETHER], ids=str)
@@ -63,6 +64,15 @@ def test_other_bases_beside_a_selector(basis: Turned) -> None:
 
 def test_ragged_blocks_and_a_window() -> None:
     through(World(compose(Exact(1, 5, block=4), RAGGED)))
+
+
+def test_heads_of_the_same_ranks_are_of_one_kind() -> None:
+    for basis, kinds in ((RAGGED, 6), (FEW, 3), (ALIKE, 1)):
+        layout = TieredCache(compose(Exact(1), basis), SHAPE, page_tokens=4).layout
+        assert len(layout.shapes) == kinds
+    layout = TieredCache(compose(Exact(1), FEW), SHAPE, page_tokens=4).layout
+    assert layout.kind == ((1, 2), (2, 2), (0, 1))
+    assert len({tier.tokens for tiers in layout.pages for tier in tiers}) == 3
 
 
 def test_bytes_are_those_of_the_ranks() -> None:
