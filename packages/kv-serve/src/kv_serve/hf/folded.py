@@ -40,19 +40,31 @@ class Packing:
         values, output = _places(rank, width, 1), _places(rank, width, group)
         return cls(rank, width, dim, values.to(device) if packed else None, output.to(device))
 
+    @property
+    def alike(self) -> bool:
+        """Whether all heads keep the same, so that nothing has to be picked out by its place."""
+        return len(set(self.rank)) == 1
+
     def unpack(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
         """Values as the model's code viewed them, as coordinates padded with zeros."""
         if self.values is None:
             return x[..., : self.width]
         flat = x.transpose(1, 2).flatten(2)[..., : len(self.values)]
+        if self.alike:
+            by_head: Tensor = flat.unflatten(2, (len(self.rank), -1)).transpose(1, 2)
+            more = self.width - self.rank[0]
+            return pad(by_head, (0, more)) if more else by_head
         whole = flat.new_zeros(*flat.shape[:2], len(self.rank) * self.width)
         whole[..., self.values] = flat
-        by_head: Tensor = whole.unflatten(2, (len(self.rank), self.width))
+        by_head = whole.unflatten(2, (len(self.rank), self.width))
         return by_head.transpose(1, 2)
 
     def pack(self, out: Float[Tensor, "B H2 G2 L R"]) -> Float[Tensor, "B L m"]:
         """Attention's output in coordinates, as the folded output projection reads it."""
-        return out.permute(0, 3, 1, 2, 4).flatten(2)[..., self.output]
+        by_token = out.permute(0, 3, 1, 2, 4)
+        if self.alike:
+            return by_token[..., : self.rank[0]].flatten(2)
+        return by_token.flatten(2)[..., self.output]
 
     def rows(self, x: Float[Tensor, "HR n"]) -> Float[Tensor, "_ n"]:
         """Rows of a value projection that gives `width` coordinates a head, as they are needed."""
