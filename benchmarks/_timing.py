@@ -1,17 +1,44 @@
 """Timing several ways to do the same, turn by turn, on one thread."""
 
 from collections.abc import Callable, Mapping
-from statistics import median
+from dataclasses import dataclass
+from statistics import median, quantiles
 from time import thread_time
 
 Work = Callable[[], object]
 
 
-def medians(work: Mapping[str, Work], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Seconds of processor time that each takes, the median of `rounds` after two without a clock.
+@dataclass(frozen=True)
+class Turns:
+    """Seconds that each took, round by round."""
 
-    Every round does all of them, each `repeats` times on end. It is the calling thread's own time,
-    which does not go on while other programs have the core; torch must be set to one thread.
+    seconds: Mapping[str, tuple[float, ...]]
+
+    def median(self, name: str) -> float:
+        """Of one, over the rounds."""
+        return median(self.seconds[name])
+
+    def quartiles(self, parts: tuple[str, ...], wholes: tuple[str, ...]) -> list[float]:
+        """Of the sum of some over the sum of others in the same round; the median is the second.
+
+        What else a machine does changes from round to round, and within one hardly.
+        """
+        pairs = zip(self._sums(parts), self._sums(wholes), strict=True)
+        return quantiles((part / whole for part, whole in pairs), n=4, method="inclusive")
+
+    def ratio(self, parts: tuple[str, ...], wholes: tuple[str, ...]) -> float:
+        """The median of the same."""
+        return self.quartiles(parts, wholes)[1]
+
+    def _sums(self, names: tuple[str, ...]) -> list[float]:
+        return [sum(each) for each in zip(*(self.seconds[name] for name in names), strict=True)]
+
+
+def timed(work: Mapping[str, Work], rounds: int, repeats: int = 1) -> Turns:
+    """Do all of them `rounds` times in turn, each `repeats` times on end; the first two are unseen.
+
+    Seconds are processor time of the calling thread, which does not go on while other programs have
+    the core; torch must be set to one thread.
     """
     spent: dict[str, list[float]] = {name: [] for name in work}
     for i in range(rounds + 2):
@@ -21,4 +48,4 @@ def medians(work: Mapping[str, Work], rounds: int, repeats: int = 1) -> dict[str
                 do()
             if i >= 2:
                 spent[name].append((thread_time() - began) / repeats)
-    return {name: median(each) for name, each in spent.items()}
+    return Turns({name: tuple(each) for name, each in spent.items()})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from _timing import Work, medians
+from _timing import Work, timed
 from torch import Tensor
 
 from kv_attention import Attended
@@ -72,8 +72,9 @@ def decode_rows(
         for policy in (parse("raw"), *(Ranks.of(case.key, case.value) for case in cases))
     )
     work = {str(i): _attention(cache, batch) for i, cache in enumerate((raw, *reduced))}
-    seconds = medians(work, rounds)
-    maps = medians(
+    turns = timed(work, rounds)
+    full = turns.median("0")
+    maps = timed(
         {
             f"{i}-{what}": do
             for i, cache in enumerate(reduced, 1)
@@ -84,7 +85,8 @@ def decode_rows(
     )
     rows = []
     for i, (case, cache) in enumerate(zip(cases, reduced, strict=True), 1):
-        online = maps[f"{i}-project"] + maps[f"{i}-undo"]
+        project, undo = maps.median(f"{i}-project"), maps.median(f"{i}-undo")
+        low, ratio, high = turns.quartiles((str(i),), ("0",))
         rows.append(
             {
                 "kind": "decode",
@@ -98,12 +100,13 @@ def decode_rows(
                 "value_ranks": case.value,
                 "groups_of_heads": len(cache.layout.shapes),
                 "rounds": rounds,
-                "full_s": seconds["0"],
-                "reduced_s": seconds[str(i)],
-                "project_s": maps[f"{i}-project"],
-                "undo_s": maps[f"{i}-undo"],
-                "decode_ratio": seconds[str(i)] / seconds["0"],
-                "decode_ratio_with_maps": (seconds[str(i)] + online) / seconds["0"],
+                "full_s": full,
+                "reduced_s": turns.median(str(i)),
+                "project_s": project,
+                "undo_s": undo,
+                "decode_ratio": ratio,
+                "decode_ratio_quartiles": (low, high),
+                "decode_ratio_with_maps": ratio + (project + undo) / full,
                 "memory_ratio": cache.memory().ratio / raw.memory().ratio,
             }
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from _timing import Work, medians
+from _timing import Work, timed
 from torch import Tensor, nn
 
 from kv_policy import KVPolicy
@@ -76,7 +76,7 @@ def _compared(
         new, packing = _projections(model), fold.state.packing
     assert policy.basis is not None
     bases = Bases.of(policy.basis, cache_shape(model), torch.device("cpu"))
-    seconds = medians(
+    turns = timed(
         {
             "value_output": _values(old, x),
             "value_output_folded": _values(new, x),
@@ -89,15 +89,16 @@ def _compared(
     weights = [
         sum(w[n].weight.nbytes for w in ws for n in ("v_proj", "o_proj")) for ws in (old, new)
     ]
-    before = seconds["value_output"] + seconds["query_key"]
-    after = seconds["value_output_folded"] + seconds["query_key"] + seconds["rotation"]
+    old_values, new_values = ("value_output",), ("value_output_folded",)
+    online = "rotation", "packing"
     return {
-        **{f"{name}_s": value for name, value in seconds.items()},
-        "projection_ratio": seconds["value_output_folded"] / seconds["value_output"],
-        "projection_ratio_with_packing": (seconds["value_output_folded"] + seconds["packing"])
-        / seconds["value_output"],
-        "rotation_over_query_key": seconds["rotation"] / seconds["query_key"],
-        "all_projections_ratio": (after + seconds["packing"]) / before,
+        **{f"{name}_s": turns.median(name) for name in turns.seconds},
+        "projection_ratio": turns.ratio(new_values, old_values),
+        "projection_ratio_with_packing": turns.ratio((*new_values, "packing"), old_values),
+        "rotation_over_query_key": turns.ratio(("rotation",), ("query_key",)),
+        "all_projections_ratio": turns.ratio(
+            (*new_values, "query_key", *online), (*old_values, "query_key")
+        ),
         "memory_ratio": weights[1] / weights[0],
     }
 

@@ -4,7 +4,8 @@ Decoding is attention of one new token over raw pages of one layer whose heads k
 dimensions, over the same at full dimensions. Ranks are uniform, or those of a real layer whose
 heads differ, so that each is attended to by itself. Projections are those of SmolLM2's layers
 and of a layer of Llama-3.1-8B's sizes. Seconds are processor time of one thread; both sides of a
-ratio run in this process, turn by turn. Beside every ratio of times stands the ratio of bytes.
+ratio run in this process, turn by turn, and it is the median over the turns. Beside every ratio of
+times stands the ratio of bytes.
 """
 
 import argparse
