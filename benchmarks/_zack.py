@@ -2,9 +2,11 @@
 
 import ast
 import sysconfig
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, reduce
+from operator import add
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,15 +59,19 @@ def statistics(
     calibrator.write(path, Calibrated(loaded.name, loaded.fingerprint, text.name, text.digest))
 
 
-def pairs(found: Statistics) -> dict[str, list[Moments]]:
-    """The stacked moments that ZACK's bases are of, by layer."""
+Pairs: TypeAlias = Mapping[str, Sequence[Moments]]
+
+
+def pairs(*found: Statistics) -> Pairs:
+    """The stacked moments that ZACK's bases are of, by layer; of several texts as of one."""
+    by_layer = list(zip(*found, strict=True))
     return {
-        "Q-K": [layer.query + layer.keys for layer in found],
-        "V-O": [layer.values + layer.output for layer in found],
+        "Q-K": [reduce(add, (x.query + x.keys for x in layers)) for layers in by_layer],
+        "V-O": [reduce(add, (x.values for x in layers), layers[0].output) for layers in by_layer],
     }
 
 
-def drift(mine: Statistics, theirs: Statistics, ranks: Mapping[str, Tensor]) -> dict[str, float]:
+def drift(first: Pairs, second: Pairs, ranks: Mapping[str, Tensor]) -> dict[str, float]:
     """How much worse bases of one text serve another than that text's own do.
 
     `excess` is the share of the other text's energy (sum of squares) that the first text's
@@ -76,7 +82,6 @@ def drift(mine: Statistics, theirs: Statistics, ranks: Mapping[str, Tensor]) -> 
     over their mean absolute value, signs aligned; it counts turns that lose nothing.
     """
     sums: dict[str, list[Tensor]] = {}
-    first, second = pairs(mine), pairs(theirs)
     for pair, rank in ranks.items():
         for layer, (a, b) in enumerate(zip(first[pair], second[pair], strict=True)):
             left, right = rotation(a).matrix, rotation(b).matrix

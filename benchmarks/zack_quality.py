@@ -5,7 +5,8 @@ so no prompt was read in calibration. Further texts are compared with --text.
 
 * `spectrum`: mean singular values of a layer's heads, each head's over its greatest; of queries and
   keys stacked, of values and the output projection, and of keys and values alone.
-* `drift`: how much worse bases of one text serve another, at the ranks of a rate of 0.25.
+* `drift`: how much worse bases of one text serve another, at the ranks of a rate of 0.25; `mixed`
+  the same for a basis of all texts but the one; `tokens` for one of fewer tokens of the same text.
 * `rate`: nats per token of held-out windows read in one pass over the cache of a policy. Attention
   of the pass runs in the reduced space, so it loses what it would lose token by token.
   `rate_at_99` is the greatest rate found by halving that keeps the nats within 1 % of the full
@@ -195,12 +196,19 @@ def stability(
             both = zip((mine, theirs), (theirs, mine), (text, other), (other, text), strict=True)
             for a, b, first, second in both:
                 names = {"kind": "drift", "rate": rate, "basis": first.name, "text": second.name}
-                found = _zack.drift(a, b, ranks)
+                found = _zack.drift(_zack.pairs(a), _zack.pairs(b), ranks)
                 rows.append({**names, "tokens": size.tokens, **found})
+        texts = (text, default_text(), *others)
+        each = [calibration(loaded, t, size.tokens, folder, quick)[1] for t in texts]
+        for i, other in enumerate(texts):
+            rest = _zack.pairs(*each[:i], *each[i + 1 :])
+            found = _zack.drift(rest, _zack.pairs(each[i]), ranks)
+            names = {"kind": "mixed", "rate": rate, "basis": "all others", "text": other.name}
+            rows.append({**names, "tokens": size.tokens * (len(texts) - 1), **found})
         _, most = calibration(loaded, text, size.counts[-1], folder, quick)
         for count in size.counts[:-1]:
             _, few = calibration(loaded, text, count, folder, quick)
-            found = _zack.drift(few, most, ranks)
+            found = _zack.drift(_zack.pairs(few), _zack.pairs(most), ranks)
             names = {"kind": "tokens", "rate": rate, "tokens": count, "beside": size.counts[-1]}
             rows.append({**names, **found})
     return rows
@@ -289,19 +297,26 @@ def answers_kept(rows: Sequence[dict[str, object]], ranks: str) -> float:
 
 def summarize(rows: Sequence[dict[str, object]]) -> dict[str, float]:
     """The figures that a document may quote."""
-    drifts = [row for row in rows if row["kind"] == "drift" and row["rate"] == 0.25]
     found = {
-        "rate_at_99": greatest(rows, "zack:multiple=1"),
+        "rate_at_99": greatest(rows, "zack"),
         "rate_at_99_uniform": greatest(rows, "zack:multiple=1,ranks=uniform"),
+        "rate_at_99_multiple_1": greatest(rows, "zack:multiple=1"),
         "rate_at_99_multiple_8": greatest(rows, "zack:multiple=8"),
-        "rate_at_99_multiple_16": greatest(rows, "zack"),
         "rate_at_99_kq_svd": greatest(rows, "kq-svd:multiple=1"),
         "answers_rate_at_99": answers_kept(rows, "adaptive"),
         "answers_rate_at_99_uniform": answers_kept(rows, "uniform"),
     }
-    for pair, short in (("Q-K", "qk"), ("V-O", "vo")):
-        found[f"subspace_drift_{short}"] = max(float(str(r[f"{pair} excess"])) for r in drifts)
+    at = [row for row in rows if row.get("rate") == 0.25]
+    for kind, name in (("drift", "subspace_drift"), ("mixed", "subspace_drift_mixed")):
+        mine = [row for row in at if row["kind"] == kind]
+        for pair, short in (("Q-K", "qk"), ("V-O", "vo")):
+            found[f"{name}_{short}"] = max(float(str(row[f"{pair} excess"])) for row in mine)
     found["subspace_drift"] = max(found["subspace_drift_qk"], found["subspace_drift_vo"])
+    fewer = [row for row in at if row["kind"] == "tokens"]
+    near = next((row for row in fewer if row["tokens"] == 16384), fewer[-1])
+    found["subspace_drift_same_text"] = max(
+        float(str(near[f"{pair} excess"])) for pair in ("Q-K", "V-O")
+    )
     return found
 
 
