@@ -397,7 +397,7 @@ def main() -> None:
         draw(rows, arguments.plot)
     for _, journal in parts:
         journal.remove()
-    for left in folder.glob("zack_quality.*" + (".quick" if quick else "") + "*.partial"):
+    for left in folder.glob("zack_quality.*.quick*partial" if quick else "zack_quality.*.partial"):
         left.unlink()
 
 
