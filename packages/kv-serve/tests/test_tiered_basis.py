@@ -181,3 +181,21 @@ def test_one_token_at_a_time_is_one_prompt() -> None:
         mine, theirs = (s.read(s.streams(), frozenset({"keys", "values"})) for s in (a, b))
         assert torch.equal(mine.key, theirs.key)
         assert torch.equal(mine.value, theirs.value)
+
+
+@pytest.mark.parametrize("name", ["leankv", "snapkv-window", "kv-compress-window", "ladder-window"])
+def test_a_prompt_that_fits_the_window_leaves_kinds_of_heads_empty(name: str) -> None:
+    """While layers of other kinds have stored already, what was observed stays with its tokens."""
+    world = World(compose(POLICIES[name], Turned("663333", "554444")))
+    world.forward(ragged(3, 2))
+    world.forward(ragged(9, 7))
+    world.go_on(4)
+
+
+def test_few_tokens_in_tiers_that_some_kinds_leave_empty() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        policy = parse("leankv:high=raw,low=raw,t_high=0.02,t_low=0,window=1")
+        world = World(compose(policy, RAGGED))
+        world.forward(ragged(3, 2))
+        world.go_on(3)

@@ -54,8 +54,8 @@ def attend_ragged(
         others: further observations of the same pass.
 
     Returns:
-        What `attend` gives. Outputs of shorter values end with zeros; a store that holds nothing in
-        any group has no part in what was observed.
+        What `attend` gives. Outputs of shorter values end with zeros. What was observed has a part
+        for every entry of `pages`, without places where no group holds anything of it.
 
     Raises:
         ValueError: what `attend` refuses.
@@ -102,9 +102,7 @@ def _joined(
     """Lay what was observed of each group side by side, part by part."""
     if not found[0].mass:
         return Attended(out)
-    stores = len(groups[0].pages)
-    there = [i for i in range(stores) if any(group.pages[i] is not None for group in groups)]
-    parts = [*there, *range(stores, stores + len(groups[0].dense))]
+    parts = range(len(groups[0].pages) + len(groups[0].dense))
 
     def whole(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         return [_side_by_side(heads, groups, each, part) for part in parts]
@@ -130,8 +128,8 @@ def _side_by_side(
         for group, sums in zip(groups, each, strict=True)
         if (place := _place(group, part)) is not None
     ]
-    width = max(x.shape[-1] for _, x in pieces)
-    joined = pieces[0][1].new_zeros((len(pieces[0][1]), heads, width))
+    width = max((x.shape[-1] for _, x in pieces), default=0)
+    joined = each[0][-1].new_zeros((len(each[0][-1]), heads, width))
     for at, x in pieces:
         joined[:, at] = pad(x, (0, width - x.shape[-1]))
     return joined

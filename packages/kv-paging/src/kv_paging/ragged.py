@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging.checks import expect_shape
 from kv_paging.kinds import Kinds
 from kv_paging.pool import PagePool
 from kv_paging.ragged_store import RaggedStore
@@ -124,14 +125,16 @@ class RaggedTiers:
             PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
+        forms = [tiers.parts[0].layout.format for tiers in self.each]
+        expect_shape("key", key, *keep.shape, max(form.key.dim for form in forms))
+        expect_shape("value", value, *keep.shape, max(form.value.dim for form in forms))
         split = self.kinds.split(streams)
         if not self.pool.grows:
             more = self.kinds.all_streams(streams, keep.sum(1))
             needed = [t.pages_for_more(tier, m) for t, m in zip(self.each, more, strict=True)]
             self.pool.reserve(int(torch.stack(needed).sum()))
-        for tiers, (place, own) in zip(self.each, split, strict=True):
+        for tiers, form, (place, own) in zip(self.each, forms, split, strict=True):
             if len(own):
-                form = tiers.parts[0].layout.format
                 tiers.append(
                     tier,
                     own,

@@ -1,5 +1,6 @@
 """The bases of all layers of a cache: what is stored has coordinates, and heads have dimensions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -8,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kv_policy import Basis, CacheShape, HeadBasis
+from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis
 
 Folded: TypeAlias = frozenset[Literal["keys", "values"]]  # what a model gives as coordinates
 
@@ -89,6 +90,14 @@ class Bases:
         held = [x for m in maps if m is not None for x in (m.matrix, m.dual) if x is not None]
         return sum(x.nbytes for x in held)
 
+    def same_as(self, other: "Bases") -> bool:
+        """Whether vectors are stored alike, number by number."""
+        pairs = zip(
+            (*self.key_maps, *self.value_maps), (*other.key_maps, *other.value_maps), strict=True
+        )
+        dims = (self.key_dims, self.value_dims) == (other.key_dims, other.value_dims)
+        return dims and self.folded == other.folded and all(_same(a, b) for a, b in pairs)
+
     def queries(self, layer: int, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
         """Coordinates of queries."""
         basis = self.key_maps[layer]
@@ -112,6 +121,22 @@ class Bases:
         if basis is not None:
             return basis.undo(out)
         return out if "values" in self.folded else out[..., :value_dim]
+
+
+def same_maps(mine: Sequence[LayerBasis], theirs: Sequence[LayerBasis]) -> bool:
+    """Whether all layers have the same maps, number by number."""
+    return all(
+        _same(a.key, b.key) and _same(a.value, b.value) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _same(mine: HeadBasis | None, theirs: HeadBasis | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    pairs = ((mine.matrix, theirs.matrix), (mine.dual, theirs.dual))
+    return (mine.rank, mine.together) == (theirs.rank, theirs.together) and all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
+    )
 
 
 def _ranks(basis: HeadBasis | None, heads: int, dim: int) -> tuple[int, ...]:

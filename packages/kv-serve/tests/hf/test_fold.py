@@ -6,7 +6,14 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitNetConfig,
+    DynamicCache,
+    OlmoConfig,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
 from kv_serve.hf.cache import CompressedCache
@@ -233,3 +240,94 @@ def test_a_folded_model_generates(make, batch) -> None:
     with Fold(model, RAGGED):
         found = model.generate(**inputs, past_key_values=CompressedCache(model, RAGGED), **options)
     assert torch.equal(found, want)
+
+
+def between(config):
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if "sub_norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)  # they are 1 at first
+    return model
+
+
+@pytest.mark.parametrize("basis", [Wide(), RAGGED], ids=["full rank", "ragged"])
+def test_what_stands_between_projections_is_noticed(basis) -> None:
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    clipped, normed = between(OlmoConfig(**sizes, clip_qkv=0.05)), between(BitNetConfig(**sizes))
+    ids = torch.randint(3, 101, (1, 19))
+    for model, sentence in ((clipped, "clips values to 0.05"), (normed, "does something between")):
+        before = [p.data_ptr() for p in model.parameters()]
+        with pytest.raises(UnsupportedModelError, match=sentence):
+            Fold(model, basis)
+        assert folded_by(model) is None
+        assert [p.data_ptr() for p in model.parameters()] == before
+        logits(model, CompressedCache(model, basis), ids)  # works without folding
+
+
+@dataclass(frozen=True)
+class Late(Turned):
+    """No basis for the values of the first layer."""
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        whole = super().bind(layer, shape)
+        return whole if layer else LayerBasis(key=whole.key)
+
+
+@pytest.mark.parametrize("without_rotary", [False, True])
+def test_layers_may_differ_in_what_they_have_a_basis_for(make, without_rotary: bool) -> None:
+    model, ids = opt() if without_rotary else make(), torch.randint(3, 101, (2, 19))
+    basis = Late("84", "43")
+    want = logits(model, CompressedCache(model, basis), ids)
+    with Fold(model, basis) as fold:
+        assert "values" in fold.state.what
+        found = logits(model, CompressedCache(model, basis), ids)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_basis_that_changed_since_is_refused(make, monkeypatch) -> None:
+    model, basis = make(), Changing("8", "5")
+    other = CompressedCache(model, basis)
+    with Fold(model, basis):
+        CompressedCache(model, basis)
+        monkeypatch.setitem(basis.turn, "by", 7)
+        with pytest.raises(ValueError, match="as it was before its file changed"):
+            CompressedCache(model, basis)
+    assert not other.tiered.bases.same_as(CompressedCache(model, basis).tiered.bases)
+
+
+@dataclass(frozen=True)
+class Changing(Turned):
+    """Equal to itself by its parameters, while what it binds to changes."""
+
+    turn: ClassVar[dict[str, int]] = {"by": 0}
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        return super().bind(layer + self.turn["by"], shape)
+
+
+def test_a_folded_model_is_not_saved(make, tmp_path) -> None:
+    model = make()
+    sentence = r"v_proj holds a policy's basis.*restore the model"
+    with Fold(model, RAGGED), pytest.raises(RuntimeError, match=sentence):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+
+
+def test_a_model_that_was_converted_while_folded_is_whole_again(make) -> None:
+    model, ids = make(), torch.randint(3, 101, (1, 9))
+    want = model(ids).logits.double()
+    fold = Fold(model, RAGGED)
+    model.to(torch.float64)
+    fold.restore()
+    torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,8 @@ from kv_serve.evaluate.decode import read
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+    from kv_serve.hf.cache import CompressedCache
+
 
 def read_prompt(
     model: "PreTrainedModel", caches: Sequence["Cache"], tokens: Int[Tensor, "B L"]
@@ -34,7 +36,14 @@ def read_prompt(
         read(model, cache, tokens)
     while ours:
         leader = ours[0]
-        alike = [cache for cache in ours if cache.policy.basis == leader.policy.basis]
+        alike = [cache for cache in ours if _alike(cache, leader)]
         ours = [cache for cache in ours if cache not in alike]
         leader.tiered.followers = tuple(cache.tiered for cache in alike[1:])
         read(model, leader, tokens)
+
+
+def _alike(one: "CompressedCache", other: "CompressedCache") -> bool:
+    mine, theirs = one.tiered.bases, other.tiered.bases
+    if mine is None or theirs is None:
+        return mine is theirs
+    return mine.same_as(theirs)

@@ -5,43 +5,50 @@ output projection reads them. Where a model has no rotary embedding the query an
 give coordinates too; otherwise both are rotated after it, once for each new token.
 """
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 
-from kv_policy import CacheShape, HeadBasis, KVPolicy, LayerBasis, fold_values, parse
-from kv_serve.bases import Bases, Folded, widened
+from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
+from kv_serve.bases import Bases, Folded, same_maps, widened
 from kv_serve.hf.attention import install
-from kv_serve.hf.folded import FoldedLinear, FoldState, Packing, turned_rows
+from kv_serve.hf.folded import FoldedLinear, FoldState, Packing
+from kv_serve.hf.probe import Probe
+from kv_serve.hf.projections import OUTPUT, Projections, folded_keys, folded_values
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
 from kv_serve.models.identity import check_fitted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OUTPUT: Final = ("o_proj", "out_proj")  # what models of transformers call their output projection
+_STATE: Final = "_kv_serve_folded"  # an attribute of a model that is folded
 
 
 class Fold:
     """A model whose projections hold a basis, until `restore`; also a context manager.
 
-    The old layers are set aside, not changed: restored, the model is what it was, object by object.
-    While folded it serves caches of the same basis only. Other caches, and none, are refused.
+    The old layers are set aside, not changed: restored, the model is what it was, object by object,
+    moved to where the model has been moved meanwhile. While folded it serves caches of the same
+    basis only. Other caches, and none, are refused, and so is saving it.
     """
 
     def __init__(self, model: "PreTrainedModel", policy: KVPolicy | str) -> None:
         """Fold the basis of a policy into the model.
+
+        A few tokens are read before and after, because a model's code may do something between the
+        projections that a basis does not go through, such as clipping values.
 
         Args:
             model: a model of transformers that a compressed cache can serve.
             policy: a policy with a basis, or its text form.
 
         Raises:
-            UnsupportedModelError: projections are fused, quantized, or called otherwise, or what
-                the basis maps lies on the wrong side of a rotary embedding; the model is as it was.
+            UnsupportedModelError: projections are fused, quantized, or called otherwise, what the
+                basis maps lies on the wrong side of a rotary embedding, or the folded model gives
+                something else; the model is as it was.
             ValueError: the policy has no basis, was calibrated with another model, or the model is
                 folded already.
         """
@@ -51,36 +58,37 @@ class Fold:
         check_fitted(model, policy)
         if folded_by(model) is not None:
             raise ValueError("the model is folded already; restore it first")
+        _expect_no_clipping(model)
         shape = cache_shape(model)
         bases = Bases.of(policy.basis, shape, torch.device("cpu"))
-        bound = [policy.basis.bind(i, shape) for i in range(shape.layers)]
-        turned, width = _is_rotary(model), bases.stored.value_dim
-        self.state = FoldState(
-            str(policy),
-            policy.basis,
-            _what(bound[0], turned),
-            _packing(bases, shape, turned, model.device),
-        )
-        modules = _attention_modules(model, shape.layers)
-        changes: list[tuple[nn.Module, str, FoldedLinear]] = []
-        for i, (module, basis) in enumerate(zip(modules, bound, strict=True)):
-            found = _Projections(module, i)
-            if basis.value is not None:
-                new = _folded_values(found, widened(basis.value, width), i, self.state)
-                changes += [(module, name, layer) for name, layer in new]
-            if basis.key is not None and "keys" in self.state.what:
-                new = _folded_keys(found, basis.key, shape.key_dim, self.state)
-                changes += [(module, name, layer) for name, layer in new]
+        bound = tuple(policy.basis.bind(i, shape) for i in range(shape.layers))
+        rotary = _is_rotary(model)
+        packing = _packing(bases, shape, rotary, model.device)
+        self.state = FoldState(str(policy), policy.basis, bound, _what(bound, rotary), packing)
+        self._model, self._old = model, list[tuple[nn.Module, str, nn.Module]]()
+        changes = _changes(model, shape, self.state, bases.stored.value_dim)
         install(model)
+        probe = Probe(model, policy.basis)
         self._old = [(module, name, getattr(module, name)) for module, name, _ in changes]
-        for module, name, layer in changes:  # nothing has changed before all are made
-            setattr(module, name, layer)
+        try:
+            for module, name, layer in changes:  # nothing has changed before all are made
+                setattr(module, name, layer)
+            setattr(model.base_model, _STATE, self.state)
+            probe.check()
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Put the old projections back."""
         old, self._old = self._old, []
         for module, name, layer in old:
+            new = getattr(module, name)
+            if isinstance(new, FoldedLinear):
+                layer.to(new.weight.device, new.weight.dtype)
             setattr(module, name, layer)
+        if old:
+            setattr(self._model.base_model, _STATE, None)
 
     def __enter__(self) -> "Fold":
         """Fold for the length of a `with` block."""
@@ -98,23 +106,58 @@ class Fold:
 
 def folded_by(model: "PreTrainedModel") -> FoldState | None:
     """What a model's projections hold of a basis; None: they are its own."""
-    found = (m.state for m in model.base_model.modules() if isinstance(m, FoldedLinear))
-    return next(found, None)
+    found: FoldState | None = getattr(model.base_model, _STATE, None)
+    return found
 
 
 def expect_fold(model: "PreTrainedModel", policy: KVPolicy) -> FoldState | None:
     """What the model's projections hold, which must be the policy's basis or nothing.
 
     Raises:
-        ValueError: they hold another basis.
+        ValueError: they hold another basis, or the same one of an older file.
     """
     found = folded_by(model)
-    if found is not None and found.basis != policy.basis:
+    if found is None:
+        return None
+    if found.basis != policy.basis or policy.basis is None:
         raise ValueError(
             f"the model's projections are folded for {found.policy}, and {policy} stores vectors "
             "otherwise; restore the model first"
         )
+    shape = cache_shape(model)
+    if not same_maps(found.bound, [policy.basis.bind(i, shape) for i in range(shape.layers)]):
+        raise ValueError(
+            f"the model's projections are folded for {found.policy} as it was before its file "
+            "changed; restore the model and fold it again"
+        )
     return found
+
+
+def _expect_no_clipping(model: "PreTrainedModel") -> None:
+    """Refuse models that clip what projections give: few tokens may not show it."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} clips values to {config.clip_qkv}, and coordinates of a basis "
+            "would be clipped instead; use the policy's cache without folding"
+        )
+
+
+def _changes(
+    model: "PreTrainedModel", shape: CacheShape, state: FoldState, width: int
+) -> list[tuple[nn.Module, str, FoldedLinear]]:
+    """The new projections of all layers, each with its place."""
+    changes: list[tuple[nn.Module, str, FoldedLinear]] = []
+    modules = _attention_modules(model, shape.layers)
+    for i, (module, basis) in enumerate(zip(modules, state.bound, strict=True)):
+        found = Projections(module, i)
+        if basis.value is not None and "values" in state.what:
+            new = folded_values(found, widened(basis.value, width), i, state)
+            changes += [(module, name, layer) for name, layer in new]
+        if basis.key is not None and "keys" in state.what:
+            new = folded_keys(found, basis.key, shape.key_dim, state)
+            changes += [(module, name, layer) for name, layer in new]
+    return changes
 
 
 def _is_rotary(model: "PreTrainedModel") -> bool:
@@ -124,17 +167,18 @@ def _is_rotary(model: "PreTrainedModel") -> bool:
     return named or getattr(config, "rope_parameters", None) is not None
 
 
-def _what(basis: LayerBasis, rotary: bool) -> Folded:
+def _what(bound: Sequence[LayerBasis], rotary: bool) -> Folded:
     """What can be folded: values always, keys where no rotary embedding comes after them.
 
     Raises:
         UnsupportedModelError: nothing, or not all that would have to be.
     """
-    found: Folded = frozenset({"values"}) if basis.value is not None else frozenset()
-    if not rotary and basis.key is not None:
-        if basis.together > 1:
+    values = any(basis.value is not None for basis in bound)
+    found: Folded = frozenset({"values"}) if values else frozenset()
+    if not rotary and any(basis.key is not None for basis in bound):
+        if bound[0].together > 1:
             raise UnsupportedModelError(
-                f"the policy stores {basis.together} KV heads together, which cannot be folded "
+                f"the policy stores {bound[0].together} KV heads together, which cannot be folded "
                 "into a model without a rotary embedding; use its cache without folding"
             )
         found |= {"keys"}
@@ -172,63 +216,3 @@ def _attention_modules(model: "PreTrainedModel", layers: int) -> list[nn.Module]
             "its cache works without folding"
         )
     return [found[i] for i in range(layers)]
-
-
-class _Projections:
-    """The projections of an attention module, by what they are called."""
-
-    def __init__(self, module: nn.Module, layer: int) -> None:
-        self._found, self._layer = dict(module.named_children()), layer
-        self.output = next(name for name in OUTPUT if name in self._found)
-
-    def __getitem__(self, name: str) -> nn.Linear:
-        """Give one, which must be a plain layer."""
-        layer = self._found.get(name)
-        weight = getattr(layer, "weight", None)
-        if (
-            isinstance(layer, nn.Linear)
-            and type(layer) is nn.Linear
-            and type(layer.weight.data) is Tensor  # quantizers may put a class of their own there
-            and layer.weight.is_floating_point()
-            and layer.weight.itemsize >= 2
-        ):
-            return layer
-        kind = f" of {weight.dtype}" if isinstance(weight, Tensor) else ""
-        raise UnsupportedModelError(
-            f"{name} of layer {self._layer} is a {type(layer).__name__}{kind}; a basis is folded "
-            "into plain nn.Linear layers with floating-point weights of 16 bits or more, so load "
-            "the model unquantized, or use the policy's cache without folding"
-        )
-
-
-def _folded_values(
-    found: _Projections, basis: HeadBasis, layer: int, state: FoldState
-) -> list[tuple[str, FoldedLinear]]:
-    """The value and output projections of a layer, with its value basis."""
-    v, o, packing = found["v_proj"], found[found.output], state.packing[layer]
-    weight, reads = fold_values(basis, v.weight.double(), o.weight.double())
-    bias = None
-    if v.bias is not None:
-        bias = packing.rows(turned_rows(basis, v.bias[:, None], dual=False))[:, 0]
-    return [
-        ("v_proj", FoldedLinear.of(v, packing.rows(weight), bias, state)),
-        (found.output, FoldedLinear.of(o, reads[:, packing.output], o.bias, state)),
-    ]
-
-
-def _folded_keys(
-    found: _Projections, basis: HeadBasis, dim: int, state: FoldState
-) -> list[tuple[str, FoldedLinear]]:
-    """The query and key projections of a layer without rotary embedding, with its key basis."""
-
-    def turned(x: Tensor, dual: bool) -> Tensor:
-        rows = turned_rows(basis, x, dual).unflatten(0, (-1, basis.matrix.shape[2]))
-        # The model views what comes out as heads of its own dimension: zeros fill them.
-        return pad(rows, (0, 0, 0, dim - rows.shape[1])).flatten(0, 1)
-
-    new = []
-    for name, dual in (("q_proj", True), ("k_proj", False)):
-        old = found[name]
-        bias = None if old.bias is None else turned(old.bias[:, None], dual)[:, 0]
-        new.append((name, FoldedLinear.of(old, turned(old.weight, dual), bias, state)))
-    return new

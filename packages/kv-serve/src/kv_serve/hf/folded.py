@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kv_policy import Basis, HeadBasis
+from kv_policy import Basis, HeadBasis, LayerBasis
 from kv_serve.bases import Folded
 
 
@@ -86,6 +86,7 @@ class FoldState:
 
     policy: str
     basis: Basis
+    bound: tuple[LayerBasis, ...]  # by layer, as the basis was when it was folded
     what: Folded
     packing: tuple[Packing, ...]  # by layer
 
@@ -110,7 +111,15 @@ class FoldedLinear(nn.Linear):
             None if bias is None else nn.Parameter(bias.to(kept.device, kept.dtype), False),
         )
         new.state = state
+        new.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
         return new.train(old.training)
+
+
+def _refuse_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"{prefix.rstrip('.')} holds a policy's basis, and what would be saved is not the model; "
+        "restore the model first"
+    )
 
 
 def turned_rows(
