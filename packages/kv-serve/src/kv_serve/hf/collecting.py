@@ -12,9 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kv_policy import CacheShape, Calibrator
 from kv_serve.hf.attention import FreshKeys, install
 from kv_serve.hf.fold import folded_by
+from kv_serve.hf.modules import OUTPUT, attention_modules
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
-
-_OUTPUT = ("o_proj", "out_proj", "dense")  # what models of transformers call their projection
 
 
 class _CollectingLayer(CacheLayerMixin):
@@ -128,30 +127,25 @@ def output_projections(
 
     Raises:
         UnsupportedModelError: a layer has no such projection, or one that is no plain linear layer
-            with floating-point weights of 16 bits or more. The message names it.
+            with floating-point weights of 16 bits or more, or it has several attention modules and
+            none that is plainly its own. The message names it.
         ValueError: the model is folded.
     """
     _expect_own(model)
-    found: dict[int, tuple[str, nn.Module]] = {}
-    holders: dict[int, str] = {}
-    for name, module in model.base_model.named_modules():
-        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
-        if not isinstance(index, int):
-            continue
-        holders[index] = f"{name} ({type(module).__name__})"
-        for child, projection in module.named_children():
-            if child in _OUTPUT:
-                found[index] = (f"{name}.{child}", projection)
+    modules = attention_modules(model, shape.layers)
     columns = shape.kv_heads * shape.group * shape.value_dim
     weights = []
     for layer in range(shape.layers):
-        if layer not in found:
+        name, module = modules.get(layer, ("", None))
+        children = {} if module is None else dict(module.named_children())
+        child = next((each for each in OUTPUT if each in children), None)
+        if child is None:
+            holder = "unnamed" if module is None else f"{name} ({type(module).__name__})"
             raise UnsupportedModelError(
-                f"layer {layer} of {type(model).__name__}, {holders.get(layer, 'unnamed')}, has no "
-                f"output projection called {', '.join(_OUTPUT[:-1])} or {_OUTPUT[-1]}; values "
-                "cannot be paired with it"
+                f"layer {layer} of {type(model).__name__}, {holder}, has no output projection "
+                f"called {', '.join(OUTPUT[:-1])} or {OUTPUT[-1]}; values cannot be paired with it"
             )
-        weights.append(_weight(*found[layer], columns))
+        weights.append(_weight(f"{name}.{child}", children[child], columns))
     return tuple(weights)
 
 

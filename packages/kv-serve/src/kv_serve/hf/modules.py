@@ -1,0 +1,64 @@
+"""Finding the attention modules of a model of transformers, layer by layer."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from torch import nn
+
+from kv_serve.hf.support import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Named: TypeAlias = tuple[str, nn.Module]
+
+OUTPUT: Final = ("o_proj", "out_proj", "dense")  # what transformers calls output projections
+
+
+def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]:
+    """Find the module that attends to a layer's own tokens: its name in the base model, and it.
+
+    Cross-attention, which may have the same `layer_idx`, is left out: by the module's own
+    `is_cross_attention` where it has that, else by its name. A layer without any is missing from
+    what is given, so a caller has to look.
+
+    Raises:
+        UnsupportedModelError: of several modules of a layer it cannot be told which is meant; the
+            message names them.
+    """
+    found: dict[int, list[Named]] = {}
+    for name, module in model.base_model.named_modules():
+        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
+        if isinstance(index, int) and 0 <= index < layers and not _says_cross(module):
+            found.setdefault(index, []).append((name, module))
+    return {index: _own(model, index, found[index]) for index in sorted(found)}
+
+
+def _own(model: "PreTrainedModel", layer: int, modules: list[Named]) -> Named:
+    """The one that is self-attention; each test is asked only while there is more than one."""
+    tests: tuple[Callable[[str, nn.Module], bool], ...] = (
+        lambda _, module: any(child in OUTPUT for child, _ in module.named_children()),
+        lambda name, _: not _named_cross(name),
+        lambda name, _: "self" in name.rsplit(".", 1)[-1],
+    )
+    left = modules
+    for test in tests:
+        if len(left) > 1:
+            left = [each for each in left if test(*each)] or left
+    if len(left) == 1:
+        return left[0]
+    names = ", ".join(f"{name} ({type(module).__name__})" for name, module in left)
+    raise UnsupportedModelError(
+        f"layer {layer} of {type(model).__name__} has several attention modules, {names}, and "
+        "neither is_cross_attention nor a name with self tells which attends to the layer's own "
+        "tokens"
+    )
+
+
+def _says_cross(module: nn.Module) -> bool:
+    return getattr(module, "is_cross_attention", False) is True
+
+
+def _named_cross(name: str) -> bool:
+    """Whether a name is one that transformers gives to cross-attention."""
+    return "cross" in name or "encoder_attn" in name
