@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BitNetConfig,
     DynamicCache,
     OlmoConfig,
@@ -331,3 +332,25 @@ def test_a_model_that_was_converted_while_folded_is_whole_again(make) -> None:
     model.to(torch.float64)
     fold.restore()
     torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_is_left_alone() -> None:
+    config = BartConfig(
+        vocab_size=101,
+        d_model=48,
+        decoder_layers=3,
+        encoder_layers=3,
+        encoder_attention_heads=6,
+        decoder_attention_heads=6,
+        decoder_ffn_dim=64,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        max_position_embeddings=128,
+    )
+    model, ids = between(config), torch.randint(3, 101, (2, 19))
+    old = [layer.encoder_attn.out_proj for layer in model.model.decoder.layers]
+    want = logits(model, CompressedCache(model, RAGGED), ids)
+    with Fold(model, RAGGED):
+        assert [layer.encoder_attn.out_proj for layer in model.model.decoder.layers] == old
+        found = logits(model, CompressedCache(model, RAGGED), ids)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

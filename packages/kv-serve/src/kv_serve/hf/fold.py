@@ -16,6 +16,7 @@ from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
 from kv_serve.bases import Bases, Folded, same_maps, widened
 from kv_serve.hf.attention import install
 from kv_serve.hf.folded import FoldedLinear, FoldState, Packing
+from kv_serve.hf.modules import attention_modules
 from kv_serve.hf.probe import Probe
 from kv_serve.hf.projections import OUTPUT, Projections, folded_keys, folded_values
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
@@ -148,7 +149,7 @@ def _changes(
 ) -> list[tuple[nn.Module, str, FoldedLinear]]:
     """The new projections of all layers, each with its place."""
     changes: list[tuple[nn.Module, str, FoldedLinear]] = []
-    modules = _attention_modules(model, shape.layers)
+    modules = _foldable(model, shape.layers)
     for i, (module, basis) in enumerate(zip(modules, state.bound, strict=True)):
         found = Projections(module, i)
         if basis.value is not None and "values" in state.what:
@@ -200,19 +201,15 @@ def _packing(
     )
 
 
-def _attention_modules(model: "PreTrainedModel", layers: int) -> list[nn.Module]:
+def _foldable(model: "PreTrainedModel", layers: int) -> list[nn.Module]:
     """The modules that hold the projections, by layer."""
-    found: dict[int, nn.Module] = {}
-    for module in model.base_model.modules():
-        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
-        names = {name for name, _ in module.named_children()}
-        if isinstance(index, int) and "v_proj" in names and names & set(OUTPUT):
-            found[index] = module
-    missing = next((i for i in range(layers) if i not in found), None)
-    if missing is not None:
-        raise UnsupportedModelError(
-            f"layer {missing} of {type(model).__name__} has no projections called v_proj and "
-            f"{' or '.join(OUTPUT)} (a fused one, perhaps), so a basis cannot be folded into them; "
-            "its cache works without folding"
-        )
-    return [found[i] for i in range(layers)]
+    found = attention_modules(model, layers)
+    for layer in range(layers):
+        names = {name for name, _ in found[layer][1].named_children()} if layer in found else set()
+        if "v_proj" not in names or not names & set(OUTPUT):
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(model).__name__} has no projections called v_proj and "
+                f"{' or '.join(OUTPUT)} (a fused one, perhaps), so a basis cannot be folded into "
+                "them; its cache works without folding"
+            )
+    return [found[layer][1] for layer in range(layers)]
