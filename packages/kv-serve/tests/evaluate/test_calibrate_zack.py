@@ -335,6 +335,20 @@ def test_no_rate_that_is_good_enough(options: list[object], tmp_path: Path, fake
     assert load_facts(tmp_path / "found").rate is None
 
 
+def test_heads_too_small_for_any_rate(
+    options: list[object], tmp_path: Path, faked: Faked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_svd.calibration.MULTIPLE", 16)
+    search = ("--max-loss", "1%", "--task", "nll", "--samples", 2, "--length", 100)
+    result = run(*options, *search)
+    assert result.exit_code == 1
+    assert "No rate can be tried: heads as small as this model's" in said(result)
+    assert "No rate loses" not in said(result)
+    assert faked.tried == []
+    assert load_facts(tmp_path / "found").rate is None
+    assert [p.name for p in tmp_path.iterdir()] == ["found"]
+
+
 def test_an_interrupted_search_goes_on(
     options: list[object], tmp_path: Path, faked: Faked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,12 +185,14 @@ def _search(
     from kv_serve.evaluate.journal import open_journal
     from kv_serve.evaluate.provenance import commit, versions
 
+    search = RateSearch(POLICY, path, calibrator.rates(LEVELS), samples, allowed)
+    if not search.levels:
+        return search
     identity = samples.plans[0].identity(loaded, text) | {"commit": commit(), **versions()}
     identity["read"] = reading.identity(loaded, text)
     journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
     if sentence:
         remark(sentence)
-    search = RateSearch(POLICY, path, calibrator.rates(LEVELS), samples, allowed)
     baseline = samples.baseline
     try:
         _run(baseline.run(loaded, text, journal), baseline.total)
@@ -215,6 +217,12 @@ def _search(
 def _with_rate(
     facts: "Calibrated", search: "RateSearch", calibrator: "Calibrator", path: Path
 ) -> "Calibrated":
+    if not search.levels:
+        remark(
+            f"No rate can be tried: heads as small as this model's give up nothing to {POLICY} as "
+            f"it is by default. {path} is written, without a rate."
+        )
+        return facts
     if search.found is None:
         least = min(search.tried, key=lambda point: point.worst, default=None)
         nearest = "" if least is None else f"; the least that was tried loses {least.worst:.1%}"
