@@ -1,12 +1,16 @@
 """Statistics in a file: whole, or refused with a sentence."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import kv_svd.file as file_module
+import kv_svd.io as io_module
 from kv_svd import load, load_facts, save
 
 
@@ -126,3 +130,50 @@ def test_facts_of_other_sizes_are_refused(file: Path, made, make_model, tmp_path
     for other in (made.calibration(1), make_model(tokens=91).calibration(2)):
         with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
             save(tmp_path / "found", facts, other.statistics())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"group": 2}, {"output_rows": 384}, {"group": 1, "output_rows": 7}, {"together": 3}],
+    ids=str,
+)
+def test_facts_of_other_rows_are_refused(
+    file: Path, tmp_path: Path, changed: dict[str, int]
+) -> None:
+    facts, found = load(file)
+    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+        save(tmp_path / "found", msgspec.structs.replace(facts, **changed), found)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_singular_values_of_other_sizes_are_refused(file: Path, tmp_path: Path, name: str) -> None:
+    facts, found = load(file)
+    cut = replace(found, **{name: getattr(found, name)[..., 1:]})
+    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+        save(tmp_path / "found", facts, cut)
+    text, tensors = io_module.read(file, file_module.FORMAT)
+    tensors[f"singular.{name}"] = tensors[f"singular.{name}"][..., 1:]
+    io_module.write(tmp_path / "made", file_module.FORMAT, text, tensors)
+    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+        load(tmp_path / "made")
+
+
+def test_output_rows_of_no_whole_projection_are_refused(file: Path, tmp_path: Path) -> None:
+    _, tensors = io_module.read(file, file_module.FORMAT)
+    facts = msgspec.structs.replace(load_facts(file), output_rows=3 * 384 + 1)
+    path = tmp_path / "made"
+    io_module.write(path, file_module.FORMAT, msgspec.json.encode(facts).decode(), tensors)
+    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+        load(path)
+
+
+def test_a_file_of_equal_time_and_size_is_read_again_if_replaced(made, tmp_path: Path) -> None:
+    path, other = made.write(tmp_path / "found", rate=0.25), tmp_path / "other"
+    made.write(other, rate=0.35)
+    time = path.stat().st_mtime_ns
+    os.utime(other, ns=(time, time))
+    assert load_facts(path).rate == load(path)[0].rate == 0.25
+    assert other.stat().st_size == path.stat().st_size
+    other.replace(path)
+    assert path.stat().st_mtime_ns == time
+    assert load_facts(path).rate == load(path)[0].rate == 0.35

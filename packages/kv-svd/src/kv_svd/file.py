@@ -80,6 +80,7 @@ class Stamp(NamedTuple):
     path: Path
     changed: int  # ns
     size: int  # bytes
+    inode: int  # another one where the file was replaced
 
 
 def stamp(path: Path) -> Stamp:
@@ -88,8 +89,8 @@ def stamp(path: Path) -> Stamp:
     try:
         found = path.stat()
     except OSError:
-        return Stamp(path, 0, 0)
-    return Stamp(path, found.st_mtime_ns, found.st_size)
+        return Stamp(path, 0, 0, 0)
+    return Stamp(path, found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 @lru_cache(maxsize=32)
@@ -118,12 +119,7 @@ def _decode(path: Path, text: str) -> Facts:
 
 
 def _statistics(facts: Facts, tensors: dict[str, Tensor]) -> Statistics:
-    rows = {
-        "query": facts.tokens * facts.group,
-        "key": facts.tokens,
-        "value": facts.tokens,
-        "output": facts.output_rows,
-    }
+    rows = _rows(facts)
     layers = tuple(
         LayerStatistics(
             *(Moments(total, rows[name]) for name, total in zip(_PARTS, each, strict=True))
@@ -131,6 +127,16 @@ def _statistics(facts: Facts, tensors: dict[str, Tensor]) -> Statistics:
         for each in zip(*(tensors[name] for name in _PARTS), strict=True)
     )
     return Statistics(layers, tensors["singular.key"], tensors["singular.value"])
+
+
+def _rows(facts: Facts) -> dict[str, int]:
+    """Rows behind the moments of a head, by their name."""
+    return {
+        "query": facts.tokens * facts.group,
+        "key": facts.tokens,
+        "value": facts.tokens,
+        "output": facts.output_rows,
+    }
 
 
 def _check(facts: Facts, statistics: Statistics, path: Path) -> None:
@@ -143,12 +149,17 @@ def _check(facts: Facts, statistics: Statistics, path: Path) -> None:
         "value": (joined, value * facts.together),
         "output": (heads, value),
     }
+    rows = _rows(facts)
     right = len(statistics.layers) == facts.layers and all(
-        tuple(getattr(layer, name).total.shape) == (count, dim, dim)
+        tuple(moments.total.shape) == (count, dim, dim) and moments.rows == rows[name]
         for layer in statistics
         for name, (count, dim) in sizes.items()
+        for moments in (getattr(layer, name),)
     )
-    if not right or statistics.tokens != facts.tokens:
+    spectra = ((statistics.key, key), (statistics.value, value))
+    right &= all(tuple(each.shape) == (facts.layers, heads, dim) for each, dim in spectra)
+    right &= heads % facts.together == 0 and facts.output_rows % facts.group == 0
+    if not right:
         raise ValueError(
             f"{path}: statistics of {statistics.tokens} tokens do not have the sizes that are told "
             f"of them: {facts}"
