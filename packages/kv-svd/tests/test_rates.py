@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kv_svd.rates as rates_module
 from kv_svd import at_rate, at_removal, uniform
+from kv_svd.rates import Allotment, greatest_rate, levels
 
 
 def spectra(seed: int, layers: int = 3, heads: int = 2, dim: int = 32) -> tuple[Tensor, Tensor]:
@@ -94,3 +96,57 @@ def test_rates_that_cannot_be_reached() -> None:
     for find in (at_rate, uniform):
         with pytest.raises(ValueError, match="cannot be reached"):
             find(*spectra(4), 0.6, 16)
+
+
+def test_uniform_ranks_are_rounded_down_so_that_at_least_the_rate_goes() -> None:
+    found = uniform(*spectra(2), 0.3, multiple=16)  # 22 of 32 dimensions, of which 16 are kept
+    assert found.key.unique().tolist() == [16]
+    assert (found.rate, found.unrounded) == (0.5, 1 - 22 / 32)
+    assert found.cost_of_rounding == -0.1875
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 0.99), st.sampled_from([1, 8, 16]))
+def test_rounding_never_removes_less_than_uniform_was_asked_for(
+    dim: int, value_dim: int, rate: float, multiple: int
+) -> None:
+    try:
+        found = uniform(
+            torch.ones(1, 1, dim).double(), torch.ones(1, 1, value_dim).double(), rate, multiple
+        )
+    except ValueError:
+        return
+    assert found.rate >= rate - 1e-9
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 16])
+def test_no_level_is_beyond_what_ranks_can_give(
+    multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def noted(key: Tensor, value: Tensor, rate: float, _: int) -> Allotment:
+        asked.append(rate)
+        none = torch.zeros(1, 1, dtype=torch.int64)
+        return Allotment(none, none, rate, rate, rate)
+
+    monkeypatch.setattr(rates_module, "at_rate", noted)
+    for dim in range(1, 257):
+        for value_dim in (dim, 64):
+            asked.clear()
+            levels(
+                torch.ones(1, 1, dim).double(), torch.ones(1, 1, value_dim).double(), 63, multiple
+            )
+            most = greatest_rate(dim, value_dim, multiple)
+            assert most * (1 - 1e-12) <= max(asked) <= most, (dim, value_dim)
+
+
+@pytest.mark.parametrize(("dim", "multiple"), [(65, 1), (9, 8), (17, 16)])
+def test_the_greatest_level_is_reached(dim: int, multiple: int) -> None:
+    fall = torch.exp(-0.05 * torch.arange(dim).double())[None, None]
+    most = greatest_rate(dim, dim, multiple)
+    assert most * 63 / 63 > most  # by its last digit
+    assert levels(fall, fall, 63, multiple)[-1] == pytest.approx(most, abs=1e-4)
+
+
+def test_small_heads_have_no_levels() -> None:
+    assert levels(*spectra(5, dim=16), 63, 16) == ()

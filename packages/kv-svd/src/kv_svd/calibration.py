@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,10 +10,8 @@ from torch import Tensor
 from kv_policy import CacheShape, Calibrated
 from kv_svd.file import Facts, save
 from kv_svd.fit import Moments, of_output, ranks
-from kv_svd.rates import levels
+from kv_svd.rates import MULTIPLE, levels
 from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen
-
-MULTIPLE: Final = 16  # of ranks, as `zack` has it by default
 
 
 class Calibration:

@@ -11,7 +11,15 @@ from kv_policy import HeadBasis
 from kv_svd.file import Facts, Stamp, load, stamp
 from kv_svd.fit import Directions, basis
 from kv_svd.fitted import Fitted
-from kv_svd.rates import Allotment, Spectra, at_rate, at_removal, greatest_rate, uniform
+from kv_svd.rates import (
+    MULTIPLE,
+    Allotment,
+    Spectra,
+    at_rate,
+    at_removal,
+    greatest_rate,
+    uniform,
+)
 from kv_svd.statistics import LayerStatistics, Statistics
 
 Rate = Annotated[float, Meta(ge=0, lt=1)]
@@ -28,7 +36,7 @@ class Ranked(Fitted):
     ranks: Annotated[
         Literal["adaptive", "uniform"], Meta(description="each head its own, or all alike")
     ] = "adaptive"
-    multiple: Annotated[int, Meta(ge=1, description="ranks are multiples of this")] = 16
+    multiple: Annotated[int, Meta(ge=1, description="ranks are multiples of this")] = MULTIPLE
 
     def __post_init__(self) -> None:
         """Check the parameters against each other and the file.

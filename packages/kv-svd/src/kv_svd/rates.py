@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import floor
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from jaxtyping import Float64, Int
@@ -12,6 +12,7 @@ from kv_svd.fit import ranks
 
 Spectra: TypeAlias = tuple[Float64[Tensor, "N H D"], Float64[Tensor, "N H Dv"]]
 
+MULTIPLE: Final = 16  # of ranks, unless a policy is told otherwise; rates are searched for with it
 _STEPS = 60  # halvings of the removal rate: beyond what float64 tells apart
 
 
@@ -23,11 +24,15 @@ class Allotment:
     value: Int[Tensor, "N H"]
     removal: float | None  # share of the singular values that may go; None: ranks are all alike
     rate: float  # share of the cache's numbers that is removed
-    unrounded: float  # the same before ranks were rounded up to a multiple
+    unrounded: float  # the same before ranks were rounded to a multiple
 
     @property
     def cost_of_rounding(self) -> float:
-        """Share of the cache that is kept for the sake of round ranks."""
+        """Share of the cache that is kept for the sake of round ranks.
+
+        Adaptive ranks are rounded up, so it is never negative for them. Uniform ranks are rounded
+        down, and a negative cost says that rounding removes more than was asked for.
+        """
         return self.unrounded - self.rate
 
 
@@ -100,6 +105,15 @@ def uniform(
 ) -> Allotment:
     """Let all heads keep the same ranks, of keys and values in proportion, that remove the rate.
 
+    Ranks are rounded down to a multiple, and are at least one `multiple` (or all dimensions of
+    heads with fewer), so at least the rate is removed.
+
+    Args:
+        key: singular values of queries and keys, by layer and KV head; only their sizes count.
+        value: of values and the output projection.
+        rate: share of the cache to remove, from 0 to below 1.
+        multiple: ranks are multiples of this.
+
     Raises:
         ValueError: the rate is out of range, or more than one `multiple` allows.
     """
@@ -136,12 +150,14 @@ def levels(
 ) -> tuple[float, ...]:
     """Rates that adaptive ranks give, rising and spread over all there are; at most `count`.
 
-    Each is rounded down to four digits, and `at_rate` gives at least that.
+    Each is rounded down to four digits, and `at_rate` gives at least that. There are none for heads
+    that have no more dimensions than `multiple`.
     """
+    # Of most * count / count the last digit may be too great to be reached.
     most = greatest_rate(key.shape[-1], value.shape[-1], multiple)
     found = {
-        floor(at_rate(key, value, most * step / count, multiple).rate * 10000) / 10000
-        for step in range(1, count + 1)
+        floor(at_rate(key, value, asked, multiple).rate * 10000) / 10000
+        for asked in (min(most, most * step / count) for step in range(1, count + 1))
     }
     return tuple(sorted(found - {0.0}))
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from kv_svd.file import Facts
 from kv_svd.fit import Directions, rotation
 from kv_svd.ranked import Ranked
-from kv_svd.rates import Spectra
+from kv_svd.rates import MULTIPLE, Spectra
 from kv_svd.statistics import LayerStatistics, Statistics
 
 
@@ -21,7 +21,8 @@ class Zack(Ranked):
     One removal rate for all heads says what share of its singular values a head may lose (Eq. 6),
     so heads whose values fall fast keep fewer dimensions. `rate` asks for the least removal that
     takes that share of the whole cache away; with neither, it is the rate that the search of
-    `kv-serve calibrate zack --max-loss` wrote into the file.
+    `kv-serve calibrate zack --max-loss` wrote into the file, which found it with adaptive ranks in
+    multiples of 16.
     """
 
     name: ClassVar[str] = "zack"
@@ -39,7 +40,8 @@ class Zack(Ranked):
         """The rate that calibration found, with the ranks it was found for.
 
         Raises:
-            ValueError: no rate was searched for, or all ranks are to be alike.
+            ValueError: no rate was searched for, or ranks are to be alike, or multiples of another
+                number than those it was found with.
         """
         if facts.rate is None:
             raise ValueError(
@@ -50,5 +52,10 @@ class Zack(Ranked):
             raise ValueError(
                 f"zack: the rate {facts.rate} in {self.file} was found with adaptive ranks; with "
                 "ranks=uniform give a rate"
+            )
+        if self.multiple != MULTIPLE:
+            raise ValueError(
+                f"zack: the rate {facts.rate} in {self.file} was found with ranks that are "
+                f"multiples of {MULTIPLE}; with multiple={self.multiple} give a rate"
             )
         return facts.rate
