@@ -267,7 +267,10 @@ def test_what_stands_between_projections_is_noticed(basis) -> None:
     }
     clipped, normed = between(OlmoConfig(**sizes, clip_qkv=0.05)), between(BitNetConfig(**sizes))
     ids = torch.randint(3, 101, (1, 19))
-    for model, sentence in ((clipped, "clips values to 0.05"), (normed, "does something between")):
+    for model, sentence in (
+        (clipped, "clips values to 0.05"),
+        (normed, "does something before o_proj"),
+    ):
         before = [p.data_ptr() for p in model.parameters()]
         with pytest.raises(UnsupportedModelError, match=sentence):
             Fold(model, basis)

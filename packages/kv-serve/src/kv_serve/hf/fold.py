@@ -17,7 +17,7 @@ from kv_serve.bases import Bases, Folded, same_maps, widened
 from kv_serve.hf.attention import install
 from kv_serve.hf.folded import FoldedLinear, FoldState, Packing
 from kv_serve.hf.modules import attention_modules
-from kv_serve.hf.probe import Probe
+from kv_serve.hf.probe import expect_direct
 from kv_serve.hf.projections import OUTPUT, Projections, folded_keys, folded_values
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
 from kv_serve.models.identity import check_fitted
@@ -39,17 +39,17 @@ class Fold:
     def __init__(self, model: "PreTrainedModel", policy: KVPolicy | str) -> None:
         """Fold the basis of a policy into the model.
 
-        A few tokens are read before and after, because a model's code may do something between the
-        projections that a basis does not go through, such as clipping values.
+        A few tokens are read first, because a model's code may do something between projections and
+        attention that a basis does not go through, such as a norm.
 
         Args:
             model: a model of transformers that a compressed cache can serve.
             policy: a policy with a basis, or its text form.
 
         Raises:
-            UnsupportedModelError: projections are fused, quantized, or called otherwise, what the
-                basis maps lies on the wrong side of a rotary embedding, or the folded model gives
-                something else; the model is as it was.
+            UnsupportedModelError: projections are fused, quantized, or called otherwise, or what
+                the basis maps lies on the wrong side of a rotary embedding or of something else;
+                the model is as it was.
             ValueError: the policy has no basis, was calibrated with another model, or the model is
                 folded already.
         """
@@ -67,18 +67,16 @@ class Fold:
         packing = _packing(bases, shape, rotary, model.device)
         self.state = FoldState(str(policy), policy.basis, bound, _what(bound, rotary), packing)
         self._model, self._old = model, list[tuple[nn.Module, str, nn.Module]]()
-        changes = _changes(model, shape, self.state, bases.stored.value_dim)
+        modules = _foldable(model, shape.layers)
+        found = [Projections(module, i) for i, module in enumerate(modules)]
+        new = _folded(found, shape, self.state, bases.stored.value_dim)
+        changes = [(modules[i], name, layer) for i, name, layer in new]
+        expect_direct(model, modules, [each.output for each in found], self.state.what)
         install(model)
-        probe = Probe(model, policy.basis)
         self._old = [(module, name, getattr(module, name)) for module, name, _ in changes]
-        try:
-            for module, name, layer in changes:  # nothing has changed before all are made
-                setattr(module, name, layer)
-            setattr(model.base_model, _STATE, self.state)
-            probe.check()
-        except BaseException:
-            self.restore()
-            raise
+        for module, name, layer in changes:  # nothing has changed before all are made
+            setattr(module, name, layer)
+        setattr(model.base_model, _STATE, self.state)
 
     def restore(self) -> None:
         """Put the old projections back."""
@@ -144,21 +142,19 @@ def _expect_no_clipping(model: "PreTrainedModel") -> None:
         )
 
 
-def _changes(
-    model: "PreTrainedModel", shape: CacheShape, state: FoldState, width: int
-) -> list[tuple[nn.Module, str, FoldedLinear]]:
-    """The new projections of all layers, each with its place."""
-    changes: list[tuple[nn.Module, str, FoldedLinear]] = []
-    modules = _foldable(model, shape.layers)
-    for i, (module, basis) in enumerate(zip(modules, state.bound, strict=True)):
-        found = Projections(module, i)
+def _folded(
+    found: Sequence[Projections], shape: CacheShape, state: FoldState, width: int
+) -> list[tuple[int, str, FoldedLinear]]:
+    """The new projections of all layers, each with its layer and name."""
+    new: list[tuple[int, str, FoldedLinear]] = []
+    for i, (each, basis) in enumerate(zip(found, state.bound, strict=True)):
         if basis.value is not None and "values" in state.what:
-            new = folded_values(found, widened(basis.value, width), i, state)
-            changes += [(module, name, layer) for name, layer in new]
+            pairs = folded_values(each, widened(basis.value, width), i, state)
+            new += [(i, name, layer) for name, layer in pairs]
         if basis.key is not None and "keys" in state.what:
-            new = folded_keys(found, basis.key, shape.key_dim, state)
-            changes += [(module, name, layer) for name, layer in new]
-    return changes
+            pairs = folded_keys(each, basis.key, shape.key_dim, state)
+            new += [(i, name, layer) for name, layer in pairs]
+    return new
 
 
 def _is_rotary(model: "PreTrainedModel") -> bool:
