@@ -1,5 +1,6 @@
 """Running the plan of an evaluation for a benchmark; a later run goes on from where one ended."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import _result
@@ -7,9 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kv_serve.evaluate.caches import MakeCache, make_cache
-from kv_serve.evaluate.journal import Journal, open_journal
+from kv_serve.evaluate.journal import Finished, Journal, open_journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.runner import TOGETHER, run
+from kv_serve.evaluate.specs import FULL
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import default_text
 
@@ -45,3 +47,13 @@ def evaluated(
         for entry in run(loaded, plan, text, journal, make, together):
             progress.update(bar, advance=1, description=f"{entry.task}: {entry.policy}")
     return journal
+
+
+def samples_of(plan: Plan, journal: Journal, spec: str) -> Iterator[tuple[Finished, Finished]]:
+    """A policy's samples beside those of the full cache."""
+    for task, setting in plan.pairs:
+        for i in range(plan.samples):
+            mine, full = (journal.get(s, task, setting, i) for s in (spec, FULL))
+            assert mine is not None
+            assert full is not None
+            yield mine, full

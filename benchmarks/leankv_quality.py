@@ -12,7 +12,7 @@ the same number of them in each head, by the same scores: what H2O does, on equa
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import _result
 import msgspec
 import torch
-from _evaluation import CONSOLE, evaluated
+from _evaluation import CONSOLE, evaluated, samples_of
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from kv_policy import DROP, NOBODY, PlanView, Step, StepView, best, parse
 from kv_serve import CompressedCache
 from kv_serve.calibrate.loss import loss
 from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.evaluate.journal import Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.report import rows as report_rows
 from kv_serve.evaluate.specs import FULL
@@ -142,16 +142,6 @@ def quick_size() -> Size:
 def equal(spec: str) -> str:
     """Name the equal budget that keeps as much as a dynamic policy."""
     return f"{EqualBudget.name}:{spec.partition(':')[2]}"
-
-
-def samples_of(plan: Plan, journal: Journal, spec: str) -> Iterator[tuple[Finished, Finished]]:
-    """A policy's samples beside those of the full cache."""
-    for task, setting in plan.pairs:
-        for i in range(plan.samples):
-            mine, full = (journal.get(s, task, setting, i) for s in (spec, FULL))
-            assert mine is not None
-            assert full is not None
-            yield mine, full
 
 
 def judged(spec: str, parts: Sequence[tuple[Plan, Journal]]) -> dict[str, object]:

@@ -251,6 +251,25 @@ class World:
                     for token in self.held[tier][stream]
                 ]
 
+    def program(self, prompts: int, operations: int) -> None:
+        """Prompts, then operations at random, looked at after each; in the end all pages go."""
+        steps = ("prompt", *(["step"] * 5), "rescore", "select", "clear", "trim")
+        for _ in range(prompts):
+            self.prompt()
+        for _ in range(operations):
+            name = steps[self.below(len(steps))]
+            if name == "clear":
+                self.clear(torch.tensor([self.below(self.shape[1])]))
+            elif name == "trim":
+                self.tiers.trim()
+            else:
+                getattr(self, name)()
+            self.done[name] += 1
+            self.check()
+        assert self.done["down"] or len(self.formats) == 1
+        self.clear(torch.arange(self.shape[1]))
+        assert self.pool.used == 0
+
     def check(self) -> None:
         """Every token is where it should be, and every page is free or in one place."""
         self.tiers.check()

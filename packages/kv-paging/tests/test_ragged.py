@@ -11,7 +11,6 @@ from kv_paging.kinds import Kinds
 from kv_policy import PageLayout, RawCodec, TokenFormat
 
 Worlds: TypeAlias = Callable[..., Any]  # the class World of conftest.py
-STEPS = ("prompt", *(["step"] * 5), "rescore", "select", "clear", "trim")
 HEADS = [[0, 1, 0], [2, 2, 2], [1, 0, 2]]
 
 
@@ -19,21 +18,7 @@ HEADS = [[0, 1, 0], [2, 2, 2], [1, 0, 2]]
 @pytest.mark.parametrize("kind", ["one tier", "three tiers", "blocks above", "blocks in both"])
 def test_random_programs(kind: str, tokens: int, new_world: Worlds) -> None:
     world = new_world(kind, seed=tokens, tokens=tokens, shape=(3, 2, 3), heads=HEADS)
-    for _ in range(3):
-        world.prompt()
-    for _ in range(16):
-        name = STEPS[world.below(len(STEPS))]
-        if name == "clear":
-            world.clear(torch.tensor([world.below(2)]))
-        elif name == "trim":
-            world.tiers.trim()
-        else:
-            getattr(world, name)()
-        world.done[name] += 1
-        world.check()
-    assert world.done["down"] or len(world.formats) == 1
-    world.clear(torch.arange(2))
-    assert world.pool.used == 0
+    world.program(prompts=3, operations=16)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from kv_paging import PoolExhausted, Tiers
 from kv_paging.table import columns_for, pages_for
 
 Worlds: TypeAlias = Callable[..., Any]  # the class World of conftest.py
-STEPS = ("prompt", *(["step"] * 5), "rescore", "select", "clear", "trim")
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -31,21 +30,7 @@ STEPS = ("prompt", *(["step"] * 5), "rescore", "select", "clear", "trim")
 )
 def test_random_programs(kind: str, tokens: int, new_world: Worlds) -> None:
     world = new_world(kind, seed=tokens, tokens=tokens)
-    for _ in range(8):
-        world.prompt()
-    for _ in range(25):
-        name = STEPS[world.below(len(STEPS))]
-        if name == "clear":
-            world.clear(torch.tensor([world.below(8)]))
-        elif name == "trim":
-            world.tiers.trim()
-        else:
-            getattr(world, name)()
-        world.done[name] += 1
-        world.check()
-    assert world.done["down"] or len(world.formats) == 1
-    world.clear(torch.arange(8))
-    assert world.pool.used == 0
+    world.program(prompts=8, operations=25)
 
 
 @pytest.mark.parametrize(

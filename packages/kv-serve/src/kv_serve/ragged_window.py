@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from kv_paging import Kinds
 from kv_policy import CacheShape
-from kv_serve.window import RawWindow
+from kv_serve.window import RawWindow, oldest_first
 
 
 class RaggedWindow:
@@ -117,14 +117,7 @@ class RaggedWindow:
         self, layer: int
     ) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
         """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
-        order = self.position.argsort(-1)
-        pick = order[:, None, :, None]
-        key, value = self.keys(layer), self.values(layer)
-        return (
-            key.gather(2, pick.expand(*key.shape)),
-            value.gather(2, pick.expand(*value.shape)),
-            self.position.gather(-1, order),
-        )
+        return oldest_first(self.keys(layer), self.values(layer), self.position)
 
     def exchange(
         self,

@@ -89,14 +89,7 @@ class RawWindow:
         self, layer: int
     ) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
         """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
-        order = self.position.argsort(-1)
-        pick = order[:, None, :, None]
-        key, value = self.key[layer], self.value[layer]
-        return (
-            key.gather(2, pick.expand(*key.shape)),
-            value.gather(2, pick.expand(*value.shape)),
-            self.position.gather(-1, order),
-        )
+        return oldest_first(self.key[layer], self.value[layer], self.position)
 
     def exchange(
         self,
@@ -146,6 +139,19 @@ class RawWindow:
         self.position = self.position[source]
         if self.score is not None:
             self.score = self.score[:, source]
+
+
+def oldest_first(
+    key: Float[Tensor, "B H W D"], value: Float[Tensor, "B H W Dv"], position: Int[Tensor, "B W"]
+) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
+    """Sort the slots of a layer by position; empty slots (-1) lead."""
+    order = position.argsort(-1)
+    pick = order[:, None, :, None]
+    return (
+        key.gather(2, pick.expand(*key.shape)),
+        value.gather(2, pick.expand(*value.shape)),
+        position.gather(-1, order),
+    )
 
 
 def _write(

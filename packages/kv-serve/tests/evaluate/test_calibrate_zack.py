@@ -64,6 +64,7 @@ def test_it_writes_what_the_policies_read(
     assert [p.name for p in tmp_path.iterdir()] == ["found"]
     assert "median dimensions without 5% of the singular values" in result.stdout
     assert "4,096" in result.stdout
+    assert "4,096 tokens are few; from about 16,384 on" in said(result)
     shape = cache_shape(loaded.model)
     for spec in ("zack", "svd-kv", "kq-svd", "palu:together=2"):
         name, _, more = spec.partition(":")

@@ -71,7 +71,7 @@ model_folder(sys.argv[1])
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill like that")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot kill like that")
 def test_conversion_survives_a_kill(tiny_gguf: Path, cache: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tiny_gguf)]
     killed = subprocess.run(command, capture_output=True, check=False, timeout=300)

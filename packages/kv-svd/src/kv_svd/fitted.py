@@ -1,5 +1,6 @@
 """What the policies of this package share: they are fitted to statistics in a file."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from kv_svd.file import Facts, load_facts
 
 
 @dataclass(frozen=True)
-class Fitted(Part):
+class Fitted(Part, ABC):
     """A policy that is a basis, found from the statistics that `kv-serve calibrate zack` wrote."""
 
     file: Annotated[str, Meta(min_length=1, description="what kv-serve calibrate zack wrote")]
@@ -63,9 +64,9 @@ class Fitted(Part):
             None if value is None else _cut(value, heads, self.name),
         )
 
+    @abstractmethod
     def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
-        """The maps of a layer's keys and values, for all heads of the model."""
-        raise NotImplementedError(f"{type(self).__name__} does not say its maps")
+        """The maps of a layer's keys and values, for all heads of the model; None: none."""
 
     def _expect(self, layer: int, shape: CacheShape) -> None:
         facts = self.facts

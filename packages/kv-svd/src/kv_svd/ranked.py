@@ -1,5 +1,6 @@
 """Policies that keep of every head the directions that matter most."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -79,9 +80,9 @@ class Ranked(Fitted):
         """The ranks of all layers and heads, what they remove, and what rounding them costs."""
         return _allotted(self, stamp(self.path))
 
+    @abstractmethod
     def directions(self, layer: LayerStatistics) -> tuple[Directions, Directions]:
-        """All directions of a layer's keys and values."""
-        raise NotImplementedError(f"{type(self).__name__} does not say its directions")
+        """All directions of a layer's keys and values, by falling importance."""
 
     def spectra(self, statistics: Statistics) -> Spectra:
         """Singular values that ranks go by, of keys and values, by layer and stored head."""

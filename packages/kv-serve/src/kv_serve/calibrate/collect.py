@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kv_policy import Calibrator
 from kv_serve.calibrate.partial import Partial
+from kv_serve.evaluate.provenance import subject
 from kv_serve.tasks import Text
 from kv_serve.tasks.windows import text_start
 
@@ -85,11 +86,7 @@ class Reading:
     def identity(self, loaded: "LoadedModel", text: Text) -> dict[str, object]:
         """Everything that the result depends on."""
         return {
-            "model": loaded.name,
-            "fingerprint": loaded.fingerprint,
-            "dtype": str(loaded.model.dtype),
-            "device": loaded.model.device.type,
-            "text": f"{text.name} {text.digest}",
+            **subject(loaded, text),
             "tokens": self.tokens,
             "window": self.window_of(loaded),
             "together": self.together,

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_serve.cli.calibrate_zack import zack
-from kv_serve.cli.console import INTERRUPTED, check_writable, err, out, refuse, refusing, remark
+from kv_serve.cli.console import (
+    INTERRUPTED,
+    check_writable,
+    err,
+    out,
+    progress,
+    refuse,
+    refusing,
+    remark,
+)
 from kv_serve.cli.eval import Task
 from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
 from kv_serve.cli.shares import share
@@ -179,24 +188,10 @@ def _calibrate(
 def _run(
     loaded: "LoadedModel", search: "Search[Setting]", text: "Text", journal: "Journal"
 ) -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with refusing(ValueError), Progress(*columns, console=err()) as progress:
-        bar = progress.add_task("making the samples", total=search.total)
+    with refusing(ValueError), progress() as shown:
+        bar = shown.add_task("making the samples", total=search.total)
         for entry in search.run(loaded, text, journal):
-            progress.update(bar, advance=1, description=entry.task)
+            shown.update(bar, advance=1, description=entry.task)
 
 
 def _show(points: "tuple[Point[Setting], ...]", chosen: "Point[Setting] | None") -> None:

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kv_serve.cli.calibrate_summary import show
-from kv_serve.cli.console import INTERRUPTED, check_writable, err, refuse, refusing, remark
+from kv_serve.cli.console import (
+    INTERRUPTED,
+    check_writable,
+    progress,
+    refuse,
+    refusing,
+    remark,
+)
 from kv_serve.cli.eval import Task
 from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
 from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rich.progress import Progress
 
     from kv_policy import Calibrated, Calibrator
     from kv_serve.calibrate.collect import Reading
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 NOTHING_FOUND: Final = 1
 POLICY: Final = "zack"
+ENOUGH: Final = 16384  # tokens; benchmarks/zack_quality.py has what fewer lose
 
 
 def zack(
@@ -37,7 +43,7 @@ def zack(
         Path | None,
         typer.Option(help="A UTF-8 text to read; by default Python's own help topics."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to read, at least 4096.")] = 16384,
+    tokens: Annotated[int, typer.Option(help="Tokens to read, at least 4096.")] = ENOUGH,
     window: Annotated[
         int | None,
         typer.Option(
@@ -96,6 +102,11 @@ def zack(
         )
         source = default_text() if text is None else read_text(text)
     check_writable(out_file, "--out")
+    if tokens < ENOUGH:
+        remark(
+            f"{tokens:,} tokens are few; from about {ENOUGH:,} on, more of the same text change "
+            "bases little."
+        )
     loaded = load_model(model, dtype, device)
     calibrator, seconds = _collect(loaded, reading, source, out_file)
     facts = _write(loaded, calibrator, source, out_file)
@@ -148,10 +159,10 @@ def _collect(
         remark(sentence)
     total = sum(each.shape[1] for each in windows)
     try:
-        with refusing(ValueError), _progress() as progress:
-            bar = progress.add_task("reading", total=total, completed=calibrator.tokens)
+        with refusing(ValueError), progress() as shown:
+            bar = shown.add_task("reading", total=total, completed=calibrator.tokens)
             for done in collect(loaded, calibrator, windows, partial):
-                progress.update(bar, completed=done)
+                shown.update(bar, completed=done)
     except KeyboardInterrupt:
         kept = f"is kept in {partial.path}" if partial.path.exists() else "is not kept yet"
         remark(
@@ -242,28 +253,10 @@ def _with_rate(
 
 
 def _run(entries: "Iterable[object]", total: int) -> None:
-    with refusing(ValueError), _progress() as progress:
-        bar = progress.add_task("making the samples", total=total)
+    with refusing(ValueError), progress() as shown:
+        bar = shown.add_task("making the samples", total=total)
         for entry in entries:
-            progress.update(bar, advance=1, description=getattr(entry, "task", ""))
-
-
-def _progress() -> "Progress":
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=err())
+            shown.update(bar, advance=1, description=getattr(entry, "task", ""))
 
 
 def _partial(path: Path) -> Path:

@@ -4,11 +4,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
@@ -23,6 +26,25 @@ def out() -> Console:
 def err() -> Console:
     """Progress and remarks, on standard error."""
     return Console(stderr=True)
+
+
+def progress() -> "Progress":
+    """A bar on standard error: what is done, how much of it, and an estimate of the time left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err())
 
 
 def refuse(sentence: str) -> NoReturn:

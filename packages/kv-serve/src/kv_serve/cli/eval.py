@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import INTERRUPTED, check_writable, err, out, refusing, remark
+from kv_serve.cli.console import INTERRUPTED, check_writable, out, progress, refusing, remark
 from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
 
 if TYPE_CHECKING:
@@ -132,28 +132,14 @@ def _evaluate(loaded: "LoadedModel", plan: "Plan", text: "Text", path: Path) -> 
 
 
 def _run(loaded: "LoadedModel", plan: "Plan", text: "Text", journal: "Journal") -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     from kv_serve.evaluate.runner import run
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     total = len(plan.pairs) * len(plan.policies) * plan.samples
-    with refusing(ValueError), Progress(*columns, console=err()) as progress:
-        bar = progress.add_task("making the samples", total=total)
+    with refusing(ValueError), progress() as shown:
+        bar = shown.add_task("making the samples", total=total)
         for entry in run(loaded, plan, text, journal):
             words = f"{entry.task}, {entry.setting}: {entry.policy}"
-            progress.update(bar, advance=1, description=words)
+            shown.update(bar, advance=1, description=words)
 
 
 def _show(rows: "Sequence[Row]") -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
+from kv_serve.evaluate.provenance import subject
 from kv_serve.tasks import Sample, Setting, TaskName, Text, agreement, multikey, needle, nll
 
 if TYPE_CHECKING:
@@ -80,11 +81,7 @@ class Plan:
     def identity(self, loaded: "LoadedModel", text: Text) -> dict[str, object]:
         """Everything but policies, tasks and settings that a sample's result depends on."""
         return {
-            "model": loaded.name,
-            "fingerprint": loaded.fingerprint,
-            "dtype": str(loaded.model.dtype),
-            "device": loaded.model.device.type,
-            "text": f"{text.name} {text.digest}",
+            **subject(loaded, text),
             "length": self.length,
             "samples": self.samples,
             "seed": self.seed,

@@ -4,7 +4,11 @@ import platform
 import subprocess
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kv_serve.models import LoadedModel
+    from kv_serve.tasks import Text
 
 _OWN: Final = Path(__file__).resolve()
 _NAMED: Final = frozenset(
@@ -34,6 +38,17 @@ def versions() -> dict[str, str]:
         if name in _NAMED or name.startswith("kv-") or policies:
             found[name] = distribution.version
     return dict(sorted(found.items()))
+
+
+def subject(loaded: "LoadedModel", text: "Text") -> dict[str, object]:
+    """Name the model and the text that a result is about."""
+    return {
+        "model": loaded.name,
+        "fingerprint": loaded.fingerprint,
+        "dtype": str(loaded.model.dtype),
+        "device": loaded.model.device.type,
+        "text": f"{text.name} {text.digest}",
+    }
 
 
 def _git(folder: str, *arguments: str) -> str | None:

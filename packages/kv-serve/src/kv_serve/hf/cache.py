@@ -7,50 +7,36 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kv_policy import Budget, KVPolicy, parse
-from kv_serve.hf.attention import NAME, FreshKeys, install
+from kv_serve.hf.attention import NAME, install
 from kv_serve.hf.fold import expect_fold, folded_by
+from kv_serve.hf.fresh_layer import FreshLayer
 from kv_serve.hf.support import cache_shape
 from kv_serve.memory import MemoryReport
 from kv_serve.models.identity import check_fitted
 from kv_serve.tiered import TieredCache
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(FreshLayer):
     """One layer as transformers sees it; everything is kept by the cache it belongs to."""
-
-    is_compileable = False
-    supports_early_init = False
-    is_sliding = False
 
     def __init__(self, cache: "CompressedCache", index: int) -> None:
         """Stand for layer `index` of `cache`."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._index = cache, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache allocates when a pass begins."""
+        super().__init__(cache, index)
+        self._cache = cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys; the attention function takes them to the cache."""
+        """Mark the fresh keys, if the model's attention will see the mark."""
         self._cache.expect_own_attention()
-        return FreshKeys.mark(key_states, self._cache, self._index), value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns a mask has to cover: all that were seen."""
-        return self.get_seq_length() + query_length, 0
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
         """Columns seen, padding and dropped tokens included: positions go on from here."""
         return self._cache.tiered.columns
-
-    def get_max_length(self) -> int:
-        """There is no maximum."""
-        return -1
 
 
 class CompressedCache(Cache):

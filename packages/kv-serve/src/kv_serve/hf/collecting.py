@@ -7,47 +7,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kv_policy import CacheShape, Calibrator
-from kv_serve.hf.attention import FreshKeys, install
+from kv_serve.hf.attention import install
 from kv_serve.hf.fold import folded_by
+from kv_serve.hf.fresh_layer import FreshLayer
 from kv_serve.hf.modules import OUTPUT, attention_modules
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
-
-
-class _CollectingLayer(CacheLayerMixin):
-    """One layer as transformers sees it: always empty."""
-
-    is_compileable = False
-    supports_early_init = False
-    is_sliding = False
-
-    def __init__(self, cache: "CollectingCache", index: int) -> None:
-        """Stand for layer `index` of `cache`."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._index = cache, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: nothing is kept."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys; the attention function takes them to the cache."""
-        return FreshKeys.mark(key_states, self._cache, self._index), value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns a mask has to cover: those of this pass."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Every pass begins a text of its own."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """There is no maximum."""
-        return -1
 
 
 class CollectingCache(Cache):
@@ -68,7 +35,7 @@ class CollectingCache(Cache):
         self._calibrator, self._model = calibrator, ref(model)
         layers = cache_shape(model).layers
         install(model)
-        super().__init__(layers=[_CollectingLayer(self, i) for i in range(layers)])
+        super().__init__(layers=[FreshLayer(self, i) for i in range(layers)])
 
     def attend(
         self,

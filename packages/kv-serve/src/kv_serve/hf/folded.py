@@ -111,15 +111,20 @@ class FoldedLinear(nn.Linear):
             None if bias is None else nn.Parameter(bias.to(kept.device, kept.dtype), False),
         )
         new.state = state
-        new.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
         return new.train(old.training)
 
+    def _save_to_state_dict(
+        self, destination: dict[str, object], prefix: str, keep_vars: bool
+    ) -> None:
+        """Refuse to be saved: loaded again, these weights would not be the model's.
 
-def _refuse_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise RuntimeError(
-        f"{prefix.rstrip('.')} holds a policy's basis, and what would be saved is not the model; "
-        "restore the model first"
-    )
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{prefix.rstrip('.')} holds a policy's basis, and what would be saved is not the "
+            "model; restore the model first"
+        )
 
 
 def turned_rows(
