@@ -56,13 +56,15 @@ def wheel(session: nox.Session, package: str) -> None:
     """Builds the wheels, installs this one into an empty environment and runs its tests there."""
     dist = Path(session.create_tmp()).resolve() / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    for name in PACKAGES:
-        session.run("uv", "build", "--quiet", "--wheel", f"packages/{name}", "-o", str(dist))
+    constraints, variables = build_settings(session)
+    for name in sorted({package} | declared(package)):
+        wanted = ("--quiet", "--wheel", f"packages/{name}", "-o", str(dist), *constraints)
+        session.run("uv", "build", *wanted, env=variables)
     wheels = {path.name.split("-")[0].replace("_", "-"): path for path in dist.glob("*.whl")}
     # A constraint installs nothing: it only says that siblings come from here and nowhere else.
     siblings = dist / "siblings.txt"
     siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-    renew = flags("--reinstall-package", PACKAGES)
+    renew = flags("--reinstall-package", wheels)
     wanted = (str(wheels[package]), "--constraint", str(siblings), *renew)
     install(session, *wanted, groups=("test",), own=package)
     check_siblings(session, package, from_wheels=True)
@@ -73,7 +75,8 @@ def wheel(session: nox.Session, package: str) -> None:
 def lint(session: nox.Session) -> None:
     """Checks style, format, the arrows between packages, and that source files stay short."""
     install(session, groups=("lint",))
-    session.install("--no-deps", *editable(PACKAGES))
+    constraints, variables = build_settings(session)
+    session.install("--no-deps", *editable(PACKAGES), *constraints, env=variables)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache")
@@ -140,14 +143,11 @@ def install(
     files = [f"pyproject.toml:{group}" for group in groups]
     if own is not None and "test" in project(own).get("dependency-groups", {}):
         files.append(f"packages/{own}/pyproject.toml:test")
-    chosen = torch_build(gpu=environment.has_gpu())
-    if chosen.requirement is not None:
-        constraint = Path(session.create_tmp()) / "torch.txt"
-        constraint.write_text(chosen.requirement)
-        arguments += ("--constraint", str(constraint))
-    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
-    everything = ("--exact", *arguments, *flags("--group", files))
-    session.install(*everything, env=index_variables() | backend)
+    constraints, variables = build_settings(session)
+    if constraints:
+        arguments += ("--constraint", constraints[1])
+    everything = ("--exact", *arguments, *constraints, *flags("--group", files))
+    session.install(*everything, env=variables)
 
 
 def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
@@ -156,11 +156,24 @@ def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
         session.skip("vLLM for the CPU is built for Linux only")
     excludes = Path(session.create_tmp()) / "excludes.txt"
     excludes.write_text("\n".join(VLLM_EXCLUDES))
-    chosen = torch_build(gpu=False)  # vLLM for the CPU takes a CPU torch, GPU or not
-    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
-    wanted = (VLLM, "--excludes", str(excludes), *editable(PACKAGES))
+    # vLLM for the CPU takes a CPU torch, GPU or not.
+    constraints, variables = build_settings(session, gpu=False)
+    wanted = (VLLM, "--excludes", str(excludes), *editable(PACKAGES), *constraints)
     files = flags("--group", (f"pyproject.toml:{group}" for group in groups))
-    session.install("--exact", *wanted, *files, env=index_variables() | backend)
+    session.install("--exact", *wanted, *files, env=variables)
+
+
+def build_settings(
+    session: nox.Session, *, gpu: bool | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Says which torch a package is compiled against, and where to look for it."""
+    chosen = torch_build(gpu=environment.has_gpu() if gpu is None else gpu)
+    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
+    if chosen.requirement is None:
+        return (), index_variables() | backend
+    constraint = Path(session.create_tmp()).resolve() / "torch.txt"
+    constraint.write_text(chosen.requirement)
+    return ("--build-constraints", str(constraint)), index_variables() | backend
 
 
 @functools.cache

@@ -52,7 +52,11 @@ def test_a_package_is_named_where_packages_are_listed(package: Path) -> None:
 def test_what_a_package_declares_follows_the_star(package: Path) -> None:
     wanted = [Requirement(line) for line in settings(package)["project"]["dependencies"]]
     ours = {need.name: need.specifier for need in wanted if need.name in NAMES}
-    star = {"kv-policy": set(), "kv-serve": {*NAMES} - {"kv-serve"}}
+    star = {
+        "kv-policy": set(),
+        "kv-attention-cpu": {"kv-attention", "kv-policy"},
+        "kv-serve": {*NAMES} - {"kv-serve", "kv-attention-cpu"},
+    }
     assert {*ours} == star.get(package.name, {"kv-policy"})
     for specifier in ours.values():
         assert {one.operator for one in specifier} == {">=", "<"}, "declare a range"

@@ -101,8 +101,11 @@ def test_positions_of_stored_tokens_are_needed_for_skipping(case):
 
 
 def test_backends_by_name(case):
-    assert available() == dict.fromkeys(["reference", "torch"])
-    with pytest.raises(ValueError, match="no backend is called 'fast'; there are reference, torch"):
+    found = available()
+    assert list(found) == ["reference", "torch", "cpu"]
+    assert found["reference"] is found["torch"] is None
+    wanted = "no backend is called 'fast'; there are reference, torch, cpu"
+    with pytest.raises(ValueError, match=wanted):
         case(1).attend(backend="fast")
     broken = replace(BACKENDS["torch"], missing=lambda: "it was not built")
     with pytest.MonkeyPatch.context() as patch:
@@ -110,3 +113,11 @@ def test_backends_by_name(case):
         with pytest.raises(ValueError, match="'torch' cannot be used here: it was not built"):
             case(1).attend()
     assert torch.isfinite(case(1).attend().out).all()
+
+
+def test_a_backend_whose_package_is_not_there_says_so(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kv_attention.backends.NATIVE", "kv_attention_nowhere")
+        assert available()["cpu"] == "the package kv-attention-cpu is not installed"
+        with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
+            case(1, L=1).attend(backend="cpu")

@@ -9,58 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_judge import OBSERVE, WATCHED_SHAPES, assert_same_observation
 from kv_attention import attend
 from kv_attention.gumbel import noise
 from kv_policy import Observe
-
-OBSERVE = st.builds(
-    Observe,
-    last=st.sampled_from([None, 1, 2, 5, 40]),
-    group=st.sampled_from(["sum", "mean", "max", "max-of-sums"]),
-    power=st.sampled_from([1, 2]),
-    skip=st.sampled_from([0, 1, 4, 30]),
-    also=st.frozensets(st.sampled_from(["squares", "entropy"])),
-)
-
-
-def assert_same_observation(case, observe, error=2e-5):
-    found = case.attend(observe, backend="torch")
-    expected = case.attend(observe, backend="reference")
-    parts = len(case.pages) + len(case.dense)
-    assert len(found.mass) == len(found.seen) == len(expected.mass) == parts
-    for got, wanted in zip(found.mass, expected.mass, strict=True):
-        assert got.dtype == wanted.dtype
-        torch.testing.assert_close(got, wanted, rtol=error, atol=error)
-    for some, others in zip(found.also, expected.also, strict=True):
-        assert len(some) == len(others) == len(observe.also)
-        for got, wanted in ((some[name], others[name]) for name in observe.also):
-            torch.testing.assert_close(got, wanted, rtol=error, atol=error)
-    for got, wanted in zip(found.seen, expected.seen, strict=True):
-        assert got.dtype == wanted.dtype == torch.int32
-        assert torch.equal(got, wanted)
-    return found
 
 
 @settings(max_examples=200)
 @given(
     st.integers(0, 99),
     OBSERVE,
-    st.fixed_dictionaries(
-        {
-            "B": st.integers(1, 3),
-            "G": st.integers(1, 3),
-            "L": st.sampled_from([1, 3, 20]),
-            "group": st.sampled_from([2, 128]),
-            "stored": st.sampled_from([0, 1, 19]),
-            "window": st.sampled_from([0, 5]),
-            "fresh": st.booleans(),
-            "padding": st.sampled_from(["none", "left", "right", "all"]),
-            "ragged": st.booleans(),
-            "reverse": st.booleans(),
-            "holes": st.booleans(),
-            "known": st.booleans(),
-        }
-    ),
+    WATCHED_SHAPES,
     st.lists(st.sampled_from([("8", "4"), ("4", "2"), ("float32", "float32")]), max_size=2),
 )
 @pytest.mark.parametrize("room", [1 << 19, 50])

@@ -7,45 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_judge import FORMAT, SHAPES, TOLERANCE, assert_same_output
 from kv_policy import PagedTokens
-
-TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 2e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
-FORMAT = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32", "float64"])
-SHAPES = st.fixed_dictionaries(
-    {
-        "B": st.integers(1, 3),
-        "H": st.integers(1, 3),
-        "G": st.integers(1, 4),
-        "L": st.sampled_from([1, 1, 2, 7, 33]),
-        "D": st.sampled_from([1, 3, 8, 17]),
-        "Dv": st.sampled_from([1, 3, 8, 17]),
-        "group": st.sampled_from([2, 4, 128]),
-        "stored": st.sampled_from([0, 1, 5, 19]),
-        "page": st.sampled_from([1, 4, 7]),
-        "spare": st.sampled_from([0, 3]),
-        "window": st.sampled_from([0, 5]),
-        "fresh": st.booleans(),
-        "padding": st.sampled_from(["none", "left", "right", "all"]),
-        "ragged": st.booleans(),
-        "reverse": st.booleans(),
-        "holes": st.booleans(),
-        "known": st.booleans(),
-        "dtype": st.sampled_from(list(TOLERANCE)),
-    }
-)
-
-
-def assert_same_output(case):
-    found = case.attend(backend="torch").out
-    expected = case.attend(backend="reference").out
-    assert found.dtype == case.q.dtype
-    error = TOLERANCE[case.q.dtype]
-    torch.testing.assert_close(found.double(), expected.double(), rtol=error, atol=error)
 
 
 @settings(max_examples=250)

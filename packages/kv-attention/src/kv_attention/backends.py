@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -43,12 +45,33 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
 
 
+NATIVE: Final = "kv_attention_cpu"  # a package of its own: it is built, and need not be there
+
+
+def _native() -> Any:
+    # By name, as arrows point the other way: that package is written against this one.
+    return import_module(NATIVE)
+
+
+def _native_missing() -> str | None:
+    if find_spec(NATIVE) is None:
+        return "the package kv-attention-cpu is not installed"
+    reason: str | None = _native().missing()
+    return reason
+
+
 BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
     {
         backend.name: backend
         for backend in (
             Backend("reference", "float64, slow: the judge", lambda: reference.attend),
             Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
+            Backend(
+                "cpu",
+                "native code for decode steps on a CPU, torch for what it does not do",
+                lambda: _native().attend,
+                _native_missing,
+            ),
         )
     }
 )

@@ -1,0 +1,77 @@
+// What attention is computed of, in plain structs: neither torch nor the standard library's
+// templates may be seen by the kernels, which are compiled once for each instruction set.
+#pragma once
+
+#include <cstdint>
+
+namespace kv {
+
+constexpr int kBlock = 256;   // tokens whose logits are held at once
+constexpr int kMostDim = 1024;  // of a key or a value; a decoded row lies on the stack
+constexpr int kLanes = 16;    // floats that rows are padded to
+
+constexpr int padded(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// How the numbers of a vector are stored.
+enum class Number : int { kCodes, kFloat32, kFloat16, kBFloat16 };
+
+// One codec: integers after BitLayout with a scale and a zero per group, or plain numbers.
+struct Format {
+  Number number;
+  int dim;
+  int bits;    // of a code
+  int group;   // dimensions that share a scale
+  int stride;  // bytes of codes
+  int groups;
+};
+
+// Consecutive vectors: where the first lies, and the bytes from each to the next.
+struct Rows {
+  const uint8_t* data;
+  int64_t step;
+  const uint8_t* meta;  // scales, then zeros; null for plain numbers
+  int64_t meta_step;
+};
+
+// The queries of one KV head, with the scale of the logits multiplied in.
+struct Queries {
+  const float* rows;  // group x padded dimensions; what is padded is 0
+  const float* sums;  // of each row
+  int group;
+  int width;  // floats from one row to the next
+};
+
+// What is summed of a probability p.
+enum class Term : int { kPlain, kSquare, kEntropy, kAbove };
+// How the query heads of a KV head are brought together.
+enum class Group : int { kSum, kMean, kMax };
+
+// The kernels of one instruction set. Matrices of logits and weights are group x kBlock.
+struct Kernels {
+  const char* name;
+  // logits[g][i] = queries[g] . rows[i]
+  void (*dot)(const Format&, const Rows&, int count, const Queries&, float* logits);
+  // sums[g] += weights[g] . rows, over the tokens
+  void (*weigh)(const Format&, const Rows&, int count, int group, const float* weights,
+                float* sums, int width);
+  // weights = exp(logits - top), where top is the largest logit so far; sums and total are
+  // scaled down where a larger one came. In place.
+  void (*soften)(float* logits, int count, int group, float* top, float* total, float* sums,
+                 int width);
+  // out[i] = the group's terms of p[g] = weights[g][i] * factor[g]
+  void (*observe)(const float* weights, int count, int group, const float* factor, Term, Group,
+                  float above, float* out);
+  // Numbers of any kind but codes, to float32.
+  void (*widen)(Number, const void* from, int count, float* to);
+};
+
+extern const Kernels plain_kernels;
+#ifdef KV_X86
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+// The kernels of a name that this processor can run; null if there are none.
+const Kernels* kernels(const char* name);
+
+}  // namespace kv

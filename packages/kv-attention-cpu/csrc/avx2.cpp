@@ -1,0 +1,2 @@
+#define KV_NAME avx2
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define KV_NAME avx512
+#include "kernels.inc"

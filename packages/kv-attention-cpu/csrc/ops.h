@@ -1,0 +1,139 @@
+// What the operators are made of, where the standard library may be used.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace kv {
+
+// Names of the instruction sets that were compiled, or of those that this processor has.
+std::string names(bool all);
+
+// A tensor of integers of either size.
+struct Integers {
+  const void* data = nullptr;
+  bool wide = false;
+  int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+// One tier in pages, or one set of plain tensors.
+struct Part {
+  Format key, value;
+  bool paged = false;
+  int64_t width = 0;  // slots that are observed
+  // of pages
+  const uint8_t* data = nullptr;
+  int64_t pages = 0, page_bytes = 0, page_step = 0, tokens = 0, table_width = 0;
+  int64_t offset[4] = {0, 0, 0, 0};  // of key codes, key metadata, value codes, value metadata
+  int64_t position_offset = -1;      // of stored positions, where slots may hold no token
+  bool reverse = false;
+  Integers table, length;
+  // of plain tensors: bytes between sequences, heads and tokens
+  const uint8_t *keys = nullptr, *values = nullptr;
+  int64_t key_step[3] = {0, 0, 0}, value_step[3] = {0, 0, 0};
+  // positions [B, H, width] of the tokens, where something asks for them
+  const int64_t* place = nullptr;
+  int64_t place_step[3] = {0, 0, 0};
+
+  int64_t count(int64_t stream) const { return paged ? length[stream] : width; }
+  int64_t bytes() const;  // of a token
+};
+
+// One `Observe`: its terms, first the one that `mass` is of.
+struct Watch {
+  Group group;
+  int64_t skip;
+  float above;  // times an even share
+  std::vector<Term> terms;
+  int first;  // of its terms among the terms of all
+};
+
+// Everything that a decode step is made of.
+struct Job {
+  const Kernels* kernels;
+  int64_t sequences, heads, group, key_dim, value_dim;
+  int query_width, value_width;  // floats of a padded row
+  float scale;
+  Number query_number;
+  const uint8_t* queries;
+  int64_t query_step[4];  // bytes between sequences, heads, group, dimensions
+  const int64_t* position;  // of each sequence's query
+  std::vector<Part> parts;
+  std::vector<Watch> watches;
+  int terms = 0;
+  // results
+  float *out, *lse;
+  std::vector<float*> sums;    // per part: terms x B x H x width
+  std::vector<int32_t*> seen;  // per part: watches x B x H x width
+
+  int64_t streams() const { return sequences * heads; }
+};
+
+// A page number or a length that cannot be. The first that is found is kept.
+struct Fault {
+  std::atomic<int> part{-1};
+  std::atomic<int64_t> page{0};
+  void raise(int where, int64_t what) {
+    int none = -1;
+    if (part.compare_exchange_strong(none, where)) page = what;
+  }
+};
+
+// Visible tokens that lie one behind the other.
+struct Run {
+  int part, count;
+  int64_t slot;
+  Rows key, value;
+};
+
+// Goes over the visible tokens first .. last - 1 of a stream, in the order of its parts, and gives
+// them in blocks of up to kBlock tokens.
+class Cursor {
+ public:
+  Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault);
+  // The runs of the next block; 0 tokens at the end.
+  int next(Run* runs, int& count);
+
+ private:
+  bool run(Run& run, int room);
+  bool from_pages(const Part& part, Run& run, int64_t end, int room);
+  bool from_tensors(const Part& part, Run& run, int64_t end, int room);
+
+  const Job& job_;
+  Fault& fault_;
+  int64_t stream_, at_, last_;  // in tokens of the stream
+  int part_ = 0;
+  int64_t before_ = 0;  // tokens in the parts before
+};
+
+// Tokens first .. last - 1 of a stream, for one worker.
+struct Piece {
+  int64_t stream, first, last, bytes;
+  int split = -1;          // place among the pieces of split streams; -1: the whole stream
+  int64_t weights = 0;     // where its weights are kept, in floats
+};
+
+// Who computes what: the longest first, long streams in pieces.
+struct Plan {
+  std::vector<Piece> pieces;
+  std::vector<int64_t> splits;  // streams in pieces
+  std::vector<std::vector<int>> of;  // the pieces of each of those
+  int split_pieces = 0;
+  int64_t longest = 0;  // tokens of a whole stream, for which a worker keeps weights
+  int64_t kept = 0;     // floats of weights that split streams keep
+};
+
+Plan plan(const Job& job, int workers);
+
+// Computes it all. `parallel(n, f)` calls f(0) ... f(n - 1), each in a thread.
+using Body = void (*)(int64_t, void*);
+using Parallel = void (*)(int64_t, Body, void*);
+void run(const Job& job, int workers, Parallel parallel, Fault& fault);
+
+}  // namespace kv

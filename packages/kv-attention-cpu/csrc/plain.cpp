@@ -1,0 +1,2 @@
+#define KV_NAME plain
+#include "kernels.inc"

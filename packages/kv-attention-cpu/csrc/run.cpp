@@ -1,0 +1,211 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "ops.h"
+
+namespace kv {
+namespace {
+
+// What one piece of a stream came to: weights relative to the largest logit that was seen.
+struct State {
+  float *top, *total, *sums;
+};
+
+struct Scratch {
+  std::vector<float> queries, query_sums, numbers, weights;
+  State state;
+};
+
+class Runner {
+ public:
+  Runner(const Job& job, int workers, Fault& fault)
+      : job_(job), fault_(fault), plan_(plan(job, workers)), workers_(workers) {
+    const bool watching = !job.watches.empty();
+    const int64_t blocks = watching ? (plan_.longest + kBlock - 1) / kBlock : 1;
+    scratch_.resize(workers);
+    for (Scratch& scratch : scratch_) {
+      scratch.queries.resize(job.group * job.query_width);
+      scratch.query_sums.resize(job.group);
+      scratch.numbers.resize(state_size());
+      scratch.weights.resize(std::max<int64_t>(1, blocks) * (kBlock + 1) * job.group);
+      scratch.state = state_in(scratch.numbers.data());
+    }
+    split_.resize(plan_.split_pieces * state_size());
+    if (watching) kept_.resize(plan_.kept);
+  }
+
+  void run(Parallel parallel) {
+    parallel(workers_, [](int64_t i, void* me) { static_cast<Runner*>(me)->attend(int(i)); }, this);
+    if (plan_.splits.empty() || fault_.part >= 0) return;
+    for (size_t i = 0; i < plan_.splits.size(); ++i) merge(i);
+    if (job_.watches.empty()) return;
+    next_ = 0;
+    parallel(workers_, [](int64_t, void* me) { static_cast<Runner*>(me)->look_back(); }, this);
+  }
+
+ private:
+  int64_t state_size() const { return job_.group * (job_.value_width + 2); }
+
+  State state_in(float* numbers) const {
+    return {numbers, numbers + job_.group, numbers + 2 * job_.group};
+  }
+
+  // Floats that a block of weights takes, its largest logits included.
+  int64_t block_size() const { return (kBlock + 1) * job_.group; }
+
+  void attend(int worker) {
+    Scratch& scratch = scratch_[worker];
+    for (size_t i; (i = next_++) < plan_.pieces.size() && fault_.part < 0;) {
+      const Piece& piece = plan_.pieces[i];
+      const bool whole = piece.split < 0, watching = !job_.watches.empty();
+      const State state = whole ? scratch.state : state_in(&split_[piece.split * state_size()]);
+      float* weights = whole || !watching ? scratch.weights.data() : &kept_[piece.weights];
+      attend(piece, scratch, state, weights);
+      if (!whole) continue;
+      finish(piece.stream, state);
+      if (watching) observe(piece, weights);
+    }
+  }
+
+  void attend(const Piece& piece, Scratch& scratch, const State& state, float* weights) {
+    const int group = int(job_.group), width = job_.value_width;
+    std::fill_n(state.top, group, -INFINITY);
+    std::fill_n(state.total, group, 0.0f);
+    std::fill_n(state.sums, group * width, 0.0f);
+    if (piece.first == piece.last) return;
+    const Queries queries = prepare(piece.stream, scratch);
+    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
+    Run runs[kBlock];
+    int count;
+    while (int tokens = cursor.next(runs, count)) {
+      int at = 0;
+      for (int i = 0; i < count; at += runs[i++].count)
+        job_.kernels->dot(job_.parts[runs[i].part].key, runs[i].key, runs[i].count, queries,
+                          weights + at);
+      job_.kernels->soften(weights, tokens, group, state.top, state.total, state.sums, width);
+      at = 0;
+      for (int i = 0; i < count; at += runs[i++].count)
+        job_.kernels->weigh(job_.parts[runs[i].part].value, runs[i].value, runs[i].count, group,
+                            weights + at, state.sums, width);
+      if (job_.watches.empty()) continue;
+      std::copy_n(state.top, group, weights + kBlock * group);
+      weights += block_size();
+    }
+  }
+
+  Queries prepare(int64_t stream, Scratch& scratch) const {
+    const int64_t* step = job_.query_step;
+    const uint8_t* from =
+        job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
+    const int width = job_.query_width;
+    std::fill(scratch.queries.begin(), scratch.queries.end(), 0.0f);
+    for (int64_t g = 0; g < job_.group; ++g) {
+      float* row = &scratch.queries[g * width];
+      for (int64_t d = 0; d < job_.key_dim; ++d)
+        job_.kernels->widen(job_.query_number, from + g * step[2] + d * step[3], 1, row + d);
+      float sum = 0;
+      for (int64_t d = 0; d < job_.key_dim; ++d) sum += row[d] *= job_.scale;
+      scratch.query_sums[g] = sum;
+    }
+    return {scratch.queries.data(), scratch.query_sums.data(), int(job_.group), width};
+  }
+
+  void finish(int64_t stream, const State& state) {
+    for (int64_t g = 0; g < job_.group; ++g) {
+      const float total = state.total[g];
+      const float share = total == 0 ? 0 : 1 / total;  // no token: the sums are 0 as well
+      float* out = job_.out + (stream * job_.group + g) * job_.value_dim;
+      const float* sums = state.sums + g * job_.value_width;
+      for (int64_t d = 0; d < job_.value_dim; ++d) out[d] = sums[d] * share;
+      job_.lse[stream * job_.group + g] = total == 0 ? -INFINITY : state.top[g] + std::log(total);
+    }
+  }
+
+  // Adds up the pieces of a stream in the first of them.
+  void merge(size_t split) {
+    const State all = state_in(&split_[plan_.of[split][0] * state_size()]);
+    const int width = job_.value_width;
+    for (size_t i = 1; i < plan_.of[split].size(); ++i) {
+      const State more = state_in(&split_[plan_.of[split][i] * state_size()]);
+      for (int64_t g = 0; g < job_.group; ++g) {
+        const float top = std::max(all.top[g], more.top[g]);
+        const float a = all.total[g] == 0 ? 0 : std::exp(all.top[g] - top);
+        const float b = more.total[g] == 0 ? 0 : std::exp(more.top[g] - top);
+        all.top[g] = top;
+        all.total[g] = all.total[g] * a + more.total[g] * b;
+        for (int d = 0; d < width; ++d) {
+          float& sum = all.sums[g * width + d];
+          sum = sum * a + more.sums[g * width + d] * b;
+        }
+      }
+    }
+    finish(plan_.splits[split], all);
+  }
+
+  void look_back() {
+    for (size_t i; (i = next_++) < plan_.pieces.size();)
+      if (plan_.pieces[i].split >= 0)
+        observe(plan_.pieces[i], &kept_[plan_.pieces[i].weights]);
+  }
+
+  void observe(const Piece& piece, const float* weights) {
+    const int group = int(job_.group);
+    const float* lse = job_.lse + piece.stream * group;
+    const std::vector<float>::size_type most = 64;
+    float few[most];
+    std::vector<float> many(size_t(group) > most ? group : 0);
+    float* factor = many.empty() ? few : many.data();
+    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
+    Run runs[kBlock];
+    int count;
+    while (cursor.next(runs, count)) {
+      const float* top = weights + kBlock * group;
+      for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
+      const float* at = weights;
+      for (int i = 0; i < count; at += runs[i++].count) observe(piece.stream, runs[i], at, factor);
+      weights += block_size();
+    }
+  }
+
+  void observe(int64_t stream, const Run& run, const float* weights, const float* factor) {
+    const Part& part = job_.parts[run.part];
+    const int64_t query = job_.position[stream / job_.heads];
+    const int64_t plane = job_.streams() * part.width, at = stream * part.width + run.slot;
+    const float even = 1 / float(query + 1);
+    for (size_t w = 0; w < job_.watches.size(); ++w) {
+      const Watch& watch = job_.watches[w];
+      int32_t* seen = job_.seen[run.part] + w * plane + at;
+      std::fill_n(seen, run.count, 1);
+      // Any stored token is at least one position before the query.
+      if (watch.skip > (part.paged ? 1 : 0)) {
+        const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
+                               stream % job_.heads * part.place_step[1];
+        for (int i = 0; i < run.count; ++i)
+          seen[i] = query - place[(run.slot + i) * part.place_step[2]] >= watch.skip;
+      }
+      for (size_t t = 0; t < watch.terms.size(); ++t) {
+        float* sums = job_.sums[run.part] + (watch.first + t) * plane + at;
+        job_.kernels->observe(weights, run.count, int(job_.group), factor, watch.terms[t],
+                              watch.group, watch.above * even, sums);
+        for (int i = 0; i < run.count; ++i) sums[i] = seen[i] ? sums[i] : 0;
+      }
+    }
+  }
+
+  const Job& job_;
+  Fault& fault_;
+  const Plan plan_;
+  const int workers_;
+  std::vector<Scratch> scratch_;
+  std::vector<float> split_, kept_;
+  std::atomic<size_t> next_{0};
+};
+
+}  // namespace
+
+void run(const Job& job, int workers, Parallel parallel, Fault& fault) {
+  Runner(job, workers, fault).run(parallel);
+}
+
+}  // namespace kv

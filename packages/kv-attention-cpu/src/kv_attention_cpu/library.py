@@ -1,0 +1,76 @@
+"""The compiled library: where it is, whether it loads, and which instruction sets it may use."""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+FORCE: Final = "KV_ATTENTION_CPU_ISA"  # the environment variable that names an instruction set
+FILE: Final = "libkv_attention_cpu.so"
+
+
+def missing() -> str | None:
+    """Say why the library cannot be used on this machine; None if it can."""
+    return _load()
+
+
+def compiled() -> tuple[str, ...]:
+    """Give the instruction sets that the library has kernels for, the fastest last.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+    return _names(everything=True)
+
+
+def runnable() -> tuple[str, ...]:
+    """Give those that this processor has too; `plain` is always among them.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+    return _names(everything=False)
+
+
+def chosen() -> str:
+    """Give the instruction set to use: the last that runs here, or what the environment names.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        ValueError: `KV_ATTENTION_CPU_ISA` names one that does not run here.
+    """
+    found = runnable()
+    forced = os.environ.get(FORCE)
+    if not forced:
+        return found[-1]
+    if forced not in found:
+        raise ValueError(f"{FORCE} is {forced!r}; this machine can run {', '.join(found)}")
+    return forced
+
+
+@cache
+def _names(*, everything: bool) -> tuple[str, ...]:
+    reason = _load()
+    if reason is not None:
+        raise OSError(reason)
+    names: str = torch.ops.kv_attention_cpu.isa(everything)
+    return tuple(names.split())
+
+
+@cache
+def _load() -> str | None:
+    # An editable install keeps what was built apart from the sources; a package knows all of its
+    # folders.
+    import kv_attention_cpu
+
+    places = [Path(folder) / FILE for folder in kv_attention_cpu.__path__]
+    for path in places:
+        if path.is_file():
+            try:
+                torch.ops.load_library(path)
+            except OSError as error:
+                return f"its library does not load: {error}"
+            return None
+    return f"its library {FILE} was not built; install a wheel, or build it with a C++ compiler"

@@ -1,0 +1,119 @@
+"""Decode steps in native code against the oracle, for each instruction set that runs here."""
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_cases import random_case
+from attention_judge import FORMAT, SHAPES, TOLERANCE, assert_same_output
+from kv_attention_cpu import runnable
+from kv_attention_cpu.backend import declined
+from kv_attention_cpu.library import FORCE
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NATIVE = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+STEPS = SHAPES.flatmap(
+    lambda shape: st.sampled_from(DTYPES).map(lambda dtype: shape | {"L": 1, "dtype": dtype})
+)
+
+
+@pytest.fixture(scope="module", params=runnable(), autouse=True)
+def isa(request):
+    """Every test of this file with each instruction set."""
+    with patch.dict(os.environ, {FORCE: request.param}):
+        yield request.param
+
+
+def assert_native(case):
+    reason = declined(case.q, case.pages, case.dense, case.attend().out.shape[-1], ())
+    assert reason is None
+    assert_same_output(case, backend="cpu")
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 99), STEPS, st.lists(st.tuples(NATIVE, NATIVE), max_size=3))
+def test_any_decode_step(case, seed, shape, tiers):
+    assert_native(case(seed, tiers=tiers, **shape))
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 99), SHAPES, st.lists(st.tuples(FORMAT, FORMAT), max_size=2))
+def test_any_cache(case, seed, shape, tiers):
+    assert_same_output(case(seed, tiers=tiers, **shape), backend="cpu")
+
+
+@pytest.mark.parametrize("value", ["8", "4", "2", "1"])
+@pytest.mark.parametrize("key", ["8", "4", "2", "1"])
+@pytest.mark.parametrize("group", [6, 9, 21])
+def test_codes_of_every_size_and_odd_groups(case, key, value, group):
+    assert_native(case(5, D=21, Dv=21, L=1, group=group, tiers=[(key, value)]))
+
+
+@pytest.mark.parametrize(("key", "value"), [(1, 256), (31, 33), (64, 64), (100, 96), (256, 1)])
+@pytest.mark.parametrize("bits", ["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+def test_dimensions(case, key, value, bits):
+    shape = {"D": key, "Dv": value, "L": 1, "stored": 40, "page": 16, "window": 4}
+    assert_native(case(1, tiers=[(bits, bits)], **shape))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 70])
+def test_query_groups(case, group):
+    assert_native(case(2, G=group, D=16, Dv=16, L=1, stored=40, tiers=[("8", "4"), ("4", "2")]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("holes", [False, True])
+def test_long_streams_in_pieces(case, threads, holes):
+    tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
+    c = case(3, B=1, D=64, Dv=64, L=1, tiers=tiers, stored=1200, page=16, window=40, holes=holes)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_native(c)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_logits_that_are_far_apart(case):
+    c = case(4, D=32, Dv=32, L=1, stored=700, page=16, tiers=[("8", "4"), ("float32", "float32")])
+    c.q.mul_(10)
+    assert_native(c)
+
+
+def test_streams_without_tokens(case):
+    c = case(8, B=2, H=3, L=1, tiers=[("8", "4"), ("float32", "float32")], fresh=False)
+    for pages in c.pages:
+        pages.length[0, 1] = pages.length[1, 2] = 0
+    assert_native(c)
+    assert (c.attend(backend="cpu").out[0, 1] == 0).all()
+
+
+def test_nothing_at_all(case):
+    assert_native(case(9, L=1, tiers=[], fresh=False))
+
+
+def test_views_with_any_strides():
+    c = random_case(9, B=2, L=1, G=2, D=8, Dv=8, tiers=[("8", "4")], window=6)
+    expected = c.attend(backend="cpu").out
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (c.q, c.dense[0].key)]
+    spread = torch.stack([turned[0]] * 2, dim=-1)[..., 0]
+    wide = torch.full((2, 6 + 3), 7)
+    wide[:, 1:7] = c.dense[0].position
+    tokens = type(c.dense[0])(turned[1], c.dense[0].value, wide[:, 1:7])
+    found = type(c)(spread, c.position, c.pages, [tokens, *c.dense[1:]], c.page_positions)
+    assert torch.equal(found.attend(backend="cpu").out, expected)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_pages_inside_a_wider_tensor(case, dtype):
+    c = case(10, L=1, tiers=[("8", "4")], dtype=dtype)
+    (pages,) = c.pages
+    wide = torch.full((len(pages.data), pages.layout.nbytes + 9), 255, dtype=torch.uint8)
+    wide[:, 5:-4] = pages.data
+    inside = type(pages)(wide[:, 5:-4], pages.table.long(), pages.length.int(), pages.layout)
+    moved = type(c)(c.q, c.position, [inside], c.dense, c.page_positions)
+    assert torch.equal(moved.attend(backend="cpu").out, c.attend(backend="cpu").out)

@@ -1,0 +1,100 @@
+"""The library is found, chooses an instruction set, and says what is wrong."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from attention_cases import random_case
+from kv_attention import available
+from kv_attention_cpu import chosen, compiled, missing, runnable
+from kv_attention_cpu.library import FORCE, _load
+
+
+def test_it_loads_and_kv_attention_finds_it():
+    assert missing() is None
+    assert available()["cpu"] is None
+
+
+def test_the_plain_kernels_run_anywhere_and_the_best_is_chosen():
+    assert runnable()[0] == compiled()[0] == "plain"
+    assert set(runnable()) <= set(compiled())
+    with patch.dict(os.environ):
+        os.environ.pop(FORCE, None)
+        assert chosen() == runnable()[-1]
+
+
+@pytest.mark.parametrize("isa", runnable())
+def test_an_instruction_set_can_be_forced(isa):
+    with patch.dict(os.environ, {FORCE: isa}):
+        assert chosen() == isa
+
+
+def test_one_that_is_not_there_is_refused():
+    with (
+        patch.dict(os.environ, {FORCE: "sparc"}),
+        pytest.raises(ValueError, match="KV_ATTENTION_CPU_ISA is 'sparc'; this machine can run"),
+    ):
+        random_case(1, L=1).attend(backend="cpu")
+
+
+def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
+    _load.cache_clear()
+    try:
+        with patch("kv_attention_cpu.__path__", [str(tmp_path)]):
+            assert "was not built" in _load()
+            assert "was not built" in available()["cpu"]
+            _load.cache_clear()
+            (tmp_path / "libkv_attention_cpu.so").write_text("not a library")
+            assert _load().startswith("its library does not load")
+            with pytest.raises(ValueError, match="'cpu' cannot be used here: its library does not"):
+                random_case(1, L=1).attend(backend="cpu")
+    finally:
+        _load.cache_clear()
+
+
+def test_importing_it_loads_nothing():
+    code = "import torch, kv_attention_cpu; print(hasattr(torch.ops.kv_attention_cpu, 'decode'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("page", [-1, 10**6, -(2**31)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_page_outside_of_the_pool_is_an_error(page, threads):
+    c = random_case(2, L=1, stored=300, page=16, tiers=[("8", "4"), ("4", "2")])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        c.pages[1].table[1, 1, 0] = page
+        with pytest.raises(RuntimeError, match=rf"pages\[1\] has page {page} in its table"):
+            c.attend(backend="cpu")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_random_tables_never_lead_out_of_the_pool():
+    g = torch.Generator().manual_seed(3)
+    c = random_case(3, L=1, stored=50, holes=True, tiers=[("8", "4"), ("4", "2")])
+    for _ in range(30):
+        for pages in c.pages:
+            pool = len(pages.data)
+            drawn = torch.randint(-1, pool + 1, pages.table.shape, generator=g)
+            pages.table.copy_(drawn)
+            pages.data.copy_(torch.randint(0, 256, pages.data.shape, generator=g))
+        with suppress(RuntimeError):  # of a page that is not there; some draws have none
+            c.attend(backend="cpu")
+
+
+def test_lengths_that_cannot_be_are_errors():
+    c = random_case(4, L=1, known=True)
+    c.pages[0].length[0, 0] = -1
+    with pytest.raises(RuntimeError, match="a stream has -1 tokens; its table has room for"):
+        c.attend(backend="cpu")
+    c.pages[0].length[0, 0] = 10**9
+    with pytest.raises(RuntimeError, match="a stream has 1000000000 tokens"):
+        c.attend(backend="cpu")

@@ -1,0 +1,272 @@
+"""Random paged caches: a small integer codec, and pages filled after PageLayout alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from kv_attention import Attended, DenseTokens, attend
+from kv_policy import BitLayout, Codec, Observe, PagedTokens, PageLayout, RawCodec, TokenFormat
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
+
+NOT_A_PAGE = -(10**6)
+
+
+def aligned(data: Tensor) -> Tensor:
+    """Copy to memory of its own, so that it can be viewed as wider numbers."""
+    return data.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Asymmetric integers after BitLayout, one dimension after another."""
+
+    dim: int
+    bits: int
+    group: int
+    block: int = 1
+
+    @property
+    def layout(self) -> BitLayout:
+        return BitLayout(self.dim, self.bits, self.group)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return self.layout.parts
+
+    def encode(self, x: Tensor) -> Tensor:
+        layout, x = self.layout, x[:, 0].double()
+        data = torch.zeros(len(x), layout.stride, dtype=torch.uint8)
+        numbers = torch.zeros(len(x), 2, layout.groups, dtype=torch.float16)
+        top = 2**self.bits - 1
+        for g, of in enumerate(torch.arange(self.dim).split(self.group)):
+            zero = x[:, of].amin(1).half()
+            scale = ((x[:, of].amax(1) - zero) / top).clamp(min=1e-4).half()
+            codes = ((x[:, of] - zero[:, None]) / scale[:, None]).round().clamp(0, top)
+            numbers[:, 0, g], numbers[:, 1, g] = scale, zero
+            for d, code in zip(of.tolist(), codes.to(torch.uint8).T, strict=True):
+                byte, bit = layout.place(d)
+                data[:, byte] |= code << bit
+        return torch.cat([data, numbers.view(torch.uint8).flatten(1)], dim=1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        layout = self.layout
+        numbers = aligned(data[:, layout.stride :]).view(torch.float16).double()
+        x = torch.zeros(len(data), 1, self.dim, dtype=torch.float64)
+        for d in range(self.dim):
+            byte, bit = layout.place(d)
+            code = (data[:, byte] >> bit) & (2**self.bits - 1)
+            scale, zero = numbers[:, d // self.group], numbers[:, layout.groups + d // self.group]
+            x[:, 0, d] = code * scale + zero
+        return x
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Blocks of tokens that share their mean: two parts, and no layout to read codes by."""
+
+    dim: int
+    block: int
+    layout: None = None
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return (2 * self.dim, 4 * self.block * self.dim)
+
+    def encode(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=1).half()
+        rest = (x - mean[:, None]).float().flatten(1)
+        return torch.cat([mean.view(torch.uint8), rest.view(torch.uint8)], dim=1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        mean = aligned(data[:, : 2 * self.dim]).view(torch.float16).float()
+        rest = aligned(data[:, 2 * self.dim :]).view(torch.float32)
+        return rest.view(-1, self.block, self.dim) + mean[:, None]
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
+def codec(name: str, dim: int, group: int, block: int) -> Codec:
+    """Make a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype."""
+    if name.isdigit():
+        return Integers(dim, int(name), group)
+    return Shared(dim, block) if name == "shared" else RawCodec(dim, getattr(torch, name))
+
+
+def pack(
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    codecs: tuple[Codec, Codec],
+    tokens: int,
+    spare: int,
+    position: Tensor | None = None,
+) -> PagedTokens:
+    """Encode the first `length[b, h]` tokens of [B, H, S, D] into pages in a shuffled order.
+
+    A byte that no token wrote is 255: NaN in every floating-point format, the largest code. Entries
+    of the table past a stream's last page are no page numbers. Where a `position` is given, pages
+    hold it, and the bytes of a slot whose position is -1 are 255 if its token stands alone.
+    """
+    form = TokenFormat(*codecs)
+    exact = PageLayout.sized(form, tokens, bool(spare % 2), position is not None)
+    layout = replace(exact, nbytes=exact.nbytes + spare)
+    need = -(-length // tokens)
+    total = int(need.sum()) + 2
+    free = torch.randperm(total, generator=torch.Generator().manual_seed(tokens)).tolist()
+    data = torch.full((total, layout.nbytes), 255, dtype=torch.uint8)
+    table = torch.full((*length.shape, int(need.max()) + 1), NOT_A_PAGE, dtype=torch.int32)
+    split = len(form.key.parts)
+    halves = (key, form.key, layout.segments[:split]), (value, form.value, layout.segments[split:])
+    for b, h in torch.cartesian_prod(*map(torch.arange, length.shape)).tolist():
+        mine = [free.pop() for _ in range(int(need[b, h]))]
+        table[b, h, : len(mine)] = torch.tensor(mine)
+        count = int(length[b, h])
+        blocks = -(-count // form.block)
+        for x, of, segments in halves:
+            # The last block is filled up with its last token, the last page with bytes 255.
+            slots = torch.arange(blocks * form.block).clamp(max=max(count - 1, 0))
+            rows = torch.full((len(mine) * layout.rows, sum(of.parts)), 255, dtype=torch.uint8)
+            if count:
+                rows[:blocks] = of.encode(x[b, h, slots].unflatten(0, (blocks, form.block)))
+                if position is not None and form.block == 1:
+                    rows[:count][position[b, h, :count] < 0] = 255
+            for (offset, _, size), part in zip(segments, rows.split(of.parts, 1), strict=True):
+                data[mine, offset : offset + layout.rows * size] = part.reshape(
+                    len(mine), layout.rows * size
+                )
+        if position is not None:
+            places = torch.full((len(mine) * tokens,), -1, dtype=torch.int32)
+            places[:count] = position[b, h, :count].int()
+            start = layout.position_offset
+            places = places.view(torch.uint8).view(len(mine), 4 * tokens)
+            data[mine, start : start + 4 * tokens] = places
+    return PagedTokens(data, table, length, layout, holes=position is not None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `attend`; stored tokens have the positions 0, 1, ... over all tiers."""
+
+    q: Tensor
+    position: Tensor
+    pages: list[PagedTokens]
+    dense: list[DenseTokens]
+    page_positions: list[Tensor]
+    scale: float = 0.3
+
+    def attend(
+        self,
+        observe: Observe | None = None,
+        backend: str = "torch",
+        others: Sequence[Observe] = (),
+    ) -> Attended:
+        """Attend with these arguments."""
+        return attend(
+            self.q,
+            self.position,
+            self.pages,
+            self.dense,
+            self.scale,
+            observe or Observe(),
+            self.page_positions,
+            backend,
+            others,
+        )
+
+
+def random_case(
+    seed: int = 0,
+    *,
+    B: int = 2,
+    H: int = 2,
+    G: int = 2,
+    L: int = 3,
+    D: int = 5,
+    Dv: int = 5,
+    tiers: Sequence[tuple[str, str]] = (("8", "4"),),
+    stored: int = 20,
+    group: int = 128,
+    block: int = 1,
+    page: int = 4,
+    spare: int = 0,
+    window: int = 0,
+    fresh: bool = True,
+    padding: str = "none",
+    ragged: bool = True,
+    dtype: torch.dtype = torch.float32,
+    reverse: bool = False,
+    holes: bool = False,
+    known: bool = False,
+) -> Case:
+    """Draw a cache of tiers of up to `stored` tokens, a window and a fresh chunk of L tokens.
+
+    `padding` is none, left, right or all (of the last sequence). Places without a token hold NaN.
+    With `reverse` tables grow from the right, with `holes` some slots of pages hold no token, with
+    `known` the host knows a bound of the lengths, and which plain tensors are full.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    def count(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most + 1, shape, generator=g)
+
+    pages, positions, past = [], [], 0
+    for names in tiers:
+        length = count(stored, B, H) if ragged else torch.full((B, H), stored)
+        wide = stored + 3  # positions may be given for more slots than there are
+        codecs = codec(names[0], D, group, block), codec(names[1], Dv, group, block)
+        place = torch.arange(past, past + wide).expand(B, H, -1)
+        place = place.where(place - past < length[..., None], -1)
+        if holes:
+            place = place.where(torch.rand(B, H, wide, generator=g) < 0.6, -1)
+        packed = pack(
+            normal(B, H, wide, D),
+            normal(B, H, wide, Dv),
+            length,
+            codecs,
+            page * block,
+            spare,
+            place if holes else None,
+        )
+        if reverse:
+            packed = replace(packed, table=packed.table.flip(-1), reverse=True)
+        if known:
+            packed = replace(packed, longest=int(length.max()) + 1)
+        pages.append(packed)
+        positions.append(place)
+        past += wide
+    dense = []
+    if window:
+        place = torch.arange(past, past + window).expand(B, -1)
+        dense.append(place.where(torch.rand(B, window, generator=g) < 0.7, -1))  # holes anywhere
+        past += window
+    pads = count(L - 1, B, 1) if padding in ("left", "right") else torch.zeros(B, 1)
+    column = torch.arange(L).expand(B, -1)
+    if padding == "left":
+        position = torch.where(column < pads, -1, past + column - pads.long())
+    else:
+        position = torch.where(column < L - pads, past + column, -1)
+    if padding == "all":
+        position[-1] = -1
+    if fresh:
+        dense.append(position)
+    tokens = []
+    for place in dense:
+        empty = (place < 0)[:, None, :, None]
+        k, v = normal(B, H, place.shape[1], D), normal(B, H, place.shape[1], Dv)
+        k, v = k.masked_fill(empty, torch.nan), v.masked_fill(empty, torch.nan)
+        tokens.append(DenseTokens(k, v, place, bool((place >= 0).all()) if known else None))
+    q = normal(B, H, G, L, D)
+    q = q.masked_fill((position < 0)[:, None, None, :, None], torch.nan)
+    return Case(q, position, pages, tokens, positions)
