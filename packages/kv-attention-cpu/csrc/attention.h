@@ -49,8 +49,13 @@ enum class Group : int { kSum, kMean, kMax };
 // The kernels of one instruction set. Matrices of logits and weights are group x kBlock.
 struct Kernels {
   const char* name;
-  // logits[g][i] = queries[g] . rows[i]
-  void (*dot)(const Format&, const Rows&, int count, const Queries&, float* logits);
+  // Bytes that `prepare` writes for queries of keys in a format; 0: nothing is to be prepared.
+  // Where no format has anything to prepare, both are null.
+  int64_t (*prepared_size)(const Format&, int group);
+  void (*prepare)(const Format&, const Queries&, void* to);
+  // logits[g][i] = queries[g] . rows[i]; `prepared` is null where its size is 0
+  void (*dot)(const Format&, const Rows&, int count, const Queries&, const void* prepared,
+              float* logits);
   // sums[g] += weights[g] . rows, over the tokens
   void (*weigh)(const Format&, const Rows&, int count, int group, const float* weights,
                 float* sums, int width);
@@ -69,6 +74,7 @@ extern const Kernels plain_kernels;
 #ifdef KV_X86
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels vnni_kernels;
 #endif
 
 // The kernels of a name that this processor can run; null if there are none.

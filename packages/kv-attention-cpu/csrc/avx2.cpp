@@ -1,2 +1,7 @@
-#define KV_NAME avx2
 #include "kernels.inc"
+
+namespace kv {
+
+extern const Kernels avx2_kernels = {"avx2", nullptr, nullptr, dot, weigh, soften, observe, widen};
+
+}  // namespace kv

@@ -1,2 +1,7 @@
-#define KV_NAME avx512
 #include "kernels.inc"
+
+namespace kv {
+
+extern const Kernels avx512_kernels = {"avx512", nullptr, nullptr, dot, weigh, soften, observe, widen};
+
+}  // namespace kv

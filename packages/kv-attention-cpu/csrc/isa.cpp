@@ -23,6 +23,8 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 // The fastest come last.
@@ -31,6 +33,7 @@ const Choice choices[] = {
 #ifdef KV_X86
     {&avx2_kernels, has_avx2},
     {&avx512_kernels, has_avx512},
+    {&vnni_kernels, has_vnni},
 #endif
 };
 

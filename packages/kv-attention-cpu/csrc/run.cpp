@@ -14,6 +14,7 @@ struct State {
 
 struct Scratch {
   std::vector<float> queries, query_sums, numbers, weights;
+  std::vector<uint8_t> prepared;  // of the queries, part by part
   State state;
 };
 
@@ -23,10 +24,18 @@ class Runner {
       : job_(job), fault_(fault), plan_(plan(job, workers)), workers_(workers) {
     const bool watching = !job.watches.empty();
     const int64_t blocks = watching ? (plan_.longest + kBlock - 1) / kBlock : 1;
+    int64_t prepared = 0;
+    for (const Part& part : job.parts) {
+      const auto size_of = job.kernels->prepared_size;
+      const int64_t size = size_of ? size_of(part.key, int(job.group)) : 0;
+      prepared_.push_back(size ? prepared : -1);
+      prepared += size;
+    }
     scratch_.resize(workers);
     for (Scratch& scratch : scratch_) {
       scratch.queries.resize(job.group * job.query_width);
       scratch.query_sums.resize(job.group);
+      scratch.prepared.resize(prepared);
       scratch.numbers.resize(state_size());
       scratch.weights.resize(std::max<int64_t>(1, blocks) * (kBlock + 1) * job.group);
       scratch.state = state_in(scratch.numbers.data());
@@ -75,6 +84,7 @@ class Runner {
     std::fill_n(state.sums, group * width, 0.0f);
     if (piece.first == piece.last) return;
     const Queries queries = prepare(piece.stream, scratch);
+    const uint8_t* prepared = scratch.prepared.data();
     Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
     Run runs[kBlock];
     int count;
@@ -82,6 +92,8 @@ class Runner {
       int at = 0;
       for (int i = 0; i < count; at += runs[i++].count)
         job_.kernels->dot(job_.parts[runs[i].part].key, runs[i].key, runs[i].count, queries,
+                          prepared_[runs[i].part] < 0 ? nullptr
+                                                      : prepared + prepared_[runs[i].part],
                           weights + at);
       job_.kernels->soften(weights, tokens, group, state.top, state.total, state.sums, width);
       at = 0;
@@ -108,7 +120,11 @@ class Runner {
       for (int64_t d = 0; d < job_.key_dim; ++d) sum += row[d] *= job_.scale;
       scratch.query_sums[g] = sum;
     }
-    return {scratch.queries.data(), scratch.query_sums.data(), int(job_.group), width};
+    const Queries queries{scratch.queries.data(), scratch.query_sums.data(), int(job_.group), width};
+    for (size_t i = 0; i < job_.parts.size(); ++i)
+      if (prepared_[i] >= 0)
+        job_.kernels->prepare(job_.parts[i].key, queries, &scratch.prepared[prepared_[i]]);
+    return queries;
   }
 
   void finish(int64_t stream, const State& state) {
@@ -197,6 +213,7 @@ class Runner {
   Fault& fault_;
   const Plan plan_;
   const int workers_;
+  std::vector<int64_t> prepared_;  // where each part's queries are; -1: nowhere
   std::vector<Scratch> scratch_;
   std::vector<float> split_, kept_;
   std::atomic<size_t> next_{0};

@@ -206,6 +206,7 @@ def random_case(
     reverse: bool = False,
     holes: bool = False,
     known: bool = False,
+    scale: float = 0.3,
 ) -> Case:
     """Draw a cache of tiers of up to `stored` tokens, a window and a fresh chunk of L tokens.
 
@@ -269,4 +270,4 @@ def random_case(
         tokens.append(DenseTokens(k, v, place, bool((place >= 0).all()) if known else None))
     q = normal(B, H, G, L, D)
     q = q.masked_fill((position < 0)[:, None, None, :, None], torch.nan)
-    return Case(q, position, pages, tokens, positions)
+    return Case(q, position, pages, tokens, positions, scale)
