@@ -114,8 +114,11 @@ class Runner {
     std::fill(scratch.queries.begin(), scratch.queries.end(), 0.0f);
     for (int64_t g = 0; g < job_.group; ++g) {
       float* row = &scratch.queries[g * width];
-      for (int64_t d = 0; d < job_.key_dim; ++d)
-        job_.kernels->widen(job_.query_number, from + g * step[2] + d * step[3], 1, row + d);
+      const uint8_t* at = from + g * step[2];
+      const bool close = step[3] == (job_.query_number == Number::kFloat32 ? 4 : 2);
+      const int count = close ? int(job_.key_dim) : 1;  // numbers to be read at a time
+      for (int64_t d = 0; d < job_.key_dim; d += count)
+        job_.kernels->widen(job_.query_number, at + d * step[3], count, row + d);
       float sum = 0;
       for (int64_t d = 0; d < job_.key_dim; ++d) sum += row[d] *= job_.scale;
       scratch.query_sums[g] = sum;

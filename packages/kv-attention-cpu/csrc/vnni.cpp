@@ -68,9 +68,11 @@ void prepare(const Format& format, const Queries& queries, void* to) {
       most = size > most ? size : most;
     }
     const float step = most / 32639.0f;  // 256 * 127 + 127
+    const bool rounded = finite && most > 1e-30f;  // less than that is nothing
+    const float inverse = rounded ? 32639.0f / most : 0.0f;
     int sum = 0;
-    for (int d = 0; finite && most > 0 && d < format.dim; ++d) {
-      const int code = int(std::lrintf(q[d] / most * 32639.0f));
+    for (int d = 0; rounded && d < format.dim; ++d) {
+      const int code = int(std::lrintf(q[d] * inverse));
       const int upper = (code + 128) >> 8;
       const int at = d / format.stride * row + d % format.stride;
       high[at] = int8_t(upper);
