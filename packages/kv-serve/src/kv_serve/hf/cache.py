@@ -151,17 +151,22 @@ class CompressedCache(Cache):
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Let each beam go on from the beam it was chosen from."""
-        self.tiered.select(beam_idx)
+        self._select(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " B2"]) -> None:
         """Keep only some sequences, in the order given."""
-        self.tiered.select(indices)
+        self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, copies side by side."""
         batch = self.tiered.sequences
         if batch is not None:
-            self.tiered.select(torch.arange(batch).repeat_interleave(repeats))
+            self._select(torch.arange(batch).repeat_interleave(repeats))
+
+    def _select(self, source: Int[Tensor, " B2"]) -> None:
+        # As in `attend`: what is stored outlives the inference mode it may be called in.
+        with torch.inference_mode(False), torch.no_grad():
+            self.tiered.select(source.clone())
 
     @property
     def batch_size(self) -> int:
