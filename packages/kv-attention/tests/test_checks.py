@@ -118,6 +118,6 @@ def test_backends_by_name(case):
 def test_a_backend_whose_package_is_not_there_says_so(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kv_attention.backends.NATIVE", "kv_attention_nowhere")
-        assert available()["cpu"] == "the package kv-attention-cpu is not installed"
+        assert available()["cpu"] == "the package kv-cpu is not installed"
         with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
             case(1, L=1).attend(backend="cpu")

@@ -45,7 +45,7 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
 
 
-NATIVE: Final = "kv_attention_cpu"  # a package of its own: it is built, and need not be there
+NATIVE: Final = "kv_cpu"  # a package of its own: it is built, and need not be there
 
 
 def _native() -> Any:
@@ -55,7 +55,7 @@ def _native() -> Any:
 
 def _native_missing() -> str | None:
     if find_spec(NATIVE) is None:
-        return "the package kv-attention-cpu is not installed"
+        return "the package kv-cpu is not installed"
     reason: str | None = _native().missing()
     return reason
 

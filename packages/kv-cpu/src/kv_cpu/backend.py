@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_attention import Attended, DenseTokens
 from kv_attention.checks import longest_of
 from kv_attention.torch_backend import attend as attend_in_torch
-from kv_attention_cpu.library import chosen
+from kv_cpu.library import chosen
 from kv_policy import BitLayout, Codec, Observe, PagedTokens, RawCodec
 
 MOST_DIM: Final = 1024  # of a vector
@@ -65,7 +65,7 @@ def attend(
     for tokens in dense:
         tensors += _dense_tensors(tokens)
         numbers += _dense_numbers(tokens)
-    found = torch.ops.kv_attention_cpu.decode(
+    found = torch.ops.kv_cpu.decode(
         q,
         position.long().contiguous(),
         tensors,

@@ -199,15 +199,15 @@ std::string isa(bool all) { return names(all); }
 }  // namespace
 }  // namespace kv
 
-STABLE_TORCH_LIBRARY(kv_attention_cpu, m) {
+STABLE_TORCH_LIBRARY(kv_cpu, m) {
   m.def(
       "decode(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int[] watches, "
       "float[] above, int value_dim, float scale, str isa) -> Tensor[]");
   m.def("isa(bool all) -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_attention_cpu, CPU, m) { m.impl("decode", TORCH_BOX(&kv::decode)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode", TORCH_BOX(&kv::decode)); }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_attention_cpu, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&kv::isa));
 }

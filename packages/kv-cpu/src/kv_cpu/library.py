@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-FORCE: Final = "KV_ATTENTION_CPU_ISA"  # the environment variable that names an instruction set
-FILE: Final = "libkv_attention_cpu.so"
+FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
+FILE: Final = "libkv_cpu.so"
 
 
 def missing() -> str | None:
@@ -39,7 +39,7 @@ def chosen() -> str:
 
     Raises:
         OSError: the library cannot be loaded.
-        ValueError: `KV_ATTENTION_CPU_ISA` names one that does not run here.
+        ValueError: `KV_CPU_ISA` names one that does not run here.
     """
     found = runnable()
     forced = os.environ.get(FORCE)
@@ -55,7 +55,7 @@ def _names(*, everything: bool) -> tuple[str, ...]:
     reason = _load()
     if reason is not None:
         raise OSError(reason)
-    names: str = torch.ops.kv_attention_cpu.isa(everything)
+    names: str = torch.ops.kv_cpu.isa(everything)
     return tuple(names.split())
 
 
@@ -63,9 +63,9 @@ def _names(*, everything: bool) -> tuple[str, ...]:
 def _load() -> str | None:
     # An editable install keeps what was built apart from the sources; a package knows all of its
     # folders.
-    import kv_attention_cpu
+    import kv_cpu
 
-    places = [Path(folder) / FILE for folder in kv_attention_cpu.__path__]
+    places = [Path(folder) / FILE for folder in kv_cpu.__path__]
     for path in places:
         if path.is_file():
             try:

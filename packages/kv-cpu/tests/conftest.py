@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from attention_cases import Case, random_case
-from kv_attention_cpu import runnable
-from kv_attention_cpu.library import FORCE
+from kv_cpu import runnable
+from kv_cpu.library import FORCE
 
 # Where weights and queries are rounded to integers; others compute in float32.
 ROUNDED = {"vnni": 1e-3}

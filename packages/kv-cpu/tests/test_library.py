@@ -11,8 +11,8 @@ import torch
 
 from attention_cases import random_case
 from kv_attention import available
-from kv_attention_cpu import chosen, compiled, missing, runnable
-from kv_attention_cpu.library import FORCE, _load
+from kv_cpu import chosen, compiled, missing, runnable
+from kv_cpu.library import FORCE, _load
 
 
 def test_it_loads_and_kv_attention_finds_it():
@@ -37,7 +37,7 @@ def test_an_instruction_set_can_be_forced(isa):
 def test_one_that_is_not_there_is_refused():
     with (
         patch.dict(os.environ, {FORCE: "sparc"}),
-        pytest.raises(ValueError, match="KV_ATTENTION_CPU_ISA is 'sparc'; this machine can run"),
+        pytest.raises(ValueError, match="KV_CPU_ISA is 'sparc'; this machine can run"),
     ):
         random_case(1, L=1).attend(backend="cpu")
 
@@ -45,11 +45,11 @@ def test_one_that_is_not_there_is_refused():
 def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
     _load.cache_clear()
     try:
-        with patch("kv_attention_cpu.__path__", [str(tmp_path)]):
+        with patch("kv_cpu.__path__", [str(tmp_path)]):
             assert "was not built" in _load()
             assert "was not built" in available()["cpu"]
             _load.cache_clear()
-            (tmp_path / "libkv_attention_cpu.so").write_text("not a library")
+            (tmp_path / "libkv_cpu.so").write_text("not a library")
             assert _load().startswith("its library does not load")
             with pytest.raises(ValueError, match="'cpu' cannot be used here: its library does not"):
                 random_case(1, L=1).attend(backend="cpu")
@@ -58,7 +58,7 @@ def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
 
 
 def test_importing_it_loads_nothing():
-    code = "import torch, kv_attention_cpu; print(hasattr(torch.ops.kv_attention_cpu, 'decode'))"
+    code = "import torch, kv_cpu; print(hasattr(torch.ops.kv_cpu, 'decode'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attention_cases import random_case
 from attention_judge import FORMAT, SHAPES, TOLERANCE, assert_same_output
-from kv_attention_cpu.backend import declined
+from kv_cpu.backend import declined
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NATIVE = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
