@@ -1,4 +1,4 @@
-"""Timing several ways to do the same, turn by turn, on one thread."""
+"""Timing several ways to do the same, turn by turn."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,18 +34,23 @@ class Turns:
         return [sum(each) for each in zip(*(self.seconds[name] for name in names), strict=True)]
 
 
-def timed(work: Mapping[str, Work], rounds: int, repeats: int = 1) -> Turns:
+def timed(
+    work: Mapping[str, Work],
+    rounds: int,
+    repeats: int = 1,
+    clock: Callable[[], float] = thread_time,
+) -> Turns:
     """Do all of them `rounds` times in turn, each `repeats` times on end; the first two are unseen.
 
     Seconds are processor time of the calling thread, which does not go on while other programs have
-    the core; torch must be set to one thread.
+    the core; torch must be set to one thread. For more threads give another `clock`.
     """
     spent: dict[str, list[float]] = {name: [] for name in work}
     for i in range(rounds + 2):
         for name, do in work.items():
-            began = thread_time()
+            began = clock()
             for _ in range(repeats):
                 do()
             if i >= 2:
-                spent[name].append((thread_time() - began) / repeats)
+                spent[name].append((clock() - began) / repeats)
     return Turns({name: tuple(each) for name, each in spent.items()})
