@@ -154,3 +154,17 @@ def test_a_cache_used_under_inference_mode_goes_on_outside(make, batch) -> None:
         got = model(ids[:, :1], past_key_values=cache).logits
         whole = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
     torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_repeated_under_inference_mode_go_on_outside(make) -> None:
+    model = make()
+    ids = torch.randint(3, 101, (1, 12))
+    cache = CompressedCache(model, Windowed(4))
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    with torch.no_grad():
+        got = model(ids[:, :1].expand(2, -1), past_key_values=cache).logits
+        whole = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(got, whole.expand(2, -1, -1), rtol=1e-4, atol=1e-5)
