@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-FIGURE = re.compile(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", re.MULTILINE)
+FIGURE = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \|$", re.MULTILINE)
 
 
 def shown(name: str, page: str) -> dict[str, str]:
