@@ -6,7 +6,15 @@ import jaxtyping
 import pytest
 import torch
 
-from kv_attention import BACKENDS, DenseTokens, attend, available
+from kv_attention import (
+    BACKENDS,
+    Choice,
+    DenseTokens,
+    attend,
+    available,
+    check_backend,
+    choose_backend,
+)
 from kv_policy import Observe, PagedTokens
 
 
@@ -121,3 +129,34 @@ def test_a_backend_whose_package_is_not_there_says_so(case):
         assert available()["cpu"] == "the package kv-cpu is not installed"
         with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
             case(1, L=1).attend(backend="cpu")
+
+
+def with_native(patch, reason):
+    """Let the native backend be there, or not be usable for a reason."""
+    native = replace(BACKENDS["cpu"], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
+    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, "cpu": native})
+
+
+def test_the_fastest_backend_for_a_device_is_chosen():
+    with pytest.MonkeyPatch.context() as patch:
+        with_native(patch, None)
+        assert choose_backend("cpu") == Choice("cpu", {})
+        assert choose_backend(torch.device("cuda", 1)) == Choice("torch", {})
+        with_native(patch, "it was not built")
+        assert choose_backend("cpu") == Choice("torch", {"cpu": "it was not built"})
+        assert choose_backend("meta") == Choice("torch", {})
+
+
+def test_a_backend_that_cannot_serve_a_device_is_refused():
+    check_backend("torch", "cpu")
+    check_backend("torch", "cuda")
+    with pytest.raises(ValueError, match="no backend is called 'fast'"):
+        check_backend("fast", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        with_native(patch, None)
+        check_backend("cpu", "cpu")
+        with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on"):
+            check_backend("cpu", "cuda:0")
+        with_native(patch, "it was not built")
+        with pytest.raises(ValueError, match="'cpu' cannot be used here: it was not built"):
+            check_backend("cpu", "cpu")

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from attention_cases import random_case
-from kv_attention import available
-from kv_cpu import chosen, compiled, missing, runnable
+from kv_attention import BACKENDS, Choice, available, choose_backend
+from kv_cpu import chosen, compiled, forced, missing, runnable
 from kv_cpu.library import FORCE, _load
 
 
 def test_it_loads_and_kv_attention_finds_it():
     assert missing() is None
     assert available()["cpu"] is None
+    assert choose_backend("cpu") == Choice("cpu", {})
+    found = BACKENDS["cpu"].instructions()
+    assert (found.compiled, found.runnable) == (compiled(), runnable())
+    assert (found.chosen, found.forced) == (chosen(), forced())
 
 
 def test_the_plain_kernels_run_anywhere_and_the_best_is_chosen():
@@ -26,20 +30,22 @@ def test_the_plain_kernels_run_anywhere_and_the_best_is_chosen():
     with patch.dict(os.environ):
         os.environ.pop(FORCE, None)
         assert chosen() == runnable()[-1]
+        assert forced() is None
 
 
 @pytest.mark.parametrize("isa", runnable())
 def test_an_instruction_set_can_be_forced(isa):
     with patch.dict(os.environ, {FORCE: isa}):
         assert chosen() == isa
+        assert forced() == f"KV_CPU_ISA={isa}"
 
 
 def test_one_that_is_not_there_is_refused():
-    with (
-        patch.dict(os.environ, {FORCE: "sparc"}),
-        pytest.raises(ValueError, match="KV_CPU_ISA is 'sparc'; this machine can run"),
-    ):
-        random_case(1, L=1).attend(backend="cpu")
+    with patch.dict(os.environ, {FORCE: "sparc"}):
+        wanted = "KV_CPU_ISA is 'sparc'; this machine can run"
+        assert choose_backend("cpu").passed_over["cpu"].startswith(wanted)
+        with pytest.raises(ValueError, match=wanted):
+            random_case(1, L=1).attend(backend="cpu")
 
 
 def test_a_library_that_was_not_built_or_does_not_load(tmp_path):

@@ -1,7 +1,15 @@
 """Attention over pages of compressed keys and values, in parts that add up exactly."""
 
 from kv_attention.attention import attend
-from kv_attention.backends import BACKENDS, Backend, available
+from kv_attention.backends import (
+    BACKENDS,
+    Backend,
+    Choice,
+    Instructions,
+    available,
+    check_backend,
+    choose_backend,
+)
 from kv_attention.partial import Partial
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
@@ -10,10 +18,14 @@ __all__ = [
     "BACKENDS",
     "Attended",
     "Backend",
+    "Choice",
     "DenseTokens",
     "HeadGroup",
+    "Instructions",
     "Partial",
     "attend",
     "attend_ragged",
     "available",
+    "check_backend",
+    "choose_backend",
 ]

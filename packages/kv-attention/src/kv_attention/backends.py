@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Final, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -43,9 +44,33 @@ class Backend:
     about: str
     load: Callable[[], Attend]
     missing: Callable[[], str | None] = lambda: None
+    devices: tuple[str, ...] = ()  # types of device that it is made for; (): any
+    instructions: Callable[[], "Instructions | None"] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """The instruction sets of a backend's native code, the fastest last.
+
+    `forced` is the assignment of an environment variable that chose, or None.
+    """
+
+    compiled: tuple[str, ...]
+    runnable: tuple[str, ...]
+    chosen: str
+    forced: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fastest backend that can be used for a device, and why each faster one cannot."""
+
+    name: str
+    passed_over: Mapping[str, str]
 
 
 NATIVE: Final = "kv_cpu"  # a package of its own: it is built, and need not be there
+FASTER: Final = ("cpu",)  # than torch, the fastest first
 
 
 def _native() -> Any:
@@ -60,6 +85,11 @@ def _native_missing() -> str | None:
     return reason
 
 
+def _native_instructions() -> Instructions:
+    native = _native()
+    return Instructions(native.compiled(), native.runnable(), native.chosen(), native.forced())
+
+
 BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
     {
         backend.name: backend
@@ -71,6 +101,8 @@ BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
                 "native code for decode steps on a CPU, torch for what it does not do",
                 lambda: _native().attend,
                 _native_missing,
+                ("cpu",),
+                _native_instructions,
             ),
         )
     }
@@ -80,6 +112,37 @@ BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
 def available() -> dict[str, str | None]:
     """Say of every backend why it cannot be used on this machine; None if it can."""
     return {name: backend.missing() for name, backend in BACKENDS.items()}
+
+
+def choose_backend(device: torch.device | str) -> Choice:
+    """Choose the fastest backend that can be used here for tensors on a device.
+
+    >>> choose_backend("meta")
+    Choice(name='torch', passed_over={})
+    """
+    kind = torch.device(device).type
+    passed_over: dict[str, str] = {}
+    for name in FASTER:
+        if kind in BACKENDS[name].devices:
+            reason = BACKENDS[name].missing()
+            if reason is None:
+                return Choice(name, passed_over)
+            passed_over[name] = reason
+    return Choice("torch", passed_over)
+
+
+def check_backend(name: str, device: torch.device | str) -> None:
+    """Refuse a backend that there is not, or that cannot be used here for a device.
+
+    Raises:
+        ValueError: the sentence says why.
+    """
+    load(name)
+    kind, devices = torch.device(device).type, BACKENDS[name].devices
+    if devices and kind not in devices:
+        raise ValueError(
+            f"backend {name!r} is made for tensors on {', '.join(devices)}, and these are on {kind}"
+        )
 
 
 def load(name: str) -> Attend:

@@ -13,7 +13,13 @@ FILE: Final = "libkv_cpu.so"
 
 def missing() -> str | None:
     """Say why the library cannot be used on this machine; None if it can."""
-    return _load()
+    reason = _load()
+    if reason is None:
+        try:
+            chosen()
+        except ValueError as error:
+            reason = str(error)
+    return reason
 
 
 def compiled() -> tuple[str, ...]:
@@ -42,12 +48,18 @@ def chosen() -> str:
         ValueError: `KV_CPU_ISA` names one that does not run here.
     """
     found = runnable()
-    forced = os.environ.get(FORCE)
-    if not forced:
+    name = os.environ.get(FORCE)
+    if not name:
         return found[-1]
-    if forced not in found:
-        raise ValueError(f"{FORCE} is {forced!r}; this machine can run {', '.join(found)}")
-    return forced
+    if name not in found:
+        raise ValueError(f"{FORCE} is {name!r}; this machine can run {', '.join(found)}")
+    return name
+
+
+def forced() -> str | None:
+    """Give the assignment by which the environment chooses an instruction set, if it does."""
+    name = os.environ.get(FORCE)
+    return f"{FORCE}={name}" if name else None
 
 
 @cache

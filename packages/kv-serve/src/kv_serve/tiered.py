@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend, attend_ragged
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
+from kv_serve.backends import AUTO, backend_for
 from kv_serve.bases import Bases, Folded
 from kv_serve.batch import Batch, Pass, grid
 from kv_serve.keep_all import KeepAll
@@ -34,7 +35,7 @@ class TieredCache:
         page_tokens: int = 16,
         budgets: Sequence[Budget | None] | None = None,
         device: torch.device | str = "cpu",
-        backend: str = "torch",
+        backend: str = AUTO,
         folded: Folded = frozenset(),
     ) -> None:
         """Check what is asked; memory is taken when the first tokens arrive.
@@ -46,13 +47,13 @@ class TieredCache:
             page_tokens: tokens of the first tier in a page.
             budgets: a budget per sequence of the batch, None for the policy's own.
             device: where the cache lives.
-            backend: name of the attention backend.
+            backend: name of the attention backend; `auto` is the fastest that can be used here.
             folded: what comes as coordinates in the policy's basis, because it is folded into the
                 model's weights; with values the output is given in coordinates too.
 
         Raises:
             ValueError: the policy asks for something this cache cannot do, a budget is below what
-                the policy protects, or a size is not positive.
+                the policy protects, a size is not positive, or the backend cannot be used here.
         """
         if pages is not None and pages < 1:
             raise ValueError(
@@ -60,7 +61,8 @@ class TieredCache:
             )
         check_reads(policy, shape)
         self.policy, self.shape = policy, shape
-        self._device, self._backend, self._pages = torch.device(device), backend, pages
+        self._device, self._pages = torch.device(device), pages
+        self.backend = backend_for(device, backend)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
         )
@@ -187,7 +189,7 @@ class TieredCache:
         # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
         fresh = DenseTokens(key, value, now.position, full=None if now.prompt else False)
         places = self._positions(batch, layer, watch[0])
-        observe, others, by = watch[0], watch[1:], self._backend
+        observe, others, by = watch[0], watch[1:], self.backend
         groups = batch.groups(layer, fresh, places)
         if groups is not None:
             width = value.shape[-1]

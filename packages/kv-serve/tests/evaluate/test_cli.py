@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import kv_serve.evaluate.caches as caches
 import kv_serve.evaluate.runner as runner
+from kv_serve.backends import serving
 from kv_serve.cli import app
 from kv_serve.cli.eval import Task, Where
 from kv_serve.evaluate.journal import Finished
@@ -136,6 +139,7 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
         (("--max-new-tokens", "0"), "--max-new-tokens"),
         (("--temperature", "-1"), "--temperature"),
         (("--dtype", "int4"), "--dtype"),
+        (("--backend", "fast"), "no backend is called 'fast'; there are reference, torch, cpu"),
     ],
 )
 def test_generate_refuses(options: tuple[str, str], sentence: str, folder: Path) -> None:
@@ -172,8 +176,9 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     result = run("eval", *options, "--policy", specs, *tasks, "--json", path)
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
-    assert list(found) == ["model", "commit", "versions", "rows"]
+    assert list(found) == ["model", "commit", "versions", "attention", "rows"]
     assert found["versions"]["kv-serve"]
+    assert found["attention"] == asdict(serving("cpu"))
     canonical = ["full", "k8v4", "snapkv:budget=64,window=16+k8v4"]
     pairs = [
         ("needle", "aware"),
@@ -201,6 +206,29 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     scores = {r["policy"]: r["score"] for r in rows if r["task"] == "nll"}
     for row in json.loads(repeated.read_text())["rows"]:
         assert row["score"] == scores[row["policy"]]
+
+
+def test_eval_attends_by_the_backend_that_is_named(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], caches.make_cache
+
+    def noting(model: object, spec: str, backend: str) -> object:
+        made.append(backend)
+        return make(model, spec, backend)
+
+    monkeypatch.setattr(caches, "make_cache", noting)
+    path = tmp_path / "out.json"
+    command = ("eval", *options, "--policy", "raw", "--task", "agreement", "--json", path)
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        run(*command, "--backend", "torch")
+    result = run(*command, "--backend", "reference")
+    assert result.exit_code == 0, result.output
+    assert set(made) == {"torch", "reference"}
+    assert "attention was 'torch' and is 'reference'" in " ".join(result.stderr.split())
+    found = json.loads(path.read_text())
+    assert found["attention"] == {"backend": "reference", "instructions": None}
 
 
 def test_eval_gives_the_same_rows_again(options: tuple[object, ...], tmp_path: Path) -> None:

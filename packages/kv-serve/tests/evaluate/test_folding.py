@@ -88,9 +88,9 @@ def test_a_basis_of_another_model_is_an_error(loaded: LoadedModel, tmp_path: Pat
 def test_generate_folds(folder: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, make = [], caches.make_cache
 
-    def noting(model, spec: str):
+    def noting(model, spec: str, **options: str):
         found.append(folded_by(model))
-        return make(model, spec)
+        return make(model, spec, **options)
 
     monkeypatch.setattr(caches, "make_cache", noting)
     raw = generate(folder, "raw")

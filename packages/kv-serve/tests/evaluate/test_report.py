@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_serve.backends import Serving
 from kv_serve.evaluate import provenance
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
@@ -39,14 +40,19 @@ def journal(tmp_path: Path) -> Journal:
 def test_the_file_is_as_documented(journal: Journal, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("something older")
-    Report(model="tiny", commit="c0ffee", versions={"torch": "2"}, rows=rows(PLAN, journal)).write(
-        path
-    )
+    Report(
+        model="tiny",
+        commit="c0ffee",
+        versions={"torch": "2"},
+        attention=Serving("cpu", "avx2"),
+        rows=rows(PLAN, journal),
+    ).write(path)
     same = {"task": "needle", "setting": "aware", "length": 100, "samples": 2, "seed": 3}
     assert json.loads(path.read_text()) == {
         "model": "tiny",
         "commit": "c0ffee",
         "versions": {"torch": "2"},
+        "attention": {"backend": "cpu", "instructions": "avx2"},
         "rows": [
             {
                 **{"policy": "full", **same, "score": 1.0, "full_score": 1.0},
@@ -72,7 +78,13 @@ def test_an_older_file_stays_whole_when_writing_fails(
 
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
-        Report(model="t", commit="c", versions={}, rows=rows(PLAN, journal)).write(path)
+        Report(
+            model="t",
+            commit="c",
+            versions={},
+            attention=Serving("torch"),
+            rows=rows(PLAN, journal),
+        ).write(path)
     assert path.read_text() == "something older"
 
 

@@ -1,6 +1,7 @@
 """Tiny random models of several architectures, and inputs for them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from kv_attention import available
+from kv_serve import CompressedCache
 
 SIZES = {
     "vocab_size": 101,
@@ -59,3 +63,12 @@ def make() -> Callable[..., PreTrainedModel]:
 def batch() -> Callable[..., dict[str, torch.Tensor]]:
     """Make random prompts of some lengths, padded on the left."""
     return _batch
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def compressed(request: pytest.FixtureRequest) -> Callable[..., CompressedCache]:
+    """Make a compressed cache that attends by each backend in turn."""
+    reason = available()[request.param]
+    if reason is not None:
+        pytest.skip(reason)
+    return partial(CompressedCache, backend=request.param)

@@ -9,7 +9,6 @@ from msgspec import Meta
 from transformers import DynamicCache
 
 from kv_policy import CacheShape, Formats, Part, RawCodec, TokenFormat
-from kv_serve import CompressedCache
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,23 @@ POLICIES = ["raw", Windowed(5), Windowed(1), Windowed(64)]
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_greedy_tokens_of_a_ragged_batch(name, policy, make, batch) -> None:
+def test_greedy_tokens_of_a_ragged_batch(name, policy, make, batch, compressed) -> None:
     model, inputs = make(name), batch()
     options = {"max_new_tokens": 12, "do_sample": False}
     full = model.generate(**inputs, **options)
-    ours = model.generate(**inputs, **options, past_key_values=CompressedCache(model, policy))
+    ours = model.generate(**inputs, **options, past_key_values=compressed(model, policy))
     assert torch.equal(ours, full)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @torch.no_grad()
-def test_logits_of_chunked_forwards_are_those_of_one(policy, chunk, make, batch) -> None:
+def test_logits_of_chunked_forwards_are_those_of_one(
+    policy, chunk, make, batch, compressed
+) -> None:
     model, inputs = make(), batch()
     whole = model(**inputs, past_key_values=DynamicCache()).logits
-    cache, pieces, width = CompressedCache(model, policy), [], inputs["input_ids"].shape[1]
+    cache, pieces, width = compressed(model, policy), [], inputs["input_ids"].shape[1]
     for start in range(0, width, chunk):
         end = min(start + chunk, width)
         if chunk == 1 and start == 1:
@@ -73,40 +74,40 @@ def test_logits_of_chunked_forwards_are_those_of_one(policy, chunk, make, batch)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_beams_go_on_from_the_beams_they_were_chosen_from(policy, make, batch) -> None:
+def test_beams_go_on_from_the_beams_they_were_chosen_from(policy, make, batch, compressed) -> None:
     model, inputs = make(), batch((14, 8))
     options = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False}
     full = model.generate(**inputs, **options)
-    cache = CompressedCache(model, policy)
+    cache = compressed(model, policy)
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), full)
     assert cache.batch_size == 6
 
 
-def test_sampling_draws_the_same_tokens(make, batch) -> None:
+def test_sampling_draws_the_same_tokens(make, batch, compressed) -> None:
     model, inputs = make(), batch()
     options = {"max_new_tokens": 10, "do_sample": True, "temperature": 0.9}
     torch.manual_seed(11)
     full = model.generate(**inputs, **options)
     torch.manual_seed(11)
-    ours = model.generate(**inputs, **options, past_key_values=CompressedCache(model, "raw"))
+    ours = model.generate(**inputs, **options, past_key_values=compressed(model, "raw"))
     assert torch.equal(ours, full)
 
 
-def test_generate_in_chunks_of_the_prompt(make, batch) -> None:
+def test_generate_in_chunks_of_the_prompt(make, batch, compressed) -> None:
     model, inputs = make(), batch()
     options = {"max_new_tokens": 8, "do_sample": False}
     full = model.generate(**inputs, **options)
     ours = model.generate(
-        **inputs, **options, prefill_chunk_size=7, past_key_values=CompressedCache(model, "raw")
+        **inputs, **options, prefill_chunk_size=7, past_key_values=compressed(model, "raw")
     )
     assert torch.equal(ours, full)
 
 
-def test_a_conversation_goes_on_in_the_same_cache(make, batch) -> None:
+def test_a_conversation_goes_on_in_the_same_cache(make, batch, compressed) -> None:
     model = make()
     torch.manual_seed(1)
     ids = torch.randint(3, 101, (1, 20))
-    cache = CompressedCache(model, "raw")
+    cache = compressed(model, "raw")
     first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
     more = torch.cat([first, torch.randint(3, 101, (1, 9))], 1)
     again = model.generate(more, max_new_tokens=6, do_sample=False, past_key_values=cache)
@@ -115,10 +116,10 @@ def test_a_conversation_goes_on_in_the_same_cache(make, batch) -> None:
 
 
 @torch.no_grad()
-def test_tokens_taken_back_leave_no_trace(make, batch) -> None:
+def test_tokens_taken_back_leave_no_trace(make, batch, compressed) -> None:
     model = make()
     ids = torch.randint(3, 101, (2, 21))
-    cache = CompressedCache(model, "raw", page_tokens=4)
+    cache = compressed(model, "raw", page_tokens=4)
     model(ids, past_key_values=cache)
     used = cache.memory().pages_used
     assert cache.is_croppable
@@ -133,21 +134,21 @@ def test_tokens_taken_back_leave_no_trace(make, batch) -> None:
 
 
 @torch.no_grad()
-def test_other_caches_go_on_working_in_the_model(make, batch) -> None:
+def test_other_caches_go_on_working_in_the_model(make, batch, compressed) -> None:
     model, inputs = make(), batch()
     before = model(**inputs, past_key_values=DynamicCache()).logits
     text = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    CompressedCache(model, "raw")
+    compressed(model, "raw")
     assert model.config._attn_implementation == "kv_serve"
     assert torch.equal(model(**inputs, past_key_values=DynamicCache()).logits, before)
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), text)
     assert torch.equal(model(**inputs, use_cache=False).logits, before)
 
 
-def test_a_cache_used_under_inference_mode_goes_on_outside(make, batch) -> None:
+def test_a_cache_used_under_inference_mode_goes_on_outside(make, batch, compressed) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, 12))
-    cache = CompressedCache(model, Windowed(4))
+    cache = compressed(model, Windowed(4))
     with torch.inference_mode():
         model(ids, past_key_values=cache)
     with torch.no_grad():

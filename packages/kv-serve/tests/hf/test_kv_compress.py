@@ -24,12 +24,12 @@ def kept(cache: CompressedCache) -> list[list[int]]:
     "policy", ["kv-compress:budget=32", "kv-compress:budget=32,window=full,layers=even"]
 )
 @torch.no_grad()
-def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy) -> None:
+def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy, compressed) -> None:
     model = make(dtype=torch.float64)
     ids = torch.randint(3, 101, (1, 60))
-    whole = CompressedCache(model, policy, page_tokens=PAGE)
+    whole = compressed(model, policy, page_tokens=PAGE)
     expected = model(ids, past_key_values=whole).logits[:, -1]
-    parts = CompressedCache(model, policy, page_tokens=PAGE)
+    parts = compressed(model, policy, page_tokens=PAGE)
     # Nothing is let go of before the last part; after that the two agree in every head.
     for part in ids.split([20, 12, 28], dim=1):
         found = model(part, past_key_values=parts).logits[:, -1]
@@ -39,36 +39,36 @@ def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy) -> None:
 
 
 @torch.no_grad()
-def test_a_padded_batch_keeps_what_each_prompt_keeps_alone(make, batch) -> None:
+def test_a_padded_batch_keeps_what_each_prompt_keeps_alone(make, batch, compressed) -> None:
     model, inputs = make(dtype=torch.float64), batch((53, 31, 40))
     policy = "kv-compress:rate=2,floor=12"
-    together = CompressedCache(model, policy, page_tokens=PAGE)
+    together = compressed(model, policy, page_tokens=PAGE)
     model(**inputs, past_key_values=together)
     rows = torch.arange(18).view(3, 3, 2)  # layer, sequence, head
     streams = kept(together)
     for b, length in enumerate((53, 31, 40)):
-        alone = CompressedCache(model, policy, page_tokens=PAGE)
+        alone = compressed(model, policy, page_tokens=PAGE)
         model(inputs["input_ids"][b : b + 1, 53 - length :], past_key_values=alone)
         assert [streams[i] for i in rows[:, b].flatten()] == kept(alone)
 
 
 @torch.no_grad()
-def test_each_request_may_bring_its_own_budget(make, batch) -> None:
+def test_each_request_may_bring_its_own_budget(make, batch, compressed) -> None:
     model = make()
     budgets = [Budget(16), None, Budget(50, "percent")]
-    cache = CompressedCache(model, "kv-compress:budget=24", budgets=budgets, page_tokens=PAGE)
+    cache = compressed(model, "kv-compress:budget=24", budgets=budgets, page_tokens=PAGE)
     model(**batch((80, 80, 80)), past_key_values=cache)
     assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 24 * 6, 40 * 6]
     with pytest.raises(ValueError, match="smaller than the 8"):
-        CompressedCache(model, "kv-compress:budget=24", budgets=[Budget(4)])
+        compressed(model, "kv-compress:budget=24", budgets=[Budget(4)])
 
 
 @torch.no_grad()
-def test_eviction_and_a_format_multiply(make) -> None:
+def test_eviction_and_a_format_multiply(make, compressed) -> None:
     model = make("qwen3", torch.bfloat16)  # 10 dimensions: 23 bytes a token instead of 40
     ids = torch.randint(3, 101, (1, 96))
-    raw = CompressedCache(model, "kv-compress:budget=24")
-    both = CompressedCache(model, "kv-compress:budget=24+k8v4")
+    raw = compressed(model, "kv-compress:budget=24")
+    both = compressed(model, "kv-compress:budget=24+k8v4")
     for cache in (raw, both):
         model(ids, past_key_values=cache)
     assert kept(raw) == kept(both)  # nothing was quantized when the prompt was scored
@@ -77,10 +77,10 @@ def test_eviction_and_a_format_multiply(make) -> None:
 
 
 @torch.no_grad()
-def test_eviction_and_leankvs_tiers_multiply(make) -> None:
+def test_eviction_and_leankvs_tiers_multiply(make, compressed) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, 120))
-    cache = CompressedCache(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
+    cache = compressed(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
     model(ids, past_key_values=cache)
     counts = cache.tiered.batch.tiers.counts()
     assert int(counts.sum()) <= 24 * 6  # beside the window
@@ -92,26 +92,26 @@ def test_eviction_and_leankvs_tiers_multiply(make) -> None:
 
 
 @torch.no_grad()
-def test_generation_is_compressed_again_and_again(make, batch) -> None:
+def test_generation_is_compressed_again_and_again(make, batch, compressed) -> None:
     model = make()
-    cache = CompressedCache(model, "kv-compress:budget=16,every=8", page_tokens=PAGE)
+    cache = compressed(model, "kv-compress:budget=16,every=8", page_tokens=PAGE)
     model.generate(**batch((40, 25)), past_key_values=cache, max_new_tokens=41, do_sample=False)
     # 40 tokens were fed back, so the last of five plans was the last thing that happened
     assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 16 * 6]
 
 
 @torch.no_grad()
-def test_a_prompt_shorter_than_the_window_or_the_budget_stays(make) -> None:
+def test_a_prompt_shorter_than_the_window_or_the_budget_stays(make, compressed) -> None:
     model = make()
     for length in (2, 5, 30):
-        cache = CompressedCache(model, "kv-compress:budget=30", page_tokens=PAGE)
+        cache = compressed(model, "kv-compress:budget=30", page_tokens=PAGE)
         model(torch.randint(3, 101, (1, length)), past_key_values=cache)
         assert (cache.memory().tokens == length).all()
 
 
 @torch.no_grad()
-def test_expected_attention_knows_the_models_rope(make, batch) -> None:
+def test_expected_attention_knows_the_models_rope(make, batch, compressed) -> None:
     model = make()
-    cache = CompressedCache(model, "expected-attention:budget=24")
+    cache = compressed(model, "expected-attention:budget=24")
     model(**batch((60, 50)), past_key_values=cache)
     assert (cache.memory().tokens == 24).all()

@@ -17,12 +17,22 @@ from kv_serve.cli.console import (
     remark,
 )
 from kv_serve.cli.eval import Task
-from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.options import (
+    BackendOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    caches_by,
+    expect_backend,
+    load_model,
+)
 from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
     from kv_serve.calibrate.grid import Setting
     from kv_serve.calibrate.search import Point, Search
+    from kv_serve.evaluate.caches import MakeCache
     from kv_serve.evaluate.journal import Journal
     from kv_serve.models import LoadedModel
     from kv_serve.tasks import Text
@@ -88,6 +98,7 @@ def leankv(
     plot: Annotated[Path | None, typer.Option(help="Where a picture goes, as a PNG file.")] = None,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
+    backend: BackendOption = "auto",
 ) -> None:
     """Try LeanKV's formats and thresholds, and write the cheapest that loses no more than asked.
 
@@ -129,7 +140,9 @@ def leankv(
         reason = missing()
         if reason is not None:
             refuse(reason)
-    _calibrate(load_model(model, dtype, device), search, source, allowed, out_file, plot)
+    expect_backend(backend)
+    loaded = load_model(model, dtype, device)
+    _calibrate(loaded, search, source, allowed, out_file, plot, backend)
 
 
 def _calibrate(
@@ -139,26 +152,29 @@ def _calibrate(
     allowed: float,
     path: Path,
     plot: Path | None,
+    backend: str,
 ) -> None:
     from kv_serve.calibrate.plot import draw
     from kv_serve.calibrate.search import choose, write_profile
     from kv_serve.evaluate.journal import open_journal
     from kv_serve.evaluate.provenance import commit, versions
 
+    make, served = caches_by(loaded, backend)
     partial = path.with_name(path.name + ".partial")
-    identity = search.plans[0].identity(loaded, text)
-    journal, sentence = open_journal(partial, identity | {"commit": commit(), **versions()})
+    measured = {"commit": commit(), "attention": str(served), **versions()}
+    identity = search.plans[0].identity(loaded, text) | measured
+    journal, sentence = open_journal(partial, identity)
     if sentence:
         remark(sentence)
     try:
-        _run(loaded, search.baseline, text, journal)
+        _run(loaded, search.baseline, text, journal, make)
         hopeless = search.unanswered(journal)
         if hopeless is not None:
             refuse(
                 f"the full cache answers none of {search.samples} samples of {hopeless} right, so "
                 "nothing can be lost there; leave that task out, or give shorter prompts"
             )
-        _run(loaded, search, text, journal)
+        _run(loaded, search, text, journal, make)
     except KeyboardInterrupt:
         remark(
             f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
@@ -186,11 +202,15 @@ def _calibrate(
 
 
 def _run(
-    loaded: "LoadedModel", search: "Search[Setting]", text: "Text", journal: "Journal"
+    loaded: "LoadedModel",
+    search: "Search[Setting]",
+    text: "Text",
+    journal: "Journal",
+    make: "MakeCache",
 ) -> None:
     with refusing(ValueError), progress() as shown:
         bar = shown.add_task("making the samples", total=search.total)
-        for entry in search.run(loaded, text, journal):
+        for entry in search.run(loaded, text, journal, make):
             shown.update(bar, advance=1, description=entry.task)
 
 

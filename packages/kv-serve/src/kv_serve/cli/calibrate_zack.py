@@ -16,7 +16,16 @@ from kv_serve.cli.console import (
     remark,
 )
 from kv_serve.cli.eval import Task
-from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.options import (
+    BackendOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    caches_by,
+    expect_backend,
+    load_model,
+)
 from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
@@ -83,6 +92,7 @@ def zack(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
+    backend: BackendOption = "auto",
 ) -> None:
     """Read a text, and write what zack, svd-kv, kq-svd, palu and think need to know of the model.
 
@@ -107,12 +117,13 @@ def zack(
             f"{tokens:,} tokens are few; from about {ENOUGH:,} on, more of the same text change "
             "bases little."
         )
+    expect_backend(backend)
     loaded = load_model(model, dtype, device)
     calibrator, seconds = _collect(loaded, reading, source, out_file)
     facts = _write(loaded, calibrator, source, out_file)
     status = 0
     if allowed is not None:
-        found = _search(loaded, calibrator, reading, search, source, out_file, allowed)
+        found = _search(loaded, calibrator, reading, search, source, out_file, allowed, backend)
         status = 0 if found.found else NOTHING_FOUND
         facts = _with_rate(facts, found, calibrator, out_file)
     _partial(out_file).unlink(missing_ok=True)
@@ -191,6 +202,7 @@ def _search(
     text: "Text",
     path: Path,
     allowed: float,
+    backend: str,
 ) -> "RateSearch":
     from kv_serve.calibrate.rate import LEVELS, RateSearch
     from kv_serve.evaluate.journal import open_journal
@@ -199,14 +211,16 @@ def _search(
     search = RateSearch(POLICY, path, calibrator.rates(LEVELS), samples, allowed)
     if not search.levels:
         return search
-    identity = samples.plans[0].identity(loaded, text) | {"commit": commit(), **versions()}
+    make, served = caches_by(loaded, backend)
+    measured = {"commit": commit(), "attention": str(served), **versions()}
+    identity = samples.plans[0].identity(loaded, text) | measured
     identity["read"] = reading.identity(loaded, text)
     journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
     if sentence:
         remark(sentence)
     baseline = samples.baseline
     try:
-        _run(baseline.run(loaded, text, journal), baseline.total)
+        _run(baseline.run(loaded, text, journal, make), baseline.total)
         hopeless = baseline.unanswered(journal)
         if hopeless is not None:
             refuse(
@@ -214,7 +228,7 @@ def _search(
                 f"nothing can be lost there; leave that task out, or give shorter prompts. {path} "
                 "is written, without a rate"
             )
-        _run(search.run(loaded, text, journal), search.total)
+        _run(search.run(loaded, text, journal, make), search.total)
     except KeyboardInterrupt:
         remark(
             f"Interrupted. {path} is written, without a rate. {len(journal)} samples are kept in "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_serve.cli.console import check_writable, err, out, refusing, remark
-from kv_serve.cli.options import load_model
+from kv_serve.cli.options import BackendOption, caches_by, expect_backend, load_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def demo(
     json: Annotated[Path | None, typer.Option(help="Also write the table to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use a much shorter prompt.")] = False,
+    backend: BackendOption = "auto",
 ) -> None:
     """Watch SmolLM2 find a hidden number and chat, from a full cache and four compressed ones."""
     if json is not None:
@@ -26,8 +27,10 @@ def demo(
     from kv_serve.demo import LENGTH, QUICK_LENGTH, TURNS, Outcome, Show, caches
     from kv_serve.tasks import default_text
 
+    expect_backend(backend)
     length = QUICK_LENGTH if quick else LENGTH
     loaded = load_model(None)
+    make, served = caches_by(loaded, backend)
     with refusing(ValueError):
         show = Show(loaded, default_text(), length)
     console = out()
@@ -43,13 +46,13 @@ def demo(
         bar = progress.add_task(specs[0], total=len(specs))
         for spec in specs:
             progress.update(bar, description=spec)
-            outcomes += show.run((spec,), say=remark)
+            outcomes += show.run((spec,), make, remark)
             progress.advance(bar)
     report = show.report(tuple(outcomes))
     console.print(_table(report))
     console.print(
         "KV bytes: held by the cache after the long prompt, with pages, windows and tables. "
-        "ms: for each token generated behind it.",
+        f"ms: for each token generated behind it; compressed caches attend by {served}.",
         style="dim",
         highlight=False,
     )

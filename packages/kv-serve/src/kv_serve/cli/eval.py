@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_serve.cli.console import INTERRUPTED, check_writable, out, progress, refusing, remark
-from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.options import (
+    BackendOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    caches_by,
+    expect_backend,
+    load_model,
+)
 
 if TYPE_CHECKING:
+    from kv_serve.evaluate.caches import MakeCache
     from kv_serve.evaluate.journal import Journal
     from kv_serve.evaluate.plan import Plan
     from kv_serve.evaluate.report import Row
@@ -79,6 +89,7 @@ def evaluate(
     ] = 256,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
+    backend: BackendOption = "auto",
 ) -> None:
     """Measure policies on tasks, beside the full cache, and write a JSON file.
 
@@ -102,22 +113,25 @@ def evaluate(
         )
         source = default_text() if text is None else read_text(text)
     check_writable(json)
-    _evaluate(load_model(model, dtype, device), plan, source, json)
+    expect_backend(backend)
+    _evaluate(load_model(model, dtype, device), plan, source, json, backend)
 
 
-def _evaluate(loaded: "LoadedModel", plan: "Plan", text: "Text", path: Path) -> None:
+def _evaluate(loaded: "LoadedModel", plan: "Plan", text: "Text", path: Path, backend: str) -> None:
     from kv_serve.evaluate.journal import open_journal
     from kv_serve.evaluate.provenance import commit, versions
     from kv_serve.evaluate.report import Report, rows
 
+    make, served = caches_by(loaded, backend)
     code, under = commit(), versions()
     partial = path.with_name(path.name + ".partial")
-    settings = plan.identity(loaded, text) | {"commit": code, "versions": under}
+    measured = {"commit": code, "versions": under, "attention": str(served)}
+    settings = plan.identity(loaded, text) | measured
     journal, sentence = open_journal(partial, settings)
     if sentence:
         remark(sentence)
     try:
-        _run(loaded, plan, text, journal)
+        _run(loaded, plan, text, journal, make)
     except KeyboardInterrupt:
         remark(
             f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
@@ -125,19 +139,22 @@ def _evaluate(loaded: "LoadedModel", plan: "Plan", text: "Text", path: Path) -> 
         )
         raise typer.Exit(INTERRUPTED) from None
     found = rows(plan, journal)
-    Report(model=loaded.name, commit=code, versions=under, rows=found).write(path)
+    report = Report(model=loaded.name, commit=code, versions=under, attention=served, rows=found)
+    report.write(path)
     journal.remove()
     _show(found)
     remark(f"Written to {path}.")
 
 
-def _run(loaded: "LoadedModel", plan: "Plan", text: "Text", journal: "Journal") -> None:
+def _run(
+    loaded: "LoadedModel", plan: "Plan", text: "Text", journal: "Journal", make: "MakeCache"
+) -> None:
     from kv_serve.evaluate.runner import run
 
     total = len(plan.pairs) * len(plan.policies) * plan.samples
     with refusing(ValueError), progress() as shown:
         bar = shown.add_task("making the samples", total=total)
-        for entry in run(loaded, plan, text, journal):
+        for entry in run(loaded, plan, text, journal, make):
             words = f"{entry.task}, {entry.setting}: {entry.policy}"
             shown.update(bar, advance=1, description=words)
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_serve.cli.console import refuse, refusing, remark
-from kv_serve.cli.options import DeviceOption, Dtype, DtypeOption, ModelOption, load_model
+from kv_serve.cli.options import (
+    BackendOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    caches_by,
+    expect_backend,
+    load_model,
+)
 from kv_serve.cli.streaming import TimedStreamer
 
 if TYPE_CHECKING:
@@ -45,25 +54,27 @@ def generate(
     ] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
+    backend: BackendOption = "auto",
 ) -> None:
     """Generate text from a compressed cache, and say what the cache holds.
 
     The text streams to standard output; the bytes and times go to standard error.
     """
     text = _prompt(prompt, prompt_file)
-    from kv_serve.evaluate.caches import make_cache
     from kv_serve.evaluate.folding import folded
     from kv_serve.evaluate.specs import read_spec
 
     with refusing(ValueError):
         spec = read_spec(policy)
+    expect_backend(backend)
     loaded = load_model(model, dtype, device)
+    make, _ = caches_by(loaded, backend)
     tokens = _tokens(loaded, text, raw=raw)
     _check_length(loaded, tokens.shape[1], max_new_tokens)
     with ExitStack() as stack:
         with refusing(ValueError):
             reason = stack.enter_context(folded(loaded.model, spec))
-            cache = make_cache(loaded.model, spec)
+            cache = make(loaded.model, spec)
         if reason is not None:
             remark(f"The basis is not folded into the model: {reason}")
         streamer = TimedStreamer(loaded.tokenizer)

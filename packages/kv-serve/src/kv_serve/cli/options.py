@@ -1,6 +1,7 @@
 """Options that several commands share, and what stands behind them."""
 
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,8 @@ import typer
 from kv_serve.cli.console import err, refusing
 
 if TYPE_CHECKING:
+    from kv_serve.backends import Serving
+    from kv_serve.evaluate.caches import MakeCache
     from kv_serve.models import LoadedModel
 
 
@@ -37,6 +40,32 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(help="A torch device; by default the first GPU, or the CPU.", show_default=False),
 ]
+
+BackendOption = Annotated[
+    str,
+    typer.Option(
+        help="What attends over compressed caches: torch, cpu (native code, from the package "
+        "kv-cpu), reference (slow), or auto for the fastest that can be used."
+    ),
+]
+
+
+def expect_backend(name: str) -> None:
+    """Refuse a backend that cannot be used, before anything is loaded."""
+    from kv_serve.backends import expect_known
+
+    with refusing(ValueError):
+        expect_known(name)
+
+
+def caches_by(loaded: "LoadedModel", backend: str) -> "tuple[MakeCache, Serving]":
+    """Give what makes caches that attend by a backend, and what that is; refuse if it cannot be."""
+    from kv_serve.backends import serving
+    from kv_serve.evaluate.caches import make_cache
+
+    with refusing(ValueError):
+        served = serving(loaded.model.device, backend)
+    return partial(make_cache, backend=served.backend), served
 
 
 def load_model(

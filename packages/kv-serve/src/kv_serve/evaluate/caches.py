@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_serve.backends import AUTO
 from kv_serve.evaluate.specs import FULL
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ class Held:
         return self.kv_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
-def make_cache(model: "PreTrainedModel", spec: str) -> "Cache":
+def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cache":
     """Make an empty cache for a policy's text form, or transformers' own for `full`.
 
     Raises:
-        ValueError: `parse` or the cache refuses the policy for this model.
+        ValueError: `parse` or the cache refuses the policy for this model, or the backend.
     """
     if spec == FULL:
         from transformers import DynamicCache
@@ -37,7 +38,7 @@ def make_cache(model: "PreTrainedModel", spec: str) -> "Cache":
         return DynamicCache(config=model.config)
     from kv_serve.hf.cache import CompressedCache
 
-    return CompressedCache(model, spec)
+    return CompressedCache(model, spec, backend=backend)
 
 
 def held(cache: "Cache") -> Held:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 import msgspec
 
+from kv_serve.backends import Serving
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.specs import FULL
@@ -34,6 +35,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     commit: str
     versions: Mapping[str, str]
+    attention: Serving  # what attended over compressed caches
     rows: tuple[Row, ...]
 
     def write(self, path: Path) -> None:

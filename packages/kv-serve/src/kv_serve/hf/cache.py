@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kv_policy import Budget, KVPolicy, parse
+from kv_serve.backends import AUTO
 from kv_serve.hf.attention import NAME, install
 from kv_serve.hf.fold import expect_fold, folded_by
 from kv_serve.hf.fresh_layer import FreshLayer
@@ -58,6 +59,7 @@ class CompressedCache(Cache):
         pages: int | None = None,
         page_tokens: int = 16,
         budgets: Sequence[Budget | None] | None = None,
+        backend: str = AUTO,
     ) -> None:
         """Make an empty cache for a model.
 
@@ -67,11 +69,13 @@ class CompressedCache(Cache):
             pages: size of a fixed pool of pages; None lets it grow as needed.
             page_tokens: tokens of the first tier in a page.
             budgets: a budget per sequence of the batch, None for the policy's own.
+            backend: a name in `kv_attention.BACKENDS`; `auto` is the fastest that can be used here.
 
         Raises:
             UnsupportedModelError: the model's attention is of another kind.
             ValueError: the policy's text, the policy itself or a budget is refused, the policy was
-                calibrated with another model, or the model is folded for another basis.
+                calibrated with another model, the model is folded for another basis, or the backend
+                cannot be used here.
         """
         self.policy = parse(policy) if isinstance(policy, str) else policy
         check_fitted(model, self.policy)
@@ -84,6 +88,7 @@ class CompressedCache(Cache):
             page_tokens=page_tokens,
             budgets=budgets,
             device=model.device,
+            backend=backend,
             folded=frozenset() if self._fold is None else self._fold.what,
         )
         install(model)

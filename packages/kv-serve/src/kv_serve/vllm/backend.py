@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat
+from kv_serve.backends import serving
 from kv_serve.vllm.config import UnservableError, bound_format, check_dtype, served_policy
 from kv_serve.vllm.layer import PagedLayer
 from kv_serve.vllm.step import Blocks, Step
@@ -165,13 +166,16 @@ class PagedImpl(AttentionImpl[Step]):
             dtype=layer.kv_cache_torch_dtype,
         )
         format = bound_format(self.policy, shape)
-        self.layer = PagedLayer(format, self.scale)
+        served = serving(self.config.device_config.device_type)
+        self.layer = PagedLayer(format, self.scale, served.backend)
         layer.attn_backend = bound(self.policy, format)
         logger.info_once(
-            "kv-serve stores keys and values as %s: %d bytes per token and KV head in place of %d",
+            "kv-serve stores keys and values as %s: %d bytes per token and KV head in place of %d; "
+            "attention runs by %s",
             str(self.policy),
             format.nbytes,
             shape.token_bytes // (shape.layers * shape.kv_heads),
+            str(served),
         )
 
     def forward(

@@ -24,6 +24,7 @@ class PagedLayer:
 
     format: TokenFormat
     scale: float
+    backend: str
 
     def forward(
         self,
@@ -45,7 +46,9 @@ class PagedLayer:
             )
             heads, dim = key.shape[1:]
             q = query[batch.row].view(*batch.row.shape, heads, -1, dim).permute(0, 2, 3, 1, 4)
-            out = attend(q, batch.position, (tokens,), (fresh,), self.scale).out
+            out = attend(
+                q, batch.position, (tokens,), (fresh,), self.scale, backend=self.backend
+            ).out
             real = batch.position >= 0
             output[batch.row[real]] = out.permute(0, 3, 1, 2, 4).flatten(2, 3)[real]
 

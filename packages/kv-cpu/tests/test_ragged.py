@@ -1,0 +1,44 @@
+"""Heads of several dimensions are attended to natively, group by group."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import Case
+from kv_attention import HeadGroup, attend_ragged
+from kv_policy import Observe
+
+HEADS = [torch.tensor([2, 0]), torch.tensor([3]), torch.tensor([1])]
+DIMS = [(16, 9), (33, 64), (1, 2)]  # of keys and values, by group
+WATCH, MORE = Observe(last=1, group="max"), Observe(last=1, also=frozenset({"squares"}))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_groups_of_heads_give_what_torch_gives(
+    near: float, case: Callable[..., Case], holes: bool
+) -> None:
+    cases = [
+        case(i, H=len(heads), D=d, Dv=dv, L=1, stored=70, page=16, window=3, holes=holes)
+        for i, (heads, (d, dv)) in enumerate(zip(HEADS, DIMS, strict=True))
+    ]
+    place = cases[0].position
+    q = torch.zeros(2, 4, 2, 1, 33)
+    for heads, each in zip(HEADS, cases, strict=True):
+        q[:, heads, ..., : each.q.shape[-1]] = each.q
+    groups = [
+        HeadGroup(heads, (None, *each.pages) if i else (each.pages[0], None), tuple(each.dense))
+        for i, (heads, each) in enumerate(zip(HEADS, cases, strict=True))
+    ]
+
+    def by(backend: str) -> list[Tensor]:
+        found = attend_ragged(q, place, groups, 64, 0.3, WATCH, backend, [MORE])
+        squares = [more["squares"] for more in found.others[0].also]
+        return [found.out, *found.mass, *found.seen, *found.others[0].mass, *squares]
+
+    with patch("kv_cpu.backend.attend_in_torch", side_effect=AssertionError("it went to torch")):
+        native = by("cpu")
+    for mine, theirs in zip(native, by("torch"), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near)

@@ -1,0 +1,113 @@
+"""Which backend serves, that a fallback is said once, and that an explicit name is kept to."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv_attention import BACKENDS, Instructions
+from kv_policy import compose, parse
+from kv_serve import backends
+from kv_serve.backends import Serving, backend_for, serving
+from kv_serve.tiered import TieredCache
+from tiered_policies import SHAPE, Exact, Turned
+from tiered_world import World, ragged
+
+RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
+Native = Callable[[str | None], None]
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Native]:
+    """Let the native backend be there, or not, for a reason."""
+    backends._say.cache_clear()
+
+    def be(reason: str | None) -> None:
+        found = Instructions(("plain", "avx2"), ("plain", "avx2"), "avx2", None)
+        cpu = replace(BACKENDS["cpu"], missing=lambda: reason, instructions=lambda: found)
+        cpu = replace(cpu, load=BACKENDS["torch"].load)
+        changed = {**BACKENDS, "cpu": cpu}
+        monkeypatch.setattr("kv_attention.backends.BACKENDS", changed)
+        monkeypatch.setattr("kv_serve.backends.BACKENDS", changed)
+
+    yield be
+    backends._say.cache_clear()
+
+
+def test_a_cpu_is_served_natively_where_it_can_be(
+    native: Native, caplog: pytest.LogCaptureFixture
+) -> None:
+    native(None)
+    assert backend_for("cpu") == "cpu"
+    assert str(serving("cpu")) == "cpu avx2"
+    assert serving("cpu", "torch") == serving("cuda") == Serving("torch")
+    assert TieredCache(parse("k8v4"), SHAPE).backend == "cpu"
+    assert TieredCache(parse("k8v4"), SHAPE, backend="torch").backend == "torch"
+    assert not caplog.records
+
+
+def test_falling_back_is_said_once_for_a_reason(
+    native: Native, caplog: pytest.LogCaptureFixture
+) -> None:
+    native("its library does not load: libtorch_cpu.so")
+    for _ in range(3):
+        assert TieredCache(parse("k8v4"), SHAPE).backend == "torch"
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("kv_serve", logging.WARNING)
+    assert "'cpu' would be faster and cannot be used: its library does not load: libtorch" in (
+        record.getMessage()
+    )
+    native("another reason")
+    backend_for("cpu")
+    assert "another reason" in caplog.records[1].getMessage()
+
+
+def test_what_to_do_is_said(
+    native: Native, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    native("the package kv-cpu is not installed")
+    backend_for("cpu")
+    assert caplog.messages[0].endswith(
+        "the package kv-cpu is not installed (pip install 'kv-serve[cpu]')"
+    )
+    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: "found")
+    native("its library was not built")
+    backend_for("cpu")
+    assert caplog.messages[1].endswith("was not built (`kv-serve doctor` says what is wrong)")
+
+
+def test_an_explicit_name_is_refused_at_construction(
+    native: Native, caplog: pytest.LogCaptureFixture
+) -> None:
+    native("it was not built")
+    with pytest.raises(ValueError, match="backend 'cpu' cannot be used here: it was not built"):
+        TieredCache(parse("k8v4"), SHAPE, backend="cpu")
+    with pytest.raises(ValueError, match="no backend is called 'fast'"):
+        TieredCache(parse("k8v4"), SHAPE, backend="fast")
+    native(None)
+    with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on meta"):
+        TieredCache(parse("k8v4"), SHAPE, device="meta", backend="cpu")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "snapkv:budget=20,window=8",
+        compose(Exact(1), RAGGED),
+        compose(parse("streaming:budget=20,sinks=2"), Exact(1, window=3), RAGGED),
+    ],
+    ids=str,
+)
+def test_native_attention_gives_what_torch_gives(policy: object) -> None:
+    reason = BACKENDS["cpu"].missing()
+    if reason is not None:
+        pytest.skip(reason)
+    policy = parse(policy) if isinstance(policy, str) else policy
+    world = World(policy, backend="cpu")  # which compares each pass with attention in torch
+    world.forward(ragged(11, 17))
+    world.go_on(9)
+    assert torch.equal(world.seen, torch.tensor([20, 26]))
