@@ -355,7 +355,9 @@ def test_the_choices_are_those_of_the_tasks() -> None:
 # all
 
 
-@pytest.mark.parametrize("command", [(), ("policies",), ("generate",), ("eval",), ("demo",)])
+@pytest.mark.parametrize(
+    "command", [(), ("policies",), ("generate",), ("eval",), ("demo",), ("doctor",)]
+)
 def test_help_says_what_there_is(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -374,5 +376,5 @@ def test_help_and_version_do_not_import_torch() -> None:
 
 def test_commands_without_arguments_show_help() -> None:
     for output in (run().output, run("--help").stdout):
-        for command in ("Usage", "demo", "generate", "eval", "policies"):
+        for command in ("Usage", "demo", "generate", "eval", "policies", "doctor"):
             assert command in output

@@ -6,6 +6,7 @@ import typer
 
 from kv_serve.cli.calibrate import app as calibrate
 from kv_serve.cli.demo import demo
+from kv_serve.cli.doctor import doctor
 from kv_serve.cli.eval import evaluate
 from kv_serve.cli.generate import generate
 from kv_serve.cli.policies import policies
@@ -18,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo)
+app.command("doctor")(doctor)
 app.command("generate")(generate)
 app.command("eval")(evaluate)
 app.command("policies")(policies)

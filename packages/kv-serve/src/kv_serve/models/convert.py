@@ -44,6 +44,14 @@ def cache_root() -> Path:
     return Path(base).expanduser() / "kv-serve"
 
 
+def place(source: Source) -> tuple[Path, str]:
+    """The folder for a GGUF file's safetensors, made or not, and the SHA-256 it is named by."""
+    assert source.path is not None
+    sha256 = source.sha256 or _sha256(source.path)
+    key = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.path.stem)}-{sha256[:16]}"
+    return cache_root() / "models" / key, sha256
+
+
 def converted_folder(source: Source, progress: Progress) -> Path:
     """The folder with the safetensors of a GGUF file, converted now unless it is there and whole.
 
@@ -58,10 +66,8 @@ def converted_folder(source: Source, progress: Progress) -> Path:
         ModelError: the file is damaged or of a kind that transformers cannot read, or the cache
             folder cannot be written.
     """
-    assert source.path is not None
-    sha256 = source.sha256 or _sha256(source.path)
-    key = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.path.stem)}-{sha256[:16]}"
-    folder = cache_root() / "models" / key
+    folder, sha256 = place(source)
+    key = folder.name
     if damage(folder) is None:
         return folder
     try:

@@ -1,0 +1,85 @@
+"""`kv-serve doctor`: what is installed, whether it works, and what to do where it does not."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kv_serve.cli.console import err, out
+
+if TYPE_CHECKING:
+    from kv_serve.doctor import Diagnosis
+
+BROKEN = 1
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Say what is installed, which backend attends, and what to do about what does not work.
+
+    Leaves with status 1 if something that is installed does not work, and 0 otherwise.
+    """
+    from kv_serve.doctor import diagnose
+
+    with err().status("trying what is installed"):
+        found = diagnose()
+    if as_json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    else:
+        _show(found)
+    if found.broken:
+        raise typer.Exit(BROKEN)
+
+
+def _show(found: "Diagnosis") -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = out()
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(found):
+        table.add_row(escape(name), escape(text))
+    console.print(table, highlight=False)
+    if not found.problems:
+        console.print("\n[green]Everything that is installed works.[/]")
+    for problem in found.problems:
+        word = "[bold red]Broken[/]" if problem.broken else "[yellow]Hint[/]"
+        console.print(f"\n{word}: {escape(problem.what)}", soft_wrap=True, highlight=False)
+        console.print(f"To do: {escape(problem.remedy)}", soft_wrap=True, highlight=False)
+
+
+def _rows(found: "Diagnosis") -> Iterator[tuple[str, str]]:
+    known = dict(found.versions)
+    yield from known.items()
+    for each in found.imports:
+        if each.error is not None:
+            yield f"import {each.name}", "fails"
+        elif each.distribution not in known:
+            yield each.name, each.version
+    there = {each.name for each in found.imports}
+    yield from ((name, "not installed") for name in ("triton", "vllm") if name not in there)
+    for device in found.devices:
+        yield f"device {device.name}", f"{device.about}; attention by {device.backend}"
+    for backend in found.backends:
+        reason = backend.missing or backend.failure
+        state = "works" if reason is None else f"does not work: {reason}"
+        yield f"backend {backend.name}", f"{state} ({backend.about})"
+    if found.native is not None:
+        native = found.native
+        why = f", forced by {native.forced}" if native.forced else ""
+        yield "native code", f"uses {native.chosen}{why}"
+        yield "  runs here", ", ".join(native.runnable)
+        yield "  was compiled", ", ".join(native.compiled)
+    if found.threads is not None:
+        threads = found.threads
+        omp = threads.omp_num_threads or "not set"
+        text = f"{threads.torch} on {threads.cores} cores (OMP_NUM_THREADS {omp})"
+        yield "threads", text
+    yield "converted models", found.models.folder
+    yield "default model", found.models.default_model

