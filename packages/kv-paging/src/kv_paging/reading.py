@@ -1,6 +1,7 @@
 """What stands in the slots of streams: reading it, and giving tokens new scores."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -129,10 +130,7 @@ class Readable(Streams):
 
     def _read(self, streams: Tensor, length: Tensor, longest: int, vectors: Vectors) -> Stored:
         page = self._table.block(streams, pages_for(longest, self.layout.tokens))
-
-        def take_all(segment: Segment) -> Tensor:
-            return take_pages(self.pool.data, segment, page)
-
+        take_all = partial(self._rows, page)
         held = self._present(length, longest, take_all)
         return read_tokens(self.layout, held, take_all, vectors)
 
@@ -158,10 +156,7 @@ class Readable(Streams):
             )
         # One slot at least, for argmin to point at where all streams are empty.
         page = self._table.block(streams, pages_for(max(longest, 1), self.layout.tokens))
-
-        def take_all(segment: Segment) -> Tensor:
-            return take_pages(self.pool.data, segment, page)
-
+        take_all = partial(self._rows, page)
         score = read_scores(take_all(segment))
         held = self._present(length, score.shape[1], take_all)
         if until is not None and positions is not None:
@@ -171,6 +166,9 @@ class Readable(Streams):
         # Where all that is held has the score inf, the first inf may be a place without a token.
         slot = slot.where(held.gather(1, slot[:, None])[:, 0], held.int().argmax(1))
         return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
+
+    def _rows(self, page: Tensor, segment: Segment) -> Tensor:
+        return take_pages(self.pool.data, segment, page)
 
     def _present(
         self, length: Tensor, slots: int, take_all: Callable[[Segment], Tensor]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -124,23 +125,31 @@ def read_tokens(
     """
     scores, positions = score_segment(layout), position_segment(layout)
     parts, keys = format_segments(layout), len(layout.format.key.parts)
-
-    def shown(slots: Tensor, padding: int) -> Tensor:
-        mask = held if slots.ndim == 2 else held[..., None]
-        return slots[:, : held.shape[1]].where(mask, padding)
-
-    def decoded(codec: Codec, segments: Sequence[Segment]) -> Tensor:
-        rows = torch.cat([take(segment) for segment in segments], dim=-1)
-        shape = (rows.shape[0], rows.shape[1] * codec.block, codec.dim)
-        slots = codec.decode(rows.flatten(0, 1)).reshape(shape)
-        if inside is not None:
-            slots = slots.gather(1, inside[:, None, None].expand(-1, 1, codec.dim))
-        return shown(slots, 0)
-
+    vector = partial(_decoded, held, take, inside)
     return Stored(
         held,
-        None if scores is None else shown(read_scores(take(scores)), 0),
-        None if positions is None else shown(read_positions(take(positions)), -1),
-        decoded(layout.format.key, parts[:keys]) if "keys" in vectors else None,
-        decoded(layout.format.value, parts[keys:]) if "values" in vectors else None,
+        None if scores is None else _shown(held, read_scores(take(scores)), 0),
+        None if positions is None else _shown(held, read_positions(take(positions)), -1),
+        vector(layout.format.key, parts[:keys]) if "keys" in vectors else None,
+        vector(layout.format.value, parts[keys:]) if "values" in vectors else None,
     )
+
+
+def _shown(held: Tensor, slots: Tensor, padding: int) -> Tensor:
+    mask = held if slots.ndim == 2 else held[..., None]
+    return slots[:, : held.shape[1]].where(mask, padding)
+
+
+def _decoded(
+    held: Tensor,
+    take: Callable[[Segment], Tensor],
+    inside: Tensor | None,
+    codec: Codec,
+    segments: Sequence[Segment],
+) -> Tensor:
+    rows = torch.cat([take(segment) for segment in segments], dim=-1)
+    shape = (rows.shape[0], rows.shape[1] * codec.block, codec.dim)
+    slots = codec.decode(rows.flatten(0, 1)).reshape(shape)
+    if inside is not None:
+        slots = slots.gather(1, inside[:, None, None].expand(-1, 1, codec.dim))
+    return _shown(held, slots, 0)

@@ -1,6 +1,6 @@
 """How a vector becomes bytes: the protocol of a codec, and its bit layout as data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, UInt8
@@ -108,10 +108,21 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenFormat:
-    """How one tier stores a token of one head: a codec for its key, one for its value."""
+    """How one tier stores a token of one head: a codec for its key, one for its value.
+
+    Attributes:
+        key: Codec of keys.
+        value: Codec of values.
+        block: Tokens encoded together.
+        parts: Bytes of every part of one block: the key's, then the value's.
+        nbytes: Bytes of one block, metadata included.
+    """
 
     key: Codec
     value: Codec
+    block: int = field(init=False, repr=False, compare=False)
+    parts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that both codecs advance by the same number of tokens."""
@@ -120,18 +131,7 @@ class TokenFormat:
                 f"the key codec takes {self.key.block} tokens at a time and the value codec "
                 f"{self.value.block}; a tier needs the same for both"
             )
-
-    @property
-    def block(self) -> int:
-        """Tokens encoded together."""
-        return self.key.block
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Bytes of every part of one block: the key's, then the value's."""
-        return (*self.key.parts, *self.value.parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one block, metadata included."""
-        return sum(self.parts)
+        # Asked for at every step of every layer, so worked out once.
+        object.__setattr__(self, "block", self.key.block)
+        object.__setattr__(self, "parts", (*self.key.parts, *self.value.parts))
+        object.__setattr__(self, "nbytes", sum(self.parts))

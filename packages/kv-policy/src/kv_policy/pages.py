@@ -1,6 +1,7 @@
 """What a pager hands to attention: equal pages of bytes, and what is where inside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from jaxtyping import Int, UInt8
 from torch import Tensor
@@ -16,6 +17,18 @@ class PageLayout:
     value metadata for an integer format), each `tokens / block` rows of that part's bytes; then,
     where the policy needs them, a float32 score and an int32 position per token. This is the
     unified page of LeanKV section 5.2. Bytes after the last segment are unused.
+
+    Attributes:
+        format: How a token is stored.
+        tokens: Tokens in a page.
+        nbytes: Bytes of a page.
+        scores: Whether each token has a score.
+        positions: Whether each token has its position.
+        rows: Blocks in a page.
+        segments: (offset, rows, bytes per row) of each part of the format, in order.
+        score_offset: Byte where the float32 scores start; meaningful where `scores` is set.
+        position_offset: Byte where the int32 positions start; meaningful where `positions` is set.
+        used: Bytes of the page that hold something.
     """
 
     format: TokenFormat
@@ -23,6 +36,11 @@ class PageLayout:
     nbytes: int
     scores: bool = False
     positions: bool = False
+    rows: int = field(init=False, repr=False, compare=False)
+    segments: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
+    score_offset: int = field(init=False, repr=False, compare=False)
+    position_offset: int = field(init=False, repr=False, compare=False)
+    used: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that the tokens fit the page and fill whole blocks."""
@@ -31,6 +49,7 @@ class PageLayout:
                 f"a page of {self.nbytes} bytes would hold {self.tokens} tokens; it must hold at "
                 f"least one block of {self.format.block} and only whole blocks"
             )
+        self._lay_out()
         if self.used > self.nbytes:
             raise ValueError(
                 f"{self.tokens} tokens take {self.used} bytes and the page has {self.nbytes}"
@@ -61,34 +80,17 @@ class PageLayout:
         """Bytes a token takes here, score and position included, page rounding excluded."""
         return self.format.nbytes / self.format.block + 4 * (self.scores + self.positions)
 
-    @property
-    def rows(self) -> int:
-        """Blocks in a page."""
-        return self.tokens // self.format.block
-
-    @property
-    def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """(offset, rows, bytes per row) of each part of the format, in order."""
-        found, offset = [], 0
-        for part in self.format.parts:
-            found.append((offset, self.rows, part))
-            offset += self.rows * part
-        return tuple(found)
-
-    @property
-    def score_offset(self) -> int:
-        """Byte where the float32 scores start; meaningful where `scores` is set."""
-        return self.rows * self.format.nbytes
-
-    @property
-    def position_offset(self) -> int:
-        """Byte where the int32 positions start; meaningful where `positions` is set."""
-        return self.score_offset + 4 * self.tokens * self.scores
-
-    @property
-    def used(self) -> int:
-        """Bytes of the page that hold something."""
-        return self.position_offset + 4 * self.tokens * self.positions
+    def _lay_out(self) -> None:
+        """Work out, once, what is asked for at every step of every layer."""
+        rows, parts = self.tokens // self.format.block, self.format.parts
+        offsets = [0, *accumulate(rows * part for part in parts)]
+        segments = ((offset, rows, part) for offset, part in zip(offsets, parts, strict=False))
+        positions = offsets[-1] + 4 * self.tokens * self.scores
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "segments", tuple(segments))
+        object.__setattr__(self, "score_offset", offsets[-1])
+        object.__setattr__(self, "position_offset", positions)
+        object.__setattr__(self, "used", positions + 4 * self.tokens * self.positions)
 
 
 @dataclass(frozen=True, slots=True)

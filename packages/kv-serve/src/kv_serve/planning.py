@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -69,16 +70,7 @@ def score_layer(
     """Lay the groups side by side, in a prompt by position, and let the selector score them."""
     order = _order(groups) if now.prompt else None
 
-    def joined(parts: list[Tensor]) -> Tensor:
-        whole = torch.cat(parts, -1)
-        return whole if order is None else whole.gather(-1, order)
-
-    def vectors(parts: list[Tensor | None]) -> Tensor | None:
-        whole = torch.cat([p.float() for p in parts if p is not None], -2)
-        if order is None:
-            return whole
-        return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
-
+    joined, vectors = partial(_joined, order), partial(_vectors, order)
     observed = all(g.mass is not None for g in groups)
     view = LayerView(
         layer=layer,
@@ -98,6 +90,18 @@ def score_layer(
     score = selector.score(view).float()
     gauge = selector.gauge(view) if now.prompt else None
     return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score, gauge)
+
+
+def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
+    whole = torch.cat(parts, -1)
+    return whole if order is None else whole.gather(-1, order)
+
+
+def _vectors(order: Tensor | None, parts: list[Tensor | None]) -> Tensor:
+    whole = torch.cat([p.float() for p in parts if p is not None], -2)
+    if order is None:
+        return whole
+    return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
 
 
 def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:

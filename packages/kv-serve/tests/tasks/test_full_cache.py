@@ -30,7 +30,7 @@ def test_smollm2_finds_every_needle_at_2000_tokens() -> None:
     from kv_serve.models import load_model
 
     loaded = load_model(dtype="bfloat16", device="cpu")
-    samples = needle(loaded.tokenizer, default_text(), length=2000, samples=10, setting="agnostic")
+    samples = needle(loaded.tokenizer, default_text(), length=2000, samples=5, setting="agnostic")
     assert all(1990 < sample.length <= 2000 for sample in samples)
     answers = {sample.answer: answer(loaded, sample) for sample in samples}
     assert {number: text for number, text in answers.items() if not found(text, number)} == {}
