@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "name.h"
 #include "ops.h"
 
 namespace kv {
@@ -142,10 +143,10 @@ void parallel(int64_t count, Body body, void* context) {
 std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensors,
                            std::vector<int64_t> parts, std::vector<int64_t> watches,
                            std::vector<double> above, int64_t value_dim, double scale,
-                           std::string isa) {
+                           Name isa) {
   Job job;
-  job.kernels = kernels(isa.c_str());
-  STD_TORCH_CHECK(job.kernels, "no kernels for ", isa, " here; there are ", names(false));
+  job.kernels = kernels(isa.text.c_str());
+  STD_TORCH_CHECK(job.kernels, "no kernels for ", isa.text, " here; there are ", names(false));
   STD_TORCH_CHECK(q.dim() == 5 && q.size(3) == 1, "queries must be [B, H, G, 1, D]");
   job.sequences = q.size(0), job.heads = q.size(1), job.group = q.size(2), job.key_dim = q.size(4);
   job.value_dim = value_dim;

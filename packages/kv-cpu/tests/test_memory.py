@@ -1,0 +1,76 @@
+"""What a decode step takes of memory it gives back, to the byte that the allocator counts."""
+
+import ctypes
+import gc
+from collections.abc import Callable
+
+import pytest
+
+from attention_cases import Case
+from kv_policy import Observe
+
+TIMES = 500
+LEAK = 16  # bytes a call: the least that an allocator hands out
+ALLOWED = TIMES * LEAK // 2
+
+
+class Mallinfo2(ctypes.Structure):
+    """What glibc says of its heap."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def libc() -> ctypes.CDLL:
+    """The C library, if it counts what it has handed out."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("this C library has no mallinfo2")
+    libc.mallinfo2.restype = Mallinfo2
+    libc.malloc.restype = ctypes.c_void_p
+    if taken(libc) == 0:
+        pytest.skip("another allocator stands in for the C library's, such as a sanitizer's")
+    return libc
+
+
+def taken(libc: ctypes.CDLL) -> int:
+    """Bytes in use, those mapped one by one included."""
+    gc.collect()
+    found = libc.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def growth(libc: ctypes.CDLL, call: Callable[[], object]) -> int:
+    for _ in range(50):  # what is made once
+        call()
+    before = taken(libc)
+    for _ in range(TIMES):
+        call()
+    return taken(libc) - before
+
+
+def test_steps_leak_nothing(near: float, case: Callable[..., Case], libc: ctypes.CDLL) -> None:
+    c = case(5, L=1, D=32, Dv=32, stored=40, page=16, window=4, tiers=[("8", "4"), ("4", "2")])
+    watch, more = Observe(last=1, group="max"), [Observe(last=1, also=frozenset({"squares"}))]
+    assert growth(libc, lambda: c.attend(watch, "cpu", more)) < ALLOWED
+
+
+def test_calls_that_fail_leak_nothing(case: Callable[..., Case], libc: ctypes.CDLL) -> None:
+    c = case(6, L=1, stored=40)
+    c.pages[0].length[0, 0] = -1
+
+    def failing() -> None:
+        with pytest.raises(RuntimeError, match="a stream has -1 tokens"):
+            c.attend(backend="cpu")
+
+    assert growth(libc, failing) < ALLOWED
+
+
+def test_a_leak_would_be_seen(libc: ctypes.CDLL) -> None:
+    assert growth(libc, lambda: libc.malloc(LEAK)) > ALLOWED
