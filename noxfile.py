@@ -30,6 +30,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
 EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")))
+NATIVE = "kv-cpu"  # the package that is compiled
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONGEST = 300  # lines of a source file
 MOST_WORKERS = 4  # processes that share the tests of a session
@@ -133,6 +134,33 @@ def bench_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def sanitize(session: nox.Session) -> None:
+    """Runs the tests of native code built to notice what C++ leaves undefined.
+
+    That is reads and writes out of bounds or of freed memory, and undefined behaviour; the first
+    one ends the run.
+    """
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        session.skip("there is no gcc, whose sanitizers these are")
+    find = (f"-print-file-name={name}" for name in ("libasan.so", "libubsan.so"))
+    found = [session.run(gcc, each, silent=True, external=True, log=False) for each in find]
+    runtimes = [str(path).strip() for path in found]
+    if not all(Path(path).is_absolute() for path in runtimes):
+        session.skip("gcc has no libasan or libubsan here; install them")
+    watched = ("cmake.define.KV_SANITIZE=ON", "cmake.build-type=RelWithDebInfo")
+    build = (*flags("--config-setting", watched), "--reinstall-package", NATIVE)
+    with_compiler = {"CC": gcc, "CXX": gcc.replace("gcc", "g++")}
+    install(session, f"packages/{NATIVE}", *build, groups=("test",), own=NATIVE, env=with_compiler)
+    options = {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all; see test_memory
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, workers=1, env=options)
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
@@ -140,7 +168,11 @@ def vllm(session: nox.Session) -> None:
 
 
 def install(
-    session: nox.Session, *arguments: str, groups: Iterable[str] = (), own: str | None = None
+    session: nox.Session,
+    *arguments: str,
+    groups: Iterable[str] = (),
+    own: str | None = None,
+    env: Mapping[str, str] = {},
 ) -> None:
     """Makes the environment hold exactly these packages and dependency groups.
 
@@ -153,7 +185,7 @@ def install(
     if constraints:
         arguments += ("--constraint", constraints[1])
     everything = ("--exact", *arguments, *constraints, *flags("--group", files))
-    session.install(*everything, env=variables)
+    session.install(*everything, env={**variables, **env})
 
 
 def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:

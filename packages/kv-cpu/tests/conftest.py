@@ -7,11 +7,18 @@ from unittest.mock import patch
 import pytest
 
 from attention_cases import Case, random_case
-from kv_cpu import runnable
+from kv_cpu import compiled, runnable
 from kv_cpu.library import FORCE
 
 # Where weights and queries are rounded to integers; others compute in float32.
 ROUNDED = {"vnni": 1e-3}
+
+
+def pytest_report_header() -> str:
+    """Say which kernels are tested: some machines cannot run all of them."""
+    rest = [name for name in compiled() if name not in runnable()]
+    untested = f"; this machine cannot run {', '.join(rest)}" if rest else ""
+    return f"kv-cpu: each test of kernels runs under {', '.join(runnable())}{untested}"
 
 
 @pytest.fixture(scope="session")
