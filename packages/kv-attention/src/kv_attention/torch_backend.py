@@ -1,8 +1,10 @@
 """Attention in plain torch, in blocks: no decompressed copy of a layer is ever held."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +18,20 @@ from kv_attention.partial import Partial
 from kv_attention.parts import DensePart, PagedPart, Part
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
+
+
+class Forward(NamedTuple):
+    """A pass over all parts, before anything is observed of it.
+
+    `scaled` are the queries in the dtype of the sums, with the scale of the logits multiplied in;
+    `lse` is the log-sum-exp of each query's logits over all parts.
+    """
+
+    scaled: Float[Tensor, "B H G L D"]
+    position: Int[Tensor, "B L"]
+    parts: Sequence[Part]
+    out: Float[Tensor, "B H G L Dv"]
+    lse: Float[Tensor, "B H G L"]
 
 
 def attend(
@@ -34,6 +50,21 @@ def attend(
     Logits and sums are in float32, or in float64 if the queries are. A temporary holds about
     `parts.ROOM` numbers; the fresh chunk goes through torch's own fused kernel where that fits.
     """
+    done = forward(q, position, pages, dense, value_dim, scale, page_positions)
+    first, *more = (look_back(done, what) for what in (observe, *others))
+    return replace(first, others=tuple(more))
+
+
+def forward(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    value_dim: int,
+    scale: float,
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
+) -> Forward:
+    """Attend part by part and add up; the output is in the dtype of the queries."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scaled = q.to(dtype) * scale
     parts: list[Part] = [
@@ -46,24 +77,23 @@ def attend(
     # A decode step never asks the device: there, nothing is cheaper than a look.
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
-    out = total.out.to(q.dtype)
+    return Forward(scaled, position, parts, total.out.to(q.dtype), total.lse)
 
-    def observed(what: Observe, *more: Attended) -> Attended:
-        if what.last == 0:
-            return Attended(out, others=more)
-        rows, places, lse = last_queries(scaled, position, total.lse, what.last)
-        if what.gumbel is not None:
-            lse = perturbed_lse(rows, places, parts, what.gumbel)
-        found = [observe_part(rows, places, lse, part, what) for part in parts]
-        return Attended(
-            out,
-            tuple(sums.mass for sums in found),
-            tuple(sums.seen for sums in found),
-            tuple(sums.also for sums in found),
-            more,
-        )
 
-    return observed(observe, *(observed(what) for what in others))
+def look_back(done: Forward, what: Observe) -> Attended:
+    """Give the output, and what is to be observed of each part."""
+    if what.last == 0:
+        return Attended(done.out)
+    rows, places, lse = last_queries(done.scaled, done.position, done.lse, what.last)
+    if what.gumbel is not None:
+        lse = perturbed_lse(rows, places, done.parts, what.gumbel)
+    found = [observe_part(rows, places, lse, part, what) for part in done.parts]
+    return Attended(
+        done.out,
+        tuple(sums.mass for sums in found),
+        tuple(sums.seen for sums in found),
+        tuple(sums.also for sums in found),
+    )
 
 
 def _partial(
