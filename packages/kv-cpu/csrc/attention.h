@@ -43,8 +43,8 @@ struct Queries {
 
 // What is summed of a probability p.
 enum class Term : int { kPlain, kSquare, kEntropy, kAbove };
-// How the query heads of a KV head are brought together.
-enum class Group : int { kSum, kMean, kMax };
+// How the query heads of a KV head are brought together; the last after queries are summed.
+enum class Group : int { kSum, kMean, kMax, kMaxOfSums };
 
 // The kernels of one instruction set. Matrices of logits and weights are group x kBlock.
 struct Kernels {

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "arguments.h"
 #include "name.h"
-#include "ops.h"
 
 namespace kv {
 namespace {
@@ -16,13 +16,6 @@ using torch::stable::Tensor;
 
 constexpr int kTensors = 4;  // of a part: data, table, length, place; or key, value, place, place
 constexpr int kNumbers = 18;
-
-Number number_of(ScalarType type) {
-  if (type == ScalarType::Float) return Number::kFloat32;
-  if (type == ScalarType::Half) return Number::kFloat16;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "numbers must be float32, float16 or bfloat16");
-  return Number::kBFloat16;
-}
 
 Integers integers_of(const Tensor& x) {
   const ScalarType type = x.scalar_type();
@@ -117,7 +110,15 @@ Part read_part(const Job& job, const Tensor* tensors, const int64_t* numbers) {
   return part;
 }
 
-// numbers: of each watch group, skip, count of terms, terms; above: one of each
+}  // namespace
+
+Number number_of(ScalarType type) {
+  if (type == ScalarType::Float) return Number::kFloat32;
+  if (type == ScalarType::Half) return Number::kFloat16;
+  STD_TORCH_CHECK(type == ScalarType::BFloat16, "numbers must be float32, float16 or bfloat16");
+  return Number::kBFloat16;
+}
+
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above) {
   size_t at = 0;
   for (double share : above) {
@@ -132,11 +133,42 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
   }
 }
 
+void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
+                const std::vector<int64_t>& numbers, std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(numbers.size() % kNumbers == 0 &&
+                      tensors.size() == numbers.size() / kNumbers * kTensors,
+                  "a part takes ", kNumbers, " numbers and ", kTensors, " tensors");
+  for (size_t i = 0; i < numbers.size() / kNumbers; ++i) {
+    job.parts.push_back(read_part(job, &tensors[i * kTensors], &numbers[i * kNumbers]));
+    const Part& part = job.parts.back();
+    STD_TORCH_CHECK(part.key.dim == job.key_dim && part.value.dim == job.value_dim,
+                    "a part has vectors of other dimensions");
+    if (job.watches.empty()) continue;
+    for (const Watch& watch : job.watches)
+      STD_TORCH_CHECK(part.place || watch.skip <= 1, "a part lacks positions to skip by");
+    const auto count = int64_t(job.watches.size());
+    results.push_back(torch::stable::new_zeros(
+        q, {job.terms, job.sequences, job.heads, part.width}, ScalarType::Float));
+    job.sums.push_back(static_cast<float*>(results.back().mutable_data_ptr()));
+    results.push_back(torch::stable::new_zeros(
+        q, {count, job.sequences, job.heads, part.width}, ScalarType::Int));
+    job.seen.push_back(static_cast<int32_t*>(results.back().mutable_data_ptr()));
+  }
+}
+
+void check(const Job& job, const Fault& fault) {
+  STD_TORCH_CHECK(fault.part < 0, "pages[", fault.part.load(), "] has page ", fault.page.load(),
+                  " in its table; its pool has ", job.parts[std::max(0, fault.part.load())].pages,
+                  " pages");
+}
+
 void parallel(int64_t count, Body body, void* context) {
   torch::stable::parallel_for(0, count, 1, [=](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) body(i, context);
   });
 }
+
+namespace {
 
 // The output [B, H, G, Dv] and the log-sum-exp [B, H, G] in float32, then of each part the sums
 // [terms, B, H, width] and counts [watches, B, H, width] where anything is watched.
@@ -162,36 +194,18 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
                   "positions must be a contiguous int64 for each sequence");
   job.position = static_cast<const int64_t*>(position.const_data_ptr());
   read_watches(job, watches, above);
-  STD_TORCH_CHECK(parts.size() % kNumbers == 0 &&
-                      tensors.size() == parts.size() / kNumbers * kTensors,
-                  "a part takes ", kNumbers, " numbers and ", kTensors, " tensors");
+  for (Watch& watch : job.watches)  // of one query the largest sum is the sum of the largest
+    if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
   std::vector<Tensor> results{
       torch::stable::new_empty(q, {job.sequences, job.heads, job.group, value_dim},
                                ScalarType::Float),
       torch::stable::new_empty(q, {job.sequences, job.heads, job.group}, ScalarType::Float)};
-  for (size_t i = 0; i < parts.size() / kNumbers; ++i) {
-    job.parts.push_back(read_part(job, &tensors[i * kTensors], &parts[i * kNumbers]));
-    const Part& part = job.parts.back();
-    STD_TORCH_CHECK(part.key.dim == job.key_dim && part.value.dim == value_dim,
-                    "a part has vectors of other dimensions");
-    if (above.empty()) continue;
-    for (const Watch& watch : job.watches)
-      STD_TORCH_CHECK(part.place || watch.skip <= 1, "a part lacks positions to skip by");
-    const auto count = int64_t(above.size());
-    results.push_back(torch::stable::new_zeros(
-        q, {job.terms, job.sequences, job.heads, part.width}, ScalarType::Float));
-    job.sums.push_back(static_cast<float*>(results.back().mutable_data_ptr()));
-    results.push_back(torch::stable::new_zeros(
-        q, {count, job.sequences, job.heads, part.width}, ScalarType::Int));
-    job.seen.push_back(static_cast<int32_t*>(results.back().mutable_data_ptr()));
-  }
+  read_parts(job, q, tensors, parts, results);
   job.out = static_cast<float*>(results[0].mutable_data_ptr());
   job.lse = static_cast<float*>(results[1].mutable_data_ptr());
   Fault fault;
   run(job, int(torch::stable::get_num_threads()), parallel, fault);
-  STD_TORCH_CHECK(fault.part < 0, "pages[", fault.part.load(), "] has page ", fault.page.load(),
-                  " in its table; its pool has ", job.parts[std::max(0, fault.part.load())].pages,
-                  " pages");
+  check(job, fault);
   return results;
 }
 

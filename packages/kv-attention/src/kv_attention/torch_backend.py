@@ -1,8 +1,8 @@
 """Attention in plain torch, in blocks: no decompressed copy of a layer is ever held."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import NamedTuple
 
@@ -23,12 +23,12 @@ from kv_policy import Observe, PagedTokens
 class Forward(NamedTuple):
     """A pass over all parts, before anything is observed of it.
 
-    `scaled` are the queries in the dtype of the sums, with the scale of the logits multiplied in;
-    `lse` is the log-sum-exp of each query's logits over all parts.
+    `lse` is the log-sum-exp of each query's logits over all parts, in the dtype of the sums.
     """
 
-    scaled: Float[Tensor, "B H G L D"]
+    q: Float[Tensor, "B H G L D"]
     position: Int[Tensor, "B L"]
+    scale: float
     parts: Sequence[Part]
     out: Float[Tensor, "B H G L Dv"]
     lse: Float[Tensor, "B H G L"]
@@ -66,25 +66,30 @@ def forward(
 ) -> Forward:
     """Attend part by part and add up; the output is in the dtype of the queries."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scaled = q.to(dtype) * scale
     parts: list[Part] = [
         *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
         *(DensePart.of(tokens, dtype) for tokens in dense),
     ]
+
+    @cache
+    def scaled() -> Tensor:  # where it is asked for: a prompt alone needs no copy of its queries
+        return q.to(dtype) * scale
+
     partials = [_partial(q, scaled, position, part, value_dim, scale) for part in parts]
     total = reduce(add, partials) if partials else Partial.empty(q, value_dim)
     real = position >= 0
     # A decode step never asks the device: there, nothing is cheaper than a look.
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
-    return Forward(scaled, position, parts, total.out.to(q.dtype), total.lse)
+    return Forward(q, position, scale, parts, total.out.to(q.dtype), total.lse)
 
 
 def look_back(done: Forward, what: Observe) -> Attended:
     """Give the output, and what is to be observed of each part."""
     if what.last == 0:
         return Attended(done.out)
-    rows, places, lse = last_queries(done.scaled, done.position, done.lse, what.last)
+    rows, places, lse = last_queries(done.q, done.position, done.lse, what.last)
+    rows = rows.to(lse.dtype) * done.scale
     if what.gumbel is not None:
         lse = perturbed_lse(rows, places, done.parts, what.gumbel)
     found = [observe_part(rows, places, lse, part, what) for part in done.parts]
@@ -98,7 +103,7 @@ def look_back(done: Forward, what: Observe) -> Attended:
 
 def _partial(
     q: Float[Tensor, "B H G L D"],
-    scaled: Float[Tensor, "B H G L D"],
+    scaled: Callable[[], Float[Tensor, "B H G L D"]],
     position: Int[Tensor, "B L"],
     part: Part,
     value_dim: int,
@@ -107,5 +112,5 @@ def _partial(
     if isinstance(part, DensePart) and is_causal(q, position, part):
         return causal(q, part, scale)
     if isinstance(part, PagedPart) and is_worth_it(q, value_dim):
-        return stored(scaled, position, part)
-    return blockwise(scaled, position, part, value_dim)
+        return stored(scaled(), position, part)
+    return blockwise(scaled(), position, part, value_dim)

@@ -1,22 +1,18 @@
-"""The backend `cpu` of kv-attention: decode steps in native code, everything else in torch."""
+"""The backend `cpu` of kv-attention: native code where it is faster, torch everywhere else."""
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
-from kv_attention.checks import longest_of
 from kv_attention.torch_backend import attend as attend_in_torch
+from kv_cpu import scores
+from kv_cpu.arguments import handed_out, parts, refused, watches
 from kv_cpu.library import chosen
-from kv_policy import BitLayout, Codec, Observe, PagedTokens, RawCodec
-
-MOST_DIM: Final = 1024  # of a vector
-NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
-TERMS: Final = {"squares": 1, "entropy": 2}
-GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 2}  # the same for one query
+from kv_policy import Observe, PagedTokens
 
 
 def attend(
@@ -52,31 +48,28 @@ def attend(
         OSError: the library cannot be loaded.
         ValueError: the environment names an instruction set that does not run here.
     """
+    if q.shape[3] > 1:
+        return scores.attend(
+            q, position, pages, dense, value_dim, scale, observe, page_positions, others, isa
+        )
     if declined(q, pages, dense, value_dim, (observe, *others)) is not None:
         return attend_in_torch(
             q, position, pages, dense, value_dim, scale, observe, page_positions, others
         )
-    watched = [what for what in (observe, *others) if what.last != 0]
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    for part, place in zip(pages, page_positions, strict=True):
-        tensors += _paged_tensors(part, place)
-        numbers += _paged_numbers(part, place, longest_of(part) if watched else 0)
-    for tokens in dense:
-        tensors += _dense_tensors(tokens)
-        numbers += _dense_numbers(tokens)
+    everything = (observe, *others)
+    watched = any(what.last != 0 for what in everything)
     found = torch.ops.kv_cpu.decode(
         q,
         position.long().contiguous(),
-        tensors,
-        numbers,
-        [x for what in watched for x in _watch(what)],
-        [what.above or 0.0 for what in watched],
+        *parts(pages, page_positions, dense, watched=watched),
+        *watches(everything),
         value_dim,
         scale,
         isa or chosen(),
     )
-    return _attended(found, q.dtype, observe, others)
+    out = found[0][:, :, :, None].to(q.dtype)
+    first, *more = handed_out(out, found[2:], everything)
+    return replace(first, others=tuple(more))
 
 
 def declined(
@@ -86,109 +79,12 @@ def declined(
     value_dim: int,
     watched: Sequence[Observe],
 ) -> str | None:
-    """Say why a pass goes to torch instead of native code; None if it does not."""
+    """Say why a pass goes to torch instead of native code; None if it does not.
+
+    A pass of several queries always does; `scores.declined` says the same of looking back at it.
+    """
     if q.shape[3] != 1:
         return f"{q.shape[3]} queries of a sequence; native code takes one, a decode step"
-    if q.device.type != "cpu":
-        return f"tensors on {q.device.type}"
-    if q.dtype not in NUMBERS:
-        return f"queries in {q.dtype}; native code computes in float32"
-    if torch.is_grad_enabled() and q.requires_grad:
-        return "gradients are asked for"
-    if max(q.shape[4], value_dim) > MOST_DIM:
-        return f"vectors of more than {MOST_DIM} dimensions"
     if any(what.gumbel is not None for what in watched if what.last != 0):
         return "attention under Gumbel noise is observed"
-    for part in pages:
-        for codec in (part.layout.format.key, part.layout.format.value):
-            if not _is_read(codec):
-                return f"{codec!r} is read by its own decode"
-    for tokens in dense:
-        if not all(
-            x.dtype in NUMBERS and (x.stride(-1) == 1 or x.shape[-1] == 1)
-            for x in (tokens.key, tokens.value)
-        ):
-            return "plain tokens in float64, or with numbers that are not consecutive"
-    return None
-
-
-def _is_read(codec: Codec) -> bool:
-    layout = codec.layout
-    if layout is not None:
-        return layout.tokens == 1 and codec.block == 1 and codec.parts == layout.parts
-    return isinstance(codec, RawCodec) and codec.dtype in NUMBERS
-
-
-def _paged_tensors(part: PagedTokens, place: Int[Tensor, "B H _"] | None) -> list[Tensor]:
-    table, length = _integers(part.table), _integers(part.length)
-    data = part.data if part.data.stride(1) == 1 else part.data.contiguous()
-    return [data, table, length, length if place is None else place.long()]
-
-
-def _integers(x: Tensor) -> Tensor:
-    return (x if x.dtype in (torch.int32, torch.int64) else x.long()).contiguous()
-
-
-def _paged_numbers(part: PagedTokens, place: Tensor | None, width: int) -> list[int]:
-    layout = part.layout
-    key, value = layout.format.key, layout.format.value
-    starts = [offset for offset, _, _ in layout.segments]
-    split = len(key.parts)
-    offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
-    holes = layout.position_offset if part.holes else -1
-    formats = (*_format(key), *_format(value))
-    given = int(place is not None)
-    return [1, width, *formats, given, layout.tokens, *offsets, holes, int(part.reverse)]
-
-
-def _format(codec: Codec) -> tuple[int, int, int, int]:
-    layout = codec.layout
-    if isinstance(layout, BitLayout):
-        return 0, layout.dim, layout.bits, layout.group
-    if not isinstance(codec, RawCodec):
-        raise TypeError(f"{codec!r} has no layout")
-    return NUMBERS[codec.dtype], codec.dim, 0, 1
-
-
-def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:
-    place = tokens.position.long()
-    return [tokens.key, tokens.value, place, place]
-
-
-def _dense_numbers(tokens: DenseTokens) -> list[int]:
-    formats = [
-        number
-        for x in (tokens.key, tokens.value)
-        for number in (NUMBERS[x.dtype], x.shape[-1], 0, 1)
-    ]
-    return [0, tokens.key.shape[2], *formats, 1, *[0] * 7]
-
-
-def _watch(what: Observe) -> list[int]:
-    first = 3 if what.above is not None else int(what.power == 2)
-    terms = [first, *(TERMS[name] for name in sorted(what.also))]
-    return [GROUPS[what.group], what.skip, len(terms), *terms]
-
-
-def _attended(
-    found: Sequence[Tensor], dtype: torch.dtype, observe: Observe, others: Sequence[Observe]
-) -> Attended:
-    """Hand what was found to the observations that asked for it."""
-    out = found[0][:, :, :, None].to(dtype)
-    sums, seen = found[2::2], found[3::2]
-    term = row = 0
-    results: list[Attended] = []
-    for what in (observe, *others):
-        if what.last == 0:
-            results.append(Attended(out))
-            continue
-        names = sorted(what.also)
-        also: tuple[dict[str, Tensor], ...] = tuple(
-            {name: part[term + 1 + i] for i, name in enumerate(names)} for part in sums
-        )
-        mass = tuple(part[term] for part in sums)
-        results.append(Attended(out, mass, tuple(part[row] for part in seen), also))
-        term += 1 + len(names)
-        row += 1
-    first = results[0]
-    return Attended(out, first.mass, first.seen, first.also, tuple(results[1:]))
+    return refused(q, pages, dense, value_dim)

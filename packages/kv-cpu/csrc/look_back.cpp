@@ -1,0 +1,244 @@
+// Goes over the tokens of each stream in blocks, and over the queries that count for any of them.
+#include "look_back.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace kv {
+namespace {
+
+constexpr int kPanels = kBlock / kPanel;
+constexpr int kNever = std::numeric_limits<int>::max();
+
+struct alignas(64) Line {  // rows and panels start where a register's worth may be read
+  float numbers[16];
+};
+
+// The last real queries of a sequence, by position.
+struct Sequence {
+  std::vector<int64_t> place, position;
+  std::vector<float> even;
+
+  // The first query that is at or after a position.
+  int from(int64_t at) const {
+    return int(std::lower_bound(position.begin(), position.end(), at) - position.begin());
+  }
+};
+
+struct Scratch {
+  std::vector<Line> queries, panels, logits, p;
+  std::vector<float> lse, sums;  // sums: terms x group x kBlock
+  std::vector<int> start;        // of each watch and token the first query that counts
+  std::vector<int> least;        // of each watch and panel the same
+};
+
+// Visible tokens that are looked at together.
+struct Block {
+  Run runs[kBlock];
+  int count = 0, tokens = 0;
+  bool narrow = false;
+};
+
+class Looker {
+ public:
+  Looker(Pass& pass, int workers, Fault& fault)
+      : pass_(pass), job_(pass.job), fault_(fault), group_(int(job_.group)),
+        queries_(std::max(1, kMostRows / group_)) {
+    for (int64_t b = 0; b < job_.sequences; ++b) sequences_.push_back(sequence(b));
+    for (const Sequence& found : sequences_)
+      latest_.push_back(found.position.empty() ? -1 : found.position.back());
+    pass.job.position = latest_.data();
+    for (int64_t stream = 0; stream < job_.streams(); ++stream)
+      blocks_ = std::max(blocks_, (tokens(stream) + kBlock - 1) / kBlock);
+    const int dim = int(job_.key_dim), rows = (queries_ * group_ + kTile - 1) / kTile * kTile;
+    scratch_.resize(workers);
+    for (Scratch& scratch : scratch_) {
+      scratch.queries.resize(rows * row_bytes(dim, false) / sizeof(Line));
+      scratch.panels.resize(kPanels * panel_bytes(dim, false) / sizeof(Line));
+      scratch.logits.resize(rows * kPanel * sizeof(float) / sizeof(Line));
+      scratch.p.resize(scratch.logits.size());
+      scratch.lse.resize(rows);
+      scratch.sums.resize(job_.terms * group_ * kBlock);
+      scratch.start.resize(job_.watches.size() * kBlock);
+      scratch.least.resize(job_.watches.size() * kPanels);
+    }
+  }
+
+  void run(Parallel parallel) {
+    parallel(int64_t(scratch_.size()),
+             [](int64_t i, void* me) { static_cast<Looker*>(me)->work(int(i)); }, this);
+  }
+
+ private:
+  Sequence sequence(int64_t b) const {
+    const int64_t* position = pass_.position + b * pass_.length;
+    Sequence found;
+    for (int64_t i = 0; i < pass_.length; ++i)
+      if (position[i] >= 0) found.place.push_back(i);
+    const int64_t most = *std::max_element(pass_.last.begin(), pass_.last.end());
+    if (int64_t(found.place.size()) > most)
+      found.place.erase(found.place.begin(), found.place.end() - most);
+    std::stable_sort(found.place.begin(), found.place.end(),
+                     [position](int64_t a, int64_t b) { return position[a] < position[b]; });
+    for (int64_t i : found.place) {
+      found.position.push_back(position[i]);
+      found.even.push_back(1 / float(position[i] + 1));
+    }
+    return found;
+  }
+
+  int64_t tokens(int64_t stream) const {
+    int64_t sum = 0;
+    for (const Part& part : job_.parts) sum += part.count(stream);
+    return sum;
+  }
+
+  void work(int worker) {
+    // The first tokens have the most queries, so blocks of all streams go by in this order.
+    const int64_t streams = job_.streams();
+    for (int64_t i; (i = next_++) < blocks_ * streams && fault_.part < 0;) {
+      const int64_t stream = i % streams, first = i / streams * kBlock;
+      const int64_t last = std::min(first + kBlock, tokens(stream));
+      if (first >= last || sequences_[stream / job_.heads].place.empty()) continue;
+      Block block;
+      Cursor cursor(job_, stream, first, last, fault_);
+      block.tokens = cursor.next(block.runs, block.count);
+      if (block.tokens) look(stream, block, scratch_[worker]);
+    }
+  }
+
+  void look(int64_t stream, Block& block, Scratch& scratch) const {
+    const Sequence& sequence = sequences_[stream / job_.heads];
+    block.narrow = pass_.kernels->narrow && job_.query_number == Number::kBFloat16;
+    for (int i = 0; i < block.count; ++i)
+      block.narrow &= job_.parts[block.runs[i].part].key.number == Number::kBFloat16;
+    fill_panels(block, scratch);
+    find_starts(stream, block, sequence, scratch);
+    std::fill(scratch.sums.begin(), scratch.sums.end(), 0.0f);
+    const int count = int(sequence.place.size());
+    int first = *std::min_element(scratch.least.begin(), scratch.least.end());
+    for (; first < count; first += queries_) {
+      const int queries = std::min(queries_, count - first);
+      const HeldRows rows{queries, group_, first, scratch.lse.data(), &sequence.even[first]};
+      fill_queries(stream, sequence, rows, block.narrow, scratch);
+      for (int panel = 0; panel < kPanels; ++panel)
+        look(block, rows, panel, scratch);
+    }
+    hand_over(stream, block, count, scratch);
+  }
+
+  void fill_panels(const Block& block, Scratch& scratch) const {
+    std::fill(scratch.panels.begin(), scratch.panels.end(), Line{});
+    for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count)
+      pass_.kernels->put_keys(job_.parts[block.runs[i].part].key, block.runs[i].key,
+                              block.runs[i].count, at, block.narrow, scratch.panels.data());
+  }
+
+  // A query counts for a token if it is among the last ones and comes late enough after it.
+  void find_starts(int64_t stream, const Block& block, const Sequence& sequence,
+                   Scratch& scratch) const {
+    const int count = int(sequence.place.size());
+    std::fill(scratch.start.begin(), scratch.start.end(), kNever);
+    for (size_t w = 0; w < job_.watches.size(); ++w) {
+      const int64_t skip = job_.watches[w].skip;
+      int* start = &scratch.start[w * kBlock];
+      for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count) {
+        const Run& run = block.runs[i];
+        const Part& part = job_.parts[run.part];
+        std::fill_n(start + at, run.count, int(std::max<int64_t>(0, count - pass_.last[w])));
+        if (part.paged && skip <= 1) continue;  // stored tokens come before every query
+        const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
+                               stream % job_.heads * part.place_step[1];
+        for (int t = 0; t < run.count; ++t)
+          start[at + t] = std::max(
+              start[at + t], sequence.from(place[(run.slot + t) * part.place_step[2]] + skip));
+      }
+      for (int panel = 0; panel < kPanels; ++panel)
+        scratch.least[w * kPanels + panel] =
+            *std::min_element(start + panel * kPanel, start + (panel + 1) * kPanel);
+    }
+  }
+
+  void fill_queries(int64_t stream, const Sequence& sequence, const HeldRows& rows, bool narrow,
+                    Scratch& scratch) const {
+    const int64_t* step = pass_.query_step;
+    const int dim = int(job_.key_dim);
+    const uint8_t* from =
+        job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
+    auto* to = reinterpret_cast<uint8_t*>(scratch.queries.data());
+    float* lse = scratch.lse.data();
+    for (int i = 0; i < rows.queries; ++i) {
+      const int64_t place = sequence.place[rows.first + i];
+      for (int g = 0; g < group_; ++g, to += row_bytes(dim, narrow)) {
+        pass_.kernels->put_query(job_.query_number, from + g * step[2] + place * step[3], step[4],
+                                 dim, narrow, to);
+        *lse++ = pass_.lse[(stream * group_ + g) * pass_.length + place];
+      }
+    }
+  }
+
+  void look(const Block& block, const HeldRows& rows, int panel, Scratch& scratch) const {
+    const int dim = int(job_.key_dim), count = rows.queries * group_, end = rows.first + rows.queries;
+    float *logits = scratch.logits[0].numbers, *p = scratch.p[0].numbers;
+    bool multiplied = false;
+    for (size_t w = 0; w < job_.watches.size(); ++w) {
+      if (scratch.least[w * kPanels + panel] >= end) continue;  // nobody counts for anything
+      if (!multiplied) {
+        const auto* keys = reinterpret_cast<const uint8_t*>(scratch.panels.data());
+        pass_.kernels->products(scratch.queries.data(), (count + kTile - 1) / kTile * kTile, dim,
+                                block.narrow, keys + panel * panel_bytes(dim, block.narrow),
+                                logits);
+        pass_.kernels->soften(logits, count, job_.scale, rows.lse, p);
+        multiplied = true;
+      }
+      const Watch& watch = job_.watches[w];
+      for (size_t t = 0; t < watch.terms.size(); ++t)
+        pass_.kernels->observe(p, logits, rows, &scratch.start[w * kBlock + panel * kPanel],
+                               watch.terms[t], watch.group, watch.above,
+                               &scratch.sums[(watch.first + t) * group_ * kBlock + panel * kPanel]);
+    }
+  }
+
+  void hand_over(int64_t stream, const Block& block, int count, const Scratch& scratch) const {
+    for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count) {
+      const Run& run = block.runs[i];
+      const int64_t width = job_.parts[run.part].width, plane = job_.streams() * width;
+      const int64_t to = stream * width + run.slot;
+      for (size_t w = 0; w < job_.watches.size(); ++w) {
+        const Watch& watch = job_.watches[w];
+        for (int t = 0; t < run.count; ++t)
+          job_.seen[run.part][w * plane + to + t] =
+              std::max(0, count - scratch.start[w * kBlock + at + t]);
+        for (size_t k = 0; k < watch.terms.size(); ++k) {
+          const float* sums = &scratch.sums[(watch.first + k) * group_ * kBlock + at];
+          for (int t = 0; t < run.count; ++t) {
+            float sum = sums[t];
+            for (int g = 1; watch.group == Group::kMaxOfSums && g < group_; ++g)
+              sum = std::max(sum, sums[g * kBlock + t]);
+            job_.sums[run.part][(watch.first + k) * plane + to + t] =
+                watch.group == Group::kMean ? sum / float(group_) : sum;
+          }
+        }
+      }
+    }
+  }
+
+  const Pass& pass_;
+  const Job& job_;
+  Fault& fault_;
+  const int group_, queries_;  // queries that are held at once
+  std::vector<Sequence> sequences_;
+  std::vector<int64_t> latest_;
+  std::vector<Scratch> scratch_;
+  int64_t blocks_ = 0;  // of the longest stream
+  std::atomic<int64_t> next_{0};
+};
+
+}  // namespace
+
+void look_back(Pass& pass, int workers, Parallel parallel, Fault& fault) {
+  Looker(pass, workers, fault).run(parallel);
+}
+
+}  // namespace kv
