@@ -28,9 +28,10 @@ struct Sequence {
 
 struct Scratch {
   std::vector<Line> queries, panels, logits, p;
-  std::vector<float> lse, sums;  // sums: terms x group x kBlock
-  std::vector<int> start;        // of each watch and token the first query that counts
-  std::vector<int> least;        // of each watch and panel the same
+  std::vector<Line> sums;  // terms x group x kBlock
+  std::vector<float> lse;
+  std::vector<int> start;  // of each watch and token the first query that counts
+  std::vector<int> least;  // of each watch and panel the same
 };
 
 // Visible tokens that are looked at together.
@@ -59,7 +60,7 @@ class Looker {
       scratch.logits.resize(rows * kPanel * sizeof(float) / sizeof(Line));
       scratch.p.resize(scratch.logits.size());
       scratch.lse.resize(rows);
-      scratch.sums.resize(job_.terms * group_ * kBlock);
+      scratch.sums.resize(job_.terms * group_ * kBlock * sizeof(float) / sizeof(Line));
       scratch.start.resize(job_.watches.size() * kBlock);
       scratch.least.resize(job_.watches.size() * kPanels);
     }
@@ -115,7 +116,7 @@ class Looker {
       block.narrow &= job_.parts[block.runs[i].part].key.number == Number::kBFloat16;
     fill_panels(block, scratch);
     find_starts(stream, block, sequence, scratch);
-    std::fill(scratch.sums.begin(), scratch.sums.end(), 0.0f);
+    std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
     const int count = int(sequence.place.size());
     int first = *std::min_element(scratch.least.begin(), scratch.least.end());
     for (; first < count; first += queries_) {
@@ -196,11 +197,11 @@ class Looker {
       for (size_t t = 0; t < watch.terms.size(); ++t)
         pass_.kernels->observe(p, logits, rows, &scratch.start[w * kBlock + panel * kPanel],
                                watch.terms[t], watch.group, watch.above,
-                               &scratch.sums[(watch.first + t) * group_ * kBlock + panel * kPanel]);
+                               sums_of(scratch, watch.first + t) + panel * kPanel);
     }
   }
 
-  void hand_over(int64_t stream, const Block& block, int count, const Scratch& scratch) const {
+  void hand_over(int64_t stream, const Block& block, int count, Scratch& scratch) const {
     for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count) {
       const Run& run = block.runs[i];
       const int64_t width = job_.parts[run.part].width, plane = job_.streams() * width;
@@ -211,7 +212,7 @@ class Looker {
           job_.seen[run.part][w * plane + to + t] =
               std::max(0, count - scratch.start[w * kBlock + at + t]);
         for (size_t k = 0; k < watch.terms.size(); ++k) {
-          const float* sums = &scratch.sums[(watch.first + k) * group_ * kBlock + at];
+          const float* sums = sums_of(scratch, watch.first + k) + at;
           for (int t = 0; t < run.count; ++t) {
             float sum = sums[t];
             for (int g = 1; watch.group == Group::kMaxOfSums && g < group_; ++g)
@@ -222,6 +223,10 @@ class Looker {
         }
       }
     }
+  }
+
+  float* sums_of(Scratch& scratch, size_t term) const {
+    return scratch.sums.data()->numbers + term * group_ * kBlock;
   }
 
   const Pass& pass_;
