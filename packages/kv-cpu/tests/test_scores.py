@@ -13,6 +13,7 @@ from attention_cases import Case, pack, random_case
 from attention_judge import OBSERVE, WATCHED_SHAPES, assert_same_observation
 from kv_attention import DenseTokens, torch_backend
 from kv_cpu import arguments, chosen, scores
+from kv_cpu.few import MOST
 from kv_policy import Observe, RawCodec
 
 # The log-sum-exp that torch gives of queries in 16 bits is off by more than what is done with it.
@@ -35,9 +36,10 @@ def no_torch(near):
 
 @settings(max_examples=50)
 @given(st.integers(0, 99), OBSERVE, WATCHED_SHAPES, DTYPES, LENGTHS, DIMS, TIERS)
-def test_any_observation_of_a_prompt(case, seed, observe, shape, dtype, length, dim, tiers):
+def test_any_observation_of_a_prompt(case, near, seed, observe, shape, dtype, length, dim, tiers):
     shape = shape | {"L": length, "dtype": dtype, "D": dim, "Dv": dim}
-    assert_same_observation(case(seed, tiers=tiers, **shape), observe, NEAR[dtype], "cpu")
+    error = NEAR[dtype] if length > MOST else max(near, NEAR[dtype])
+    assert_same_observation(case(seed, tiers=tiers, **shape), observe, error, "cpu")
 
 
 @pytest.mark.parametrize(("group", "power", "skip"), list(product(GROUPS, [1, 2], [0, 2, 70])))

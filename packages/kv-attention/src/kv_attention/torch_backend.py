@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention import flash
 from kv_attention.blockwise import blockwise
-from kv_attention.flash import causal, is_causal, is_worth_it, stored
 from kv_attention.gumbel import perturbed_lse
 from kv_attention.observe import last_queries, observe_part
 from kv_attention.partial import Partial
@@ -63,8 +63,12 @@ def forward(
     value_dim: int,
     scale: float,
     page_positions: Sequence[Int[Tensor, "B H _"] | None],
+    stored: Partial | None = None,
 ) -> Forward:
-    """Attend part by part and add up; the output is in the dtype of the queries."""
+    """Attend part by part and add up; the output is in the dtype of the queries.
+
+    `stored` is attention over all pages, where another way to it was taken.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     parts: list[Part] = [
         *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
@@ -75,7 +79,9 @@ def forward(
     def scaled() -> Tensor:  # where it is asked for: a prompt alone needs no copy of its queries
         return q.to(dtype) * scale
 
-    partials = [_partial(q, scaled, position, part, value_dim, scale) for part in parts]
+    left = parts if stored is None else parts[len(pages) :]
+    partials = [_partial(q, scaled, position, part, value_dim, scale) for part in left]
+    partials += [] if stored is None else [stored]
     total = reduce(add, partials) if partials else Partial.empty(q, value_dim)
     real = position >= 0
     # A decode step never asks the device: there, nothing is cheaper than a look.
@@ -109,8 +115,8 @@ def _partial(
     value_dim: int,
     scale: float,
 ) -> Partial:
-    if isinstance(part, DensePart) and is_causal(q, position, part):
-        return causal(q, part, scale)
-    if isinstance(part, PagedPart) and is_worth_it(q, value_dim):
-        return stored(scaled(), position, part)
+    if isinstance(part, DensePart) and flash.is_causal(q, position, part):
+        return flash.causal(q, part, scale)
+    if isinstance(part, PagedPart) and flash.is_worth_it(q, value_dim):
+        return flash.stored(scaled(), position, part)
     return blockwise(scaled(), position, part, value_dim)

@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
-from kv_attention.torch_backend import forward, look_back
+from kv_attention.torch_backend import Forward, forward, look_back
 from kv_cpu.arguments import handed_out, parts, refused, watches
+from kv_cpu.few import few_to_pages
 from kv_cpu.library import chosen
 from kv_policy import Observe, PagedTokens
 
@@ -32,30 +33,45 @@ def attend(
 ) -> Attended:
     """Attend in torch, then look back natively where `declined` has no reason against it.
 
-    All observations are made together, in float32. Arguments and errors are those of
-    `backend.attend`.
+    Few queries attend to pages natively as well. All observations are made together, in float32.
+    Arguments and errors are those of `backend.attend`.
     """
-    done = forward(q, position, pages, dense, value_dim, scale, page_positions)
+    stored = few_to_pages(q, position, pages, value_dim, scale, isa)
+    done = forward(q, position, pages, dense, value_dim, scale, page_positions, stored)
     everything = (observe, *others)
     native = [what for what in everything if declined(q, pages, dense, value_dim, what) is None]
-    found: Sequence[Tensor] = ()
-    if any(what.last != 0 for what in native):
-        found = torch.ops.kv_cpu.look_back(
-            q,
-            position.long().contiguous(),
-            done.lse.contiguous(),
-            *parts(pages, page_positions, dense, watched=True),
-            *watches(native),
-            [q.shape[3] if what.last is None else what.last for what in native if what.last != 0],
-            value_dim,
-            scale,
-            isa or chosen(),
-        )
-    natively = iter(handed_out(done.out, found, native))
+    natively = iter(observe_all(done, pages, dense, page_positions, native, isa))
     first, *more = (
         next(natively) if what in native else look_back(done, what) for what in everything
     )
     return replace(first, others=tuple(more))
+
+
+def observe_all(
+    done: Forward,
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
+    watched: Sequence[Observe],
+    isa: str | None = None,
+) -> list[Attended]:
+    """Look back at a pass for several observations at once, none of which is declined."""
+    found: Sequence[Tensor] = ()
+    length, value_dim = done.q.shape[3], done.out.shape[-1]
+    last = [length if what.last is None else what.last for what in watched if what.last != 0]
+    if last:
+        found = torch.ops.kv_cpu.look_back(
+            done.q,
+            done.position.long().contiguous(),
+            done.lse.contiguous(),
+            *parts(pages, page_positions, dense, watched=True),
+            *watches(watched),
+            last,
+            value_dim,
+            done.scale,
+            isa or chosen(),
+        )
+    return handed_out(done.out, found, watched)
 
 
 def declined(

@@ -1,0 +1,106 @@
+"""What it costs to observe the attention of a prompt: native code and torch, over the pass itself.
+
+A pass is causal attention of one layer over a prompt of random numbers, by torch's fused kernel.
+What is observed of it is the last 64 queries, as SnapKV does, or the sums over all of them, as H2O
+does. Heads are those of SmolLM2, and a quarter of those of Llama-3.1-8B: they do not depend on each
+other, so a ratio is that of a whole layer. All ways run in this process, turn by turn, and a ratio
+is the median over the turns. Of one thread seconds are processor time; of two they are wall time.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import _result
+import torch
+from _timing import Turns, Work, timed
+from rich.console import Console
+
+from kv_attention import DenseTokens
+from kv_attention.torch_backend import forward, look_back
+from kv_cpu import chosen
+from kv_cpu.scores import observe_all
+from kv_policy import Observe
+
+CONSOLE = Console(stderr=True)
+SHAPES = {"llama": (2, 4, 128), "smollm2": (3, 3, 64)}  # KV heads, group, dimensions
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+WATCHED = {"last": Observe(64), "all": Observe(None)}
+Row = dict[str, object]
+
+
+def ways(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> dict[str, Work]:
+    """The pass, and each observation of it in torch and in native code."""
+    heads, group, dim = shape
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, n * length, dim, generator=generator).to(dtype) for n in (group, 1, 1)
+    )
+    q, position = q.view(1, heads, group, length, dim), torch.arange(length)[None]
+    dense = [DenseTokens(k, v, position, full=True)]
+
+    def attend() -> object:
+        return forward(q, position, [], dense, dim, dim**-0.5, [])
+
+    done = forward(q, position, [], dense, dim, dim**-0.5, [])
+    found: dict[str, Work] = {"pass": attend}
+    for name, what in WATCHED.items():
+        found[f"{name}, torch"] = lambda what=what: look_back(done, what)
+        found[f"{name}, native"] = lambda what=what: observe_all(done, [], dense, [], [what])
+    return found
+
+
+def rows(length: int, threads: int, rounds: int) -> Iterator[Row]:
+    """Time both models in both dtypes."""
+    torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    for model, shape in SHAPES.items():
+        for name, dtype in DTYPES.items():
+            turns = timed(ways(shape, length, dtype), rounds, clock=clock)
+            yield {
+                "model": model,
+                "heads": shape[0],
+                "group": shape[1],
+                "dim": shape[2],
+                "dtype": name,
+                "tokens": length,
+                "threads": threads,
+                "rounds": rounds,
+                "pass_s": turns.median("pass"),
+                **{way: quartiles(turns, way) for way in turns.seconds if way != "pass"},
+            }
+
+
+def quartiles(turns: Turns, way: str) -> list[float]:
+    """Of what a way costs over the pass; the median is the second."""
+    return turns.quartiles((way,), ("pass",))
+
+
+def main() -> None:
+    """Run everything and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
+    quick = parser.parse_args().quick
+    CONSOLE.print(f"instruction set {chosen()}")
+    found: list[Row] = []
+    for length, rounds in ((200, 2),) if quick else ((2048, 9), (8192, 5)):
+        for threads in (1, 2):
+            for row in rows(length, threads, rounds):
+                found.append({"isa": chosen(), **row})
+                CONSOLE.print(found[-1])
+    summary: dict[str, float] = {}
+    longest = max(int(str(row["tokens"])) for row in found)
+    for row in found:
+        if row["tokens"] == longest:
+            for way in ("last, torch", "last, native", "all, torch", "all, native"):
+                median = row[way]
+                assert isinstance(median, list)
+                place = f"{row['model']}_{row['dtype']}_{row['threads']}"
+                summary[f"{way.replace(', ', '_')}_{place}"] = median[1]
+    for name, value in summary.items():
+        print(f"{name:30} {value:.4f}")
+    _result.write("cpu_scores", summary, found, quick=quick)
+
+
+if __name__ == "__main__":
+    main()

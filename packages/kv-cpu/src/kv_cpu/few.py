@@ -1,0 +1,49 @@
+"""A few queries of a sequence over pages, such as a draft that is checked: a decode step of more.
+
+Every query sees every stored token, so the queries of a sequence may stand beside each other as
+those of a group do.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.partial import Partial
+from kv_cpu.arguments import parts, refused
+from kv_cpu.library import chosen
+from kv_policy import PagedTokens
+
+MOST: Final = 8  # queries of a sequence; for more torch decodes a block once, which is then faster
+
+
+def few_to_pages(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    value_dim: int,
+    scale: float,
+    isa: str | None = None,
+) -> Partial | None:
+    """Attend to all pages; None if the queries are too many, or native code does not take them.
+
+    Rows of padding queries hold anything.
+
+    Raises:
+        RuntimeError: a table names a page that its pool does not have, or a length is impossible.
+    """
+    if not pages or q.shape[3] > MOST or refused(q, pages, (), value_dim) is not None:
+        return None
+    out, lse = torch.ops.kv_cpu.decode(
+        q.flatten(2, 3)[:, :, :, None],
+        position.amax(dim=1, keepdim=True).long(),
+        *parts(pages, [None] * len(pages), (), watched=False),
+        [],
+        [],
+        value_dim,
+        scale,
+        isa or chosen(),
+    )
+    return Partial(out.view(*q.shape[:-1], value_dim), lse.view(q.shape[:-1]))

@@ -1,0 +1,67 @@
+"""A few queries of a sequence attend to pages natively; the oracle judges, and a decode step."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_cases import random_case
+from attention_judge import SHAPES, assert_same_output
+from kv_cpu.few import MOST, few_to_pages
+
+NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+TIERS = st.lists(st.tuples(NAMES, NAMES), min_size=1, max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def no_torch(near):
+    """Pages are left to native code."""
+    with patch("kv_attention.parts.PagedPart.keys", side_effect=AssertionError("torch read them")):
+        yield
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 99), SHAPES, st.integers(2, MOST), DTYPES, TIERS)
+def test_any_few_queries(case, near, seed, shape, length, dtype, tiers):
+    c = case(seed, tiers=tiers, **shape | {"L": length, "dtype": dtype})
+    assert_same_output(c, "cpu", near)
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128, 300])
+def test_long_streams_in_pieces(case, near, bits, dim):
+    shape = {"B": 1, "D": dim, "Dv": dim, "group": dim, "stored": 700, "page": 16, "L": 5}
+    c = case(3, tiers=[(bits, bits)], window=20, holes=True, scale=dim**-0.5, **shape)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert_same_output(c, "cpu", near)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_query_among_few_attends_as_it_does_alone(case):
+    c = case(4, L=6, tiers=[("8", "4"), ("float32", "float32")], padding="none")
+    together = few_to_pages(c.q, c.position, c.pages, 5, c.scale)
+    for i in range(6):
+        q, position = c.q[..., i : i + 1, :], c.position[:, i : i + 1]
+        alone = few_to_pages(q, position, c.pages, 5, c.scale)
+        # As many queries as registers hold are taken at a time, so sums may round elsewhere.
+        torch.testing.assert_close(together.out[..., [i], :], alone.out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(together.lse[..., [i]], alone.lse, rtol=1e-5, atol=1e-6)
+
+
+def test_many_queries_and_what_native_code_does_not_read_are_left_to_torch():
+    for change in ({"L": MOST + 1}, {"dtype": torch.float64}, {"tiers": [("shared", "8")]}):
+        c = random_case(5, **{"L": 3} | change)
+        assert few_to_pages(c.q, c.position, c.pages, 5, c.scale) is None
+
+
+def test_a_page_outside_of_the_pool_is_an_error(case):
+    c = case(6, L=3, tiers=[("8", "4"), ("4", "2")], stored=40)
+    c.pages[1].table[1, 1, 0] = 10**6
+    with pytest.raises(RuntimeError, match=r"pages\[1\] has page 1000000 in its table"):
+        c.attend(backend="cpu")
