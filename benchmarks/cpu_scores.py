@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import _result
 import torch
-from _timing import Turns, Work, timed
+from _timing import Work, timed
 from rich.console import Console
 
 from kv_attention import DenseTokens
@@ -26,6 +26,7 @@ CONSOLE = Console(stderr=True)
 SHAPES = {"llama": (2, 4, 128), "smollm2": (3, 3, 64)}  # KV heads, group, dimensions
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 WATCHED = {"last": Observe(64), "all": Observe(None)}
+WAYS = tuple(f"{name}, {by}" for name in WATCHED for by in ("torch", "native"))
 Row = dict[str, object]
 
 
@@ -67,13 +68,18 @@ def rows(length: int, threads: int, rounds: int) -> Iterator[Row]:
                 "threads": threads,
                 "rounds": rounds,
                 "pass_s": turns.median("pass"),
-                **{way: quartiles(turns, way) for way in turns.seconds if way != "pass"},
+                **{way: turns.quartiles((way,), ("pass",)) for way in WAYS},
             }
 
 
-def quartiles(turns: Turns, way: str) -> list[float]:
-    """Of what a way costs over the pass; the median is the second."""
-    return turns.quartiles((way,), ("pass",))
+def medians(row: Row) -> dict[str, float]:
+    """What each way costs over the pass, of its quartiles."""
+    found: dict[str, float] = {}
+    for way in WAYS:
+        quartiles = row[way]
+        assert isinstance(quartiles, list)
+        found[way] = quartiles[1]
+    return found
 
 
 def main() -> None:
@@ -83,20 +89,17 @@ def main() -> None:
     quick = parser.parse_args().quick
     CONSOLE.print(f"instruction set {chosen()}")
     found: list[Row] = []
-    for length, rounds in ((200, 2),) if quick else ((2048, 9), (8192, 5)):
+    for length, rounds in ((200, 2),) if quick else ((2048, 5), (8192, 3)):
         for threads in (1, 2):
             for row in rows(length, threads, rounds):
                 found.append({"isa": chosen(), **row})
                 CONSOLE.print(found[-1])
     summary: dict[str, float] = {}
-    longest = max(int(str(row["tokens"])) for row in found)
     for row in found:
-        if row["tokens"] == longest:
-            for way in ("last, torch", "last, native", "all, torch", "all, native"):
-                median = row[way]
-                assert isinstance(median, list)
-                place = f"{row['model']}_{row['dtype']}_{row['threads']}"
-                summary[f"{way.replace(', ', '_')}_{place}"] = median[1]
+        if row["tokens"] == found[-1]["tokens"] and row["threads"] == 1:
+            for way in WAYS:
+                name = "_".join((*way.split(", "), str(row["model"]), str(row["dtype"])))
+                summary[name] = medians(row)[way]
     for name, value in summary.items():
         print(f"{name:30} {value:.4f}")
     _result.write("cpu_scores", summary, found, quick=quick)
