@@ -180,7 +180,8 @@ class Looker {
   }
 
   void look(const Block& block, const HeldRows& rows, int panel, Scratch& scratch) const {
-    const int dim = int(job_.key_dim), count = rows.queries * group_, end = rows.first + rows.queries;
+    const int dim = int(job_.key_dim), count = rows.queries * group_;
+    const int end = rows.first + rows.queries;
     float *logits = scratch.logits[0].numbers, *p = scratch.p[0].numbers;
     bool multiplied = false;
     for (size_t w = 0; w < job_.watches.size(); ++w) {

@@ -19,7 +19,8 @@ inline void narrow_tile(const float* queries, int width, int depth, const float*
     const __m512bh a = pairs(keys), b = pairs(keys + kWide);
 #pragma GCC unroll 12
     for (int r = 0; r < kTile; ++r) {
-      const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load<int>(queries + r * width + d)));
+      const int pair = load<int>(queries + r * width + d);
+      const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
       sums[r][0] = _mm512_dpbf16_ps(sums[r][0], a, x);
       sums[r][1] = _mm512_dpbf16_ps(sums[r][1], b, x);
     }
