@@ -4,11 +4,10 @@ A pass is causal attention of one layer over a prompt of random numbers, by torc
 What is observed of it is the last 64 queries, as SnapKV does, or the sums over all of them, as H2O
 does. Heads are those of SmolLM2, and a quarter of those of Llama-3.1-8B: they do not depend on each
 other, so a ratio is that of a whole layer. All ways run in this process, turn by turn, and a ratio
-is the median over the turns. Of one thread seconds are processor time; of two they are wall time.
+is the median over the turns; seconds are processor time of one thread.
 """
 
 import argparse
-import time
 from collections.abc import Iterator
 
 import _result
@@ -51,13 +50,11 @@ def ways(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> dict[s
     return found
 
 
-def rows(length: int, threads: int, rounds: int) -> Iterator[Row]:
+def rows(length: int, rounds: int) -> Iterator[Row]:
     """Time both models in both dtypes."""
-    torch.set_num_threads(threads)
-    clock = time.thread_time if threads == 1 else time.perf_counter
     for model, shape in SHAPES.items():
         for name, dtype in DTYPES.items():
-            turns = timed(ways(shape, length, dtype), rounds, clock=clock)
+            turns = timed(ways(shape, length, dtype), rounds)
             yield {
                 "model": model,
                 "heads": shape[0],
@@ -65,7 +62,6 @@ def rows(length: int, threads: int, rounds: int) -> Iterator[Row]:
                 "dim": shape[2],
                 "dtype": name,
                 "tokens": length,
-                "threads": threads,
                 "rounds": rounds,
                 "pass_s": turns.median("pass"),
                 **{way: turns.quartiles((way,), ("pass",)) for way in WAYS},
@@ -89,15 +85,15 @@ def main() -> None:
     quick = parser.parse_args().quick
     CONSOLE.print(f"instruction set {chosen()}")
     found: list[Row] = []
-    # Wall time of long prompts says little on a machine that others use.
-    sizes = [(200, 2, 2), (200, 1, 2)] if quick else [(2048, 2, 3), (2048, 1, 3), (8192, 1, 3)]
-    for size in sizes:
-        for row in rows(*size):
+    torch.set_num_threads(1)
+    sizes = [(200, 2)] if quick else [(2048, 5), (8192, 3)]
+    for length, rounds in sizes:
+        for row in rows(length, rounds):
             found.append({"isa": chosen(), **row})
             CONSOLE.print(found[-1])
     summary: dict[str, float] = {}
     for row in found:
-        if (row["tokens"], row["threads"]) == sizes[-1][:2]:
+        if row["tokens"] == sizes[-1][0]:
             for way in WAYS:
                 name = "_".join((*way.split(", "), str(row["model"]), str(row["dtype"])))
                 summary[name] = medians(row)[way]
