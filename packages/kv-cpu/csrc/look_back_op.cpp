@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "look_back.h"
+#include "name.h"
 
 namespace kv {
 namespace {
@@ -31,6 +32,10 @@ const Choice choices[] = {
     {"avx512", &avx512_scores, always},
     {"vnni", &bf16_scores, has_bf16},
     {"vnni", &avx512_scores, always},
+    {"amx", &bf16_scores, has_bf16},
+    {"amx", &avx512_scores, always},
+    {"amx-emulated", &bf16_scores, has_bf16},
+    {"amx-emulated", &avx512_scores, always},
 #endif
 };
 
@@ -44,12 +49,12 @@ const ScoreKernels* scores(const char* name) {
 std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<Tensor> tensors,
                              std::vector<int64_t> parts, std::vector<int64_t> watches,
                              std::vector<double> above, std::vector<int64_t> last,
-                             int64_t value_dim, double scale, std::string isa) {
+                             int64_t value_dim, double scale, Name isa) {
   Pass pass;
   Job& job = pass.job;
-  job.kernels = kernels(isa.c_str());
-  pass.kernels = job.kernels ? scores(isa.c_str()) : nullptr;
-  STD_TORCH_CHECK(pass.kernels, "no kernels for ", isa, " here; there are ", names(false));
+  job.kernels = kernels(isa.text.c_str());
+  pass.kernels = job.kernels ? scores(isa.text.c_str()) : nullptr;
+  STD_TORCH_CHECK(pass.kernels, "no kernels for ", isa.text, " here; there are ", names(false));
   STD_TORCH_CHECK(q.dim() == 5, "queries must be [B, H, G, L, D]");
   job.sequences = q.size(0), job.heads = q.size(1), job.group = q.size(2), job.key_dim = q.size(4);
   job.value_dim = value_dim;
