@@ -157,10 +157,10 @@ def test_a_cache_used_under_inference_mode_goes_on_outside(make, batch, compress
     torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_repeated_under_inference_mode_go_on_outside(make) -> None:
+def test_sequences_repeated_under_inference_mode_go_on_outside(make, compressed) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, 12))
-    cache = CompressedCache(model, Windowed(4))
+    cache = compressed(model, Windowed(4))
     with torch.inference_mode():
         model(ids, past_key_values=cache)
         cache.batch_repeat_interleave(2)
