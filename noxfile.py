@@ -56,7 +56,8 @@ def tests(session: nox.Session, package: str) -> None:
         extra = ",".join(extras(package))
         wanted = f"{package}[{extra}]" if extra else package
         install(session, *editable([wanted]), groups=("test",), own=package)
-        check_siblings(session, {package} | declared(package) | declared_by_extras(package))
+        wanted = {package} | declared(package, tests=True) | declared_by_extras(package)
+        check_siblings(session, wanted)
         sources = ("--doctest-modules", f"packages/{package}/src")
         pytest(session, f"packages/{package}/tests", *sources)
 
@@ -65,13 +66,14 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheel(session: nox.Session, package: str) -> None:
     """Builds the wheels, installs this one into an empty environment and runs its tests there."""
-    wanted = {package} | declared(package)
+    wanted = {package} | declared(package, tests=True)
     wheels = {name: built(session, name) for name in sorted(wanted)}
-    # A constraint installs nothing: it only says that siblings come from here and nowhere else.
+    # A constraint installs nothing: it only says that siblings come from here and nowhere else, not
+    # even from the workspace, where a package's group `test` would find them.
     siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
     siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
     renew = flags("--reinstall-package", wheels)
-    given = (str(wheels[package]), "--constraint", str(siblings), *renew)
+    given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
     install(session, *given, groups=("test",), own=package)
     check_siblings(session, wanted, from_wheels=True)
     chosen = ("-m", "not model", *UNCHECKED)  # `tests` ran those of the model
@@ -289,9 +291,11 @@ def check_siblings(
     session.log(f"of our packages, only {', '.join(ours)} are installed here")
 
 
-def declared(package: str) -> set[str]:
-    """Names the packages of ours that this one declares, and those that they declare."""
+def declared(package: str, *, tests: bool = False) -> set[str]:
+    """Names the packages of ours that this one, or its own group `test`, declares, and theirs."""
     wanted = project(package)["project"]["dependencies"]
+    if tests:
+        wanted = wanted + project(package).get("dependency-groups", {}).get("test", [])
     direct = {Requirement(line).name for line in wanted} & {*PACKAGES}
     return direct.union(*(declared(name) for name in direct))
 

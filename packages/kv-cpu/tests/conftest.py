@@ -32,3 +32,11 @@ def near(request: pytest.FixtureRequest) -> Iterator[float]:
     """How far off an instruction set may be, while it is forced."""
     with patch.dict(os.environ, {FORCE: request.param}):
         yield ROUNDED.get(request.param, 2e-5)
+
+
+# What VNNI adds is of no use where vectors are encoded: there it is AVX-512.
+@pytest.fixture(scope="module", params=[name for name in runnable() if name != "vnni"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that pages are written with, while it is forced."""
+    with patch.dict(os.environ, {FORCE: request.param}):
+        yield request.param

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, PoolExhausted, TokenStore, store
+from kv_paging import PagePool, PoolExhausted, TokenStore, torch_kernels
 from kv_paging.checks import expect_cover, expect_field, expect_shape
+from kv_paging.kernels import declined
 from kv_paging.reference import ReferenceStore, stored
 from kv_policy import PageLayout, RawCodec, TokenFormat
 
@@ -15,8 +16,13 @@ FORMAT = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.bfloat16))
 LAYOUT = PageLayout.sized(FORMAT, 4, scores=True, positions=True)
 
 
-def make(layout: PageLayout = LAYOUT, pages: int | None = None, sequences: int = 2) -> TokenStore:
-    pool = PagePool(layout.nbytes, pages or 0, grows=pages is None, poison=True)
+def make(
+    layout: PageLayout = LAYOUT,
+    pages: int | None = None,
+    sequences: int = 2,
+    kernels: str | None = None,
+) -> TokenStore:
+    pool = PagePool(layout.nbytes, pages or 0, grows=pages is None, poison=True, kernels=kernels)
     return TokenStore(pool, layout, layers=2, sequences=sequences, heads=2)
 
 
@@ -94,11 +100,11 @@ def test_reading_nothing() -> None:
 
 
 def test_long_prompts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, pieces = make(), make()
+    whole, pieces = make(), make(kernels="torch")
     ids, (key, value, keep, score, position) = whole.streams(), tokens(8, 9)
     keep = torch.rand(8, 9) < 0.5
     whole.append(ids, key, value, keep, score, position)
-    monkeypatch.setattr(store, "_ROWS", 5)
+    monkeypatch.setattr(torch_kernels, "_ROWS", 5)
     pieces.append(ids, key, value, keep, score, position)
     assert stored(whole) == stored(pieces)
 
@@ -200,7 +206,7 @@ class Moody:
 
 
 def test_a_codec_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_ROWS", 3)
+    monkeypatch.setattr(torch_kernels, "_ROWS", 3)
     some = make(PageLayout.sized(TokenFormat(Moody(), Moody()), 2))
     vectors = torch.ones(8, 3, 4)
     keep = torch.ones(8, 3, dtype=torch.bool)
@@ -301,3 +307,17 @@ def test_shapes_are_checked_without_a_type_checker_too() -> None:
     with pytest.raises(ValueError, match="score has the shape"):
         expect_field("score", torch.zeros(2), True, 3)
     expect_cover("keep", 3, 3)
+
+
+def test_page_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no page kernels are called 'fast'; there are cpu, torch"):
+        make(kernels="fast")
+    with pytest.raises(ValueError, match="no page kernels are called 'fast'"):
+        declined("fast", LAYOUT, torch.device("cpu"))
+    assert make(kernels="torch").kernels.__name__ == "kv_paging.torch_kernels"
+    monkeypatch.setattr("kv_paging.kernels.find_spec", lambda name: None)
+    assert make().kernels.__name__ == "kv_paging.torch_kernels"
+    reason = "the package kv-cpu is not installed"
+    assert declined("cpu", LAYOUT, torch.device("cpu")) == reason
+    with pytest.raises(ValueError, match=f"page kernels 'cpu' cannot be used here: {reason}"):
+        make(kernels="cpu")

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
 from kv_attention.checks import longest_of
-from kv_policy import BitLayout, Codec, Observe, PagedTokens, RawCodec
+from kv_cpu.formats import MOST_DIM, NUMBERS, code_numbers, is_read
+from kv_policy import Observe, PagedTokens
 
-MOST_DIM: Final = 1024  # of a vector
-NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
 TERMS: Final = {"squares": 1, "entropy": 2}
 GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 
@@ -34,7 +33,7 @@ def refused(
         return f"vectors of more than {MOST_DIM} dimensions"
     for part in pages:
         for codec in (part.layout.format.key, part.layout.format.value):
-            if not _is_read(codec):
+            if not is_read(codec):
                 return f"{codec!r} is read by its own decode"
     for tokens in dense:
         if not all(
@@ -93,13 +92,6 @@ def handed_out(
     return results
 
 
-def _is_read(codec: Codec) -> bool:
-    layout = codec.layout
-    if layout is not None:
-        return layout.tokens == 1 and codec.block == 1 and codec.parts == layout.parts
-    return isinstance(codec, RawCodec) and codec.dtype in NUMBERS
-
-
 def _paged_tensors(part: PagedTokens, place: Int[Tensor, "B H _"] | None) -> list[Tensor]:
     table, length = _integers(part.table), _integers(part.length)
     data = part.data if part.data.stride(1) == 1 else part.data.contiguous()
@@ -117,18 +109,9 @@ def _paged_numbers(part: PagedTokens, place: Tensor | None, width: int) -> list[
     split = len(key.parts)
     offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
     holes = layout.position_offset if part.holes else -1
-    formats = (*_format(key), *_format(value))
+    formats = (*code_numbers(key), *code_numbers(value))
     given = int(place is not None)
     return [1, width, *formats, given, layout.tokens, *offsets, holes, int(part.reverse)]
-
-
-def _format(codec: Codec) -> tuple[int, int, int, int]:
-    layout = codec.layout
-    if isinstance(layout, BitLayout):
-        return 0, layout.dim, layout.bits, layout.group
-    if not isinstance(codec, RawCodec):
-        raise TypeError(f"{codec!r} has no layout")
-    return NUMBERS[codec.dtype], codec.dim, 0, 1
 
 
 def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:

@@ -1,19 +1,15 @@
 """Tokens that are encoded together: they come and go one by one, their bytes block by block."""
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_shape
-from kv_paging.moves import Segment, position_segment, put, score_segment, take_pages
+from kv_paging.moves import position_segment, put, score_segment
 from kv_paging.pool import PagePool
-from kv_paging.reading import before
 from kv_paging.store import TokenStore
 from kv_paging.streams import Streams
-from kv_paging.table import pages_for
-from kv_paging.tokens import read_positions
+from kv_paging.torch_kernels import before, present
 from kv_policy import PageLayout
 
 
@@ -65,7 +61,7 @@ class BlockStore(TokenStore):
         streams, length, wrong = self._named(streams)
         (longest,) = self._agree(wrong, length.amax() if len(length) else wrong)
         expect_cover("keep", keep.shape[1], longest)
-        stay = self._held(streams, length, longest)
+        stay = present(self.whole(), streams, longest)
         gone = stay & ~keep[:, :longest]
         stay = stay & keep[:, :longest]
         self._make_holes(streams, gone)
@@ -119,7 +115,7 @@ class BlockStore(TokenStore):
         super().truncate(length)
         # What is cut off may have had holes.
         left, slots = self._length.flatten().long(), self.longest
-        holes = before(left, slots) & ~self._held(self.streams(), left, slots)
+        holes = before(left, slots) & ~present(self.whole(), self.streams(), slots)
         self._holes.copy_(holes.sum(1).view_as(self._holes))
 
     def expect_whole(self, length: Int[Tensor, "B _"]) -> None:
@@ -138,24 +134,6 @@ class BlockStore(TokenStore):
                 f"{int(self._length[layer, sequence, head])} would end inside such a block; keep a "
                 "multiple of that, or a format in which every token stands alone"
             )
-
-    def _present(
-        self, length: Tensor, slots: int, take_all: Callable[[Segment], Tensor]
-    ) -> Bool[Tensor, "S L"]:
-        here = before(length, slots)
-        segment = position_segment(self.layout)
-        if segment is None:
-            return here
-        return here & (read_positions(take_all(segment))[:, :slots] >= 0)
-
-    def _held(self, streams: Tensor, length: Tensor, slots: int) -> Bool[Tensor, "S L"]:
-        page = self._table.block(streams, pages_for(slots, self.layout.tokens))
-        return self._present(length, slots, lambda s: take_pages(self.pool.data, s, page))
-
-    def _keep_holes(self, streams: Tensor, length: Tensor, score: Tensor) -> Tensor:
-        if not self.layout.positions:
-            return score
-        return score.masked_fill(~self._held(streams, length, score.shape[1]), torch.inf)
 
     def _make_holes(self, streams: Tensor, gone: Bool[Tensor, "S L"]) -> None:
         where = gone.nonzero()

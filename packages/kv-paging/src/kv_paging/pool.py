@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once
 from kv_paging.moves import copy_pages
+from kv_paging.ring import Ring
 from kv_paging.together import together
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
@@ -35,6 +36,7 @@ class PagePool:
         grows: bool = True,
         device: torch.device | str = "cpu",
         poison: bool = False,
+        kernels: str | None = None,
     ) -> None:
         """Hold `pages` free pages of `page_bytes` bytes.
 
@@ -44,6 +46,8 @@ class PagePool:
             grows: take more memory when no page is free; otherwise that is PoolExhausted.
             device: where the pages and the list of free ones live.
             poison: fill free pages with NaN bytes, so that a test sees when one is read.
+            kernels: name of the code that writes and reads the pages, see `kernels.chosen`; None:
+                native code on a CPU where it is installed and can, else torch.
 
         Raises:
             ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.
@@ -57,11 +61,11 @@ class PagePool:
             )
         self.page_bytes = page_bytes
         self.grows = grows
-        self._poison = poison
+        self.kernels = kernels
+        self.poison = poison
         self._data = torch.zeros(1, page_bytes, dtype=torch.uint8, device=device)
-        self._ring = torch.zeros(1, dtype=torch.int32, device=device)
-        self._start = torch.zeros((), dtype=torch.long, device=device)
-        self._free = torch.zeros((), dtype=torch.long, device=device)
+        none = torch.zeros((), dtype=torch.long, device=device)
+        self.ring = Ring.of(none[None], 0, none)
         self._least = 0
         self._promises = 0
         self._grow(pages, 0)
@@ -89,7 +93,7 @@ class PagePool:
     @property
     def free(self) -> int:
         """Pages nobody holds; the host waits for the device."""
-        return int(self._free)
+        return int(self.ring.count)
 
     @property
     def used(self) -> int:
@@ -114,8 +118,7 @@ class PagePool:
     @property
     def table_bytes(self) -> int:
         """Memory beside the pages: list of the free ones with its ends, and the scratch page."""
-        beside = (self._ring, self._start, self._free)
-        return self.page_bytes + sum(each.numel() * each.itemsize for each in beside)
+        return self.page_bytes + self.ring.nbytes
 
     def allocate(self, count: int) -> Int[Tensor, " count"]:
         """Take `count` pages and give their ids, in the order in which they became free.
@@ -132,9 +135,8 @@ class PagePool:
         self._promises += 1
         if count > self._least and self._look() < count:
             self._grow_for(count, self.capacity // 16)
-        pages = self._ring[self._places(self._start, count)].long()
-        self._start = (self._start + count) % max(self.capacity, 1)
-        self._free = self._free - count
+        pages = self.ring.first(count)
+        self.ring.skip(count)
         self._least -= count
         return pages
 
@@ -150,11 +152,9 @@ class PagePool:
         if count == 0:
             return
         self._promises += 1
-        places = self._places(self._start + self._free, count)
-        self._ring[places] = pages.to(self._ring.dtype)
-        self._free = self._free + count
+        self.ring.add(pages)
         self._least += count
-        if self._poison:
+        if self.poison:
             self._data[pages] = _POISON
 
     def take(self, wanted: Bool[Tensor, " S"]) -> Int[Tensor, " S"]:
@@ -162,24 +162,14 @@ class PagePool:
 
         Rows that are not marked get the scratch page of `padded`.
         """
-        if wanted.shape[0] == 0:
-            return wanted.long()
-        rank = wanted.long().cumsum(0)
-        pages = self._ring[(self._start + rank - 1) % max(self.capacity, 1)].long()
-        self._start = (self._start + rank[-1]) % max(self.capacity, 1)
-        self._free = self._free - rank[-1]
-        return pages.where(wanted, self.capacity)
+        return self.ring.take(wanted) if len(wanted) else wanted.long()
 
     def give(self, pages: Int[Tensor, " S"], back: Bool[Tensor, " S"]) -> None:
         """Give back the page of each marked row, which must be held, without waiting."""
-        if back.shape[0] == 0:
+        if len(back) == 0:
             return
-        rank = back.long().cumsum(0)
-        place = (self._start + self._free + rank - 1) % max(self.capacity, 1)
-        # The ring has one place more than there are pages: what is masked out goes there.
-        self._ring[place.where(back, self.capacity)] = pages.to(self._ring.dtype)
-        self._free = self._free + rank[-1]
-        if self._poison:
+        self.ring.give(pages, back)
+        if self.poison:
             self._data[pages.where(back, self.capacity)] = _POISON
 
     def ensure(self, most: int, need: Callable[[], Int[Tensor, ""]] | None = None) -> bool:
@@ -203,7 +193,8 @@ class PagePool:
         """
         self._promises += 1
         if self._least < most:
-            known = [self._free] if need is None or self.grows else [self._free, need()]
+            free = self.ring.count
+            known = [free] if need is None or self.grows else [free, need()]
             self._least, needed = [*torch.stack(known).tolist(), most][:2]
             if self._least < most and (self.grows or needed > self._least):
                 self._grow_for(most if self.grows else needed, self.capacity // 16)
@@ -249,11 +240,9 @@ class PagePool:
         plan = together(held.long(), self.capacity, new)
         copy_pages(self._data, plan.source, plan.target)
         # One page more than stays becomes the scratch page, whatever it held.
-        self._data, self._ring = self._data[: new + 1].clone(), self._ring[: new + 1].clone()
-        self._least = len(plan.free)
-        self._ring[: self._least] = plan.free.to(self._ring.dtype)
-        self._start = torch.zeros_like(self._start)
-        self._free = torch.full_like(self._free, self._least)
+        self._data, self._least = self._data[: new + 1].clone(), len(plan.free)
+        count = torch.full_like(self.ring.count, self._least)
+        self.ring = Ring.of(plan.free, new, count)
         self._promises += 1
         return plan.ids
 
@@ -263,12 +252,7 @@ class PagePool:
         Raises:
             RuntimeError: a page is missing, or is in two places.
         """
-        free = self._ring[self._places(self._start, self.free)].long()
-        expect_each_once(free, held.long().to(self.device), self.capacity)
-
-    def _places(self, start: Tensor, count: int) -> Tensor:
-        places = torch.arange(count, device=self.device) + start
-        return places.remainder_(max(self.capacity, 1))
+        expect_each_once(self.ring.first(self.free), held.long().to(self.device), self.capacity)
 
     def _look(self) -> int:
         """Read how many are free: those among them, too, that were promised and not taken yet."""
@@ -285,14 +269,11 @@ class PagePool:
         """Add pages; `free` is the number of those there are."""
         old, new = self.capacity, self.capacity + more
         data = torch.zeros(new + 1, self.page_bytes, dtype=torch.uint8, device=self.device)
-        ring = torch.zeros(new + 1, dtype=torch.int32, device=self.device)
         data[:old] = self._data[:old]
-        if self._poison:
+        if self.poison:
             data[old:] = _POISON
         # The run of free ids is laid out anew from 0: the old one may wrap at the old capacity.
-        ring[:free] = self._ring[self._places(self._start, free)]
-        ring[free : free + more] = torch.arange(old, new, device=self.device)
-        self._data, self._ring = data, ring
-        self._start = torch.zeros_like(self._start)
-        self._free = self._free + more
+        more_ids = torch.arange(old, new, device=self.device)
+        ids = torch.cat((self.ring.first(free), more_ids))
+        self._data, self.ring = data, Ring.of(ids, new, self.ring.count + more)
         self._least = free + more

@@ -7,15 +7,17 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_shape
+from kv_paging.kernels import shared
 from kv_paging.kinds import Kinds
 from kv_paging.pool import PagePool
 from kv_paging.ragged_store import RaggedStore
 from kv_paging.room import Room
 from kv_paging.selecting import select_all
-from kv_paging.step import Choice, Tokens, carry_out, pages_needed, plan_step
+from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
+from kv_paging.work import Choice, Tokens, Work
 from kv_policy import PageLayout, TokenFormat
 
 
@@ -243,9 +245,9 @@ class RaggedTiers:
             for members, work in zip((t.members for t in self.each), works, strict=True):
                 step_in_turn(members, *work)
             return
-        plans = [
-            plan_step(tiers.stores, choice, at)
-            for tiers, (choice, at, _) in zip(self.each, works, strict=True)
-        ]
-        self._room.for_step(lambda: pages_needed([plan for each in plans for plan in each]))
-        carry_out([(each, token) for each, (_, _, token) in zip(plans, works, strict=True)])
+
+        def parts() -> list[Work]:
+            return [tiers.work(*work) for tiers, work in zip(self.each, works, strict=True)]
+
+        self._room.for_step(lambda: pages_needed(parts()))
+        shared([store.kernels for store in self.parts]).step(self.pool, parts())

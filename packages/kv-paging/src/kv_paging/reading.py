@@ -1,26 +1,13 @@
 """What stands in the slots of streams: reading it, and giving tokens new scores."""
 
-from collections.abc import Callable
-from functools import partial
-
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_shape
-from kv_paging.moves import Segment, position_segment, score_segment, take, take_pages
+from kv_paging.moves import Segment, take
 from kv_paging.streams import Streams
-from kv_paging.table import pages_for, spread
-from kv_paging.tokens import (
-    BOTH,
-    NONE,
-    Stored,
-    Vectors,
-    read_positions,
-    read_scores,
-    read_tokens,
-    write_scores,
-)
+from kv_paging.tokens import BOTH, NONE, Stored, Vectors, read_tokens
+from kv_policy import PagedTokens
 
 
 class Readable(Streams):
@@ -30,6 +17,36 @@ class Readable(Streams):
     layer or on all streams do not wait, and give as many slots as `longest` says.
     """
 
+    def view(self, layer: int) -> PagedTokens:
+        """Give one layer as attention reads it; good until the next operation."""
+        return self._view(self.table[layer], self._length[layer], self.pool.data)
+
+    def view_layers(self, layers: slice) -> PagedTokens:
+        """Give some layers as one, the heads of all side by side; good until the next operation."""
+        table, length = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.table, self._length))
+        return self._view(table, length, self.pool.data)
+
+    def whole(self) -> PagedTokens:
+        """Give all streams as `PageKernels` take them; good until the pool or the table grows."""
+        length = self._length.view(-1, 1)
+        return self._view(self._table.ids[:, None], length, self.pool.padded)
+
+    def _view(
+        self,
+        table: Int[Tensor, "B H T"],
+        length: Int[Tensor, "B H"],
+        data: UInt8[Tensor, "P nbytes"],
+    ) -> PagedTokens:
+        return PagedTokens(
+            data,
+            table,
+            length,
+            self.layout,
+            reverse=self._table.reverse,
+            holes=self.in_blocks and self.layout.positions,
+            longest=self.longest,
+        )
+
     def read(self, streams: Int[Tensor, " S"], vectors: Vectors = NONE) -> Stored:
         """Give what streams hold: scores and positions where pages have them, vectors if asked.
 
@@ -37,7 +54,7 @@ class Readable(Streams):
         """
         streams, length, wrong = self._named(streams)
         (longest,) = self._agree(wrong, most(length))
-        return self._read(streams, length, longest, vectors)
+        return self.kernels.read(self.whole(), streams, longest, vectors)
 
     def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
         """Give what the streams of a layer hold, as `read` does, over `longest` slots."""
@@ -45,8 +62,7 @@ class Readable(Streams):
 
     def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
         """Give what the streams of some layers hold, as `read_layer` does."""
-        length = self._length[layers].flatten().long()
-        return self._read(self.streams(layers), length, self.longest, vectors)
+        return self.kernels.read(self.whole(), self.streams(layers), self.longest, vectors)
 
     def fetch(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
         """Read one token of each stream, vectors included, as tensors of length 1.
@@ -68,16 +84,12 @@ class Readable(Streams):
         Raises:
             ValueError: pages hold no scores, or some tokens would get none.
         """
-        segment = self._score_segment()
+        self._expect_scores()
         expect_shape("score", score, streams.shape[0], None)
         streams, length, wrong = self._named(streams)
-        held = self._pages_for(length)
-        longest, total = self._agree(wrong, most(length), held.sum())
+        (longest,) = self._agree(wrong, most(length))
         expect_cover("score", score.shape[1], longest)
-        score = self._by_page(streams, length, score, longest)
-        row, column = spread(torch.zeros_like(held), held, total)
-        by_page = score[row, column]
-        write_scores(self.pool.data, segment, self._table.lookup(streams[row], column), by_page)
+        self.kernels.rescore(self.whole(), streams, score[:, :longest])
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
         """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
@@ -93,17 +105,11 @@ class Readable(Streams):
         Raises:
             ValueError: pages hold no scores, or fewer slots than `longest` says are given.
         """
-        segment = self._score_segment()
+        self._expect_scores()
         streams = self.streams(layers)
-        length = self._length[layers].flatten().long()
         expect_shape("score", score, streams.shape[0], None)
         expect_cover("score", score.shape[1], self.longest)
-        score = self._by_page(streams, length, score, self.longest)
-        page = self._table.block(streams, score.shape[1])
-        held = before(self._pages_for(length), page.shape[1])
-        # What lies past a stream's last page goes to the scratch page.
-        page = page.where(held, self.pool.capacity)
-        write_scores(self.pool.padded, segment, page.flatten(), score.flatten(0, 1))
+        self.kernels.rescore(self.whole(), streams, score[:, : self.longest])
 
     def weakest(self, streams: Int[Tensor, " S"]) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
         """Give the lowest score of each stream and its slot, the first of equal ones.
@@ -115,7 +121,7 @@ class Readable(Streams):
         """
         streams, length, wrong = self._named(streams)
         (longest,) = self._agree(wrong, most(length))
-        return self._weakest(streams, length, longest)
+        return self._weakest(streams, longest)
 
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None
@@ -125,14 +131,7 @@ class Readable(Streams):
         Raises:
             ValueError: pages hold no scores, or no positions where these are asked about.
         """
-        length = self._length.flatten().long()
-        return self._weakest(self.streams(), length, self.longest, until)
-
-    def _read(self, streams: Tensor, length: Tensor, longest: int, vectors: Vectors) -> Stored:
-        page = self._table.block(streams, pages_for(longest, self.layout.tokens))
-        take_all = partial(self._rows, page)
-        held = self._present(length, longest, take_all)
-        return read_tokens(self.layout, held, take_all, vectors)
+        return self._weakest(self.streams(), self.longest, until)
 
     def _fetch(self, streams: Tensor, slot: Tensor) -> Stored:
         block = self.layout.format.block
@@ -147,50 +146,18 @@ class Readable(Streams):
         return read_tokens(self.layout, (slot >= 0)[:, None], take_one, BOTH, inside)
 
     def _weakest(
-        self, streams: Tensor, length: Tensor, longest: int, until: Tensor | None = None
+        self, streams: Tensor, slots: int, until: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        segment, positions = self._score_segment(), position_segment(self.layout)
-        if until is not None and positions is None:
+        self._expect_scores()
+        if until is not None and not self.layout.positions:
             raise ValueError(
                 "pages of this layout hold no positions; lay them out with positions=True"
             )
-        # One slot at least, for argmin to point at where all streams are empty.
-        page = self._table.block(streams, pages_for(max(longest, 1), self.layout.tokens))
-        take_all = partial(self._rows, page)
-        score = read_scores(take_all(segment))
-        held = self._present(length, score.shape[1], take_all)
-        if until is not None and positions is not None:
-            held = held & (read_positions(take_all(positions)) < until[:, None])
-        score = score.masked_fill(~held, torch.inf)
-        slot = score.argmin(1)
-        # Where all that is held has the score inf, the first inf may be a place without a token.
-        slot = slot.where(held.gather(1, slot[:, None])[:, 0], held.int().argmax(1))
-        return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
+        return self.kernels.weakest(self.whole(), streams, slots, until)
 
-    def _rows(self, page: Tensor, segment: Segment) -> Tensor:
-        return take_pages(self.pool.data, segment, page)
-
-    def _present(
-        self, length: Tensor, slots: int, take_all: Callable[[Segment], Tensor]
-    ) -> Bool[Tensor, "S L"]:
-        """Say which of the first slots hold a token; `take_all` reads a segment of all of them."""
-        return before(length, slots)
-
-    def _keep_holes(self, streams: Tensor, length: Tensor, score: Tensor) -> Tensor:
-        """Give the scores that are to be written, where there are places without a token."""
-        return score
-
-    def _by_page(self, streams: Tensor, length: Tensor, score: Tensor, longest: int) -> Tensor:
-        shape = (score.shape[0], pages_for(longest, self.layout.tokens), self.layout.tokens)
-        padded = score.new_zeros(shape)
-        padded.flatten(1)[:, :longest] = score[:, :longest]
-        return self._keep_holes(streams, length, padded.flatten(1)).view(shape)
-
-    def _score_segment(self) -> Segment:
-        segment = score_segment(self.layout)
-        if segment is None:
+    def _expect_scores(self) -> None:
+        if not self.layout.scores:
             raise ValueError("pages of this layout hold no scores; lay them out with scores=True")
-        return segment
 
     def _agree_slots(
         self, wrong: Tensor, slot: Tensor, length: Tensor, *values: Tensor
@@ -204,11 +171,6 @@ class Readable(Streams):
                 "name a slot before that, or -1 to leave the stream alone"
             )
         return known
-
-
-def before(end: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
-    """Mark the slots before each end."""
-    return torch.arange(slots, device=end.device) < end[:, None]
 
 
 def most(length: Int[Tensor, " S"]) -> Int[Tensor, ""]:

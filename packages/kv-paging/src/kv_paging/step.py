@@ -9,60 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.moves import Segment, block_segments, put, take
-from kv_paging.store import TokenStore
+from kv_paging.pool import PagePool
+from kv_paging.table import PageTable
 from kv_paging.tokens import BOTH, Stored, encode_tokens, read_tokens, write_encoded
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A token of each stream."""
-
-    key: Float[Tensor, "S D"]
-    value: Float[Tensor, "S Dv"]
-    score: Float[Tensor, " S"] | None
-    position: Int[Tensor, " S"] | None
-
-    def or_else(self, mask: Bool[Tensor, " S"], found: Stored) -> "Tokens":
-        """The same, with what was found, one token of each stream, where it is marked."""
-        assert found.key is not None  # vectors were asked for
-        assert found.value is not None
-        score, position = self.score, self.position
-        if found.score is not None and score is not None:
-            score = found.score[:, 0].where(mask, score)
-        if found.position is not None and position is not None:
-            position = found.position[:, 0].where(mask, position)
-        return Tokens(
-            _pick(mask, found.key[:, 0], self.key),
-            _pick(mask, found.value[:, 0], self.value),
-            score,
-            position,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a step does: where the candidate goes, which tier's victim moves, and where to."""
-
-    candidate: UInt8[Tensor, " S"]
-    victim: UInt8[Tensor, " S"]
-    target: UInt8[Tensor, " S"]
+from kv_paging.work import Tokens, Work
+from kv_policy import PagedTokens
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
     """What a step does to the streams of one tier."""
 
-    store: TokenStore
+    pages: PagedTokens
     slot: Int[Tensor, " S"]  # of the victim; 0 where there is none
     leaves: Bool[Tensor, " S"]  # the victim is of this tier
     swap: Bool[Tensor, " S"]  # and the candidate takes its slot
     arrives: Bool[Tensor, " S"]  # an earlier tier's victim comes to this one
     enters: Bool[Tensor, " S"]  # the candidate comes to a new slot
     end: Int[Tensor, " S"]  # length once the victim is gone
+
+    @property
+    def table(self) -> PageTable:
+        """Its side of the page table."""
+        return PageTable.over(self.pages)
 
     @property
     def gone(self) -> Bool[Tensor, " S"]:
@@ -82,62 +55,55 @@ class TierPlan:
     @property
     def emptied(self) -> Bool[Tensor, " S"]:
         """Where the last page has no token any more."""
-        return self.gone & (self.end % self.store.layout.tokens == 0)
+        return self.gone & (self.end % self.pages.layout.tokens == 0)
 
     @property
     def opened(self) -> tuple[Bool[Tensor, " S"], Bool[Tensor, " S"]]:
         """Where the victim, and where the candidate, is the first token of a new page."""
-        tokens = self.store.layout.tokens
+        tokens = self.pages.layout.tokens
         return self.arrives & (self.end % tokens == 0), self.enters & (self.entry % tokens == 0)
 
 
-def plan_step(
-    stores: Sequence[TokenStore], choice: Choice, place: Int[Tensor, "K S"]
-) -> tuple[TierPlan, ...]:
+def plan_step(work: Work) -> tuple[TierPlan, ...]:
     """Say what a step does to each tier; nothing is changed."""
-    plans = []
+    plans, choice = [], work.choice
     moved = torch.zeros_like(choice.candidate, dtype=torch.bool)
-    for tier, store in enumerate(stores):
-        leaves = (choice.victim == tier) & (place[tier] >= 0)
+    for tier, pages in enumerate(work.tiers):
+        leaves = (choice.victim == tier) & (work.place[tier] >= 0)
         stays = choice.candidate == tier
         plans.append(
             TierPlan(
-                store=store,
-                slot=place[tier].clamp(min=0),
+                pages=pages,
+                slot=work.place[tier].clamp(min=0),
                 leaves=leaves,
                 swap=leaves & stays,
                 arrives=moved & (choice.target == tier),
                 enters=stays & ~leaves,
-                end=store.length.flatten().long() - (leaves & ~stays).long(),
+                end=pages.length[:, 0].long() - (leaves & ~stays).long(),
             )
         )
         moved = moved | leaves
     return tuple(plans)
 
 
-def pages_needed(plans: Sequence[TierPlan]) -> Int[Tensor, ""]:
+def pages_needed(works: Sequence[Work]) -> Int[Tensor, ""]:
     """Count the pages that a step takes, less those it gives back first."""
+    plans = [plan for work in works for plan in plan_step(work)]
     opened = torch.cat([mask for plan in plans for mask in plan.opened])
     return opened.sum() - torch.cat([plan.emptied for plan in plans]).sum()
 
 
-def carry_out(works: Sequence[tuple[Sequence[TierPlan], Tokens]]) -> None:
-    """Do it, for streams of one kind after another; the pool has the pages, the tables columns.
-
-    All give back pages before any takes one.
-
-    Args:
-        works: of each kind of streams over one pool, what happens to its tiers, and the candidates.
-    """
+def carry_out(pool: PagePool, works: Sequence[Work]) -> None:
+    """Do a step; see `PageKernels.step`."""
+    planned = [plan_step(work) for work in works]
     # A codec that refuses does so before anything has changed.
-    entering = [_entering(plans, candidate) for plans, candidate in works]
-    every = [plan for plans, _ in works for plan in plans]
-    pool = every[0].store.pool
+    entering = [_entering(p, work.candidate) for p, work in zip(planned, works, strict=True)]
+    every = [plan for plans in planned for plan in plans]
     emptied = [_fill_gap(plan) for plan in every]
     pool.give(torch.cat(emptied), torch.cat([plan.emptied for plan in every]))
     opened = [mask for plan in every for mask in plan.opened]
     pages = iter(pool.take(torch.cat(opened)).split([len(mask) for mask in opened]))
-    for (plans, _), (arriving, encoded) in zip(works, entering, strict=True):
+    for plans, (arriving, encoded) in zip(planned, entering, strict=True):
         for plan, parts in zip(plans, encoded, strict=True):
             _write(plan, parts, arriving, (next(pages), next(pages)))
 
@@ -147,7 +113,7 @@ def _entering(
 ) -> tuple[Tokens, list[tuple[UInt8[Tensor, "n _"], ...]]]:
     """The victims and the candidates, and both encoded for each tier."""
     arriving = merge(_victims(plans[:-1], candidate), candidate)
-    return arriving, [encode_tokens(p.store.layout, arriving.key, arriving.value) for p in plans]
+    return arriving, [encode_tokens(p.pages.layout, arriving.key, arriving.value) for p in plans]
 
 
 def _write(
@@ -157,52 +123,67 @@ def _write(
     new: tuple[Int[Tensor, " S"], Int[Tensor, " S"]],
 ) -> None:
     """Write what enters a tier to its slots, `new` pages where a slot is the first of its page."""
-    pool, tokens = plan.store.pool, plan.store.layout.tokens
-    table = plan.store.page_table
+    table, data, tokens = plan.table, plan.pages.data, plan.pages.layout.tokens
     for slot, page, some in zip((plan.end, plan.entry), new, plan.opened, strict=True):
         table.enter_some(slot // tokens, page, some)
     slot = torch.stack((plan.end, plan.entry.where(~plan.swap, plan.slot)))
     some = torch.stack((plan.arrives, plan.enters | plan.swap))
     page = torch.stack([table.find(each // tokens) for each in slot])
     write_encoded(
-        pool.padded,
-        plan.store.layout,
-        page.where(some, pool.capacity).flatten(),
+        data,
+        plan.pages.layout,
+        page.where(some, len(data) - 1).flatten(),  # the scratch page
         (slot % tokens).flatten(),
         parts,
         arriving.score,
         arriving.position,
     )
-    plan.store.set_lengths(plan.length)
+    plan.pages.length[:, 0] = plan.length
 
 
 def _victims(plans: Sequence[TierPlan], like: Tokens) -> Tokens:
     """Decode the victims that may go to a later tier; anything where there is none."""
     found = like
     for plan in plans:
-        tokens, data = plan.store.layout.tokens, plan.store.pool.data
-        page, row = plan.store.page_table.find(plan.slot // tokens), plan.slot % tokens
+        tokens, data = plan.pages.layout.tokens, plan.pages.data
+        page, row = plan.table.find(plan.slot // tokens), plan.slot % tokens
 
         def take_one(
             segment: Segment, data: Tensor = data, page: Tensor = page, row: Tensor = row
         ) -> Tensor:
             return take(data, segment, page[:, None], row[:, None])
 
-        read = read_tokens(plan.store.layout, plan.leaves[:, None], take_one, BOTH)
-        found = found.or_else(plan.leaves, read)
+        read = read_tokens(plan.pages.layout, plan.leaves[:, None], take_one, BOTH)
+        found = or_else(found, plan.leaves, read)
     return found
 
 
 def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
     """Move the last token into the victim's slot, and give its page."""
-    store, pool = plan.store, plan.store.pool
-    tokens, gone = store.layout.tokens, plan.gone
-    last = store.page_table.find(plan.end // tokens)
-    gap = store.page_table.find(plan.slot // tokens).where(gone, pool.capacity)
-    for segment in block_segments(store.layout):
-        rows = take(pool.padded, segment, last, plan.end % tokens)
-        put(pool.padded, segment, gap, plan.slot % tokens, rows)
+    data, tokens, gone = plan.pages.data, plan.pages.layout.tokens, plan.gone
+    last = plan.table.find(plan.end // tokens)
+    gap = plan.table.find(plan.slot // tokens).where(gone, len(data) - 1)
+    for segment in block_segments(plan.pages.layout):
+        rows = take(data, segment, last, plan.end % tokens)
+        put(data, segment, gap, plan.slot % tokens, rows)
     return last
+
+
+def or_else(tokens: Tokens, mask: Bool[Tensor, " S"], found: Stored) -> Tokens:
+    """The same, with what was found, one token of each stream, where it is marked."""
+    assert found.key is not None  # vectors were asked for
+    assert found.value is not None
+    score, position = tokens.score, tokens.position
+    if found.score is not None and score is not None:
+        score = found.score[:, 0].where(mask, score)
+    if found.position is not None and position is not None:
+        position = found.position[:, 0].where(mask, position)
+    return Tokens(
+        _pick(mask, found.key[:, 0], tokens.key),
+        _pick(mask, found.value[:, 0], tokens.value),
+        score,
+        position,
+    )
 
 
 def merge(first: Tokens, second: Tokens) -> Tokens:

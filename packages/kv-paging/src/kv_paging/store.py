@@ -1,18 +1,13 @@
 """One tier of a cache: tokens of one format, with what belongs to them, in streams of pages."""
 
-from typing import Final
-
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.moves import move
-from kv_paging.reading import Readable, before, most
+from kv_paging.reading import Readable, most
 from kv_paging.selecting import select_all
-from kv_paging.tokens import write_tokens
-
-_ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
+from kv_paging.torch_kernels import before
 
 
 class TokenStore(Readable):
@@ -57,11 +52,8 @@ class TokenStore(Readable):
         pages = self.pool.allocate(total)
         try:
             self._enter(streams, held, needed - held, pages, columns)
-            slot = length[:, None] + keep.cumsum(1) - 1
-            for kept in torch.split(keep.flatten().nonzero()[:, 0], max(_ROWS // block, 1) * block):
-                place = (kept // keep.shape[1], kept % keep.shape[1])
-                where = self._place(streams[place[0]], slot[place])
-                self._write(where, place, key, value, score, position)
+            tokens = (key, value, score, position)
+            self.kernels.write(self.whole(), streams, length, keep, *tokens)
         except BaseException:
             self.pool.release(pages)
             raise
@@ -102,9 +94,16 @@ class TokenStore(Readable):
         self.expect_tokens(key, value, score, position, streams.shape[0])
         streams, length, wrong = self._named(streams)
         self._agree_slots(wrong, slot, length)
-        chosen = (slot >= 0).nonzero()[:, 0]
-        where = self._place(streams[chosen], slot[chosen])
-        self._write(where, (chosen,), key, value, score, position)
+        self.kernels.write(
+            self.whole(),
+            streams,
+            slot,
+            (slot >= 0)[:, None],
+            key[:, None],
+            value[:, None],
+            None if score is None else score[:, None],
+            None if position is None else position[:, None],
+        )
 
     def remove(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
         """Let go of one token of each stream; the stream's last token moves into its slot.
@@ -168,35 +167,6 @@ class TokenStore(Readable):
             wrong, most(length), freed, self._longest_if(streams, after)
         )
         expect_cover("keep", stay.shape[1] * block, longest)
-        inside = before(after // block, stay.shape[1])
-        # A stream has as many kept blocks past its new end as gaps before it, so the two lists,
-        # both in the order of streams, pair up by themselves.
-        source, target = (stay & ~inside).nonzero(), (~stay & inside).nonzero()
-        places = []
-        for chosen in (source, target):
-            page, row = self._place(streams[chosen[:, 0]], chosen[:, 1] * block)
-            places.append((page, row // block))
-        move(self.pool.data, self.layout, *places)
+        self.kernels.close_up(self.whole(), streams, stay)
         self._shorten(streams, length, after, total, remains)
         return total
-
-    def _write(
-        self,
-        where: tuple[Tensor, Tensor],
-        place: tuple[Tensor, ...],
-        key: Tensor,
-        value: Tensor,
-        score: Tensor | None,
-        position: Tensor | None,
-    ) -> None:
-        """Write the tokens at `place` in the tensors to their pages and rows."""
-        if where[0].numel():
-            write_tokens(
-                self.pool.data,
-                self.layout,
-                *where,
-                key[place],
-                value[place],
-                None if score is None else score[place],
-                None if position is None else position[place],
-            )

@@ -7,10 +7,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging.checks import expect_shape, expect_within
-from kv_paging.moves import copy_pages
+from kv_paging.kernels import chosen
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
-from kv_policy import PagedTokens, PageLayout
+from kv_policy import PageLayout
 
 _ALL: Final = slice(None)
 
@@ -75,6 +75,7 @@ class Streams:
             )
         self.pool = pool
         self.layout = layout
+        self.kernels = chosen(layout, pool.device, pool.kernels)
         self._length = torch.zeros(layers, sequences, heads, dtype=torch.int32, device=pool.device)
         self._longest = 0
         self._changes = 0
@@ -137,26 +138,6 @@ class Streams:
         """Count the pages that so many more tokens of all streams take."""
         length = self._length.flatten().long()
         return (self._pages_for(length + count) - self._pages_for(length)).sum()
-
-    def view(self, layer: int) -> PagedTokens:
-        """Give one layer as attention reads it; good until the next operation."""
-        return self._view(self.table[layer], self._length[layer])
-
-    def view_layers(self, layers: slice) -> PagedTokens:
-        """Give some layers as one, the heads of all side by side; good until the next operation."""
-        table, length = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.table, self._length))
-        return self._view(table, length)
-
-    def _view(self, table: Int[Tensor, "B H T"], length: Int[Tensor, "B H"]) -> PagedTokens:
-        return PagedTokens(
-            self.pool.data,
-            table,
-            length,
-            self.layout,
-            reverse=self._table.reverse,
-            holes=self.in_blocks and self.layout.positions,
-            longest=self.longest,
-        )
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
@@ -277,7 +258,8 @@ class Streams:
         """Give each stream copies of its first `count` pages, instead of those it has."""
         stream, column = spread(torch.zeros_like(count), count, total)
         pages = self.pool.allocate(total)
-        copy_pages(self.pool.data, self._table.lookup(stream, column), pages)
+        source = self._table.lookup(stream, column)
+        self.kernels.copy_pages(self.pool.data, source, pages)
         self._table.enter(stream, column, pages)
 
     def _shorten(

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kv_policy import PagedTokens
+
 Length = TypeVar("Length", int, Tensor)
 
 
@@ -60,6 +62,13 @@ class PageTable:
         """Start with one column; id 0 stands where no page was entered yet."""
         self._shared = _Ids(torch.zeros(streams, 1, dtype=torch.int32, device=device))
         self.reverse = False
+
+    @classmethod
+    def over(cls, pages: PagedTokens) -> "PageTable":
+        """Give the side of a table that belongs to a tier of streams with a head each."""
+        table = object.__new__(cls)
+        table._shared, table.reverse = _Ids(pages.table[:, 0]), pages.reverse
+        return table
 
     def facing(self) -> "PageTable":
         """Give the other side of the same table."""

@@ -8,26 +8,26 @@ from torch import Tensor
 
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
+from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
 from kv_paging.pool import PagePool
 from kv_paging.room import Room
 from kv_paging.selecting import select_all
-from kv_paging.step import Choice, Tokens, carry_out, pages_needed, plan_step
+from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.turns import step_in_turn
 from kv_paging.waiting import BlockTier
+from kv_paging.work import Choice, Tokens, Work
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
 class Tiers:
     """The tokens of K tiers, each stream's over all of them, in pages of one pool.
 
-    Two stores after one another share a page table, the first from its left and the second from
-    its right (LeanKV section 5.2).
-
-    `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except where
-    the pool's lower bound of free pages is too low (see `PagePool.ensure`) and every 64 steps, once
-    each, to read how many pages are free and how long streams are.
+    Two stores after one another share a page table, from its left and right (LeanKV section 5.2).
+    `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except once
+    where the pool's lower bound of free pages is too low (see `PagePool.ensure`), and once every 64
+    steps, to read how long streams are.
 
     A tier whose format encodes several tokens together has two stores: full blocks, and after it
     the tokens that wait raw, in pages of the same pool, until there are as many as a block. Steps
@@ -52,8 +52,7 @@ class Tiers:
             layers: N.
             sequences: B.
             heads: H.
-            raw: how tokens are stored while they wait for a block to be full; needed where a
-                format encodes several tokens together.
+            raw: how tokens wait for a block to be full, where a format encodes several together.
 
         Raises:
             ValueError: no tier, layouts that store scores or positions in some tiers only or
@@ -279,9 +278,13 @@ class Tiers:
         if self.in_blocks:
             step_in_turn(self._members, chosen, place, token)
             return
-        plans = plan_step(self.stores, chosen, place)
-        self._room.for_step(lambda: pages_needed(plans))
-        carry_out([(plans, token)])
+        self._room.for_step(lambda: pages_needed([self.work(chosen, place, token)]))
+        kernels = shared([store.kernels for store in self.stores])
+        kernels.step(self.pool, [self.work(chosen, place, token)])
+
+    def work(self, choice: Choice, place: Int[Tensor, "K S"], token: Tokens) -> Work:
+        """Give a step as data; good until the pool or a table grows."""
+        return Work(tuple(store.whole() for store in self.stores), choice, place, token)
 
     def expect_step(self, choice: Choice, place: Int[Tensor, "K S"], token: Tokens) -> None:
         """Refuse a step that does not fit.

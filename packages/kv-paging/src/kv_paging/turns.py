@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging.step import Choice, Tokens, merge
+from kv_paging.step import merge, or_else
 from kv_paging.store import TokenStore
 from kv_paging.waiting import BlockTier
+from kv_paging.work import Choice, Tokens
 
 
 def step_in_turn(
@@ -29,7 +30,7 @@ def step_in_turn(
     reserve_step([(members, choice, place)])
     victim = candidate
     for member, mine, at in zip(members[:-1], leaves, place, strict=False):
-        victim = victim.or_else(mine, member.fetch(streams, at.masked_fill(~mine, -1)))
+        victim = or_else(victim, mine, member.fetch(streams, at.masked_fill(~mine, -1)))
     for member, mine, swap, at in zip(members, leaves, swaps, place, strict=True):
         if isinstance(member, TokenStore):
             slot = at.masked_fill(~swap, -1)

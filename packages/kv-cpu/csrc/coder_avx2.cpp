@@ -1,0 +1,7 @@
+#include "coder.inc"
+
+namespace kv {
+
+extern const Coder avx2_coder = {encode, decode};
+
+}  // namespace kv

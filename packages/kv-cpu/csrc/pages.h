@@ -1,0 +1,89 @@
+// Streams of tokens in pages, as what writes, moves and reads them sees them.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "coder.h"
+#include "ops.h"
+
+namespace kv {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Rows of a page that move together with a token: where the first lies, and bytes of each.
+struct Segment {
+  int64_t offset, width;
+};
+
+constexpr int kTierNumbers = 16;
+
+// All streams of one tier.
+struct Tier {
+  Format format[2];  // of keys, of values
+  int64_t code[2], meta[2], score, position;  // bytes of a page; -1: pages hold none
+  Segment segment[6];  // of all that belongs to a token
+  int segments = 0;
+  uint8_t* data;
+  int64_t pages, step;  // bytes from one page to the next
+  int64_t tokens;
+  Integers table;
+  int64_t streams, width;
+  bool reverse;
+
+  int64_t entry(int64_t stream, int64_t column) const {
+    return stream * width + (reverse ? width - 1 - column : column);
+  }
+  uint8_t* page(int64_t stream, int64_t slot) const {
+    return at(table[entry(stream, slot / tokens)]);
+  }
+  uint8_t* at(int64_t page) const { return data + page * step; }
+
+  // Refuses slots first .. last - 1 of a stream if one is in a page that is not there.
+  void check(int64_t stream, int64_t first, int64_t last) const;
+  void check_page(int64_t page) const;
+  void check_stream(int64_t stream) const;
+  void move(uint8_t* from, int64_t row, uint8_t* to, int64_t target) const;
+  void decode(const Coder&, int which, const uint8_t* page, int64_t row, float* to) const;
+  void encode(const Coder&, int which, Number from, const uint8_t* const* x, int count,
+              uint8_t* page, int64_t row) const;
+};
+
+// numbers: tokens, where key codes, key metadata, value codes and value metadata start, where scores
+// and positions do, reverse, then number, dim, bits and group of keys and of values
+Tier tier_of(const Tensor& data, const Tensor& table, const int64_t* numbers);
+
+// Vectors [S, L, D] whose numbers are consecutive.
+struct Vectors {
+  Vectors(const Tensor& x, int dim);
+  const uint8_t* at(int64_t i, int64_t token) const {
+    return data + i * step[0] + token * step[1];
+  }
+  const uint8_t* data;
+  int64_t step[2];
+  Number number;
+};
+
+Number number_of(ScalarType type);
+Integers integers_of(const Tensor& x, int64_t count, const char* name);
+// The data of a contiguous tensor of so many numbers.
+template <typename T>
+T* data_of(const Tensor& x, ScalarType type, int64_t count, const char* name) {
+  STD_TORCH_CHECK(x.scalar_type() == type && x.is_contiguous() && int64_t(x.numel()) == count, name,
+                  " must be contiguous, of ", count, " numbers of another kind or count than given");
+  return static_cast<T*>(const_cast<void*>(x.const_data_ptr()));
+}
+const Coder& coder_of(const std::string& isa);
+
+// f(i) for i < count, in threads where all of that is worth more than one.
+template <typename F>
+void for_all(int64_t count, int64_t grain, const F& f) {
+  torch::stable::parallel_for(0, count, grain < 1 ? 1 : grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) f(i);
+  });
+}
+
+}  // namespace kv

@@ -1,0 +1,187 @@
+// What reads tokens from pages, and what gives them new scores.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pages.h"
+
+namespace kv {
+namespace {
+
+constexpr int64_t kWorth = 1 << 15;  // bytes to read or write that are worth another thread
+
+template <typename T>
+T load(const void* from) {
+  T x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// Some streams of a tier, and how many of their first slots are looked at.
+struct Chosen {
+  Chosen(const Tensor& data, const Tensor& table, const std::vector<int64_t>& numbers,
+         const Tensor& length, const Tensor& streams, int64_t slots)
+      : tier(tier_of(data, table, numbers.data())), count(streams.numel()) {
+    const Integers named = integers_of(streams, count, "streams");
+    const Integers lengths = integers_of(length, tier.streams, "lengths");
+    for (int64_t i = 0; i < count; ++i) {
+      tier.check_stream(named[i]);
+      const int64_t all = lengths[named[i]];
+      STD_TORCH_CHECK(all >= 0 && slots >= 0, "a stream has ", all, " tokens, and ", slots,
+                      " are asked for");
+      held.push_back(std::min(all, slots));
+      stream.push_back(named[i]);
+      tier.check(stream[i], 0, held[i]);
+    }
+  }
+
+  // f(page, slot, count of the slots from there in that page) over the held slots of streams[i].
+  template <typename F>
+  void over_pages(int64_t i, const F& f) const {
+    for (int64_t slot = 0; slot < held[i]; slot += tier.tokens)
+      f(tier.page(stream[i], slot), slot, std::min(tier.tokens, held[i] - slot));
+  }
+
+  const Tier tier;
+  const int64_t count;
+  std::vector<int64_t> stream, held;
+};
+
+ScalarType type_of(const Format& format) {
+  if (format.number == Number::kFloat16) return ScalarType::Half;
+  return format.number == Number::kBFloat16 ? ScalarType::BFloat16 : ScalarType::Float;
+}
+
+// Vectors [n, slots, D], zeros where no token is held: plain numbers as they are, codes in float32.
+Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const Tensor& like,
+                    int64_t slots) {
+  const Format& format = chosen.tier.format[which];
+  Tensor out =
+      torch::stable::new_empty(like, {chosen.count, slots, format.dim}, type_of(format));
+  const int64_t width = format.dim * int64_t(out.element_size());
+  auto* first = static_cast<uint8_t*>(out.mutable_data_ptr());
+  for_all(chosen.count, kWorth / (slots * width + 1), [&](int64_t i) {
+    uint8_t* to = first + i * slots * width;
+    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+      for (int64_t row = 0; row < tokens; ++row) {
+        uint8_t* at = to + (slot + row) * width;
+        if (format.number == Number::kCodes)
+          chosen.tier.decode(coder, which, page, row, reinterpret_cast<float*>(at));
+        else
+          std::memcpy(at, page + chosen.tier.code[which] + row * width, width);
+      }
+    });
+    const int64_t held = chosen.held[i];
+    std::memset(to + held * width, 0, (slots - held) * width);
+  });
+  return out;
+}
+
+// What streams hold in their first slots: whether they do (bool), then scores (float32, else 0) and
+// positions (int64, else -1) where pages have them, then keys and values if asked for.
+std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
+                              Tensor length, Tensor streams, int64_t slots, bool keys, bool values,
+                              std::string isa) {
+  STD_TORCH_CHECK(numbers.size() == kTierNumbers, "a tier has ", kTierNumbers, " numbers");
+  const Chosen chosen(data, table, numbers, length, streams, slots);
+  const Coder& coder = coder_of(isa);
+  const Tier& tier = chosen.tier;
+  std::vector<Tensor> found;
+  auto made = [&](ScalarType type) {
+    found.push_back(torch::stable::new_empty(data, {chosen.count, slots}, type));
+    return found.back().mutable_data_ptr();
+  };
+  auto* held = static_cast<bool*>(made(ScalarType::Bool));
+  auto* score = tier.score < 0 ? nullptr : static_cast<float*>(made(ScalarType::Float));
+  auto* position = tier.position < 0 ? nullptr : static_cast<int64_t*>(made(ScalarType::Long));
+  for_all(chosen.count, kWorth / (16 * slots + 1), [&](int64_t i) {
+    const int64_t at = i * slots, end = at + chosen.held[i], stop = at + slots;
+    std::fill(held + at, held + end, true);
+    std::fill(held + end, held + stop, false);
+    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+      if (score) std::memcpy(score + at + slot, page + tier.score, 4 * tokens);
+      if (!position) return;
+      for (int64_t row = 0; row < tokens; ++row)
+        position[at + slot + row] = load<int32_t>(page + tier.position + 4 * row);
+    });
+    if (score) std::fill(score + end, score + stop, 0.0f);
+    if (position) std::fill(position + end, position + stop, int64_t(-1));
+  });
+  if (keys) found.push_back(read_vectors(chosen, coder, 0, data, slots));
+  if (values) found.push_back(read_vectors(chosen, coder, 1, data, slots));
+  return found;
+}
+
+// The lowest score of each stream and its slot, the first of equal ones, of tokens at positions
+// before `until`, which is empty where none is set. No token: infinity and -1. NaN is the lowest.
+std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t> numbers,
+                                 Tensor length, Tensor streams, int64_t slots, Tensor until) {
+  STD_TORCH_CHECK(numbers.size() == kTierNumbers, "a tier has ", kTierNumbers, " numbers");
+  const Chosen chosen(data, table, numbers, length, streams, slots);
+  const Tier& tier = chosen.tier;
+  const bool bounded = until.numel() > 0;
+  STD_TORCH_CHECK(tier.score >= 0 && (!bounded || tier.position >= 0),
+                  "pages hold no scores, or no positions");
+  const Integers bound = integers_of(until, bounded ? chosen.count : 0, "bounds");
+  std::vector<Tensor> found{torch::stable::new_empty(data, {chosen.count}, ScalarType::Float),
+                            torch::stable::new_empty(data, {chosen.count}, ScalarType::Long)};
+  auto* lowest = static_cast<float*>(found[0].mutable_data_ptr());
+  auto* where = static_cast<int64_t*>(found[1].mutable_data_ptr());
+  for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
+    float least = INFINITY;
+    int64_t at = -1;
+    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+      for (int64_t row = 0; row < tokens; ++row) {
+        const float score = load<float>(page + tier.score + 4 * row);
+        if (at >= 0 && (score >= least || std::isnan(least))) continue;
+        if (bounded && load<int32_t>(page + tier.position + 4 * row) >= bound[i]) continue;
+        least = score, at = slot + row;
+      }
+    });
+    lowest[i] = least, where[i] = at;
+  });
+  return found;
+}
+
+// Writes score [n, L] over the slots of the pages that streams hold, and 0 past the L-th.
+void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
+                  Tensor streams, Tensor score) {
+  STD_TORCH_CHECK(numbers.size() == kTierNumbers && score.dim() == 2, "a tier has ", kTierNumbers,
+                  " numbers, and scores have two dimensions");
+  const int64_t slots = score.size(1);
+  const Chosen chosen(data, table, numbers, length, streams, INT64_MAX);
+  const Tier& tier = chosen.tier;
+  STD_TORCH_CHECK(tier.score >= 0, "pages hold no scores");
+  const auto* given =
+      data_of<float>(score, ScalarType::Float, chosen.count * slots, "scores");
+  for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
+    chosen.over_pages(i, [&](uint8_t* page, int64_t slot, int64_t) {
+      const int64_t known = std::clamp<int64_t>(slots - slot, 0, tier.tokens);
+      if (known) std::memcpy(page + tier.score, given + i * slots + slot, 4 * known);
+      std::memset(page + tier.score + 4 * known, 0, 4 * (tier.tokens - known));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace kv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
+  m.def(
+      "page_read(Tensor data, Tensor table, int[] tier, Tensor length, Tensor streams, int slots, "
+      "bool keys, bool values, str isa) -> Tensor[]");
+  m.def(
+      "page_weakest(Tensor data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "int slots, Tensor until) -> Tensor[]");
+  m.def(
+      "page_rescore(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "Tensor score) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
+  m.impl("page_read", TORCH_BOX(&kv::page_read));
+  m.impl("page_weakest", TORCH_BOX(&kv::page_weakest));
+  m.impl("page_rescore", TORCH_BOX(&kv::page_rescore));
+}

@@ -1,0 +1,291 @@
+// A decoding step: in every stream one token enters, and one leaves its tier or moves to another.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+
+#include "pages.h"
+
+namespace kv {
+namespace {
+
+constexpr int64_t kWorth = 128;  // streams that are worth another thread
+constexpr int kWorkTensors = 8;  // before two of each tier
+
+struct Member {
+  Tier tier;
+  int32_t *table, *length;
+};
+
+// What happens to one stream; tiers are -1 where there is none.
+struct Move {
+  int from = -1, to = -1, enter = -1;
+  int64_t victim = 0;  // its slot
+  bool swap() const { return from >= 0 && from == enter; }
+  bool gone() const { return from >= 0 && !swap(); }
+};
+
+// Streams of one kind, with the candidates and what is to become of them.
+struct Work {
+  std::vector<Member> tiers;
+  int64_t streams;
+  const uint8_t *candidate, *victim, *target;
+  const int64_t* place;
+  const Vectors key, value;
+  const float* score;
+  Integers position;
+  std::vector<Move> moves;
+  std::vector<float> vectors;  // of victims that move
+  std::vector<uint8_t> beside;
+
+  int width() const { return tiers[0].tier.format[0].dim + tiers[0].tier.format[1].dim; }
+  // The first free slot of a tier once the victim is gone.
+  int64_t end(int tier, int64_t stream) const {
+    const Move& move = moves[stream];
+    return tiers[tier].length[stream] - (move.from == tier && move.gone());
+  }
+  bool arrives(int tier, int64_t stream) const { return moves[stream].to == tier; }
+  bool enters(int tier, int64_t stream) const {
+    return moves[stream].enter == tier && !moves[stream].swap();
+  }
+  int64_t entry(int tier, int64_t stream) const {
+    return end(tier, stream) + arrives(tier, stream);
+  }
+};
+
+struct Pool {
+  int32_t* ring;
+  int64_t *start, *free;
+  int64_t pages, bytes;
+
+  void give(int64_t page) { ring[(*start + (*free)++) % pages] = int32_t(page); }
+  int32_t take() {
+    const int32_t page = ring[*start];
+    *start = (*start + 1) % pages;
+    --*free;
+    return page;
+  }
+};
+
+void plan(Work& work) {
+  const int tiers = int(work.tiers.size());
+  work.moves.resize(work.streams);
+  for (int64_t i = 0; i < work.streams; ++i) {
+    Move& move = work.moves[i];
+    const int victim = work.victim[i], target = work.target[i], enter = work.candidate[i];
+    if (victim < tiers && work.place[victim * work.streams + i] >= 0) {
+      move.from = victim;
+      move.victim = work.place[victim * work.streams + i];
+      if (target > victim && target < tiers) move.to = target;
+    }
+    if (enter < tiers) move.enter = enter;
+  }
+}
+
+// Whether the slot is the first of its page.
+bool opens(const Tier& tier, int64_t slot) { return slot % tier.tokens == 0; }
+
+void check_slot(const Tier& tier, int64_t stream, int64_t slot, bool opened) {
+  if (!opened) return tier.check(stream, slot, slot + 1);
+  STD_TORCH_CHECK(slot / tier.tokens < tier.width, "a token enters slot ", slot,
+                  "; the table has room for ", tier.width * tier.tokens);
+}
+
+// Refuses what would read or write a page that is not there, and counts what comes and goes.
+void check(const Work& work, int64_t& given, int64_t& taken) {
+  for (int t = 0; t < int(work.tiers.size()); ++t) {
+    const Tier& tier = work.tiers[t].tier;
+    for (int64_t i = 0; i < work.streams; ++i) {
+      const int64_t length = work.tiers[t].length[i], end = work.end(t, i), entry = work.entry(t, i);
+      if (work.moves[i].from == t) {
+        STD_TORCH_CHECK(work.moves[i].victim < length, "slot ", work.moves[i].victim,
+                        " holds no token, the stream has ", length);
+        tier.check(i, work.moves[i].victim, work.moves[i].victim + 1);
+        tier.check(i, length - 1, length);
+        given += work.moves[i].gone() && opens(tier, end);
+      }
+      STD_TORCH_CHECK(length >= 0, "a stream has ", length, " tokens");
+      const bool arrives = work.arrives(t, i), enters = work.enters(t, i);
+      if (arrives) check_slot(tier, i, end, opens(tier, end));
+      const bool follows = arrives && opens(tier, end) && !opens(tier, entry);  // in a new page
+      if (enters && !follows) check_slot(tier, i, entry, opens(tier, entry));
+      taken += (arrives && opens(tier, end)) + (enters && opens(tier, entry));
+    }
+  }
+}
+
+// Takes the victim out, and lets the last token of its tier fill the gap.
+void leave(Work& work, const Coder& coder, int64_t i) {
+  const Move& move = work.moves[i];
+  if (move.from < 0) return;
+  const Tier& tier = work.tiers[move.from].tier;
+  uint8_t* page = tier.page(i, move.victim);
+  const int64_t row = move.victim % tier.tokens;
+  if (move.to >= 0) {
+    float* to = &work.vectors[i * work.width()];
+    tier.decode(coder, 0, page, row, to);
+    tier.decode(coder, 1, page, row, to + tier.format[0].dim);
+    uint8_t* beside = &work.beside[8 * i];
+    if (tier.score >= 0) std::memcpy(beside, page + tier.score + 4 * row, 4);
+    if (tier.position >= 0) std::memcpy(beside + 4, page + tier.position + 4 * row, 4);
+  }
+  const int64_t end = work.end(move.from, i);
+  if (move.gone()) tier.move(tier.page(i, end), end % tier.tokens, page, row);
+}
+
+// Gives back the pages that became empty, of all kinds and tiers, and then takes new ones.
+void exchange(std::vector<Work>& works, Pool& pool, uint8_t* data, int64_t step, bool poison) {
+  for (Work& work : works)
+    for (int t = 0; t < int(work.tiers.size()); ++t)
+      for (int64_t i = 0; i < work.streams; ++i) {
+        const Tier& tier = work.tiers[t].tier;
+        if (work.moves[i].from != t || !work.moves[i].gone() || !opens(tier, work.end(t, i)))
+          continue;
+        const int64_t page = tier.table[tier.entry(i, work.end(t, i) / tier.tokens)];
+        pool.give(page);
+        if (poison) std::memset(data + page * step, 0xff, pool.bytes);
+      }
+  for (Work& work : works)
+    for (int t = 0; t < int(work.tiers.size()); ++t) {
+      const Tier& tier = work.tiers[t].tier;
+      auto open = [&](int64_t i, int64_t slot, bool some) {
+        if (some && opens(tier, slot))
+          work.tiers[t].table[tier.entry(i, slot / tier.tokens)] = pool.take();
+      };
+      for (int64_t i = 0; i < work.streams; ++i) open(i, work.end(t, i), work.arrives(t, i));
+      for (int64_t i = 0; i < work.streams; ++i) open(i, work.entry(t, i), work.enters(t, i));
+    }
+}
+
+void put(const Tier& tier, const Coder& coder, int64_t i, int64_t slot, const uint8_t* key,
+         Number key_number, const uint8_t* value, Number value_number, const void* score,
+         const void* position) {
+  uint8_t* page = tier.page(i, slot);
+  const int64_t row = slot % tier.tokens;
+  tier.encode(coder, 0, key_number, &key, 1, page, row);
+  tier.encode(coder, 1, value_number, &value, 1, page, row);
+  if (tier.score >= 0) std::memcpy(page + tier.score + 4 * row, score, 4);
+  if (tier.position >= 0) std::memcpy(page + tier.position + 4 * row, position, 4);
+}
+
+// Writes the victim to its new tier, and then the candidate.
+void enter(Work& work, const Coder& coder, int64_t i) {
+  const Move& move = work.moves[i];
+  if (move.to >= 0) {
+    const Tier& tier = work.tiers[move.to].tier;
+    const auto* from = reinterpret_cast<const uint8_t*>(&work.vectors[i * work.width()]);
+    const uint8_t* beside = &work.beside[8 * i];
+    put(tier, coder, i, work.end(move.to, i), from, Number::kFloat32,
+        from + sizeof(float) * tier.format[0].dim, Number::kFloat32, beside, beside + 4);
+  }
+  if (move.enter >= 0) {
+    const int32_t position = work.position.data ? int32_t(work.position[i]) : 0;
+    put(work.tiers[move.enter].tier, coder, i,
+        move.swap() ? move.victim : work.entry(move.enter, i), work.key.at(i, 0), work.key.number,
+        work.value.at(i, 0), work.value.number, work.score ? work.score + i : nullptr, &position);
+  }
+}
+
+// tensors: candidate, victim, target [S], place [K, S], key, value [S, 1, D], score, position [S] or
+// empty, then of each tier its table [S, T] and lengths [S]
+Work work_of(const Tensor& data, const Tensor* tensors, int64_t tiers, const int64_t* numbers) {
+  std::vector<Member> members;
+  const int64_t streams = tensors[0].numel();
+  for (int64_t t = 0; t < tiers; ++t) {
+    const Tensor &table = tensors[kWorkTensors + 2 * t], &length = tensors[kWorkTensors + 2 * t + 1];
+    const Tier tier = tier_of(data, table, numbers + t * kTierNumbers);
+    STD_TORCH_CHECK(tier.streams == streams, "a tier has other streams");
+    members.push_back({tier, data_of<int32_t>(table, ScalarType::Int, streams * tier.width, "tables"),
+                       data_of<int32_t>(length, ScalarType::Int, streams, "lengths")});
+    const Tier& first = members[0].tier;
+    STD_TORCH_CHECK(tier.format[0].dim == first.format[0].dim &&
+                        tier.format[1].dim == first.format[1].dim &&
+                        (tier.score < 0) == (first.score < 0) &&
+                        (tier.position < 0) == (first.position < 0),
+                    "tiers between which tokens move must hold the same");
+  }
+  const Tier& tier = members[0].tier;
+  auto bytes = [&](int i, const char* name) {
+    return data_of<uint8_t>(tensors[i], ScalarType::Byte, streams, name);
+  };
+  Work work{members,
+            streams,
+            bytes(0, "candidates"),
+            bytes(1, "victims"),
+            bytes(2, "targets"),
+            data_of<int64_t>(tensors[3], ScalarType::Long, tiers * streams, "places"),
+            Vectors(tensors[4], tier.format[0].dim),
+            Vectors(tensors[5], tier.format[1].dim),
+            nullptr,
+            {},
+            {},
+            {},
+            {}};
+  STD_TORCH_CHECK(tensors[4].size(0) == streams && tensors[5].size(0) == streams,
+                  "each stream must have a key and a value");
+  if (tier.score >= 0) work.score = data_of<float>(tensors[6], ScalarType::Float, streams, "scores");
+  if (tier.position >= 0) work.position = integers_of(tensors[7], streams, "positions");
+  plan(work);
+  work.vectors.resize(streams * work.width());
+  work.beside.resize(8 * streams);
+  return work;
+}
+
+Pool pool_of(const Tensor& data, const Tensor& ring, const Tensor& start, const Tensor& free,
+             int64_t given, int64_t taken) {
+  const int64_t pages = data.size(0);
+  Pool pool{data_of<int32_t>(ring, ScalarType::Int, pages + 1, "the list of free pages"),
+            data_of<int64_t>(start, ScalarType::Long, 1, "its start"),
+            data_of<int64_t>(free, ScalarType::Long, 1, "the number of free pages"), pages,
+            data.size(1)};
+  const int64_t there = *pool.free, first = *pool.start;
+  STD_TORCH_CHECK(there >= 0 && there + given <= pages && first >= 0 && first <= pages - (pages > 0),
+                  "the pool says that ", there, " of ", pages, " pages are free, from place ", first,
+                  " on, and ", given, " come back");
+  STD_TORCH_CHECK(taken <= there + given, "a step takes ", taken, " pages and ", there + given,
+                  " are free");
+  for (int64_t i = 0; i < taken && i < there; ++i) {
+    const int64_t page = pool.ring[(first + i) % pages];
+    STD_TORCH_CHECK(page >= 0 && page < pages, "the pool says that page ", page, " is free; it has ",
+                    pages);
+  }
+  return pool;
+}
+
+// numbers: of each kind of streams the number of its tiers, and the numbers of these
+void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<Tensor> tensors,
+               std::vector<int64_t> numbers, bool poison, std::string isa) {
+  const Coder& coder = coder_of(isa);
+  std::vector<Work> works;
+  int64_t given = 0, taken = 0;
+  size_t tensor = 0;
+  for (size_t at = 0; at < numbers.size();) {
+    const int64_t tiers = numbers[at++];
+    STD_TORCH_CHECK(tiers >= 1 && at + tiers * kTierNumbers <= numbers.size() &&
+                        tensor + kWorkTensors + 2 * tiers <= tensors.size(),
+                    "what a step is made of is cut short");
+    works.push_back(work_of(data, &tensors[tensor], tiers, &numbers[at]));
+    check(works.back(), given, taken);
+    at += tiers * kTierNumbers, tensor += kWorkTensors + 2 * tiers;
+  }
+  Pool pool = pool_of(data, ring, start, free, given, taken);
+  for (Work& work : works)
+    for_all(work.streams, kWorth, [&](int64_t i) { leave(work, coder, i); });
+  exchange(works, pool, static_cast<uint8_t*>(data.mutable_data_ptr()), data.stride(0), poison);
+  for (Work& work : works) {
+    for_all(work.streams, kWorth, [&](int64_t i) { enter(work, coder, i); });
+    for (int t = 0; t < int(work.tiers.size()); ++t)
+      for (int64_t i = 0; i < work.streams; ++i)
+        work.tiers[t].length[i] = int32_t(work.entry(t, i) + work.enters(t, i));
+  }
+}
+
+}  // namespace
+}  // namespace kv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
+  m.def(
+      "page_step(Tensor(a!) data, Tensor(b!) ring, Tensor(c!) start, Tensor(d!) free, "
+      "Tensor(e!)[] tensors, int[] numbers, bool poison, str isa) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_step", TORCH_BOX(&kv::page_step)); }

@@ -1,0 +1,198 @@
+"""The page kernels `cpu` of kv-paging: what writes, moves and reads tokens in pages, natively.
+
+Pages are those of `kv_paging.torch_kernels` to the last byte, but for the payload of a NaN that is
+stored as it is. Streams and tables are checked before anything is written, and a page that is not
+there is an error.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_cpu.formats import MOST_DIM, NUMBERS, code_numbers, is_read
+from kv_cpu.library import chosen
+from kv_paging import PagePool, Stored, torch_kernels
+from kv_paging.tokens import Vectors
+from kv_paging.work import Work
+from kv_policy import PagedTokens, PageLayout
+
+
+def declined(layout: PageLayout, device: torch.device) -> str | None:
+    """Say why pages of a layout are not for native code; None if they are."""
+    if device.type != "cpu":
+        return f"pages on {device.type}"
+    for codec in (layout.format.key, layout.format.value):
+        if not is_read(codec):
+            return f"{codec!r} has an encode of its own"
+        if codec.dim > MOST_DIM:
+            return f"vectors of more than {MOST_DIM} dimensions"
+    return None
+
+
+def write(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    start: Int[Tensor, " S"],
+    keep: Bool[Tensor, "S L"],
+    key: Float[Tensor, "S L D"],
+    value: Float[Tensor, "S L Dv"],
+    score: Float[Tensor, "S L"] | None,
+    position: Int[Tensor, "S L"] | None,
+) -> None:
+    """Encode tokens and write them; vectors in float64 are encoded by torch.
+
+    Raises:
+        RuntimeError: a table names a page that is not there; nothing was written.
+    """
+    if key.dtype not in NUMBERS or value.dtype not in NUMBERS:
+        torch_kernels.write(pages, streams, start, keep, key, value, score, position)
+        return
+    torch.ops.kv_cpu.page_write(
+        *_tier(pages),
+        streams.contiguous(),
+        start.contiguous(),
+        keep.contiguous(),
+        _rows(key),
+        _rows(value),
+        [*_scores(score), *_positions(position)],
+        chosen(),
+    )
+
+
+def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+    """Move tokens that stay to the front.
+
+    Raises:
+        RuntimeError: a table names a page that is not there; nothing was moved.
+    """
+    torch.ops.kv_cpu.page_close_up(*_tier(pages), streams.contiguous(), stay.contiguous())
+
+
+def copy_pages(
+    data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
+) -> None:
+    """Copy whole pages.
+
+    Raises:
+        RuntimeError: a page is not there; nothing was copied.
+    """
+    torch.ops.kv_cpu.page_copy(data, source.contiguous(), target.contiguous())
+
+
+def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+    """Read tokens.
+
+    Raises:
+        RuntimeError: a table names a page that is not there.
+    """
+    layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
+    found = iter(
+        torch.ops.kv_cpu.page_read(
+            *_tier(pages), pages.length, streams.contiguous(), slots, *wanted, chosen()
+        )
+    )
+    there = (True, layout.scores, layout.positions, *wanted)
+    held, *rest = (next(found) if some else None for some in there)
+    assert held is not None
+    return Stored(held, *rest)
+
+
+def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+    """Write new scores.
+
+    Raises:
+        RuntimeError: a table names a page that is not there; nothing was written.
+    """
+    torch.ops.kv_cpu.page_rescore(
+        *_tier(pages), pages.length, streams.contiguous(), *_scores(score)
+    )
+
+
+def weakest(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    slots: int,
+    until: Int[Tensor, " S"] | None,
+) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+    """Find the lowest scores.
+
+    Raises:
+        RuntimeError: a table names a page that is not there.
+    """
+    bound = streams[:0] if until is None else until
+    score, slot = torch.ops.kv_cpu.page_weakest(
+        *_tier(pages), pages.length, streams.contiguous(), slots, bound.contiguous()
+    )
+    return score, slot
+
+
+def step(pool: PagePool, works: Sequence[Work]) -> None:
+    """Do a step in one call; with candidates in float64 torch does it.
+
+    Raises:
+        RuntimeError: a table or the pool names a page that is not there, or the pool has too few;
+            nothing has changed.
+    """
+    candidates = [work.candidate for work in works]
+    if not all(x.dtype in NUMBERS for each in candidates for x in (each.key, each.value)):
+        torch_kernels.step(pool, works)
+        return
+    ring = pool.ring
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for work in works:
+        token, choice = work.candidate, work.choice
+        tensors += (x.contiguous() for x in (choice.candidate, choice.victim, choice.target))
+        tensors += (work.place.long().contiguous(), _rows(token.key[:, None]))
+        tensors.append(_rows(token.value[:, None]))
+        none = work.place.new_empty(0)
+        tensors += (*_scores(token.score), none)[:1]
+        tensors += (*_positions(token.position), none)[:1]
+        numbers.append(len(work.tiers))
+        for pages in work.tiers:
+            tensors += (pages.table[:, 0], pages.length[:, 0])
+            numbers += _numbers(pages.layout, pages.reverse)
+    torch.ops.kv_cpu.page_step(
+        pool.data, ring.ids, ring.start, ring.count, tensors, numbers, pool.poison, chosen()
+    )
+
+
+def _tier(pages: PagedTokens) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Everything of a tier but its lengths; native code has no use for the scratch page."""
+    return pages.data[:-1], pages.table[:, 0], _numbers(pages.layout, pages.reverse)
+
+
+@lru_cache(maxsize=256)
+def _numbers(layout: PageLayout, reverse: bool) -> Sequence[int]:
+    key, value = layout.format.key, layout.format.value
+    starts = [offset for offset, _, _ in layout.segments]
+    split = len(key.parts)
+    offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
+    return [
+        layout.tokens,
+        *offsets,
+        layout.score_offset if layout.scores else -1,
+        layout.position_offset if layout.positions else -1,
+        int(reverse),
+        *code_numbers(key),
+        *code_numbers(value),
+    ]
+
+
+def _rows(x: Float[Tensor, "S L D"]) -> Float[Tensor, "S L D"]:
+    x = x.detach()
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _scores(score: Tensor | None) -> list[Tensor]:
+    return [] if score is None else [score.detach().to(torch.float32).contiguous()]
+
+
+def _positions(position: Tensor | None) -> list[Tensor]:
+    if position is None:
+        return []
+    wide = position.dtype in (torch.int32, torch.int64)
+    return [(position if wide else position.long()).contiguous()]

@@ -1,0 +1,152 @@
+"""What cannot be is an error that changes nothing, and no write ever leaves the pool."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_cpu import pages as native
+from kv_cpu.pages import declined
+from kv_paging import PagePool
+from kv_paging.kernels import chosen
+from kv_paging.kernels import declined as declined_by
+from kv_paging.work import Choice, Tokens, Work
+from kv_policy import PagedTokens, PageLayout, RawCodec, TokenFormat
+from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
+
+FORM = TokenFormat(IntegerCodec(5, 4), RawCodec(3, torch.float16))
+LAYOUT = PageLayout.sized(FORM, 3, True, True)
+PAGES, STREAMS, COLUMNS = 6, 3, 2
+ROOM = LAYOUT.tokens * COLUMNS
+
+
+class Pool(PagePool):
+    """A pool in the middle of memory that nobody may touch."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT.nbytes, PAGES, grows=False)
+        self.memory = torch.full((PAGES + 21, LAYOUT.nbytes), 0xA5, dtype=torch.uint8)
+        self._data = self.memory[10 : PAGES + 11]
+        self._data.random_(generator=torch.Generator().manual_seed(0))
+
+    def outside(self) -> torch.Tensor:
+        return torch.cat((self.memory[:10], self.memory[PAGES + 10 :][1:]))
+
+
+def tier(pool: Pool, table: torch.Tensor, length: torch.Tensor, reverse: bool) -> PagedTokens:
+    return PagedTokens(pool.padded, table[:, None], length[:, None], LAYOUT, reverse)
+
+
+def some(data: st.DataObject, low: int, high: int, *shape: int) -> torch.Tensor:
+    """Numbers that mostly can be, and now and then cannot."""
+    count = int(torch.tensor(shape).prod())
+    wild = st.sampled_from([-(2**31), -1, high, high + 1, 2**31 - 1])
+    good = st.integers(low, high - 1)
+    odd = data.draw(st.booleans())
+    number = st.one_of(*[good] * 9, wild) if odd else good
+    return torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count))).view(shape)
+
+
+def tried(pool: Pool, changed: list[torch.Tensor], do: Callable[[], object]) -> None:
+    """Either it is done, or nothing has changed; either way nothing outside of the pool has."""
+    watched = [pool.memory, *changed]
+    before, outside = [x.clone() for x in watched], pool.outside()
+    try:
+        do()
+    except RuntimeError:
+        assert all(torch.equal(a, b) for a, b in zip(before, watched, strict=True))
+    assert torch.equal(pool.outside(), outside)
+    assert torch.equal(pool.padded[-1], before[0][PAGES + 10])  # nor is the scratch page
+
+
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@FUZZ
+@given(st.data(), st.booleans())
+def test_whatever_tables_and_streams_say(isa, data, reverse):
+    pool = Pool()
+    table = some(data, 0, PAGES, STREAMS, COLUMNS).int()
+    length = some(data, 0, ROOM + 1, STREAMS).int()
+    streams = some(data, 0, STREAMS, 2)
+    held = tier(pool, table, length, reverse)
+    start = some(data, 0, 3, 2)
+    keep = some(data, 0, 1, 2, 5).bool().logical_not()
+    x, y = torch.randn(2, 5, 5), torch.randn(2, 5, 3)
+    score, place = torch.randn(2, 5), torch.arange(10).view(2, 5)
+    slots = data.draw(st.integers(0, ROOM))
+    tried(pool, [], lambda: native.write(held, streams, start, keep, x, y, score, place))
+    tried(pool, [], lambda: native.close_up(held, streams, keep))
+    tried(pool, [], lambda: native.rescore(held, streams, score))
+    tried(pool, [], lambda: native.read(held, streams, slots, frozenset({"keys", "values"})))
+    tried(pool, [], lambda: native.weakest(held, streams, slots, start))
+    source, target = some(data, 0, PAGES, 3), some(data, 0, PAGES, 3)
+    tried(pool, [], lambda: native.copy_pages(pool.data, source, target))
+
+
+@FUZZ
+@given(st.data())
+def test_whatever_a_step_is_told(isa, data):
+    pool = Pool()
+    pool.ring.ids.copy_(some(data, 0, PAGES, PAGES + 1))
+    pool.ring.start.copy_(some(data, 0, PAGES))
+    pool.ring.count.copy_(some(data, 0, PAGES + 1))
+    tables = [some(data, 0, PAGES, STREAMS, COLUMNS).int() for _ in range(2)]
+    lengths = [some(data, 0, ROOM, STREAMS).int() for _ in range(2)]
+    members = tuple(
+        tier(pool, table, length, reverse)
+        for table, length, reverse in zip(tables, lengths, (False, True), strict=True)
+    )
+    kinds = [
+        torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))) for _ in "123"
+    ]
+    work = Work(
+        members,
+        Choice(*(kind.to(torch.uint8) for kind in kinds)),
+        some(data, -1, ROOM, 2, STREAMS),
+        Tokens(torch.randn(3, 5), torch.randn(3, 3), torch.randn(3), torch.arange(3)),
+    )
+    ring = [pool.ring.ids, pool.ring.start, pool.ring.count]
+    tried(pool, [*tables, *lengths, *ring], lambda: native.step(pool, [work]))
+
+
+def test_faults_are_named(isa):
+    pool = Pool()
+    table = torch.zeros(STREAMS, COLUMNS, dtype=torch.int32)
+    held = tier(pool, table, torch.tensor([2, 2, 2]).int(), False)
+    one, keep = torch.tensor([1]), torch.ones(1, 2, dtype=torch.bool)
+    x = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 3))
+    beside = (torch.zeros(1, 2), torch.zeros(1, 2).int())
+    table[1, 1] = PAGES  # the scratch page is nobody's
+    native.write(held, one, torch.tensor([1]), keep, *x, *beside)
+    with pytest.raises(RuntimeError, match="a table names page 6; its pool has 6 pages"):
+        native.write(held, one, torch.tensor([2]), keep, *x, *beside)
+    with pytest.raises(RuntimeError, match="slots 5 to 6; its table has room for 0 to 5"):
+        native.write(held, one, torch.tensor([5]), keep, *x, *beside)
+    with pytest.raises(RuntimeError, match="stream 3 does not exist; there are 3"):
+        native.write(held, torch.tensor([3]), torch.tensor([0]), keep, *x, *beside)
+    with pytest.raises(RuntimeError, match="page 7 is to be copied to page 0; there are 6"):
+        native.copy_pages(pool.data, torch.tensor([7]), torch.tensor([0]))
+
+
+def test_what_is_declined_goes_to_torch_with_a_reason():
+    cpu = torch.device("cpu")
+
+    def reason(codec: object, device: torch.device = cpu) -> str:
+        layout = PageLayout.sized(TokenFormat(codec, codec), 4)
+        found = declined(layout, device)
+        assert declined_by("cpu", layout, device) == found
+        assert chosen(layout, device).__name__ == "kv_paging.torch_kernels"
+        assert chosen(layout, device, "cpu").__name__ == "kv_paging.torch_kernels"
+        return found
+
+    assert "an encode of its own" in reason(ChannelCodec(4, 2, 4))
+    assert "an encode of its own" in reason(RowsCodec(IntegerCodec(4, 2), 4))
+    assert "an encode of its own" in reason(RawCodec(4, torch.float64))
+    assert reason(RawCodec(1025, torch.float32)) == "vectors of more than 1024 dimensions"
+    assert reason(RawCodec(4, torch.float32), torch.device("meta")) == "pages on meta"
+    assert declined_by("torch", LAYOUT, cpu) is None
+    assert chosen(LAYOUT, cpu).__name__ == chosen(LAYOUT, cpu, "cpu").__name__ == "kv_cpu.pages"
+    assert chosen(LAYOUT, cpu, "torch").__name__ == "kv_paging.torch_kernels"

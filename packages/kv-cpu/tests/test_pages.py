@@ -1,0 +1,186 @@
+"""Native page kernels next to those in torch: every byte of every page is the same."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_quant.integer import IntegerCodec
+from page_cases import DTYPES, FORMATS, one_store, strided, vectors
+
+LAWS = settings(max_examples=30, deadline=None, derandomize=True)
+BOTH = frozenset({"keys", "values"})
+
+
+def same(found: list[object]) -> None:
+    first, second = found
+    for name in ("held", "score", "position", "key", "value"):
+        a, b = getattr(first, name), getattr(second, name)
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), name
+
+
+@LAWS
+@given(
+    form=FORMATS,
+    tokens=st.integers(1, 9),
+    beside=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    way=st.integers(0, 3),
+    seed=st.integers(0, 999),
+)
+def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, dtype, way, seed):
+    g = torch.Generator().manual_seed(seed)
+    both = one_store(PageLayout.sized(form, tokens, *beside))
+    every = torch.arange(3)
+    coded = [isinstance(codec, IntegerCodec) for codec in (form.key, form.value)]
+
+    def drawn(*shape: int) -> list[Tensor | None]:
+        dims = (form.key.dim, form.value.dim)
+        made = [
+            vectors(g, *shape, dim, strange=strange).to(kind)
+            for dim, kind, strange in zip(dims, dtype, coded, strict=True)
+        ]
+        return [
+            *made,
+            torch.randn(shape, generator=g) if beside[0] else None,
+            torch.randint(0, 99, shape, generator=g).int() if beside[1] else None,
+        ]
+
+    for length in (7, 0, 1, 12):
+        key, value, score, position = drawn(3, length)
+        keep = torch.rand(3, length, generator=g) < 0.7
+        both.do("append", every, strided(key, way), strided(value, way), keep, score, position)
+        both.check()
+    named = torch.tensor([2, 0])
+    slot = torch.tensor([-1, 1])
+    both.do("replace", named, slot, *drawn(2))
+    both.check()
+    same(both.do("read", torch.tensor([1, 0]), BOTH))
+    same(both.do("read_layer", 0))
+    if beside[0]:
+        for until in (None, torch.tensor([0, 30, 99])) if beside[1] else (None,):
+            (a, b), (c, d) = both.do("weakest_all", until)
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+        longest = both.each["cpu"].longest
+        both.do("set_layer_scores", 0, torch.randn(3, longest + 1, generator=g).double())
+        both.check()
+        both.do("set_scores", named, torch.randn(2, longest, generator=g))
+        both.check()
+    both.do("compact", named, torch.rand(2, 30, generator=g) < 0.5)
+    both.check()
+    both.do("select", torch.tensor([2, 2, 0, 1, 0]))
+    both.check()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
+    """Two numbers of any size, and every float16 among them, make every kind of rounding."""
+    g = torch.Generator().manual_seed(bits)
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    beside = halves[torch.randperm(2**16, generator=g)]
+    close = halves * (1 + torch.randint(-9, 10, halves.shape, generator=g) * 2**-22)
+    wild = torch.randint(-(2**31), 2**31, (2, 2**16), generator=g).int().view(torch.float32)
+    pairs = torch.cat([torch.stack(p, 1) for p in ((halves, beside), (halves, close), (*wild,))])
+    third = pairs.float().nan_to_num(0).clamp(-4e4, 4e4).mean(1, keepdim=True)
+    x = torch.cat((pairs, third), 1).to(dtype)[None]
+    form = TokenFormat(IntegerCodec(3, bits), IntegerCodec(3, bits, 2))
+    both = one_store(PageLayout.sized(form, 64), 1)
+    both.do("append", torch.arange(1), x, x, torch.ones(x.shape[:2], dtype=torch.bool))
+    both.check()
+
+
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_numbers_are_rounded_as_torch_does(isa, to, dtype):
+    g = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 40, 300), generator=g).int()
+    bits[1] &= ~0x1FFF  # halves, and what lies in the middle of two
+    bits[1] |= torch.randint(0, 3, (40, 300), generator=g).int() * 0x1000
+    x = torch.cat((bits.view(torch.float32), vectors(g, 3, 5, 300)), 1).nan_to_num(0.0, 3e38, -3e38)
+    x[0, :2, 0] = torch.tensor([torch.inf, -torch.inf])
+    both = one_store(PageLayout.sized(TokenFormat(RawCodec(300, to), RawCodec(1, to)), 7))
+    keep = torch.ones(3, 45, dtype=torch.bool)
+    both.do("append", torch.arange(3), x.to(dtype), x[..., 1:2].to(dtype), keep)
+    both.check()
+
+
+def test_nan_stays_nan(isa):
+    x = torch.full((1, 3, 40), torch.nan)
+    for to in DTYPES:
+        store = one_store(PageLayout.sized(TokenFormat(RawCodec(40, to), RawCodec(40, to)), 2), 1)
+        store.do("append", torch.arange(1), x, -x, torch.ones(1, 3, dtype=torch.bool))
+        read = store.each["cpu"].read_layer(0, BOTH)
+        assert read.key.isnan().all()
+        assert read.value.isnan().all()
+
+
+def test_scores_that_are_infinite_or_nan_and_tokens_that_are_equal(isa):
+    raw = RawCodec(1, torch.float32)
+    both = one_store(PageLayout.sized(TokenFormat(raw, raw), 3, True, True), 6)
+    inf, nan = torch.inf, torch.nan
+    score = torch.tensor(
+        [
+            [3, 2, 2, 5],
+            [inf, inf, inf, inf],
+            [1, nan, 0, nan],
+            [inf, 1, -inf, -inf],
+            [0.0, -0.0, 1, 1],
+            [1] * 4,
+        ]
+    )
+    x, place = torch.zeros(6, 4, 1), torch.arange(4).expand(6, 4)
+    keep = torch.ones(6, 4, dtype=torch.bool)
+    keep[5] = False
+    both.do("append", torch.arange(6), x, x, keep, score, place)
+    for until in (None, torch.tensor([2, 0, 1, 4, 1, 2])):
+        (a, b), (c, d) = both.do("weakest_all", until)
+        assert torch.equal(a.nan_to_num(7), c.nan_to_num(7))
+        assert torch.equal(b, d)
+
+
+def test_a_store_that_holds_nothing(isa):
+    both = one_store(
+        PageLayout.sized(TokenFormat(IntegerCodec(4, 4), IntegerCodec(4, 4)), 3, True, True)
+    )
+    same(both.do("read_layer", 0, BOTH))
+    (a, b), (c, d) = both.do("weakest_all")
+    assert a.tolist() == c.tolist() == [torch.inf] * 3
+    assert b.tolist() == d.tolist() == [-1] * 3
+    both.do("set_layer_scores", 0, torch.zeros(3, 0))
+    both.do("compact", torch.arange(3), torch.zeros(3, 0, dtype=torch.bool))
+    both.check()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_prompts_in_threads(isa, threads):
+    g = torch.Generator().manual_seed(1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        both = one_store(
+            PageLayout.sized(TokenFormat(IntegerCodec(16, 8), IntegerCodec(16, 4)), 13, True, True),
+            5,
+        )
+        x = vectors(g, 5, 1300, 16, strange=True)
+        place = torch.arange(1300).expand(5, 1300)
+        keep = torch.rand(5, 1300, generator=g) < torch.tensor([1, 0.5, 0, 0.01, 0.99])[:, None]
+        both.do(
+            "append",
+            torch.arange(5),
+            x,
+            x.bfloat16(),
+            keep,
+            torch.randn(5, 1300, generator=g),
+            place,
+        )
+        both.check()
+        both.do("compact", torch.arange(5), torch.rand(5, 1300, generator=g) < 0.5)
+        both.check()
+        same(both.do("read_layer", 0, BOTH))
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,155 @@
+"""What touches the bytes of pages, and the one place that chooses who does: torch or native code.
+
+Native code for CPUs is the package kv-cpu. It is found by name, as it is written against this
+package; without it everything is done in torch, which is also what it is tested against.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Final, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_paging.pool import PagePool
+from kv_paging.tokens import Stored, Vectors
+from kv_paging.work import Work
+from kv_policy import PagedTokens, PageLayout
+
+
+@runtime_checkable
+class PageKernels(Protocol):
+    """Operations on the streams of a tier, each all at once; their callers have checked arguments.
+
+    `pages` are all streams of a tier as PagedTokens of B = S sequences with a head each, over the
+    memory of the whole pool, its scratch page last. `streams` names some of them, each once.
+    """
+
+    def write(
+        self,
+        pages: PagedTokens,
+        streams: Int[Tensor, " S"],
+        start: Int[Tensor, " S"],
+        keep: Bool[Tensor, "S L"],
+        key: Float[Tensor, "S L D"],
+        value: Float[Tensor, "S L Dv"],
+        score: Float[Tensor, "S L"] | None,
+        position: Int[Tensor, "S L"] | None,
+    ) -> None:
+        """Encode the marked tokens and write them, in order, to slots start[i] and on.
+
+        The table has pages for all of them; where a format takes several tokens together, they fill
+        blocks. A codec that refuses leaves the streams as they are up to `start`, and altogether
+        where it is about a token of each.
+        """
+        ...
+
+    def close_up(
+        self, pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
+    ) -> None:
+        """Move the marked blocks past the new end into the gaps before it, the first to the first.
+
+        Bytes, scores and positions go as they are (MoveCache, Algorithm 1 of KV-Compress).
+        """
+        ...
+
+    def copy_pages(
+        self, data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
+    ) -> None:
+        """Copy whole pages; no target is a source."""
+        ...
+
+    def read(
+        self, pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors
+    ) -> Stored:
+        """Give what streams hold in their first slots."""
+        ...
+
+    def rescore(
+        self, pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]
+    ) -> None:
+        """Write new scores slot by slot, and 0 from the L-th to the end of a stream's last page."""
+        ...
+
+    def weakest(
+        self,
+        pages: PagedTokens,
+        streams: Int[Tensor, " S"],
+        slots: int,
+        until: Int[Tensor, " S"] | None,
+    ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+        """Give the lowest score in the first slots and the first slot that has it, else inf and -1.
+
+        With `until`, only of tokens at positions before that.
+        """
+        ...
+
+    def step(self, pool: PagePool, works: Sequence[Work]) -> None:
+        """Do a step, for streams of one kind after another: tokens, tables, lengths and the pool.
+
+        All give back pages before any takes one. The pool has the pages, the tables the columns.
+        """
+        ...
+
+
+MODULES: Final[Mapping[str, str]] = MappingProxyType(
+    {"cpu": "kv_cpu.pages", "torch": "kv_paging.torch_kernels"}
+)
+PREFERRED: Final = ("cpu", "torch")  # the first that can is chosen where none is named
+
+
+def chosen(layout: PageLayout, device: torch.device, name: str | None = None) -> PageKernels:
+    """Give the code for pages of a layout: that of a name, or the fastest that is there.
+
+    What a name declines, as `declined` says, is done in torch.
+
+    Raises:
+        ValueError: there is none of that name, or it cannot be used on this machine.
+    """
+    if name is not None:
+        if name not in MODULES:
+            raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
+        reason = _missing(name)
+        if reason is not None:
+            raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
+    for each in PREFERRED if name is None else (name,):
+        if declined(each, layout, device) is None:
+            return _load(each)
+    return _load("torch")
+
+
+def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
+    """Say why pages of a layout go to torch and not to the kernels of a name; None if they do not.
+
+    Raises:
+        ValueError: there are none of that name.
+    """
+    if name not in MODULES:
+        raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
+    reason = _missing(name)
+    if reason is None and name != "torch":
+        reason = import_module(MODULES[name]).declined(layout, device)
+    return reason
+
+
+def shared(each: Sequence[PageKernels]) -> PageKernels:
+    """Give the kernels that all use, for what is done to all of them at once."""
+    first = each[0]
+    return first if all(one is first for one in each) else _load("torch")
+
+
+def _missing(name: str) -> str | None:
+    package = MODULES[name].partition(".")[0]
+    if name == "torch":
+        return None
+    if find_spec(package) is None:
+        return f"the package {package.replace('_', '-')} is not installed"
+    reason: str | None = import_module(package).missing()
+    return reason
+
+
+def _load(name: str) -> PageKernels:
+    return cast(PageKernels, import_module(MODULES[name]))  # a module is its functions

@@ -1,0 +1,164 @@
+"""The page kernels in torch, on any device and for any codec: the judge of the native ones."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kv_paging.moves import (
+    Segment,
+    copy_pages,
+    move,
+    position_segment,
+    score_segment,
+    take_pages,
+)
+from kv_paging.pool import PagePool
+from kv_paging.step import carry_out
+from kv_paging.table import PageTable, pages_for
+from kv_paging.tokens import (
+    Stored,
+    Vectors,
+    read_positions,
+    read_scores,
+    read_tokens,
+    write_scores,
+    write_tokens,
+)
+from kv_paging.work import Work
+from kv_policy import PagedTokens
+
+__all__ = ["close_up", "copy_pages", "read", "rescore", "step", "weakest", "write"]
+
+_ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
+
+
+def write(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    start: Int[Tensor, " S"],
+    keep: Bool[Tensor, "S L"],
+    key: Float[Tensor, "S L D"],
+    value: Float[Tensor, "S L Dv"],
+    score: Float[Tensor, "S L"] | None,
+    position: Int[Tensor, "S L"] | None,
+) -> None:
+    """Encode tokens and write them; the host waits for the device, to list those kept."""
+    block, columns = pages.layout.format.block, keep.shape[1]
+    slot = start[:, None] + keep.cumsum(1) - 1
+    # A token of each stream is encoded before any is written: what a codec refuses is not replaced.
+    rows = max(max(_ROWS, len(streams)) // block, 1) * block
+    for kept in torch.split(keep.flatten().nonzero()[:, 0], rows):
+        place = (kept // columns, kept % columns)
+        write_tokens(
+            pages.data,
+            pages.layout,
+            *_place(pages, streams[place[0]], slot[place]),
+            key[place],
+            value[place],
+            None if score is None else score[place],
+            None if position is None else position[place],
+        )
+
+
+def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+    """Move blocks that stay to the front; the host waits for the device, twice."""
+    block = pages.layout.format.block
+    inside = before(stay.sum(1), stay.shape[1])
+    # A stream has as many kept blocks past its new end as gaps before it, so the two lists, both
+    # in the order of streams, pair up by themselves.
+    source, target = (stay & ~inside).nonzero(), (~stay & inside).nonzero()
+    places = []
+    for listed in (source, target):
+        page, row = _place(pages, streams[listed[:, 0]], listed[:, 1] * block)
+        places.append((page, row // block))
+    move(pages.data, pages.layout, *places)
+
+
+def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+    """Read tokens."""
+    take_all = _taker(pages, streams, slots)
+    held = _present(pages, streams, slots, take_all)
+    return read_tokens(pages.layout, held, take_all, vectors)
+
+
+def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+    """Write scores; what would lie past a stream's last page goes to the scratch page."""
+    segment = score_segment(pages.layout)
+    assert segment is not None  # the caller has seen to it
+    tokens = pages.layout.tokens
+    columns = pages_for(score.shape[1], tokens)
+    padded = score.new_zeros(len(score), columns * tokens)
+    padded[:, : score.shape[1]] = score
+    if pages.holes:
+        padded = padded.masked_fill(~present(pages, streams, padded.shape[1]), torch.inf)
+    page = PageTable.over(pages).block(streams, columns)
+    held = before(pages_for(_lengths(pages, streams), tokens), page.shape[1])
+    page = page.where(held, len(pages.data) - 1)
+    by_page = padded.view(-1, tokens)
+    write_scores(pages.data, segment, page.flatten(), by_page)
+
+
+def weakest(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    slots: int,
+    until: Int[Tensor, " S"] | None,
+) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+    """Find the lowest scores, without waiting."""
+    scores, positions = score_segment(pages.layout), position_segment(pages.layout)
+    assert scores is not None  # the caller has seen to it
+    # One slot at least, for argmin to point at where all streams are empty.
+    take_all = _taker(pages, streams, max(slots, 1))
+    score = read_scores(take_all(scores))
+    held = _present(pages, streams, score.shape[1], take_all)
+    if until is not None and positions is not None:
+        held = held & (read_positions(take_all(positions)) < until[:, None])
+    score = score.masked_fill(~held, torch.inf)
+    slot = score.argmin(1)
+    # Where all that is held has the score inf, the first inf may be a place without a token.
+    slot = slot.where(held.gather(1, slot[:, None])[:, 0], held.int().argmax(1))
+    return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
+
+
+def step(pool: PagePool, works: Sequence[Work]) -> None:
+    """Do a step, without waiting."""
+    carry_out(pool, works)
+
+
+def present(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
+    """Mark the slots that hold a token."""
+    return _present(pages, streams, slots, _taker(pages, streams, slots))
+
+
+def before(end: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
+    """Mark the slots before each end."""
+    return torch.arange(slots, device=end.device) < end[:, None]
+
+
+def _present(
+    pages: PagedTokens, streams: Tensor, slots: int, take_all: Callable[[Segment], Tensor]
+) -> Bool[Tensor, "S slots"]:
+    here = before(_lengths(pages, streams), slots)
+    positions = position_segment(pages.layout)
+    if not pages.holes or positions is None:
+        return here
+    return here & (read_positions(take_all(positions))[:, :slots] >= 0)
+
+
+def _taker(pages: PagedTokens, streams: Tensor, slots: int) -> Callable[[Segment], Tensor]:
+    """What reads a segment of all pages with the first slots."""
+    page = PageTable.over(pages).block(streams, pages_for(slots, pages.layout.tokens))
+    return lambda segment: take_pages(pages.data, segment, page)
+
+
+def _lengths(pages: PagedTokens, streams: Tensor) -> Int[Tensor, " S"]:
+    return pages.length[:, 0][streams].long()
+
+
+def _place(pages: PagedTokens, streams: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the page, and the row inside it, of a slot of each stream."""
+    size = pages.layout.tokens
+    return PageTable.over(pages).lookup(streams, slot // size), slot % size

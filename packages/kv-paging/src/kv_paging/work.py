@@ -1,0 +1,41 @@
+"""A decoding step as data: what enters each stream, and what leaves or moves."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy import PagedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A token of each stream."""
+
+    key: Float[Tensor, "S D"]
+    value: Float[Tensor, "S Dv"]
+    score: Float[Tensor, " S"] | None
+    position: Int[Tensor, " S"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a step does: where the candidate goes, which tier's victim moves, and where to."""
+
+    candidate: UInt8[Tensor, " S"]
+    victim: UInt8[Tensor, " S"]
+    target: UInt8[Tensor, " S"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step of the streams of one kind: K tiers over one pool, and what happens to their tokens.
+
+    `tiers` are of all streams, see `PageKernels`. `place` is the victim's slot in each tier, -1
+    where it has none.
+    """
+
+    tiers: tuple[PagedTokens, ...]
+    choice: Choice
+    place: Int[Tensor, "K S"]
+    candidate: Tokens
