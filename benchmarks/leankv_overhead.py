@@ -5,6 +5,8 @@ and takes pages, handing them out by prefix sums, page tables and lengths. Besid
 placing a token costs (the least scores, Algorithm 1) and what storing it costs (decoding,
 encoding, writing). A step is one forward pass of SmolLM2 with one token per sequence.
 
+Pages are written by torch here, whose parts can be told apart; native code does a step in one call.
+
 Caches of decode rows are filled with random vectors and attention of a heavy tail, since a prompt
 of 16,000 tokens takes minutes on a processor; the prompt row reads a real one.
 """
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_attention import Attended
 from kv_evict import LeanKV
-from kv_paging import PagePool, TokenStore, tiers
+from kv_paging import PagePool, TokenStore, kernels, step, tiers, torch_kernels
 from kv_paging.room import Room
 from kv_paging.table import PageTable
 from kv_policy import CacheShape
@@ -43,17 +45,16 @@ CONSOLE = Console(stderr=True)
 Place = tuple[ModuleType | type, str]
 
 MANAGEMENT: tuple[Place, ...] = (
-    (tiers, "plan_step"),
+    (step, "plan_step"),
     (Room, "for_step"),
     (PagePool, "give"),
     (PagePool, "take"),
     (PageTable, "enter_some"),
     (PageTable, "find"),
-    (TokenStore, "set_lengths"),
 )
 STORING: tuple[Place, ...] = ((tiers.Tiers, "step"),)
 PLACING: tuple[Place, ...] = ((tiers.Tiers, "weakest"), (tiers.Tiers, "counts"), (LeanKV, "step"))
-WRITING: tuple[Place, ...] = ((TokenStore, "_write"),)
+WRITING: tuple[Place, ...] = ((torch_kernels, "write"),)
 APPENDING: tuple[Place, ...] = ((TokenStore, "append"),)
 
 
@@ -238,6 +239,14 @@ def main() -> None:
     steps, times, prompt = 15, 3, 4096
     if arguments.quick:
         sizes, steps, times, prompt = [(1, 200), (2, 200)], 3, 1, 300
+    with patch.object(kernels, "PREFERRED", ("torch",)):
+        measure(sizes, steps, times, prompt, quick=arguments.quick)
+
+
+def measure(
+    sizes: Sequence[tuple[int, int]], steps: int, times: int, prompt: int, *, quick: bool
+) -> None:
+    """Measure everything and write the result."""
     loaded = load_model(progress=CONSOLE.print)
     shape = CompressedCache(loaded.model, SPEC).tiered.shape
     small = CacheShape(4, shape.kv_heads, shape.group, shape.key_dim, shape.value_dim, shape.dtype)
@@ -263,7 +272,7 @@ def main() -> None:
         summary[name] = shares[batch, tokens]
     for name, value in summary.items():
         print(f"{name:24} {value:.4f}")
-    _result.write("leankv_overhead", summary, rows, quick=arguments.quick)
+    _result.write("leankv_overhead", summary, rows, quick=quick)
 
 
 if __name__ == "__main__":

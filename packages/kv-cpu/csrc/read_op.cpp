@@ -11,6 +11,7 @@ namespace kv {
 namespace {
 
 constexpr int64_t kWorth = 1 << 15;  // bytes to read or write that are worth another thread
+constexpr int64_t kAhead = 8;        // pages
 
 template <typename T>
 T load(const void* from) {
@@ -38,10 +39,14 @@ struct Chosen {
   }
 
   // f(page, slot, count of the slots from there in that page) over the held slots of streams[i].
+  // Pages lie anywhere, so what will be read at `offset` of those to come is asked for early.
   template <typename F>
-  void over_pages(int64_t i, const F& f) const {
-    for (int64_t slot = 0; slot < held[i]; slot += tier.tokens)
+  void over_pages(int64_t i, int64_t offset, const F& f) const {
+    for (int64_t slot = 0; slot < held[i]; slot += tier.tokens) {
+      const int64_t later = slot + kAhead * tier.tokens;
+      if (later < held[i]) __builtin_prefetch(tier.page(stream[i], later) + offset);
       f(tier.page(stream[i], slot), slot, std::min(tier.tokens, held[i] - slot));
+    }
   }
 
   const Tier tier;
@@ -64,13 +69,14 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   auto* first = static_cast<uint8_t*>(out.mutable_data_ptr());
   for_all(chosen.count, kWorth / (slots * width + 1), [&](int64_t i) {
     uint8_t* to = first + i * slots * width;
-    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    const int64_t codes = chosen.tier.code[which];
+    chosen.over_pages(i, codes, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         uint8_t* at = to + (slot + row) * width;
         if (format.number == Number::kCodes)
           chosen.tier.decode(coder, which, page, row, reinterpret_cast<float*>(at));
         else
-          std::memcpy(at, page + chosen.tier.code[which] + row * width, width);
+          std::memcpy(at, page + codes + row * width, width);
       }
     });
     const int64_t held = chosen.held[i];
@@ -100,7 +106,8 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
     const int64_t at = i * slots, end = at + chosen.held[i], stop = at + slots;
     std::fill(held + at, held + end, true);
     std::fill(held + end, held + stop, false);
-    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    const int64_t first = score ? tier.score : position ? tier.position : 0;
+    chosen.over_pages(i, first, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       if (score) std::memcpy(score + at + slot, page + tier.score, 4 * tokens);
       if (!position) return;
       for (int64_t row = 0; row < tokens; ++row)
@@ -132,7 +139,7 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
     float least = INFINITY;
     int64_t at = -1;
-    chosen.over_pages(i, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, tier.score, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         const float score = load<float>(page + tier.score + 4 * row);
         if (at >= 0 && (score >= least || std::isnan(least))) continue;
@@ -157,7 +164,7 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   const auto* given =
       data_of<float>(score, ScalarType::Float, chosen.count * slots, "scores");
   for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
-    chosen.over_pages(i, [&](uint8_t* page, int64_t slot, int64_t) {
+    chosen.over_pages(i, tier.score, [&](uint8_t* page, int64_t slot, int64_t) {
       const int64_t known = std::clamp<int64_t>(slots - slot, 0, tier.tokens);
       if (known) std::memcpy(page + tier.score, given + i * slots + slot, 4 * known);
       std::memset(page + tier.score + 4 * known, 0, 4 * (tier.tokens - known));

@@ -1,4 +1,4 @@
-"""Attention by native code: decoding straight from compressed pages on the CPU."""
+"""Native code for CPUs: attention straight from compressed pages, and what writes them."""
 
 from kv_cpu.backend import attend
 from kv_cpu.library import chosen, compiled, forced, missing, runnable

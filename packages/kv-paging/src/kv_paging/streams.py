@@ -189,10 +189,6 @@ class Streams:
         """The table itself; its rows are the streams."""
         return self._table
 
-    def set_lengths(self, length: Int[Tensor, " S"]) -> None:
-        """Set the lengths of all streams, whose tokens are there, without waiting."""
-        self._length.view(-1).copy_(length)
-
     def set_longest(self, longest: int) -> None:
         """Set the bound of lengths."""
         self._longest = longest
