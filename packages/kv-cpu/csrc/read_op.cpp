@@ -80,7 +80,7 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
       }
     });
     const int64_t held = chosen.held[i];
-    std::memset(to + held * width, 0, (slots - held) * width);
+    std::fill(to + held * width, to + slots * width, uint8_t(0));
   });
   return out;
 }

@@ -41,7 +41,7 @@ struct Work {
   // The first free slot of a tier once the victim is gone.
   int64_t end(int tier, int64_t stream) const {
     const Move& move = moves[stream];
-    return tiers[tier].length[stream] - (move.from == tier && move.gone());
+    return int64_t(tiers[tier].length[stream]) - (move.from == tier && move.gone());
   }
   bool arrives(int tier, int64_t stream) const { return moves[stream].to == tier; }
   bool enters(int tier, int64_t stream) const {

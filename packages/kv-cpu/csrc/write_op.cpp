@@ -96,6 +96,8 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   for (int64_t i = 0; i < count; ++i) {
     const bool* kept = marks + i * columns;
     int64_t slot = first[i];
+    STD_TORCH_CHECK(slot <= tier.width * tier.tokens, "tokens are to come to slot ", slot,
+                    "; the table has room for ", tier.width * tier.tokens);
     for (int64_t token = 0; token < columns; token += kShare) {
       const int64_t last = token + kShare < columns ? token + kShare : columns;
       int64_t more = 0;
