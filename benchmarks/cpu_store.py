@@ -10,6 +10,7 @@ Everything runs on one thread, and seconds are its processor time.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -128,6 +129,7 @@ def measured(tokens: int, rounds: int) -> list[dict[str, object]]:
             row[f"{way}_s"] = turns.median(way)
             row[f"{way}_gb_s"] = nbytes / turns.median(way) / 1e9
         row["copy_gb_s"] = 2 * whole.nbytes / turns.median("copy") / 1e9
+        row["load"] = os.getloadavg()[0]  # what else the machine did
         row["speedup"] = turns.ratio(("torch",), ("cpu",))
         rows.append(row)
         CONSOLE.print(row)
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tokens, rounds = (512, 2) if arguments.quick else (16384, 9)
+    tokens, rounds = (512, 2) if arguments.quick else (16384, 7)
     with torch.inference_mode():
         rows = measured(tokens, rounds)
     summary = {}
