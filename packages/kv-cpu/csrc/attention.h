@@ -7,8 +7,8 @@
 namespace kv {
 
 constexpr int kBlock = 256;   // tokens whose logits are held at once
-constexpr int kMostDim = 1024;  // of a key or a value; a decoded row lies on the stack
-constexpr int kLanes = 16;    // floats that rows are padded to
+constexpr int kMostDim = 1024;  // of a key or a value; a few decoded rows lie on the stack
+constexpr int kLanes = 16;    // numbers that rows, and rows of a block, are padded to
 
 constexpr int padded(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
@@ -23,14 +23,28 @@ struct Format {
   int group;   // dimensions that share a scale
   int stride;  // bytes of codes
   int groups;
+
+  // Bytes of a vector, but for its scales and zeros.
+  int bytes() const {
+    return number == Number::kCodes ? stride : dim * (number == Number::kFloat32 ? 4 : 2);
+  }
+  int meta_bytes() const { return 4 * groups; }
 };
 
-// Consecutive vectors: where the first lies, and the bytes from each to the next.
+// The vectors of up to kBlock tokens, each by its address, as pages may hold few that lie together.
+// The last one is repeated up to a multiple of kLanes.
 struct Rows {
-  const uint8_t* data;
-  int64_t step;
-  const uint8_t* meta;  // scales, then zeros; null for plain numbers
-  int64_t meta_step;
+  int count;
+  const uint8_t* const* data;
+  const uint8_t* const* meta;  // scales, then zeros; nothing to read for plain numbers
+};
+
+// The rows that come next: kernels ask the memory for them, a few at a time, while they compute.
+struct Ahead {
+  int count;
+  const uint8_t* const* data;
+  const uint8_t* const* meta;
+  int bytes, meta_bytes;  // of a row
 };
 
 // The queries of one KV head, with the scale of the logits multiplied in.
@@ -53,14 +67,15 @@ struct Kernels {
   // Where no format has anything to prepare, both are null.
   int64_t (*prepared_size)(const Format&, int group);
   void (*prepare)(const Format&, const Queries&, void* to);
-  // logits[g][i] = queries[g] . rows[i]; `prepared` is null where its size is 0
-  void (*dot)(const Format&, const Rows&, int count, const Queries&, const void* prepared,
-              float* logits);
-  // sums[g] += weights[g] . rows, over the tokens
-  void (*weigh)(const Format&, const Rows&, int count, int group, const float* weights,
-                float* sums, int width);
+  // logits[g][i] = queries[g] . rows[i]; `prepared` is null where its size is 0. What is written
+  // behind the last row, up to a multiple of kLanes, means nothing.
+  void (*dot)(const Format&, const Rows&, const Queries&, const void* prepared, float* logits,
+              const Ahead&);
+  // sums[g] += weights[g] . rows, over the tokens; weights are 0 up to a multiple of kLanes
+  void (*weigh)(const Format&, const Rows&, int group, const float* weights, float* sums,
+                int width, const Ahead&);
   // weights = exp(logits - top), where top is the largest logit so far; sums and total are
-  // scaled down where a larger one came. In place.
+  // scaled down where a larger one came. In place; 0 up to a multiple of kLanes.
   void (*soften)(float* logits, int count, int group, float* top, float* total, float* sums,
                  int width);
   // out[i] = the group's terms of p[g] = weights[g][i] * factor[g]

@@ -4,46 +4,64 @@
 #include "ops.h"
 
 namespace kv {
+namespace {
+
+// Addresses of `count` rows that lie one behind the other.
+void list(const uint8_t* first, int64_t step, int count, const uint8_t** to) {
+  for (int i = 0; i < count; ++i) to[i] = first + i * step;
+}
+
+// Repeats the last row, so that kernels need not stop within a vector.
+void pad(Block& block) {
+  for (int i = block.count; i < padded(block.count); ++i)
+    for (const uint8_t** rows : {block.key, block.key_meta, block.value, block.value_meta})
+      rows[i] = rows[block.count - 1];
+}
+
+}  // namespace
 
 Cursor::Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault)
-    : job_(job), fault_(fault), stream_(stream), at_(first), last_(last) {}
-
-int Cursor::next(Run* runs, int& count) {
-  int tokens = 0;
-  for (count = 0; tokens < kBlock && run(runs[count], kBlock - tokens); ++count)
-    tokens += runs[count].count;
-  return tokens;
+    : job_(job), fault_(fault), stream_(stream), at_(first), last_(last) {
+  if (!job.parts.empty()) end_ = std::min(job.parts[0].count(stream), last);
 }
 
-bool Cursor::run(Run& run, int room) {
-  while (at_ < last_) {
+bool Cursor::next(Block& block) {
+  block.count = block.runs = 0;
+  while (block.count == 0 && enter()) {
     const Part& part = job_.parts[part_];
-    const int64_t count = part.count(stream_);
-    if (at_ - before_ >= count) {
-      before_ += count;
-      ++part_;
-      continue;
-    }
-    run.part = part_;
-    const int64_t end = std::min(count, last_ - before_);
-    if (part.paged ? from_pages(part, run, end, room) : from_tensors(part, run, end, room))
-      return true;
+    block.part = part_;
+    if (!part.paged)
+      from_tensors(part, block);
+    else
+      while (block.count < kBlock && at_ < end_ && from_pages(part, block)) {
+      }
   }
-  return false;
+  if (block.count) pad(block);
+  return block.count > 0;
 }
 
-bool Cursor::from_pages(const Part& part, Run& run, int64_t end, int room) {
+// Goes on to the part that the next token is in.
+bool Cursor::enter() {
+  while (at_ < last_ && at_ >= end_) {
+    before_ += job_.parts[part_].count(stream_);
+    end_ = std::min(before_ + job_.parts[++part_].count(stream_), last_);
+  }
+  return at_ < last_;
+}
+
+// Adds tokens of the page that holds the next slot, up to a hole; false if the page cannot be.
+bool Cursor::from_pages(const Part& part, Block& block) {
   const int64_t slot = at_ - before_, column = slot / part.tokens, inside = slot % part.tokens;
   const int64_t width = part.table_width;
   const int64_t page = part.table[stream_ * width + (part.reverse ? width - 1 - column : column)];
   if (page < 0 || page >= part.pages) {
     fault_.raise(part_, page);
-    at_ = last_;
+    at_ = end_ = last_;
     return false;
   }
   const uint8_t* at = part.data + page * part.page_step;
-  const int64_t most = std::min(part.tokens - inside, end - slot);
-  int64_t skipped = 0, count = std::min<int64_t>(most, room);
+  const int64_t most = std::min(part.tokens - inside, end_ - at_);
+  int64_t skipped = 0, count = std::min<int64_t>(most, kBlock - block.count);
   if (part.position_offset >= 0) {
     const uint8_t* stored = at + part.position_offset + 4 * inside;
     auto held = [stored](int64_t i) {
@@ -52,47 +70,53 @@ bool Cursor::from_pages(const Part& part, Run& run, int64_t end, int room) {
       return position >= 0;
     };
     while (skipped < most && !held(skipped)) ++skipped;
-    const int64_t stop = std::min(most, skipped + room);
+    const int64_t stop = std::min(most, skipped + kBlock - block.count);
     int64_t i = skipped;
     while (i < stop && held(i)) ++i;
     count = i - skipped;
   }
   at_ += skipped + count;
+  if (count == 0) return true;
   const int64_t first = inside + skipped;
-  auto rows = [&](const Format& format, int64_t codes, int64_t meta) {
-    const bool coded = format.number == Number::kCodes;
-    const int64_t wide = format.number == Number::kFloat32 ? 4 : 2;
-    const int64_t step = coded ? format.stride : wide * format.dim, more = 4 * format.groups;
-    const uint8_t* numbers = coded ? at + meta + first * more : nullptr;
-    return Rows{at + codes + first * step, step, numbers, more};
+  auto add = [&](const Format& format, const int64_t* offset, const uint8_t** rows,
+                 const uint8_t** meta) {
+    const int step = format.bytes(), more = format.meta_bytes();
+    list(at + offset[0] + first * step, step, int(count), rows + block.count);
+    list(at + offset[1] + first * more, more, int(count), meta + block.count);
   };
-  run.key = rows(part.key, part.offset[0], part.offset[1]);
-  run.value = rows(part.value, part.offset[2], part.offset[3]);
-  run.slot = slot + skipped;
-  run.count = int(count);
-  return count > 0;
+  add(part.key, part.offset, block.key, block.key_meta);
+  add(part.value, part.offset + 2, block.value, block.value_meta);
+  block.run[block.runs++] = {slot + skipped, int(count)};
+  block.count += int(count);
+  return true;
 }
 
-bool Cursor::from_tensors(const Part& part, Run& run, int64_t end, int room) {
+void Cursor::from_tensors(const Part& part, Block& block) {
   const int64_t b = stream_ / job_.heads, h = stream_ % job_.heads, query = job_.position[b];
   const int64_t* place = part.place + b * part.place_step[0];
-  auto sees = [&](int64_t i) {
-    const int64_t at = place[i * part.place_step[2]];
-    return at >= 0 && at <= query;
-  };
-  int64_t slot = at_ - before_;
-  while (slot < end && !sees(slot)) ++slot;
-  int64_t stop = slot;
-  while (stop < std::min(end, slot + room) && sees(stop)) ++stop;
-  at_ = before_ + stop;
-  auto rows = [&](const uint8_t* data, const int64_t* step) {
-    return Rows{data + b * step[0] + h * step[1] + slot * step[2], step[2], nullptr, 0};
-  };
-  run.key = rows(part.keys, part.key_step);
-  run.value = rows(part.values, part.value_step);
-  run.slot = slot;
-  run.count = int(stop - slot);
-  return run.count > 0;
+  const uint8_t* keys = part.keys + b * part.key_step[0] + h * part.key_step[1];
+  const uint8_t* values = part.values + b * part.value_step[0] + h * part.value_step[1];
+  while (at_ < end_ && block.count < kBlock) {
+    auto sees = [&](int64_t i) {
+      const int64_t position = place[i * part.place_step[2]];
+      return position >= 0 && position <= query;
+    };
+    const int64_t end = end_ - before_;
+    int64_t slot = at_ - before_;
+    while (slot < end && !sees(slot)) ++slot;
+    int64_t stop = slot;
+    while (stop < std::min(end, slot + kBlock - block.count) && sees(stop)) ++stop;
+    at_ = before_ + stop;
+    const int count = int(stop - slot);
+    if (count == 0) continue;
+    list(keys + slot * part.key_step[2], part.key_step[2], count, block.key + block.count);
+    list(values + slot * part.value_step[2], part.value_step[2], count, block.value + block.count);
+    block.run[block.runs++] = {slot, count};
+    block.count += count;
+  }
+  // Plain numbers have no scales.
+  std::fill_n(block.key_meta, block.count, nullptr);
+  std::fill_n(block.value_meta, block.count, nullptr);
 }
 
 }  // namespace kv

@@ -36,11 +36,6 @@ Format format_of(const int64_t* numbers) {
   return format;
 }
 
-int64_t row_bytes(const Format& format) {
-  if (format.number == Number::kCodes) return format.stride;
-  return format.dim * (format.number == Number::kFloat32 ? 4 : 2);
-}
-
 void steps(const Tensor& x, int64_t* to) {
   STD_TORCH_CHECK(x.stride(3) == 1 || x.size(3) == 1, "numbers of a vector must be consecutive");
   for (int i = 0; i < 3; ++i) to[i] = x.stride(i) * int64_t(x.element_size());
@@ -61,9 +56,9 @@ void read_pages(const Job& job, const Tensor* tensors, const int64_t* numbers, P
   part.length = integers_of(tensors[2]);
   const Format* formats[] = {&part.key, &part.value};
   for (int i = 0; i < 2; ++i) {
-    const int64_t meta = 4 * formats[i]->groups;
+    const int64_t codes = formats[i]->bytes(), meta = formats[i]->meta_bytes();
     STD_TORCH_CHECK(part.tokens >= 1 &&
-                        part.offset[2 * i] + part.tokens * row_bytes(*formats[i]) <= data.size(1) &&
+                        part.offset[2 * i] + part.tokens * codes <= data.size(1) &&
                         part.offset[2 * i + 1] + part.tokens * meta <= data.size(1) &&
                         part.position_offset + 4 * part.tokens <= std::max<int64_t>(
                             data.size(1), 4 * part.tokens - 1),

@@ -42,7 +42,10 @@ struct Part {
   int64_t place_step[3] = {0, 0, 0};
 
   int64_t count(int64_t stream) const { return paged ? length[stream] : width; }
-  int64_t bytes() const;  // of a token
+  // of a token
+  int64_t bytes() const {
+    return key.bytes() + key.meta_bytes() + value.bytes() + value.meta_bytes();
+  }
 };
 
 // One `Observe`: its terms, first the one that `mass` is of.
@@ -87,36 +90,46 @@ struct Fault {
 
 // Visible tokens that lie one behind the other.
 struct Run {
-  int part, count;
   int64_t slot;
-  Rows key, value;
+  int count;
+};
+
+// Up to kBlock visible tokens of one part.
+struct Block {
+  int part = 0, count = 0, runs = 0;
+  Run run[kBlock];
+  // where the numbers of each token lie, and its scales and zeros
+  const uint8_t *key[kBlock], *key_meta[kBlock], *value[kBlock], *value_meta[kBlock];
+
+  Rows keys() const { return {count, key, key_meta}; }
+  Rows values() const { return {count, value, value_meta}; }
 };
 
 // Goes over the visible tokens first .. last - 1 of a stream, in the order of its parts, and gives
-// them in blocks of up to kBlock tokens.
+// them in blocks.
 class Cursor {
  public:
   Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault);
-  // The runs of the next block; 0 tokens at the end.
-  int next(Run* runs, int& count);
+  // Fills the next block; false where there are no tokens left.
+  bool next(Block& block);
 
  private:
-  bool run(Run& run, int room);
-  bool from_pages(const Part& part, Run& run, int64_t end, int room);
-  bool from_tensors(const Part& part, Run& run, int64_t end, int room);
+  bool enter();
+  bool from_pages(const Part& part, Block& block);
+  void from_tensors(const Part& part, Block& block);
 
   const Job& job_;
   Fault& fault_;
   int64_t stream_, at_, last_;  // in tokens of the stream
   int part_ = 0;
-  int64_t before_ = 0;  // tokens in the parts before
+  int64_t before_ = 0, end_ = 0;  // of the part: tokens in those before; where it ends, or `last`
 };
 
 // Tokens first .. last - 1 of a stream, for one worker.
 struct Piece {
   int64_t stream, first, last, bytes;
   int split = -1;          // place among the pieces of split streams; -1: the whole stream
-  int64_t weights = 0;     // where its weights are kept, in floats
+  int64_t weights = 0;     // where its weights are kept, in blocks
 };
 
 // Who computes what: the longest first, long streams in pieces.
@@ -125,8 +138,8 @@ struct Plan {
   std::vector<int64_t> splits;  // streams in pieces
   std::vector<std::vector<int>> of;  // the pieces of each of those
   int split_pieces = 0;
-  int64_t longest = 0;  // tokens of a whole stream, for which a worker keeps weights
-  int64_t kept = 0;     // floats of weights that split streams keep
+  int64_t longest = 0;  // blocks of a whole stream, for which a worker keeps weights
+  int64_t kept = 0;     // blocks of weights that split streams keep
 };
 
 Plan plan(const Job& job, int workers);

@@ -7,11 +7,6 @@ namespace {
 
 constexpr int64_t kLeast = 1 << 15;  // bytes that are worth a piece of their own
 
-int64_t bytes_of(const Format& format) {
-  if (format.number == Number::kCodes) return format.stride + 4 * format.groups;
-  return format.dim * (format.number == Number::kFloat32 ? 4 : 2);
-}
-
 struct Size {
   int64_t tokens, bytes;
 };
@@ -37,9 +32,12 @@ int64_t token_at(const Job& job, int64_t stream, int64_t bytes) {
   return before;
 }
 
-}  // namespace
+// Blocks that so many tokens take at most, as each part begins one of its own.
+int64_t blocks_of(const Job& job, int64_t tokens) {
+  return tokens / kBlock + int64_t(job.parts.size());
+}
 
-int64_t Part::bytes() const { return bytes_of(key) + bytes_of(value); }
+}  // namespace
 
 Plan plan(const Job& job, int workers) {
   std::vector<Size> sizes(job.streams(), Size{0, 0});
@@ -56,7 +54,7 @@ Plan plan(const Job& job, int workers) {
     const int64_t cuts = workers == 1 ? 1 : std::max<int64_t>(1, (bytes + limit - 1) / limit);
     if (cuts == 1) {
       found.pieces.push_back({stream, 0, tokens, bytes, -1, 0});
-      found.longest = std::max(found.longest, tokens);
+      found.longest = std::max(found.longest, blocks_of(job, tokens));
       continue;
     }
     found.splits.push_back(stream);
@@ -67,7 +65,7 @@ Plan plan(const Job& job, int workers) {
       found.of.back().push_back(found.split_pieces);
       found.pieces.push_back(
           {stream, first, last, bytes / cuts, found.split_pieces++, found.kept});
-      found.kept += (last - first + kBlock - 1) / kBlock * (kBlock + 1) * job.group;
+      found.kept += blocks_of(job, last - first);
       first = last;
     }
   }

@@ -1,6 +1,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
 
 #include "ops.h"
 
@@ -12,18 +15,40 @@ struct State {
   float *top, *total, *sums;
 };
 
+// Memory that starts where vectors like to, and holds whatever it held.
+template <typename T>
+class Uninitialized {
+ public:
+  explicit Uninitialized(int64_t count = 0)
+      : data_(static_cast<T*>(::operator new(count * sizeof(T), kAlign))) {}
+  T* get() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlign{64};
+  struct Free {
+    void operator()(T* data) const { ::operator delete(data, kAlign); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+// What a worker needs for itself.
 struct Scratch {
-  std::vector<float> queries, query_sums, numbers, weights;
-  std::vector<uint8_t> prepared;  // of the queries, part by part
+  Uninitialized<float> numbers, weights;
+  Uninitialized<uint8_t> prepared;  // of the queries, part by part
+  float *queries, *query_sums;
   State state;
 };
+
+// The rows of a block that are needed next.
+Ahead ahead_of(const Format& format, const Rows& rows) {
+  return {rows.count, rows.data, rows.meta, format.bytes(), format.meta_bytes()};
+}
 
 class Runner {
  public:
   Runner(const Job& job, int workers, Fault& fault)
       : job_(job), fault_(fault), plan_(plan(job, workers)), workers_(workers) {
     const bool watching = !job.watches.empty();
-    const int64_t blocks = watching ? (plan_.longest + kBlock - 1) / kBlock : 1;
     int64_t prepared = 0;
     for (const Part& part : job.parts) {
       const auto size_of = job.kernels->prepared_size;
@@ -31,17 +56,18 @@ class Runner {
       prepared_.push_back(size ? prepared : -1);
       prepared += size;
     }
-    scratch_.resize(workers);
-    for (Scratch& scratch : scratch_) {
-      scratch.queries.resize(job.group * job.query_width);
-      scratch.query_sums.resize(job.group);
-      scratch.prepared.resize(prepared);
-      scratch.numbers.resize(state_size());
-      scratch.weights.resize(std::max<int64_t>(1, blocks) * (kBlock + 1) * job.group);
-      scratch.state = state_in(scratch.numbers.data());
+    for (int i = 0; i < workers; ++i) {
+      const int64_t queries = job.group * job.query_width;
+      Scratch& scratch = scratch_.emplace_back(Scratch{
+          Uninitialized<float>(queries + job.group + state_size()),
+          Uninitialized<float>((watching ? std::max<int64_t>(1, plan_.longest) : 1) * block_size()),
+          Uninitialized<uint8_t>(prepared), nullptr, nullptr, {}});
+      scratch.queries = scratch.numbers.get();
+      scratch.query_sums = scratch.queries + queries;
+      scratch.state = state_in(scratch.query_sums + job.group);
     }
-    split_.resize(plan_.split_pieces * state_size());
-    if (watching) kept_.resize(plan_.kept);
+    split_ = Uninitialized<float>(plan_.split_pieces * state_size());
+    if (watching) kept_ = Uninitialized<float>(plan_.kept * block_size());
   }
 
   void run(Parallel parallel) {
@@ -60,16 +86,20 @@ class Runner {
     return {numbers, numbers + job_.group, numbers + 2 * job_.group};
   }
 
+  State split(int piece) const { return state_in(split_.get() + piece * state_size()); }
+
+  float* kept(const Piece& piece) const { return kept_.get() + piece.weights * block_size(); }
+
   // Floats that a block of weights takes, its largest logits included.
-  int64_t block_size() const { return (kBlock + 1) * job_.group; }
+  int64_t block_size() const { return kBlock * job_.group + padded(int(job_.group)); }
 
   void attend(int worker) {
     Scratch& scratch = scratch_[worker];
     for (size_t i; (i = next_++) < plan_.pieces.size() && fault_.part < 0;) {
       const Piece& piece = plan_.pieces[i];
       const bool whole = piece.split < 0, watching = !job_.watches.empty();
-      const State state = whole ? scratch.state : state_in(&split_[piece.split * state_size()]);
-      float* weights = whole || !watching ? scratch.weights.data() : &kept_[piece.weights];
+      const State state = whole ? scratch.state : split(piece.split);
+      float* weights = whole || !watching ? scratch.weights.get() : kept(piece);
       attend(piece, scratch, state, weights);
       if (!whole) continue;
       finish(piece.stream, state);
@@ -84,22 +114,20 @@ class Runner {
     std::fill_n(state.sums, group * width, 0.0f);
     if (piece.first == piece.last) return;
     const Queries queries = prepare(piece.stream, scratch);
-    const uint8_t* prepared = scratch.prepared.data();
     Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
-    Run runs[kBlock];
-    int count;
-    while (int tokens = cursor.next(runs, count)) {
-      int at = 0;
-      for (int i = 0; i < count; at += runs[i++].count)
-        job_.kernels->dot(job_.parts[runs[i].part].key, runs[i].key, runs[i].count, queries,
-                          prepared_[runs[i].part] < 0 ? nullptr
-                                                      : prepared + prepared_[runs[i].part],
-                          weights + at);
-      job_.kernels->soften(weights, tokens, group, state.top, state.total, state.sums, width);
-      at = 0;
-      for (int i = 0; i < count; at += runs[i++].count)
-        job_.kernels->weigh(job_.parts[runs[i].part].value, runs[i].value, runs[i].count, group,
-                            weights + at, state.sums, width);
+    Block blocks[2];
+    Block *now = blocks, *next = blocks + 1;
+    cursor.next(*now);
+    for (; now->count; std::swap(now, next)) {
+      cursor.next(*next);
+      const Part &part = job_.parts[now->part], &coming = job_.parts[next->part];
+      const int64_t prepared = prepared_[now->part];
+      job_.kernels->dot(part.key, now->keys(), queries,
+                        prepared < 0 ? nullptr : scratch.prepared.get() + prepared, weights,
+                        ahead_of(part.value, now->values()));
+      job_.kernels->soften(weights, now->count, group, state.top, state.total, state.sums, width);
+      job_.kernels->weigh(part.value, now->values(), group, weights, state.sums, width,
+                          ahead_of(coming.key, next->keys()));
       if (job_.watches.empty()) continue;
       std::copy_n(state.top, group, weights + kBlock * group);
       weights += block_size();
@@ -111,9 +139,9 @@ class Runner {
     const uint8_t* from =
         job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
     const int width = job_.query_width;
-    std::fill(scratch.queries.begin(), scratch.queries.end(), 0.0f);
+    std::fill_n(scratch.queries, job_.group * width, 0.0f);
     for (int64_t g = 0; g < job_.group; ++g) {
-      float* row = &scratch.queries[g * width];
+      float* row = scratch.queries + g * width;
       const uint8_t* at = from + g * step[2];
       const bool close = step[3] == (job_.query_number == Number::kFloat32 ? 4 : 2);
       const int count = close ? int(job_.key_dim) : 1;  // numbers to be read at a time
@@ -123,10 +151,10 @@ class Runner {
       for (int64_t d = 0; d < job_.key_dim; ++d) sum += row[d] *= job_.scale;
       scratch.query_sums[g] = sum;
     }
-    const Queries queries{scratch.queries.data(), scratch.query_sums.data(), int(job_.group), width};
+    const Queries queries{scratch.queries, scratch.query_sums, int(job_.group), width};
     for (size_t i = 0; i < job_.parts.size(); ++i)
       if (prepared_[i] >= 0)
-        job_.kernels->prepare(job_.parts[i].key, queries, &scratch.prepared[prepared_[i]]);
+        job_.kernels->prepare(job_.parts[i].key, queries, scratch.prepared.get() + prepared_[i]);
     return queries;
   }
 
@@ -142,11 +170,11 @@ class Runner {
   }
 
   // Adds up the pieces of a stream in the first of them.
-  void merge(size_t split) {
-    const State all = state_in(&split_[plan_.of[split][0] * state_size()]);
+  void merge(size_t stream) {
+    const State all = split(plan_.of[stream][0]);
     const int width = job_.value_width;
-    for (size_t i = 1; i < plan_.of[split].size(); ++i) {
-      const State more = state_in(&split_[plan_.of[split][i] * state_size()]);
+    for (size_t i = 1; i < plan_.of[stream].size(); ++i) {
+      const State more = split(plan_.of[stream][i]);
       for (int64_t g = 0; g < job_.group; ++g) {
         const float top = std::max(all.top[g], more.top[g]);
         const float a = all.total[g] == 0 ? 0 : std::exp(all.top[g] - top);
@@ -159,13 +187,13 @@ class Runner {
         }
       }
     }
-    finish(plan_.splits[split], all);
+    finish(plan_.splits[stream], all);
   }
 
   void look_back() {
     for (size_t i; (i = next_++) < plan_.pieces.size();)
       if (plan_.pieces[i].split >= 0)
-        observe(plan_.pieces[i], &kept_[plan_.pieces[i].weights]);
+        observe(plan_.pieces[i], kept(plan_.pieces[i]));
   }
 
   void observe(const Piece& piece, const float* weights) {
@@ -176,25 +204,26 @@ class Runner {
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
     Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
-    Run runs[kBlock];
-    int count;
-    while (cursor.next(runs, count)) {
+    Block block;
+    while (cursor.next(block)) {
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
-      for (int i = 0; i < count; at += runs[i++].count) observe(piece.stream, runs[i], at, factor);
+      for (int i = 0; i < block.runs; at += block.run[i++].count)
+        observe(piece.stream, block.part, block.run[i], at, factor);
       weights += block_size();
     }
   }
 
-  void observe(int64_t stream, const Run& run, const float* weights, const float* factor) {
-    const Part& part = job_.parts[run.part];
+  void observe(int64_t stream, int which, const Run& run, const float* weights,
+               const float* factor) {
+    const Part& part = job_.parts[which];
     const int64_t query = job_.position[stream / job_.heads];
     const int64_t plane = job_.streams() * part.width, at = stream * part.width + run.slot;
     const float even = 1 / float(query + 1);
     for (size_t w = 0; w < job_.watches.size(); ++w) {
       const Watch& watch = job_.watches[w];
-      int32_t* seen = job_.seen[run.part] + w * plane + at;
+      int32_t* seen = job_.seen[which] + w * plane + at;
       std::fill_n(seen, run.count, 1);
       // Any stored token is at least one position before the query.
       if (watch.skip > (part.paged ? 1 : 0)) {
@@ -204,7 +233,7 @@ class Runner {
           seen[i] = query - place[(run.slot + i) * part.place_step[2]] >= watch.skip;
       }
       for (size_t t = 0; t < watch.terms.size(); ++t) {
-        float* sums = job_.sums[run.part] + (watch.first + t) * plane + at;
+        float* sums = job_.sums[which] + (watch.first + t) * plane + at;
         job_.kernels->observe(weights, run.count, int(job_.group), factor, watch.terms[t],
                               watch.group, watch.above * even, sums);
         for (int i = 0; i < run.count; ++i) sums[i] = seen[i] ? sums[i] : 0;
@@ -218,7 +247,7 @@ class Runner {
   const int workers_;
   std::vector<int64_t> prepared_;  // where each part's queries are; -1: nowhere
   std::vector<Scratch> scratch_;
-  std::vector<float> split_, kept_;
+  Uninitialized<float> split_, kept_;
   std::atomic<size_t> next_{0};
 };
 
