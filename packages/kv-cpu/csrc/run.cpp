@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <utility>
 
 #include "ops.h"
@@ -147,9 +148,10 @@ class Runner {
       const int count = close ? int(job_.key_dim) : 1;  // numbers to be read at a time
       for (int64_t d = 0; d < job_.key_dim; d += count)
         job_.kernels->widen(job_.query_number, at + d * step[3], count, row + d);
-      float sum = 0;
-      for (int64_t d = 0; d < job_.key_dim; ++d) sum += row[d] *= job_.scale;
-      scratch.query_sums[g] = sum;
+      float sums[kLanes] = {};  // side by side, for vectors
+      for (int d = 0; d < width; d += kLanes)
+        for (int i = 0; i < kLanes; ++i) sums[i] += row[d + i] *= job_.scale;
+      scratch.query_sums[g] = std::accumulate(sums, sums + kLanes, 0.0f);
     }
     const Queries queries{scratch.queries, scratch.query_sums, int(job_.group), width};
     for (size_t i = 0; i < job_.parts.size(); ++i)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
 from kv_attention.checks import longest_of
-from kv_cpu.formats import MOST_DIM, NUMBERS, code_numbers, is_read
+from kv_cpu.formats import MOST_DIM, NUMBERS, described
 from kv_policy import Observe, PagedTokens
 
 TERMS: Final = {"squares": 1, "entropy": 2}
@@ -32,9 +32,9 @@ def refused(
     if max(q.shape[4], value_dim) > MOST_DIM:
         return f"vectors of more than {MOST_DIM} dimensions"
     for part in pages:
-        for codec in (part.layout.format.key, part.layout.format.value):
-            if not is_read(codec):
-                return f"{codec!r} is read by its own decode"
+        reason = described(part.layout).declined
+        if reason is not None:
+            return reason
     for tokens in dense:
         if not all(
             x.dtype in NUMBERS and (x.stride(-1) == 1 or x.shape[-1] == 1)
@@ -103,15 +103,10 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def _paged_numbers(part: PagedTokens, place: Tensor | None, width: int) -> list[int]:
-    layout = part.layout
-    key, value = layout.format.key, layout.format.value
-    starts = [offset for offset, _, _ in layout.segments]
-    split = len(key.parts)
-    offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
-    holes = layout.position_offset if part.holes else -1
-    formats = (*code_numbers(key), *code_numbers(value))
+    pages = described(part.layout)
+    holes = pages.positions if part.holes else -1
     given = int(place is not None)
-    return [1, width, *formats, given, layout.tokens, *offsets, holes, int(part.reverse)]
+    return [1, width, *pages.formats, given, *pages.places, holes, int(part.reverse)]
 
 
 def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:

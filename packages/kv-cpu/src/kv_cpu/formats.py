@@ -1,10 +1,11 @@
 """What native code can read and write: the formats of stored vectors, as numbers."""
 
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 
-from kv_policy import BitLayout, Codec, RawCodec
+from kv_policy import BitLayout, Codec, PageLayout, RawCodec
 
 MOST_DIM: Final = 1024  # of a vector
 NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
@@ -30,3 +31,33 @@ def code_numbers(codec: Codec) -> tuple[int, int, int, int]:
     if not isinstance(codec, RawCodec):
         raise TypeError(f"{codec!r} has no layout")
     return NUMBERS[codec.dtype], codec.dim, 0, 1
+
+
+class Pages(NamedTuple):
+    """A layout in numbers, as attention's operators take them, or why native code cannot read it."""
+
+    declined: str | None
+    formats: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()  # tokens, then the offsets of codes and metadata
+    positions: int = -1
+
+
+def described(layout: PageLayout) -> Pages:
+    """Give a layout in numbers, worked out once for each."""
+    try:
+        return _described(layout)
+    except TypeError:  # a codec that cannot be hashed
+        return _described.__wrapped__(layout)
+
+
+@lru_cache(maxsize=256)
+def _described(layout: PageLayout) -> Pages:
+    key, value = layout.format.key, layout.format.value
+    for codec in (key, value):
+        if not is_read(codec):
+            return Pages(f"{codec!r} is read by its own decode")
+    starts = [offset for offset, _, _ in layout.segments]
+    split = len(key.parts)
+    offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
+    formats = (*code_numbers(key), *code_numbers(value))
+    return Pages(None, formats, (layout.tokens, *offsets), layout.position_offset)
