@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #include "kernels.inc"
-#include "vnni_rows.inc"
+#include "bytes.inc"
 #include "vnni_keys.inc"
 #include "vnni_values.inc"
 
