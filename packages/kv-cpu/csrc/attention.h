@@ -90,6 +90,8 @@ extern const Kernels plain_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels vnni_kernels;
+extern const Kernels amx_kernels;
+extern const Kernels amx_emulated_kernels;
 #endif
 
 // The kernels of a name that this processor can run; null if there are none.

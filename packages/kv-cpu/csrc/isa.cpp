@@ -1,3 +1,8 @@
+#ifdef KV_X86
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstring>
 
 #include "attention.h"
@@ -25,15 +30,29 @@ bool has_avx512() {
 }
 
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+// Tiles are for processes that ask for them, as they make the state that a signal saves larger.
+bool has_amx() {
+  static const bool granted = [] {
+    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return has_vnni() && __builtin_cpu_supports("amx-tile") &&
+           __builtin_cpu_supports("amx-int8") &&
+           syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  }();
+  return granted;
+}
 #endif
 
-// The fastest come last.
+// The fastest come last. Wherever emulated tiles can be used, something faster can be: they are for
+// tests, and only when asked for by name.
 const Choice choices[] = {
     {&plain_kernels, always},
 #ifdef KV_X86
+    {&amx_emulated_kernels, has_vnni},
     {&avx2_kernels, has_avx2},
     {&avx512_kernels, has_avx512},
     {&vnni_kernels, has_vnni},
+    {&amx_kernels, has_amx},
 #endif
 };
 

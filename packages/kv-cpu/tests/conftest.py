@@ -11,7 +11,7 @@ from kv_cpu import compiled, runnable
 from kv_cpu.library import FORCE
 
 # Where weights and queries are rounded to integers; others compute in float32.
-ROUNDED = {"vnni": 1e-3}
+ROUNDED = {"vnni": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
 
 
 def pytest_report_header() -> str:

@@ -55,6 +55,14 @@ def test_query_groups(case, near, group):
     )
 
 
+@pytest.mark.parametrize("stored", [1, 3, 15, 16, 17, 48, 63, 64, 65, 130, 255, 257])
+@pytest.mark.parametrize("dim", [64, 70])
+def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
+    shape = {"D": dim, "Dv": dim, "G": 9, "L": 1, "stored": stored, "page": 300, "group": dim}
+    tiers = [("8", "8"), ("4", "2"), ("1", "4")]
+    assert_native(case(11, B=1, H=1, ragged=False, tiers=tiers, fresh=False, **shape), near)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("holes", [False, True])
 def test_long_streams_in_pieces(case, near, threads, holes):

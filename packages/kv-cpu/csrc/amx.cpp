@@ -1,0 +1,8 @@
+#include "amx.inc"
+
+namespace kv {
+
+extern const Kernels amx_kernels = {"amx",     prepared_size, prepare, dot_amx, weigh_amx,
+                                    soften, observe,       widen};
+
+}  // namespace kv

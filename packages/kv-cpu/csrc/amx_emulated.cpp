@@ -1,0 +1,9 @@
+#define KV_EMULATED_TILES
+#include "amx.inc"
+
+namespace kv {
+
+extern const Kernels amx_emulated_kernels = {"amx-emulated", prepared_size, prepare, dot_amx,
+                                             weigh_amx,      soften,        observe, widen};
+
+}  // namespace kv

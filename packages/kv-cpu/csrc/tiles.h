@@ -1,0 +1,188 @@
+// The matrix tiles of AMX: those of the processor or, where KV_EMULATED_TILES is defined, the same
+// in plain C++, for tests where there are none. Both take the same palette and the same calls.
+//
+// Tiles 0 to 3 hold sums; 4 and 5 the left factors, tokens or queries by rows; 6 and 7 the right
+// ones, whose rows hold four bytes of each column. A product adds to sums[m][n] what
+// left[m][4 * k + i] * right[k][4 * n + i] come to over k and i, in 32 bits that wrap around.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace kv {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileSize = kTileRows * kTileBytes;
+constexpr int kSumTiles = 4;
+
+// What LDTILECFG reads.
+struct alignas(64) Palette {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row, by tile
+  uint8_t rows[16] = {};
+
+  // Left factors are of `height` rows and `depth` bytes; there are always 16 columns.
+  Palette(int height, int depth) {
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool left = tile == 4 || tile == 5, right = tile > 5;
+      bytes[tile] = uint16_t(left ? depth : kTileBytes);
+      rows[tile] = uint8_t(right ? depth / 4 : height);
+    }
+  }
+};
+static_assert(sizeof(Palette) == 64);
+
+// Calls f.operator()<i>() for each i below kEnd, as a tile's number is part of its instructions.
+template <int kEnd, int kFrom = 0, typename F>
+inline __attribute__((always_inline)) void each(F&& f) {
+  if constexpr (kFrom < kEnd) {
+    f.template operator()<kFrom>();
+    each<kEnd, kFrom + 1>(f);
+  }
+}
+
+#ifndef KV_EMULATED_TILES
+
+// The tiles of this thread, configured while this lives and given back when it ends, so that nobody
+// else finds them changed and no context switch has to save them.
+//
+// The compiler's intrinsics are not used: gcc's do not say that they read memory, so that stores to
+// what they read may come too late or not at all, and they take no template's number for a tile.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+  ~Tiles() {
+    if (height_) __asm__ volatile("tilerelease" ::: "memory");
+  }
+
+  // Configures the tiles, which clears them, unless they are of this shape.
+  void shape(int height, int depth) {
+    if (height == height_ && depth == depth_) return;
+    const Palette palette(height, depth);
+    __asm__ volatile("ldtilecfg %0" ::"m"(palette) : "memory");
+    height_ = height, depth_ = depth;
+  }
+
+  template <int kTile>
+  void clear() {
+    __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile) : "memory");
+  }
+
+  template <int kTile>
+  void load(const void* from, int64_t step) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(kTile) : "memory");
+  }
+
+  template <int kTile>
+  void store(void* to, int64_t step) const {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(step), "i"(kTile) : "memory");
+  }
+
+  // Left bytes are unsigned, right ones signed.
+  template <int kSum, int kLeft, int kRight>
+  void add_signed() {
+    __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight)
+                     : "memory");
+  }
+
+  // Both are unsigned.
+  template <int kSum, int kLeft, int kRight>
+  void add_unsigned() {
+    __asm__ volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight)
+                     : "memory");
+  }
+
+ private:
+  int height_ = 0, depth_ = 0;
+};
+
+#else
+
+// What Intel's manual says that the instructions do. Where a processor would fault, this traps.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  void shape(int height, int depth) {
+    if (height == height_ && depth == depth_) return;
+    height_ = height, depth_ = depth;
+    const Palette palette(height, depth);
+    expect(palette.palette == 1 && palette.start == 0);
+    for (int i = 0; i < 8; ++i) {
+      expect(palette.rows[i] <= kTileRows && palette.bytes[i] <= kTileBytes);
+      expect((palette.rows[i] == 0) == (palette.bytes[i] == 0));
+      tiles_[i] = {palette.rows[i], palette.bytes[i], {}};
+    }
+  }
+
+  template <int kTile>
+  void clear() {
+    expect(tiles_[kTile].rows > 0);
+    std::memset(tiles_[kTile].at, 0, kTileSize);
+  }
+
+  template <int kTile>
+  void load(const void* from, int64_t step) {
+    clear<kTile>();  // what lies outside of the rows and bytes in use is zero
+    Tile& tile = tiles_[kTile];
+    for (int row = 0; row < tile.rows; ++row)
+      std::memcpy(tile.at[row], static_cast<const uint8_t*>(from) + row * step, tile.bytes);
+  }
+
+  template <int kTile>
+  void store(void* to, int64_t step) const {
+    const Tile& tile = tiles_[kTile];
+    expect(tile.rows > 0);
+    for (int row = 0; row < tile.rows; ++row)
+      std::memcpy(static_cast<uint8_t*>(to) + row * step, tile.at[row], tile.bytes);
+  }
+
+  template <int kSum, int kLeft, int kRight>
+  void add_signed() {
+    add<int8_t>(tiles_[kSum], tiles_[kLeft], tiles_[kRight]);
+  }
+
+  template <int kSum, int kLeft, int kRight>
+  void add_unsigned() {
+    add<uint8_t>(tiles_[kSum], tiles_[kLeft], tiles_[kRight]);
+  }
+
+ private:
+  struct Tile {
+    int rows, bytes;
+    uint8_t at[kTileRows][kTileBytes];
+  };
+
+  static void expect(bool holds) {
+    if (!holds) __builtin_trap();
+  }
+
+  template <typename Right>
+  static void add(Tile& sums, const Tile& left, const Tile& right) {
+    expect(sums.rows > 0 && sums.rows == left.rows && sums.bytes == right.bytes);
+    expect(left.bytes == 4 * right.rows && sums.bytes % 4 == 0);
+    for (int m = 0; m < sums.rows; ++m) {
+      uint32_t row[kTileBytes / 4];
+      std::memcpy(row, sums.at[m], sizeof row);
+      for (int k = 0; k < right.rows; ++k)
+        for (int n = 0; n < sums.bytes / 4; ++n)
+          for (int i = 0; i < 4; ++i)
+            row[n] += uint32_t(left.at[m][4 * k + i] * int(Right(right.at[k][4 * n + i])));
+      std::memcpy(sums.at[m], row, sizeof row);
+    }
+  }
+
+  int height_ = 0, depth_ = 0;
+  Tile tiles_[8] = {};
+};
+
+#endif
+
+}  // namespace
+}  // namespace kv
