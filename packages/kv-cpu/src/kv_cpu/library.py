@@ -34,6 +34,8 @@ def compiled() -> tuple[str, ...]:
 def runnable() -> tuple[str, ...]:
     """Give those that this processor has too; `plain` is always among them.
 
+    `amx-emulated` is for tests: never the last, it is used only where `KV_CPU_ISA` names it.
+
     Raises:
         OSError: the library cannot be loaded.
     """
