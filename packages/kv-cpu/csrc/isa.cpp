@@ -43,16 +43,16 @@ bool has_amx() {
 }
 #endif
 
-// The fastest come last. Wherever emulated tiles can be used, something faster can be: they are for
-// tests, and only when asked for by name.
+// The last that runs is used. Emulated tiles are for tests, so something else always follows them; and
+// AMX stands before VNNI, to be asked for by name, because nobody has timed it on a processor yet.
 const Choice choices[] = {
     {&plain_kernels, always},
 #ifdef KV_X86
     {&amx_emulated_kernels, has_vnni},
     {&avx2_kernels, has_avx2},
     {&avx512_kernels, has_avx512},
-    {&vnni_kernels, has_vnni},
     {&amx_kernels, has_amx},
+    {&vnni_kernels, has_vnni},
 #endif
 };
 

@@ -34,7 +34,8 @@ def compiled() -> tuple[str, ...]:
 def runnable() -> tuple[str, ...]:
     """Give those that this processor has too; `plain` is always among them.
 
-    `amx-emulated` is for tests: never the last, it is used only where `KV_CPU_ISA` names it.
+    `amx-emulated` is for tests, and `amx` has not been timed: neither is ever the last, so they are
+    used only where `KV_CPU_ISA` names them.
 
     Raises:
         OSError: the library cannot be loaded.
