@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "name.h"
 #include "pages.h"
 
 namespace kv {
@@ -89,10 +90,10 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
 // positions (int64, else -1) where pages have them, then keys and values if asked for.
 std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
                               Tensor length, Tensor streams, int64_t slots, bool keys, bool values,
-                              std::string isa) {
+                              Name isa) {
   STD_TORCH_CHECK(numbers.size() == kTierNumbers, "a tier has ", kTierNumbers, " numbers");
   const Chosen chosen(data, table, numbers, length, streams, slots);
-  const Coder& coder = coder_of(isa);
+  const Coder& coder = coder_of(isa.text);
   const Tier& tier = chosen.tier;
   std::vector<Tensor> found;
   auto made = [&](ScalarType type) {

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "name.h"
 #include "pages.h"
 
 namespace kv {
@@ -253,8 +254,8 @@ Pool pool_of(const Tensor& data, const Tensor& ring, const Tensor& start, const 
 
 // numbers: of each kind of streams the number of its tiers, and the numbers of these
 void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<Tensor> tensors,
-               std::vector<int64_t> numbers, bool poison, std::string isa) {
-  const Coder& coder = coder_of(isa);
+               std::vector<int64_t> numbers, bool poison, Name isa) {
+  const Coder& coder = coder_of(isa.text);
   std::vector<Work> works;
   int64_t given = 0, taken = 0;
   size_t tensor = 0;

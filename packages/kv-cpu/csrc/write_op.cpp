@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "name.h"
 #include "pages.h"
 
 namespace kv {
@@ -72,11 +73,11 @@ class Writer {
 // beside: the scores (float32) and the positions [S, L], where pages hold them
 void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor streams,
                 Tensor start, Tensor keep, Tensor key, Tensor value, std::vector<Tensor> beside,
-                std::string isa) {
+                Name isa) {
   STD_TORCH_CHECK(numbers.size() == kTierNumbers && keep.dim() == 2, "a tier has ", kTierNumbers,
                   " numbers, and what is kept two dimensions");
   const Tier tier = tier_of(data, table, numbers.data());
-  const Coder& coder = coder_of(isa);
+  const Coder& coder = coder_of(isa.text);
   const int64_t count = keep.size(0), columns = keep.size(1);
   const bool* marks = data_of<bool>(keep, ScalarType::Bool, count * columns, "keep");
   const Integers named = integers_of(streams, count, "streams");
