@@ -34,13 +34,6 @@ struct Scratch {
   std::vector<int> least;  // of each watch and panel the same
 };
 
-// Visible tokens that are looked at together.
-struct Block {
-  Run runs[kBlock];
-  int count = 0, tokens = 0;
-  bool narrow = false;
-};
-
 class Looker {
  public:
   Looker(Pass& pass, int workers, Fault& fault)
@@ -104,17 +97,17 @@ class Looker {
       if (first >= last || sequences_[stream / job_.heads].place.empty()) continue;
       Block block;
       Cursor cursor(job_, stream, first, last, fault_);
-      block.tokens = cursor.next(block.runs, block.count);
-      if (block.tokens) look(stream, block, scratch_[worker]);
+      while (cursor.next(block)) look(stream, block, scratch_[worker]);
     }
   }
 
-  void look(int64_t stream, Block& block, Scratch& scratch) const {
+  void look(int64_t stream, const Block& block, Scratch& scratch) const {
     const Sequence& sequence = sequences_[stream / job_.heads];
-    block.narrow = pass_.kernels->narrow && job_.query_number == Number::kBFloat16;
-    for (int i = 0; i < block.count; ++i)
-      block.narrow &= job_.parts[block.runs[i].part].key.number == Number::kBFloat16;
-    fill_panels(block, scratch);
+    const Format& key = job_.parts[block.part].key;
+    const bool narrow = pass_.kernels->narrow && job_.query_number == Number::kBFloat16 &&
+                        key.number == Number::kBFloat16;
+    std::fill(scratch.panels.begin(), scratch.panels.end(), Line{});
+    pass_.kernels->put_keys(key, block.keys(), narrow, scratch.panels.data());
     find_starts(stream, block, sequence, scratch);
     std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
     const int count = int(sequence.place.size());
@@ -122,42 +115,35 @@ class Looker {
     for (; first < count; first += queries_) {
       const int queries = std::min(queries_, count - first);
       const HeldRows rows{queries, group_, first, scratch.lse.data(), &sequence.even[first]};
-      fill_queries(stream, sequence, rows, block.narrow, scratch);
+      fill_queries(stream, sequence, rows, narrow, scratch);
       for (int panel = 0; panel < kPanels; ++panel)
-        look(block, rows, panel, scratch);
+        look(rows, panel, narrow, scratch);
     }
     hand_over(stream, block, count, scratch);
-  }
-
-  void fill_panels(const Block& block, Scratch& scratch) const {
-    std::fill(scratch.panels.begin(), scratch.panels.end(), Line{});
-    for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count)
-      pass_.kernels->put_keys(job_.parts[block.runs[i].part].key, block.runs[i].key,
-                              block.runs[i].count, at, block.narrow, scratch.panels.data());
   }
 
   // A query counts for a token if it is among the last ones and comes late enough after it.
   void find_starts(int64_t stream, const Block& block, const Sequence& sequence,
                    Scratch& scratch) const {
     const int count = int(sequence.place.size());
+    const Part& part = job_.parts[block.part];
+    const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
+                           stream % job_.heads * part.place_step[1];
     std::fill(scratch.start.begin(), scratch.start.end(), kNever);
     for (size_t w = 0; w < job_.watches.size(); ++w) {
       const int64_t skip = job_.watches[w].skip;
-      int* start = &scratch.start[w * kBlock];
-      for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count) {
-        const Run& run = block.runs[i];
-        const Part& part = job_.parts[run.part];
-        std::fill_n(start + at, run.count, int(std::max<int64_t>(0, count - pass_.last[w])));
-        if (part.paged && skip <= 1) continue;  // stored tokens come before every query
-        const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
-                               stream % job_.heads * part.place_step[1];
-        for (int t = 0; t < run.count; ++t)
-          start[at + t] = std::max(
-              start[at + t], sequence.from(place[(run.slot + t) * part.place_step[2]] + skip));
-      }
+      int *const first = &scratch.start[w * kBlock], *start = first;
+      std::fill_n(start, block.count, int(std::max<int64_t>(0, count - pass_.last[w])));
+      // Stored tokens come before every query.
+      for (int i = 0; i < block.runs && !(part.paged && skip <= 1); ++i)
+        for (int64_t slot = block.run[i].slot; slot < block.run[i].slot + block.run[i].count; ++slot) {
+          const int from = sequence.from(place[slot * part.place_step[2]] + skip);
+          *start = std::max(*start, from);
+          ++start;
+        }
       for (int panel = 0; panel < kPanels; ++panel)
         scratch.least[w * kPanels + panel] =
-            *std::min_element(start + panel * kPanel, start + (panel + 1) * kPanel);
+            *std::min_element(first + panel * kPanel, first + (panel + 1) * kPanel);
     }
   }
 
@@ -179,7 +165,7 @@ class Looker {
     }
   }
 
-  void look(const Block& block, const HeldRows& rows, int panel, Scratch& scratch) const {
+  void look(const HeldRows& rows, int panel, bool narrow, Scratch& scratch) const {
     const int dim = int(job_.key_dim), count = rows.queries * group_;
     const int end = rows.first + rows.queries;
     float *logits = scratch.logits[0].numbers, *p = scratch.p[0].numbers;
@@ -189,7 +175,7 @@ class Looker {
       if (!multiplied) {
         const auto* keys = reinterpret_cast<const uint8_t*>(scratch.panels.data());
         pass_.kernels->products(scratch.queries.data(), (count + kTile - 1) / kTile * kTile, dim,
-                                block.narrow, keys + panel * panel_bytes(dim, block.narrow),
+                                narrow, keys + panel * panel_bytes(dim, narrow),
                                 logits);
         pass_.kernels->soften(logits, count, job_.scale, rows.lse, p);
         multiplied = true;
@@ -203,14 +189,14 @@ class Looker {
   }
 
   void hand_over(int64_t stream, const Block& block, int count, Scratch& scratch) const {
-    for (int i = 0, at = 0; i < block.count; at += block.runs[i++].count) {
-      const Run& run = block.runs[i];
-      const int64_t width = job_.parts[run.part].width, plane = job_.streams() * width;
+    const int64_t width = job_.parts[block.part].width, plane = job_.streams() * width;
+    for (int i = 0, at = 0; i < block.runs; at += block.run[i++].count) {
+      const Run& run = block.run[i];
       const int64_t to = stream * width + run.slot;
       for (size_t w = 0; w < job_.watches.size(); ++w) {
         const Watch& watch = job_.watches[w];
         for (int t = 0; t < run.count; ++t)
-          job_.seen[run.part][w * plane + to + t] =
+          job_.seen[block.part][w * plane + to + t] =
               std::max(0, count - scratch.start[w * kBlock + at + t]);
         for (size_t k = 0; k < watch.terms.size(); ++k) {
           const float* sums = sums_of(scratch, watch.first + k) + at;
@@ -218,7 +204,7 @@ class Looker {
             float sum = sums[t];
             for (int g = 1; watch.group == Group::kMaxOfSums && g < group_; ++g)
               sum = std::max(sum, sums[g * kBlock + t]);
-            job_.sums[run.part][(watch.first + k) * plane + to + t] =
+            job_.sums[block.part][(watch.first + k) * plane + to + t] =
                 watch.group == Group::kMean ? sum / float(group_) : sum;
           }
         }

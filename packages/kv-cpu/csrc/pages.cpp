@@ -29,13 +29,6 @@ int64_t row_bytes(const Format& format) {
 
 }  // namespace
 
-Number number_of(ScalarType type) {
-  if (type == ScalarType::Float) return Number::kFloat32;
-  if (type == ScalarType::Half) return Number::kFloat16;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "numbers must be float32, float16 or bfloat16");
-  return Number::kBFloat16;
-}
-
 Integers integers_of(const Tensor& x, int64_t count, const char* name) {
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK((type == ScalarType::Int || type == ScalarType::Long) && x.is_contiguous() &&

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "arguments.h"
 #include "coder.h"
 #include "ops.h"
 
@@ -67,8 +68,8 @@ struct Vectors {
   Number number;
 };
 
-Number number_of(ScalarType type);
 Integers integers_of(const Tensor& x, int64_t count, const char* name);
+
 // The data of a contiguous tensor of so many numbers.
 template <typename T>
 T* data_of(const Tensor& x, ScalarType type, int64_t count, const char* name) {

@@ -22,9 +22,8 @@ struct ScoreKernels {
   bool narrow;  // queries and keys in bfloat16 are multiplied as they are; else all are float32
   // One query, `step` bytes from one number to the next, to a row of queries.
   void (*put_query)(Number, const void* from, int64_t step, int dim, bool narrow, void* row);
-  // Keys into the panels, from the token on.
-  void (*put_keys)(const Format&, const Rows&, int count, int token, bool narrow,
-                   void* panels);
+  // Keys into the panels.
+  void (*put_keys)(const Format&, const Rows&, bool narrow, void* panels);
   // logits = queries . keys, of a multiple of kTile rows
   void (*products)(const void* queries, int rows, int dim, bool narrow, const void* panel,
                    float* logits);

@@ -34,7 +34,7 @@ def code_numbers(codec: Codec) -> tuple[int, int, int, int]:
 
 
 class Pages(NamedTuple):
-    """A layout in numbers, as attention's operators take them, or why native code cannot read it."""
+    """A layout in numbers, as attention takes them, or why native code does not read it."""
 
     declined: str | None
     formats: tuple[int, ...] = ()
