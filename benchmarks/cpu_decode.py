@@ -9,11 +9,6 @@ in the same rounds.
 """
 
 import argparse
-import os
-
-# Pages of 2 MiB where the system gives them on request, for all variants alike.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 import time
 from collections.abc import Callable
 from itertools import product

@@ -14,10 +14,12 @@ Number number_of(torch::headeronly::ScalarType type);
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above);
 
 // Adds the parts to a job whose sizes and watches are known, and to the results, of each part, the
-// sums [terms, B, H, width] and counts [watches, B, H, width] where anything is watched.
+// sums [terms, B, H, width] and counts [watches, B, H, width] where anything is watched: zeros, or
+// whatever memory held.
 void read_parts(Job& job, const torch::stable::Tensor& q,
                 const std::vector<torch::stable::Tensor>& tensors,
-                const std::vector<int64_t>& numbers, std::vector<torch::stable::Tensor>& results);
+                const std::vector<int64_t>& numbers, bool zeros,
+                std::vector<torch::stable::Tensor>& results);
 
 // Refuses what was found wrong on the way.
 void check(const Job& job, const Fault& fault);

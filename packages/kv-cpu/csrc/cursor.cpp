@@ -20,8 +20,9 @@ void pad(Block& block) {
 
 }  // namespace
 
-Cursor::Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault)
-    : job_(job), fault_(fault), stream_(stream), at_(first), last_(last) {
+Cursor::Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
+               bool rows)
+    : job_(job), fault_(fault), rows_(rows), stream_(stream), at_(first), last_(last) {
   if (!job.parts.empty()) end_ = std::min(job.parts[0].count(stream), last);
 }
 
@@ -36,7 +37,7 @@ bool Cursor::next(Block& block) {
       while (block.count < kBlock && at_ < end_ && from_pages(part, block)) {
       }
   }
-  if (block.count) pad(block);
+  if (block.count && rows_) pad(block);
   return block.count > 0;
 }
 
@@ -84,8 +85,10 @@ bool Cursor::from_pages(const Part& part, Block& block) {
     list(at + offset[0] + first * step, step, int(count), rows + block.count);
     list(at + offset[1] + first * more, more, int(count), meta + block.count);
   };
-  add(part.key, part.offset, block.key, block.key_meta);
-  add(part.value, part.offset + 2, block.value, block.value_meta);
+  if (rows_) {
+    add(part.key, part.offset, block.key, block.key_meta);
+    add(part.value, part.offset + 2, block.value, block.value_meta);
+  }
   block.run[block.runs++] = {slot + skipped, int(count)};
   block.count += int(count);
   return true;
@@ -109,11 +112,15 @@ void Cursor::from_tensors(const Part& part, Block& block) {
     at_ = before_ + stop;
     const int count = int(stop - slot);
     if (count == 0) continue;
-    list(keys + slot * part.key_step[2], part.key_step[2], count, block.key + block.count);
-    list(values + slot * part.value_step[2], part.value_step[2], count, block.value + block.count);
+    const int64_t key = part.key_step[2], value = part.value_step[2];
+    if (rows_) {
+      list(keys + slot * key, key, count, block.key + block.count);
+      list(values + slot * value, value, count, block.value + block.count);
+    }
     block.run[block.runs++] = {slot, count};
     block.count += count;
   }
+  if (!rows_) return;
   // Plain numbers have no scales.
   std::fill_n(block.key_meta, block.count, nullptr);
   std::fill_n(block.value_meta, block.count, nullptr);

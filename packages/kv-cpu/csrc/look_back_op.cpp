@@ -76,7 +76,7 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
                   "each watch needs its number of last queries");
   pass.last = last;
   std::vector<Tensor> results;
-  read_parts(job, q, tensors, parts, results);
+  read_parts(job, q, tensors, parts, true, results);
   Fault fault;
   look_back(pass, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);

@@ -129,7 +129,13 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
 }
 
 void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
-                const std::vector<int64_t>& numbers, std::vector<Tensor>& results) {
+                const std::vector<int64_t>& numbers, bool zeros, std::vector<Tensor>& results) {
+  auto make = [&](int64_t rows, int64_t width, ScalarType type) {
+    const std::vector<int64_t> sizes{rows, job.sequences, job.heads, width};
+    results.push_back(zeros ? torch::stable::new_zeros(q, sizes, type)
+                            : torch::stable::new_empty(q, sizes, type));
+    return results.back().mutable_data_ptr();
+  };
   STD_TORCH_CHECK(numbers.size() % kNumbers == 0 &&
                       tensors.size() == numbers.size() / kNumbers * kTensors,
                   "a part takes ", kNumbers, " numbers and ", kTensors, " tensors");
@@ -141,13 +147,9 @@ void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
     if (job.watches.empty()) continue;
     for (const Watch& watch : job.watches)
       STD_TORCH_CHECK(part.place || watch.skip <= 1, "a part lacks positions to skip by");
+    job.sums.push_back(static_cast<float*>(make(job.terms, part.width, ScalarType::Float)));
     const auto count = int64_t(job.watches.size());
-    results.push_back(torch::stable::new_zeros(
-        q, {job.terms, job.sequences, job.heads, part.width}, ScalarType::Float));
-    job.sums.push_back(static_cast<float*>(results.back().mutable_data_ptr()));
-    results.push_back(torch::stable::new_zeros(
-        q, {count, job.sequences, job.heads, part.width}, ScalarType::Int));
-    job.seen.push_back(static_cast<int32_t*>(results.back().mutable_data_ptr()));
+    job.seen.push_back(static_cast<int32_t*>(make(count, part.width, ScalarType::Int)));
   }
 }
 
@@ -195,7 +197,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
       torch::stable::new_empty(q, {job.sequences, job.heads, job.group, value_dim},
                                ScalarType::Float),
       torch::stable::new_empty(q, {job.sequences, job.heads, job.group}, ScalarType::Float)};
-  read_parts(job, q, tensors, parts, results);
+  read_parts(job, q, tensors, parts, false, results);
   job.out = static_cast<float*>(results[0].mutable_data_ptr());
   job.lse = static_cast<float*>(results[1].mutable_data_ptr());
   Fault fault;

@@ -106,10 +106,11 @@ struct Block {
 };
 
 // Goes over the visible tokens first .. last - 1 of a stream, in the order of its parts, and gives
-// them in blocks.
+// them in blocks; without rows, a block says which slots they are, and not where they lie.
 class Cursor {
  public:
-  Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault);
+  Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
+         bool rows = true);
   // Fills the next block; false where there are no tokens left.
   bool next(Block& block);
 
@@ -120,6 +121,7 @@ class Cursor {
 
   const Job& job_;
   Fault& fault_;
+  const bool rows_;
   int64_t stream_, at_, last_;  // in tokens of the stream
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // of the part: tokens in those before; where it ends, or `last`
@@ -128,6 +130,7 @@ class Cursor {
 // Tokens first .. last - 1 of a stream, for one worker.
 struct Piece {
   int64_t stream, first, last, bytes;
+  bool ends = true;        // no other piece has later tokens
   int split = -1;          // place among the pieces of split streams; -1: the whole stream
   int64_t weights = 0;     // where its weights are kept, in blocks
 };

@@ -205,7 +205,8 @@ class Runner {
     float few[most];
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
-    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
+    clear(piece);
+    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, false);
     Block block;
     while (cursor.next(block)) {
       const float* top = weights + kBlock * group;
@@ -214,6 +215,24 @@ class Runner {
       for (int i = 0; i < block.runs; at += block.run[i++].count)
         observe(piece.stream, block.part, block.run[i], at, factor);
       weights += block_size();
+    }
+  }
+
+  // Zeros for a piece's slots, and behind the last one's: results come as whatever memory held, so
+  // that the threads touch it first, each its own part.
+  void clear(const Piece& piece) const {
+    int64_t before = 0;
+    for (size_t which = 0; which < job_.parts.size(); ++which) {
+      const Part& part = job_.parts[which];
+      const int64_t count = part.count(piece.stream), plane = job_.streams() * part.width;
+      const int64_t from = std::clamp<int64_t>(piece.first - before, 0, count);
+      const int64_t to =
+          piece.ends ? part.width : std::clamp<int64_t>(piece.last - before, 0, count);
+      for (int t = 0; t < job_.terms; ++t)
+        std::fill_n(job_.sums[which] + t * plane + piece.stream * part.width + from, to - from, 0);
+      for (size_t w = 0; w < job_.watches.size(); ++w)
+        std::fill_n(job_.seen[which] + w * plane + piece.stream * part.width + from, to - from, 0);
+      before += count;
     }
   }
 
