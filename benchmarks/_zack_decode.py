@@ -115,7 +115,7 @@ def decode_rows(
 
 def _begun(policy: KVPolicy, shape: CacheShape, batch: int, tokens: int) -> TieredCache:
     """A cache of random tokens at the beginning of a decoding step."""
-    cache = TieredCache(policy, shape)
+    cache = TieredCache(policy, shape, backend="torch")
     cache.begin(torch.ones(batch, tokens, dtype=torch.bool))
     key, value = _stored(cache, batch, tokens)
     cache.keep(0, key, value, Attended(value[:, :, None]))

@@ -73,13 +73,13 @@ def prompt_row(
     whole, raw, parts = [], [], []
     for _ in range(rounds):
         spent: Counter[str] = Counter()
-        cache = CompressedCache(loaded.model, spec)
+        cache = CompressedCache(loaded.model, spec, backend="torch")
         began = time.perf_counter()
         with clocked(spent):
             read(loaded.model, cache, prompt)
         whole.append(time.perf_counter() - began)
         parts.append(spent)
-        cache = CompressedCache(loaded.model, "raw")
+        cache = CompressedCache(loaded.model, "raw", backend="torch")
         began = time.perf_counter()
         read(loaded.model, cache, prompt)
         raw.append(time.perf_counter() - began)
@@ -99,7 +99,8 @@ def prompt_row(
 
 def waiting(loaded: LoadedModel, prompt: torch.Tensor) -> CompressedCache:
     """A cache that stored a prompt whole and is about to be compressed to the budget."""
-    cache = CompressedCache(loaded.model, f"kv-compress:budget={prompt.shape[1]},every=1")
+    spec = f"kv-compress:budget={prompt.shape[1]},every=1"
+    cache = CompressedCache(loaded.model, spec, backend="torch")
     read(loaded.model, cache, prompt)
     keeper = cache.tiered._keeper
     assert isinstance(keeper, keep_selected.KeepSelected)

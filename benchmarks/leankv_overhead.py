@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_attention import Attended
 from kv_evict import LeanKV
-from kv_paging import PagePool, TokenStore, kernels, step, tiers, torch_kernels
+from kv_paging import PagePool, TokenStore, step, tiers, torch_kernels
 from kv_paging.room import Room
 from kv_paging.table import PageTable
 from kv_policy import CacheShape
@@ -126,7 +126,7 @@ def filled(cache: TieredCache, batch: int, tokens: int) -> None:
 
 def decoded(loaded: LoadedModel, batch: int, tokens: int, steps: int) -> dict[str, object]:
     """Decode over a filled cache, and give medians over the steps."""
-    cache = CompressedCache(loaded.model, SPEC)
+    cache = CompressedCache(loaded.model, SPEC, backend="torch")
     filled(cache.tiered, batch, tokens)
     token = torch.full((batch, 1), 500)
     spent: list[Counter[str]] = []
@@ -170,7 +170,7 @@ def prompted(loaded: LoadedModel, tokens: int, times: int) -> dict[str, object]:
         clock = Clock()
         with clock.watch("appending", APPENDING), clock.watch("writing", WRITING):
             began = time.perf_counter()
-            read(loaded.model, CompressedCache(loaded.model, SPEC), prompt)
+            read(loaded.model, CompressedCache(loaded.model, SPEC, backend="torch"), prompt)
             clock.seconds["prompt"] = time.perf_counter() - began
         spent.append(clock.seconds)
     return {
@@ -189,7 +189,7 @@ def operations(shape: CacheShape, batch: int) -> dict[str, object]:
     """Count the tensor operations with which a step is placed and stored, and its waits."""
     from kv_policy import parse
 
-    cache = TieredCache(parse(SPEC), shape)
+    cache = TieredCache(parse(SPEC), shape, backend="torch")
     filled(cache, batch, 200)
     counts = []
     for _ in range(4):
@@ -239,16 +239,8 @@ def main() -> None:
     steps, times, prompt = 15, 3, 4096
     if arguments.quick:
         sizes, steps, times, prompt = [(1, 200), (2, 200)], 3, 1, 300
-    with patch.object(kernels, "PREFERRED", ("torch",)):
-        measure(sizes, steps, times, prompt, quick=arguments.quick)
-
-
-def measure(
-    sizes: Sequence[tuple[int, int]], steps: int, times: int, prompt: int, *, quick: bool
-) -> None:
-    """Measure everything and write the result."""
     loaded = load_model(progress=CONSOLE.print)
-    shape = CompressedCache(loaded.model, SPEC).tiered.shape
+    shape = CompressedCache(loaded.model, SPEC, backend="torch").tiered.shape
     small = CacheShape(4, shape.kv_heads, shape.group, shape.key_dim, shape.value_dim, shape.dtype)
     rows: list[dict[str, object]] = []
 
@@ -272,7 +264,7 @@ def measure(
         summary[name] = shares[batch, tokens]
     for name, value in summary.items():
         print(f"{name:24} {value:.4f}")
-    _result.write("leankv_overhead", summary, rows, quick=quick)
+    _result.write("leankv_overhead", summary, rows, quick=arguments.quick)
 
 
 if __name__ == "__main__":

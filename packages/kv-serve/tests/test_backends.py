@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kv_attention import BACKENDS, Instructions
+from kv_paging import torch_kernels
 from kv_policy import compose, parse
 from kv_serve import backends
 from kv_serve.backends import Serving, backend_for, serving
@@ -111,3 +112,16 @@ def test_native_attention_gives_what_torch_gives(policy: object) -> None:
     world.forward(ragged(11, 17))
     world.go_on(9)
     assert torch.equal(world.seen, torch.tensor([20, 26]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_backend_says_who_writes_the_pages_too(backend: str) -> None:
+    reason = BACKENDS[backend].missing()
+    if reason is not None:
+        pytest.skip(reason)
+    world = World(parse("k8v4"), backend=backend)
+    world.forward(ragged(5, 7))
+    pool = world.cache.batch.pool
+    (store,) = world.cache.batch.tiers.stores
+    assert pool.kernels == backend
+    assert (store.kernels is torch_kernels) == (backend == "torch")

@@ -14,6 +14,8 @@ from kv_attention.backends import load
 AUTO: Final = "auto"
 PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own, which an extra installs
 
+PAGES: Final = {"cpu": "cpu"}  # backends that come with kernels for pages
+
 log = logging.getLogger("kv_serve")
 
 
@@ -45,6 +47,11 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     for faster, reason in choice.passed_over.items():
         _say(choice.name, faster, reason)
     return choice.name
+
+
+def page_kernels(backend: str) -> str:
+    """Give the name of what writes and reads the pages that a backend attends to."""
+    return PAGES.get(backend, "torch")
 
 
 def expect_known(name: str) -> None:

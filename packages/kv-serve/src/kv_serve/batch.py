@@ -49,9 +49,12 @@ class Batch:
         sequences: int,
         pages: int | None,
         device: torch.device,
+        kernels: str | None = None,
     ) -> "Batch":
         """Make room for a batch; a pool without a size grows as tokens arrive."""
-        pool = PagePool(layout.page_bytes, pages or 0, grows=pages is None, device=device)
+        pool = PagePool(
+            layout.page_bytes, pages or 0, grows=pages is None, device=device, kernels=kernels
+        )
         tiers = layout.tiers(pool, sequences)
         return cls(
             layout=layout,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend, attend_ragged
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
-from kv_serve.backends import AUTO, backend_for
+from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
 from kv_serve.batch import Batch, Pass, grid
 from kv_serve.keep_all import KeepAll
@@ -47,7 +47,7 @@ class TieredCache:
             page_tokens: tokens of the first tier in a page.
             budgets: a budget per sequence of the batch, None for the policy's own.
             device: where the cache lives.
-            backend: name of the attention backend; `auto` is the fastest that can be used here.
+            backend: who attends, and who writes and reads pages; `auto` is the fastest here.
             folded: what comes as coordinates in the policy's basis, because it is folded into the
                 model's weights; with values the output is given in coordinates too.
 
@@ -140,7 +140,10 @@ class TieredCache:
             budgets = tuple(b for b in budgets for _ in range(beams))
         selector = self.policy.selector
         self._keeper = KeepAll() if selector is None else KeepSelected(selector, budgets)
-        return Batch.allocate(self.policy, self.layout, sequences, self._pages, self._device)
+        kernels = page_kernels(self.backend)
+        return Batch.allocate(
+            self.policy, self.layout, sequences, self._pages, self._device, kernels
+        )
 
     def attend(
         self,
