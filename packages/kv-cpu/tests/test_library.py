@@ -12,7 +12,7 @@ import torch
 from attention_cases import random_case
 from kv_attention import BACKENDS, Choice, available, choose_backend
 from kv_cpu import chosen, compiled, forced, missing, runnable
-from kv_cpu.library import FORCE, _load
+from kv_cpu.library import FORCE, _load, folders
 
 
 def test_it_loads_and_kv_attention_finds_it():
@@ -53,7 +53,7 @@ def test_one_that_is_not_there_is_refused(isa):
 def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
     _load.cache_clear()
     try:
-        with patch("kv_cpu.__path__", [str(tmp_path)]):
+        with patch("kv_cpu.library.folders", lambda: [tmp_path]):
             assert "was not built" in _load()
             assert "was not built" in available()["cpu"]
             _load.cache_clear()
@@ -63,6 +63,15 @@ def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
                 random_case(1, L=1).attend(backend="cpu")
     finally:
         _load.cache_clear()
+
+
+def test_what_an_editable_install_built_is_found_by_its_metadata(tmp_path):
+    class Installed:
+        def locate_file(self, path):
+            return tmp_path / path
+
+    with patch("kv_cpu.library.distribution", lambda name: Installed()):
+        assert folders()[-1] == tmp_path / "kv_cpu"
 
 
 def test_importing_it_loads_nothing():

@@ -97,12 +97,12 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_real_library_missing_or_damaged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kv_cpu = pytest.importorskip("kv_cpu", reason="the package kv-cpu is not installed")
+    pytest.importorskip("kv_cpu", reason="the package kv-cpu is not installed")
     from kv_cpu.library import _load
 
     monkeypatch.undo()
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
-    monkeypatch.setattr(kv_cpu, "__path__", [str(tmp_path)])
+    monkeypatch.setattr("kv_cpu.library.folders", lambda: [tmp_path])
     try:
         for wanted in ("was not built", "its library does not load"):
             _load.cache_clear()

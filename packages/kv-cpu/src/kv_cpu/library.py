@@ -1,7 +1,9 @@
 """The compiled library: where it is, whether it loads, and which instruction sets it may use."""
 
 import os
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
@@ -76,12 +78,8 @@ def _names(*, everything: bool) -> tuple[str, ...]:
 
 @cache
 def _load() -> str | None:
-    # An editable install keeps what was built apart from the sources; a package knows all of its
-    # folders.
-    import kv_cpu
-
-    places = [Path(folder) / FILE for folder in kv_cpu.__path__]
-    for path in places:
+    for folder in folders():
+        path = folder / FILE
         if path.is_file():
             try:
                 torch.ops.load_library(path)
@@ -89,3 +87,17 @@ def _load() -> str | None:
                 return f"its library does not load: {error}"
             return None
     return f"its library {FILE} was not built; install a wheel, or build it with a C++ compiler"
+
+
+def folders() -> list[Path]:
+    """Give the folders where the library may lie.
+
+    An editable install keeps what was built apart from the sources, and an import hook may know the
+    sources alone; the metadata of the install says where the rest is.
+    """
+    import kv_cpu
+
+    found = [Path(folder) for folder in kv_cpu.__path__]
+    with suppress(PackageNotFoundError):
+        found.append(Path(str(distribution("kv-cpu").locate_file("kv_cpu"))))
+    return found
