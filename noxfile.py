@@ -159,7 +159,7 @@ def sanitize(session: nox.Session) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all; see test_memory
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, workers=1, env=options)
+    pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, env=options)
 
 
 @nox.session
