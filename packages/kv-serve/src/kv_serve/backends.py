@@ -14,7 +14,7 @@ from kv_attention.backends import load
 AUTO: Final = "auto"
 PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own, which an extra installs
 
-PAGES: Final = {"cpu": "cpu"}  # backends that come with kernels for pages
+IN_TORCH: Final = frozenset({"torch", "reference"})  # backends whose pages torch writes too
 
 log = logging.getLogger("kv_serve")
 
@@ -49,9 +49,9 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     return choice.name
 
 
-def page_kernels(backend: str) -> str:
-    """Give the name of what writes and reads the pages that a backend attends to."""
-    return PAGES.get(backend, "torch")
+def page_kernels(backend: str) -> str | None:
+    """Give the name of what writes the pages that a backend reads; None: the fastest that can."""
+    return "torch" if backend in IN_TORCH else None
 
 
 def expect_known(name: str) -> None:
