@@ -13,6 +13,7 @@ from kv_policy import compose, parse
 from kv_serve import backends
 from kv_serve.backends import Serving, backend_for, serving
 from kv_serve.tiered import TieredCache
+from native import need
 from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, ragged
 
@@ -104,9 +105,7 @@ def test_an_explicit_name_is_refused_at_construction(
     ids=str,
 )
 def test_native_attention_gives_what_torch_gives(policy: object) -> None:
-    reason = BACKENDS["cpu"].missing()
-    if reason is not None:
-        pytest.skip(reason)
+    need("cpu")
     policy = parse(policy) if isinstance(policy, str) else policy
     world = World(policy, backend="cpu")  # which compares each pass with attention in torch
     world.forward(ragged(11, 17))
@@ -116,9 +115,7 @@ def test_native_attention_gives_what_torch_gives(policy: object) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_the_backend_says_who_writes_the_pages_too(backend: str) -> None:
-    reason = BACKENDS[backend].missing()
-    if reason is not None:
-        pytest.skip(reason)
+    need(backend)
     world = World(parse("k8v4"), backend=backend)
     world.forward(ragged(5, 7))
     (store,) = world.cache.batch.tiers.stores

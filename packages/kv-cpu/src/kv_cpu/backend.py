@@ -81,7 +81,8 @@ def declined(
 ) -> str | None:
     """Say why a pass goes to torch instead of native code; None if it does not.
 
-    A pass of several queries always does; `scores.declined` says the same of looking back at it.
+    A pass of several queries does, but for what `few` attends to; of looking back at it,
+    `scores.declined` says the same.
     """
     if q.shape[3] != 1:
         return f"{q.shape[3]} queries of a sequence; native code takes one, a decode step"

@@ -16,7 +16,7 @@ from kv_cpu.arguments import parts, refused
 from kv_cpu.library import chosen
 from kv_policy import PagedTokens
 
-MOST: Final = 8  # queries of a sequence; for more torch decodes a block once, which is then faster
+MOST: Final = 8  # queries of a sequence; torch decodes a block of tokens once for any number
 
 
 def few_to_pages(

@@ -11,7 +11,7 @@ MOST_DIM: Final = 1024  # of a vector
 NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
 
 
-def is_read(codec: Codec) -> bool:
+def _is_known(codec: Codec) -> bool:
     """Whether vectors stand alone, as integer codes or as plain numbers of a dtype known here."""
     layout = codec.layout
     if layout is not None:
@@ -19,7 +19,7 @@ def is_read(codec: Codec) -> bool:
     return isinstance(codec, RawCodec) and codec.dtype in NUMBERS
 
 
-def code_numbers(codec: Codec) -> tuple[int, int, int, int]:
+def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
     """The kind of number, dimensions, bits of a code, and dimensions that share a scale.
 
     Raises:
@@ -34,7 +34,7 @@ def code_numbers(codec: Codec) -> tuple[int, int, int, int]:
 
 
 class Pages(NamedTuple):
-    """A layout in numbers, as attention takes them, or why native code does not read it."""
+    """A layout in numbers, as operators take them, or why native code does not know it."""
 
     declined: str | None
     formats: tuple[int, ...] = ()
@@ -54,10 +54,10 @@ def described(layout: PageLayout) -> Pages:
 def _described(layout: PageLayout) -> Pages:
     key, value = layout.format.key, layout.format.value
     for codec in (key, value):
-        if not is_read(codec):
-            return Pages(f"{codec!r} is read by its own decode")
+        if not _is_known(codec):
+            return Pages(f"{codec!r} is read and written by its own code")
     starts = [offset for offset, _, _ in layout.segments]
     split = len(key.parts)
     offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
-    formats = (*code_numbers(key), *code_numbers(value))
+    formats = (*_code_numbers(key), *_code_numbers(value))
     return Pages(None, formats, (layout.tokens, *offsets), layout.position_offset)

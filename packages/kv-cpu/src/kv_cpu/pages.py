@@ -6,13 +6,12 @@ there is an error.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_cpu.formats import MOST_DIM, NUMBERS, code_numbers, is_read
+from kv_cpu.formats import MOST_DIM, NUMBERS, described
 from kv_cpu.library import chosen
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
@@ -24,12 +23,9 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
     """Say why pages of a layout are not for native code; None if they are."""
     if device.type != "cpu":
         return f"pages on {device.type}"
-    for codec in (layout.format.key, layout.format.value):
-        if not is_read(codec):
-            return f"{codec!r} has an encode of its own"
-        if codec.dim > MOST_DIM:
-            return f"vectors of more than {MOST_DIM} dimensions"
-    return None
+    if max(layout.format.key.dim, layout.format.value.dim) > MOST_DIM:
+        return f"vectors of more than {MOST_DIM} dimensions"
+    return described(layout).declined
 
 
 def write(
@@ -165,21 +161,11 @@ def _tier(pages: PagedTokens) -> tuple[Tensor, Tensor, Sequence[int]]:
     return pages.data[:-1], pages.table[:, 0], _numbers(pages.layout, pages.reverse)
 
 
-@lru_cache(maxsize=256)
 def _numbers(layout: PageLayout, reverse: bool) -> Sequence[int]:
-    key, value = layout.format.key, layout.format.value
-    starts = [offset for offset, _, _ in layout.segments]
-    split = len(key.parts)
-    offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
-    return [
-        layout.tokens,
-        *offsets,
-        layout.score_offset if layout.scores else -1,
-        layout.position_offset if layout.positions else -1,
-        int(reverse),
-        *code_numbers(key),
-        *code_numbers(value),
-    ]
+    pages = described(layout)
+    score = layout.score_offset if layout.scores else -1
+    position = pages.positions if layout.positions else -1
+    return [*pages.places, score, position, int(reverse), *pages.formats]
 
 
 def _rows(x: Float[Tensor, "S L D"]) -> Float[Tensor, "S L D"]:

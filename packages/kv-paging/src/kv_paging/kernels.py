@@ -109,12 +109,8 @@ def chosen(layout: PageLayout, device: torch.device, name: str | None = None) ->
     Raises:
         ValueError: there is none of that name, or it cannot be used on this machine.
     """
-    if name is not None:
-        if name not in MODULES:
-            raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
-        reason = _missing(name)
-        if reason is not None:
-            raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
+    if name is not None and (reason := _missing(name)) is not None:
+        raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
     for each in PREFERRED if name is None else (name,):
         if declined(each, layout, device) is None:
             return _load(each)
@@ -127,8 +123,6 @@ def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
     Raises:
         ValueError: there are none of that name.
     """
-    if name not in MODULES:
-        raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
     reason = _missing(name)
     if reason is None and name != "torch":
         reason = import_module(MODULES[name]).declined(layout, device)
@@ -142,6 +136,8 @@ def shared(each: Sequence[PageKernels]) -> PageKernels:
 
 
 def _missing(name: str) -> str | None:
+    if name not in MODULES:
+        raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
     package = MODULES[name].partition(".")[0]
     if name == "torch":
         return None

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from kv_attention import available
 from kv_serve import CompressedCache
+from native import need
 
 SIZES = {
     "vocab_size": 101,
@@ -68,7 +68,5 @@ def batch() -> Callable[..., dict[str, torch.Tensor]]:
 @pytest.fixture(params=["torch", "cpu"])
 def compressed(request: pytest.FixtureRequest) -> Callable[..., CompressedCache]:
     """Make a compressed cache that attends by each backend in turn."""
-    reason = available()[request.param]
-    if reason is not None:
-        pytest.skip(reason)
+    need(request.param)
     return partial(CompressedCache, backend=request.param)

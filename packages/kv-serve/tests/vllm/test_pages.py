@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_attention import available
 from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
 from kv_serve.vllm.layer import PagedLayer
 from kv_serve.vllm.step import Blocks
+from native import need
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64
 SCALE = 0.3
@@ -96,9 +96,7 @@ def form(name: str) -> TokenFormat:
 def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
     name: str, backend: str, lengths: list[int], seed: int
 ) -> None:
-    reason = available()[backend]
-    if reason is not None:
-        pytest.skip(reason)
+    need(backend)
     near = {"torch": 1e-4, "cpu": 1e-3}[backend]  # kernels may round weights to integers
     cuts = random.Random(seed)
     engine = Engine(form(name), lengths, backend)
