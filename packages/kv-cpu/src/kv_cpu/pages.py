@@ -75,6 +75,9 @@ def copy_pages(
     Raises:
         RuntimeError: a page is not there; nothing was copied.
     """
+    if not data.is_contiguous():  # memory of somebody else's, see PagePool.over
+        torch_kernels.copy_pages(data, source, target)
+        return
     torch.ops.kv_cpu.page_copy(data, source.contiguous(), target.contiguous())
 
 

@@ -6,6 +6,7 @@ from kv_paging.pool import PagePool
 from kv_paging.ragged import RaggedTiers
 from kv_paging.ragged_store import RaggedStore
 from kv_paging.sizes import fit
+from kv_paging.slots import read_slots, write_slots
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import Stored
@@ -20,4 +21,6 @@ __all__ = [
     "Tiers",
     "TokenStore",
     "fit",
+    "read_slots",
+    "write_slots",
 ]

@@ -157,6 +157,15 @@ class BlockStore(TokenStore):
         super()._reorder(rows, source)
         self._holes = self._holes[:, source].contiguous()
 
+    def _join(self, other: Streams) -> None:
+        assert isinstance(other, BlockStore)  # stores of other kinds were refused
+        self._holes = torch.cat((self._holes, other._holes), 1)
+        super()._join(other)
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._holes = self._holes[:, :0].contiguous()
+
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
 

@@ -70,6 +70,39 @@ def expect_within(name: str, tensor: Tensor, most: int) -> None:
         raise ValueError(f"{name} {int(strange[0])} is out of range; it must be from 0 to {most}")
 
 
+def expect_sizes(page_bytes: int, pages: int, grows: bool) -> None:
+    """Refuse a pool that can serve nobody.
+
+    Raises:
+        ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.
+    """
+    if page_bytes < 1:
+        raise ValueError(f"a page of {page_bytes} bytes holds nothing; give it at least 1")
+    if pages < (0 if grows else 1):
+        raise ValueError(
+            f"a pool of {pages} pages cannot serve anybody; give it at least "
+            f"{0 if grows else 1}, or let it grow"
+        )
+
+
+def expect_memory(data: Tensor) -> None:
+    """Refuse what cannot be the pages of a pool and its scratch page.
+
+    Raises:
+        ValueError: fewer than two rows, rows that overlap or are not runs, or no bytes.
+    """
+    if data.dtype != torch.uint8 or data.ndim != 2 or len(data) < 2 or data.shape[1] < 1:
+        raise ValueError(
+            f"the memory is {data.dtype} of shape {tuple(data.shape)}; give it as uint8 of "
+            "shape (pages + 1, bytes of a page), with a page at least"
+        )
+    if data.stride(1) != 1 or data.stride(0) < data.shape[1]:
+        raise ValueError(
+            f"the memory has the strides {data.stride()}; each page of {data.shape[1]} bytes "
+            "must be a run of its own"
+        )
+
+
 def expect_each_once(free: Tensor, held: Tensor, pages: int) -> None:
     """Check that free pages and held ones are all pages, each exactly once.
 

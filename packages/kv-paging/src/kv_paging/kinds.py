@@ -18,7 +18,8 @@ class Kinds:
         """Sort the heads; kinds are numbered from 0, with none left out."""
         self.kind = kind
         self.sequences = sequences
-        self.count = int(kind.max()) + 1
+        self.heads_of: list[list[int]] = kind.tolist()
+        self.count = max(map(max, self.heads_of)) + 1
         self._where = [(kind == i).nonzero() for i in range(self.count)]
         self.cells = tuple(map(len, self._where))
         if 0 in self.cells:

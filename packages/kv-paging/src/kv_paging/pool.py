@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from kv_paging.checks import PoolExhausted, expect_each_once
+from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
 from kv_paging.moves import copy_pages
 from kv_paging.ring import Ring
 from kv_paging.together import together
@@ -52,13 +52,7 @@ class PagePool:
         Raises:
             ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.
         """
-        if page_bytes < 1:
-            raise ValueError(f"a page of {page_bytes} bytes holds nothing; give it at least 1")
-        if pages < (0 if grows else 1):
-            raise ValueError(
-                f"a pool of {pages} pages cannot serve anybody; give it at least "
-                f"{0 if grows else 1}, or let it grow"
-            )
+        expect_sizes(page_bytes, pages, grows)
         self.page_bytes = page_bytes
         self.grows = grows
         self.kernels = kernels
@@ -69,6 +63,35 @@ class PagePool:
         self._least = 0
         self._promises = 0
         self._grow(pages, 0)
+
+    @classmethod
+    def over(
+        cls,
+        data: UInt8[Tensor, "P1 page_bytes"],
+        *,
+        poison: bool = False,
+        kernels: str | None = None,
+    ) -> "PagePool":
+        """Use memory that somebody else owns: each row is a page, and the last the scratch page.
+
+        All pages are free to begin with, and none is cleared or copied. The pool never grows.
+
+        Args:
+            data: the memory; rows may stand apart, each is a run of bytes.
+            poison: as in the constructor; free pages are all of `data`.
+            kernels: as in the constructor.
+
+        Raises:
+            ValueError: fewer than two rows, rows that overlap or are not runs, or no bytes.
+        """
+        expect_memory(data)
+        pool = cls(data.shape[1], device=data.device, poison=poison, kernels=kernels)
+        pool._data, pool.grows, pool._least = data, False, len(data) - 1
+        free = torch.arange(pool._least, device=data.device)
+        pool.ring = Ring.of(free, len(free), pool.ring.count + len(free))
+        if poison:
+            data.fill_(_POISON)
+        return pool
 
     @property
     def data(self) -> UInt8[Tensor, "P page_bytes"]:
@@ -112,7 +135,7 @@ class PagePool:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all pages, free ones included."""
+        """Memory of all pages, free ones included, whoever owns it."""
         return self.capacity * self.page_bytes
 
     @property
@@ -123,8 +146,8 @@ class PagePool:
     def allocate(self, count: int) -> Int[Tensor, " count"]:
         """Take `count` pages and give their ids, in the order in which they became free.
 
-        A pool that grows and has too few takes what is missing, and at least a sixteenth of what
-        it has, so that the pages are copied rarely; while it grows, old and new pages both exist.
+        A pool that grows and has too few takes what is missing, a sixteenth of what it has at
+        least, so that pages are copied rarely; while it grows, old and new pages both exist.
 
         Raises:
             PoolExhausted: too few are free and the pool may not grow.
@@ -255,7 +278,7 @@ class PagePool:
         expect_each_once(self.ring.first(self.free), held.long().to(self.device), self.capacity)
 
     def _look(self) -> int:
-        """Read how many are free: those among them, too, that were promised and not taken yet."""
+        """Read how many are free, with those that were promised and not taken yet."""
         self._promises += 1
         self._least = self.free
         return self._least

@@ -7,21 +7,23 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_shape
+from kv_paging.joining import expect_some
 from kv_paging.kernels import shared
 from kv_paging.kinds import Kinds
 from kv_paging.pool import PagePool
 from kv_paging.ragged_store import RaggedStore
 from kv_paging.room import Room
-from kv_paging.selecting import select_all
+from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
+from kv_paging.streams import Streams
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
 from kv_paging.work import Choice, Tokens, Work
 from kv_policy import PageLayout, TokenFormat
 
 
-class RaggedTiers:
+class RaggedTiers(Sequences):
     """The tokens of K tiers where a head has a kind: how many numbers its keys and values take.
 
     It does what `Tiers` does, with the same streams. Vectors come and go padded with zeros to the
@@ -99,18 +101,6 @@ class RaggedTiers:
         """Count the tokens of each tier, without waiting."""
         return self.kinds.by_cell([tiers.counts()[..., 0] for tiers in self.each])
 
-    def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the tiers hold; for `PagePool.check`."""
-        return torch.cat([tiers.pages() for tiers in self.each])
-
-    def check(self) -> None:
-        """Check that every page is either free or in one place, where nobody else uses the pool.
-
-        Raises:
-            RuntimeError: a page is missing, or is in two places.
-        """
-        self.pool.check(self.pages())
-
     def append(
         self,
         tier: int,
@@ -127,6 +117,7 @@ class RaggedTiers:
             PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
+        expect_some(self.parts)
         forms = [tiers.parts[0].layout.format for tiers in self.each]
         expect_shape("key", key, *keep.shape, max(form.key.dim for form in forms))
         expect_shape("value", value, *keep.shape, max(form.value.dim for form in forms))
@@ -147,15 +138,36 @@ class RaggedTiers:
                     None if position is None else position[place],
                 )
 
-    def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let the sequences become source[0], source[1], ... in all tiers, or in none.
+    def select(self, source: Int[Tensor, " B2"], also: Sequence[Streams] = ()) -> None:
+        """Let the sequences become source[0], source[1], ... in all stores, or in none.
 
         Raises:
             PoolExhausted: too few pages for the copies, those given back counted in.
             ValueError: a sequence that does not exist, or none.
         """
-        select_all(self.parts, source)
+        super().select(source, also)
         self.kinds.sequences = len(source)
+
+    def join(self, other: Sequences) -> None:
+        """Let the sequences of other tiers over the pool come after these, as `Tiers.join` does.
+
+        Raises:
+            ValueError: another pool, other layouts, or heads of other kinds; nothing has changed.
+        """
+        if isinstance(other, RaggedTiers) and self.kinds.heads_of != other.kinds.heads_of:
+            raise ValueError(
+                f"heads of the kinds {other.kinds.heads_of} cannot join heads of the kinds "
+                f"{self.kinds.heads_of}; both sides need the same"
+            )
+        super().join(other)
+        if isinstance(other, RaggedTiers):
+            self.kinds.sequences += other.kinds.sequences
+            other.kinds.sequences = 0
+
+    def release(self) -> None:
+        """Let all sequences go, as `Tiers.release` does."""
+        super().release()
+        self.kinds.sequences = 0
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
@@ -176,17 +188,6 @@ class RaggedTiers:
             tiers.expect_cut(length)
         for tiers in self.each:
             tiers.truncate(length)
-
-    def trim(self) -> None:
-        """Give back the memory of a growing pool that nobody holds, as `Tiers.trim` does.
-
-        Raises:
-            ValueError: the pool may not grow.
-            RuntimeError: somebody else holds pages of the pool; nothing has changed.
-        """
-        ids = self.pool.shrink(self.pages(), self._room.spare)
-        for tiers in self.each:
-            tiers.rename(ids)
 
     def weakest(
         self, until: Int[Tensor, " S"] | None = None

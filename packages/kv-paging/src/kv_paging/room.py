@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.joining import join_all
 from kv_paging.store import TokenStore
 from kv_paging.table import columns_for, pages_for
 
@@ -69,16 +70,35 @@ class Room:
             self._read()
         self._widen()
 
+    def join(self, other: "Room") -> None:
+        """Join the stores of the other to these, and know bounds that hold for all streams.
+
+        What is promised is for the streams there were, so the next step asks the pool anew.
+
+        Raises:
+            ValueError: the stores cannot be joined; nothing has changed.
+        """
+        self._note_changes()
+        other._note_changes()
+        totals = [max(pair) for pair in zip(self._totals, other._totals, strict=False)]
+        join_all(self._stores, other._stores)
+        self._totals, self._changes = totals, self._changes_of_stores()
+        self._patience = min(self._patience, other._patience)
+        self._steps_left = other._steps_left = 0
+
     @property
     def _pairs(self) -> list[tuple[TokenStore, ...]]:
         return [group[i : i + 2] for group in self._groups for i in range(0, len(group), 2)]
 
     def _note_changes(self) -> None:
         """Bound the totals anew where stores have changed otherwise than by steps."""
-        changes = sum(store.changes for store in self._stores)
+        changes = self._changes_of_stores()
         if changes != self._changes:
             self._changes = changes
             self._totals = [sum(store.longest for store in pair) for pair in self._pairs]
+
+    def _changes_of_stores(self) -> int:
+        return sum(store.changes for store in self._stores)
 
     def _read(self) -> None:
         """Ask the device how long streams are: here the host waits for it."""

@@ -7,6 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging.checks import expect_within
+from kv_paging.joining import expect_some
+from kv_paging.pool import PagePool
 from kv_paging.streams import Streams
 
 
@@ -23,7 +25,8 @@ def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
     """
     pool, sequences = stores[0].pool, stores[0].length.shape[1]
     if source.numel() == 0:
-        raise ValueError("no sequence is selected; name at least one, or clear them")
+        raise ValueError("no sequence is selected; name at least one, or release all of them")
+    expect_some(stores)
     expect_within("sequence", source, sequences - 1)
     order = torch.arange(source.shape[0], device=source.device)
     again = (source[:, None] == source).int().argmax(1) < order
@@ -42,3 +45,16 @@ def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
         store._reorder(rows, source)
     for store, count, total in zip(stores, copied, needed, strict=True):
         store._copy(count, total)
+
+
+def move_together(pool: PagePool, stores: Sequence[Streams], free: int) -> None:
+    """Shrink a pool whose pages these stores hold until so many are free, and tell their tables.
+
+    Raises:
+        ValueError: the pool may not grow.
+        RuntimeError: somebody else holds pages of the pool; nothing has changed.
+    """
+    ids = pool.shrink(torch.cat([store.pages() for store in stores]), free)
+    for store in stores:
+        if not store.page_table.reverse:  # the right side goes with the left
+            store.page_table.rename(ids)

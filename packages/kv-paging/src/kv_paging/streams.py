@@ -26,9 +26,8 @@ class Streams:
     Here and in TokenStore, the host waits for the device where `_agree` reads the few numbers that
     an operation must know (how many pages, how long, whether the arguments are right): once an
     operation. select, clear and truncate wait once more to check sequences; append, replace and
-    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits, and
-    what works on a whole layer or on all streams (`read_layer`, `set_layer_scores`, `weakest_all`)
-    not at all: it goes by `longest`.
+    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits: what
+    works on a layer or on all streams (`read_layer`, `weakest_all`, ...) goes by `longest`.
     """
 
     in_blocks: ClassVar[bool] = False  # whether tokens that are encoded together can be stored
@@ -88,7 +87,7 @@ class Streams:
     @property
     def table(self) -> Int[Tensor, "N B H T"]:
         """Page ids, int32; what stands past a stream's last page means nothing."""
-        return self._table.ids.view(*self._length.shape, -1)
+        return self._table.ids.view(*self._length.shape, self._table.width)
 
     @property
     def length(self) -> Int[Tensor, "N B H"]:
@@ -128,6 +127,10 @@ class Streams:
     def held_pages(self) -> Int[Tensor, " S"]:
         """Count the pages of each stream."""
         return self._pages_for(self._length.flatten().long())
+
+    def sequence_pages(self) -> Int[Tensor, " B"]:
+        """Count the pages of each sequence over all layers and heads, without waiting."""
+        return self._pages_for(self._length.long()).sum((0, 2))
 
     def streams(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
         """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
@@ -248,6 +251,25 @@ class Streams:
         if not self._table.reverse:  # the right side goes with the left
             self._table.reorder(rows)
         self._length = self._length[:, source].contiguous()
+        self._changes += 1
+
+    def _join(self, other: "Streams") -> None:
+        """Let the other's sequences come after these, in every layer; it has none then."""
+        longest = max(self.longest, other.longest)
+        if not self._table.reverse:  # the right side goes with the left
+            left = (self.held_pages(), other.held_pages())
+            self._table.join(other._table, len(self._length), left if self._facing else None)
+        self._length = torch.cat((self._length, other._length), 1)
+        self._longest = longest
+        self._changes += 1
+        other._empty()
+
+    def _empty(self) -> None:
+        """Have no sequence; what pages there were are free, or belong to others."""
+        if not self._table.reverse:
+            self._table.reorder(self.streams()[:0])
+        self._length = self._length[:, :0].contiguous()
+        self._longest = 0
         self._changes += 1
 
     def _copy(self, count: Tensor, total: int) -> None:

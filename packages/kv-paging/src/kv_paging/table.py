@@ -107,11 +107,29 @@ class PageTable:
         if columns <= width:
             return
         more = ids.new_zeros(ids.shape[0], max(columns - width, width // 8))
-        wider = torch.cat((ids, more), 1)
-        if left is not None:
-            column = torch.arange(wider.shape[1], device=ids.device)
-            wider = wider.where(column < left[:, None], torch.cat((more, ids), 1))
-        self._shared.ids = wider
+        self._shared.ids = _beside(ids, more, left)
+
+    def join(
+        self,
+        other: "PageTable",
+        layers: int,
+        left: tuple[Int[Tensor, " streams"], Int[Tensor, " others"]] | None,
+    ) -> None:
+        """Let another table's rows come after these, layer by layer; it has none then.
+
+        Args:
+            other: a table of as many layers.
+            layers: N; the streams of a layer lie together.
+            left: of both tables, what `widen` takes.
+        """
+        columns = max(self.width, other.width)
+        both = []
+        for table, held in zip((self, other), left or (None, None), strict=True):
+            ids = table.ids
+            more = ids.new_zeros(len(ids), columns - table.width)
+            both.append(_beside(ids, more, held).view(layers, len(ids) // layers, columns))
+        self._shared.ids = torch.cat(both, 1).flatten(0, 1)
+        other._shared.ids = other.ids[:0]
 
     def block(self, streams: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
         """Give the first `columns` page ids of streams, stale ones included; all exist."""
@@ -163,3 +181,12 @@ class PageTable:
 
     def _inside(self, column: Tensor) -> Tensor:
         return self._place(column.clamp(0, self.width - 1))[:, None]
+
+
+def _beside(ids: Tensor, more: Tensor, left: Tensor | None) -> Tensor:
+    """Put more columns right of all, or between the two sides where the left has so many."""
+    wider = torch.cat((ids, more), 1)
+    if left is None:
+        return wider
+    column = torch.arange(wider.shape[1], device=ids.device)
+    return wider.where(column < left[:, None], torch.cat((more, ids), 1))

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
+from kv_paging.joining import expect_some
 from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
 from kv_paging.pool import PagePool
 from kv_paging.room import Room
-from kv_paging.selecting import select_all
+from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.turns import step_in_turn
@@ -21,7 +22,7 @@ from kv_paging.work import Choice, Tokens, Work
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
-class Tiers:
+class Tiers(Sequences):
     """The tokens of K tiers, each stream's over all of them, in pages of one pool.
 
     Two stores after one another share a page table, from its left and right (LeanKV section 5.2).
@@ -131,18 +132,6 @@ class Tiers:
         """Give one layer of each store that may hold something; good until the next operation."""
         return tuple(store.view(layer) for store in self.stores if store.longest)
 
-    def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the tiers hold; for `PagePool.check`."""
-        return torch.cat([store.pages() for store in self.stores])
-
-    def check(self) -> None:
-        """Check that every page is either free or in one place, where nobody else uses the pool.
-
-        Raises:
-            RuntimeError: a page is missing, or is in two places.
-        """
-        self.pool.check(self.pages())
-
     def append(
         self,
         tier: int,
@@ -159,16 +148,8 @@ class Tiers:
             PoolExhausted: the pool has too few pages and may not grow.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
+        expect_some(self.stores)
         self._members[tier].append(streams, key, value, keep, score, position)
-
-    def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let the sequences become source[0], source[1], ... in all tiers, or in none.
-
-        Raises:
-            PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
-        """
-        select_all(self.stores, source)
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
@@ -197,28 +178,11 @@ class Tiers:
         Raises:
             ValueError: a negative length, not one for each sequence, or one that cuts a block.
         """
+        expect_some(self.stores)
         self.stores[0].expect_lengths(length)
         for member in self._members:
             if isinstance(member, BlockTier):
                 member.expect_cut(length)
-
-    def trim(self) -> None:
-        """Give back the memory of a growing pool that nobody holds and the next steps do not need.
-
-        Free stay as many pages as a step may take: one per stream and store, two where a page holds
-        a single token. Held pages move, bytes as they are, and views are made anew. While they are
-        copied, the old memory and the new one both exist. The host waits for the device.
-
-        Raises:
-            ValueError: the pool may not grow.
-            RuntimeError: somebody else holds pages of the pool; nothing has changed.
-        """
-        self.rename(self.pool.shrink(self.pages(), self._room.spare))
-
-    def rename(self, ids: Int[Tensor, " P1"]) -> None:
-        """Let page i be ids[i] from now on, in all tables."""
-        for left in self.stores[::2]:
-            left.page_table.rename(ids)
 
     def pages_for_more(self, tier: int, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
         """Bound the pages that so many more tokens of all streams take in a tier."""
@@ -292,6 +256,7 @@ class Tiers:
         Raises:
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
+        expect_some(self.stores)
         streams = self.stores[0].length.numel()
         for name in ("candidate", "victim", "target"):
             expect_shape(name, getattr(choice, name), streams)

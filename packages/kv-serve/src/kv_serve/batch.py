@@ -1,7 +1,7 @@
 """The storage of one batch: pool, tiers, raw window, and how many tokens were seen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -10,23 +10,13 @@ from torch import Tensor
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import PagePool, RaggedStore, RaggedTiers, Tiers, TokenStore
 from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
+from kv_serve.heads import head_groups
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
-from kv_serve.ragged_window import RaggedWindow
-from kv_serve.window import RawWindow
+from kv_serve.passes import Pass, flat, grid
+from kv_serve.rings import Window
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass: where its columns stand in their sequences."""
-
-    position: Int[Tensor, "B L"]  # -1: padding
-    total: Int[Tensor, " B"]  # tokens seen once the pass ends
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the pass brings more than one column: a prompt, or a part of one."""
-        return self.position.shape[1] != 1
+__all__ = ["Batch", "Pass", "flat", "grid"]
 
 
 @dataclass
@@ -36,10 +26,11 @@ class Batch:
     layout: Layout
     pool: PagePool
     tiers: Tiers | RaggedTiers
-    window: RawWindow | RaggedWindow | None
+    window: Window | None
     seen: Int[Tensor, " B"]  # tokens per sequence
     columns: int = field(default=0)  # columns of the batch, padding included
     started: bool = field(default=False)  # every sequence has a token
+    shares: bool = field(default=False)  # the pool, with others
 
     @classmethod
     def allocate(
@@ -50,18 +41,40 @@ class Batch:
         pages: int | None,
         device: torch.device,
         kernels: str | None = None,
+        pool: PagePool | None = None,
+        window_in_pages: bool = False,
     ) -> "Batch":
-        """Make room for a batch; a pool without a size grows as tokens arrive."""
-        pool = PagePool(
+        """Make room for a batch.
+
+        Args:
+            policy: what to keep.
+            layout: of its pages.
+            sequences: B.
+            pages: of a pool of its own; None lets that grow as tokens arrive.
+            device: where the batch lives.
+            kernels: who writes and reads the pages of a pool of its own.
+            pool: a pool that is shared with other batches, instead of one of its own.
+            window_in_pages: the raw window lies in the pool, too.
+
+        Raises:
+            kv_paging.PoolExhausted: a fixed pool is too small for the raw window.
+            ValueError: pages and a pool are given, or the pool's pages are of another size.
+        """
+        if pool is not None and pages is not None:
+            raise ValueError(f"a pool and {pages} pages are given; give one, or none to grow")
+        shares = pool is not None
+        pool = pool or PagePool(
             layout.page_bytes, pages or 0, grows=pages is None, device=device, kernels=kernels
         )
         tiers = layout.tiers(pool, sequences)
+        scores = policy.selector is not None
         return cls(
             layout=layout,
             pool=pool,
             tiers=tiers,
-            window=layout.raw_window(tiers, sequences, device, policy.selector is not None),
+            window=layout.raw_window(tiers, sequences, device, scores, window_in_pages),
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
+            shares=shares,
         )
 
     @property
@@ -123,33 +136,14 @@ class Batch:
             fresh: the tokens of the pass, as long as the longest vectors.
             places: positions of stored tokens, an entry for each of `held_stores`, if needed.
         """
-        tiers, raw = self.tiers, self.held_window
-        if not isinstance(tiers, RaggedTiers):
+        if not isinstance(self.tiers, RaggedTiers):
             return None
         stores = [store for _, store in self.held_stores]
-        found = []
-        for kind, shape in enumerate(self.layout.shapes):
-            heads = tiers.kinds.heads(kind, layer)
-            if not len(heads):
-                continue
-            key = fresh.key[:, heads, :, : shape.key_dim]
-            dense = [replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])]
-            if isinstance(raw, RaggedWindow):
-                dense.insert(0, DenseTokens(*raw.of_kind(kind, layer), raw.position, full=False))
-            found.append(
-                HeadGroup(
-                    heads,
-                    tuple(s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)),
-                    tuple(dense),
-                    None
-                    if places is None
-                    else tuple(None if at is None else at[:, heads] for at in places),
-                )
-            )
-        return found
+        held = self.tiers.kinds, self.layout.shapes, stores, self.held_window
+        return head_groups(*held, layer, fresh, places)
 
     @property
-    def held_window(self) -> RawWindow | RaggedWindow | None:
+    def held_window(self) -> Window | None:
         """The raw window, once it holds something."""
         return self.window if self.columns else None
 
@@ -193,6 +187,8 @@ class Batch:
     def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
         """Make sure of the pages for so many tokens per head, once instead of layer by layer.
 
+        The pages that the tiers hold are counted off, those of other batches are not theirs.
+
         Args:
             tokens: tokens that the first tier will hold of each sequence.
             spare: tokens more per head that a growing pool makes room for.
@@ -203,14 +199,14 @@ class Batch:
         if self.pool.grows:
             tokens = tokens + spare
         per_head = -(-tokens[:, None, None] // self.page_tokens[0])
-        self.pool.reserve(max(0, int(per_head.sum()) - self.pool.used))
+        self.pool.reserve(max(0, int(per_head.sum()) - self.tiers.pages_used))
 
     def settle(self) -> None:
-        """Give back what a prompt made room for and did not need, where that is worth a copy."""
+        """Give back what a prompt made room for, unless the pool is fixed or others share it."""
         pool = self.pool
         streams = sum(store.length.numel() for store in self.tiers.parts)
-        if pool.grows and pool.free > pool.used // 64 + streams:
-            self.tiers.trim()
+        if pool.grows and not self.shares and pool.free > pool.used // 64 + streams:
+            self.tiers.trim(also=self._beside)
 
     def end(self, now: Pass) -> None:
         """Count what a finished pass brought."""
@@ -222,11 +218,64 @@ class Batch:
         self.columns += now.position.shape[1]
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
-        self.tiers.select(source)
+        """Sequences become source[0], source[1], ...: beams, repeats, subsets.
+
+        Raises:
+            kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
+            ValueError: a sequence that does not exist, or none; see `release`.
+        """
+        self.tiers.select(source, also=self._beside)
         if self.window is not None:
-            self.window.select(source)
+            self.window.reorder(source)
         self.seen = self.seen[source]
+
+    def join(self, other: "Batch") -> None:
+        """Let the sequences of a batch over the same pool come after these; it has none then.
+
+        Pages change their owner, and no byte of one moves.
+
+        Raises:
+            ValueError: another layout, pool or sort of window; nothing has changed.
+        """
+        if self.layout != other.layout:
+            raise ValueError(
+                "the batches lay out their pages differently; both need one policy, one shape and "
+                "pages of one size"
+            )
+        if self.window is not None and other.window is not None:
+            self.window.expect_join(other.window)
+        self.tiers.join(other.tiers)
+        if self.window is not None and other.window is not None:
+            self.window.join(other.window)
+        self.seen = torch.cat((self.seen, other.seen))
+        self.columns = max(self.columns, other.columns)
+        self.started = self.started and other.started
+        other._forget()
+
+    def release(self) -> None:
+        """Let all sequences go, with all pages; there is none then, until others join."""
+        self.tiers.release()
+        if self.window is not None:
+            self.window.release()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seen, self.columns = self.seen[:0], 0
+        self.started = True  # true of every sequence, as there is none
+
+    def pages_used(self) -> Int[Tensor, " B"]:
+        """Count the pages of each sequence over all stores, layers and heads, without waiting."""
+        each = [store.sequence_pages() for store in (*self.tiers.parts, *self._beside)]
+        return torch.stack(each).sum(0)
+
+    def pages(self) -> Int[Tensor, " n"]:
+        """Give the ids of all pages the batch holds; for `PagePool.check`."""
+        return torch.cat([store.pages() for store in (*self.tiers.parts, *self._beside)])
+
+    @property
+    def _beside(self) -> tuple[TokenStore, ...]:
+        """Stores over the pool that are no tier's."""
+        return () if self.window is None else self.window.stores
 
     def take_back(self, columns: int) -> None:
         """Forget the newest columns of every sequence, which must all be stored tokens.
@@ -245,36 +294,5 @@ class Batch:
 
     def memory(self, full_token_bytes: int, basis_bytes: int) -> MemoryReport:
         """Count what is held, beside an uncompressed cache that takes so much for a token."""
-        each = [(int(store.live.sum()), store.layout) for store in self.tiers.parts]
-        vectors = sum(n * lay.format.nbytes // lay.format.block for n, lay in each)
-        scores = sum(4 * n * lay.scores for n, lay in each)
-        positions = sum(4 * n * lay.positions for n, lay in each)
-        page = self.layout.page_bytes
-        tokens = self.tiers.counts().sum(0)
-        if self.window is not None:
-            tokens = tokens + (self.window.position >= 0).sum(-1)[None, :, None]
-        return MemoryReport(
-            vector_bytes=vectors,
-            score_bytes=scores,
-            position_bytes=positions,
-            unfilled_bytes=self.pool.used * page - vectors - scores - positions,
-            spare_bytes=self.pool.free * page,
-            window_bytes=self.window.nbytes if self.window is not None else 0,
-            table_bytes=self.tiers.table_bytes + self.pool.table_bytes,
-            basis_bytes=basis_bytes,
-            full_bytes=int(self.seen.sum()) * full_token_bytes,
-            pages_used=self.pool.used,
-            pages_free=self.pool.free,
-            page_bytes=page,
-            tokens=tokens,
-        )
-
-
-def flat(x: Tensor) -> Tensor:
-    """[B, H, ...] as one row per stream of a layer."""
-    return x.flatten(0, 1)
-
-
-def grid(x: Tensor, heads: int) -> Tensor:
-    """One row per stream of a layer as [B, H, ...]."""
-    return x.reshape(x.shape[0] // heads, heads, *x.shape[1:])
+        basis = basis_bytes, int(self.seen.sum()) * full_token_bytes
+        return MemoryReport.of(self.pool, self.tiers, self.window, *basis)

@@ -1,15 +1,17 @@
 """How the pages of a cache are laid out: its kinds of heads, and a layout for each tier of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging import Kinds, PagePool, RaggedTiers, Tiers, fit
+from kv_paging import PagePool, RaggedTiers, Tiers, fit
 from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, tier_formats
 from kv_serve.bases import Bases
+from kv_serve.paged_window import PagedWindow
 from kv_serve.ragged_window import RaggedWindow
+from kv_serve.rings import Rings, Window
 from kv_serve.window import RawWindow
 
 
@@ -66,12 +68,28 @@ class Layout:
         return Tiers(pool, self.pages[0], *shape, raw=raw[0])
 
     def raw_window(
-        self, tiers: Tiers | RaggedTiers, sequences: int, device: torch.device, scores: bool
-    ) -> RawWindow | RaggedWindow | None:
-        """Make the empty raw window, if there is one."""
+        self,
+        tiers: Tiers | RaggedTiers,
+        sequences: int,
+        device: torch.device,
+        scores: bool,
+        in_pages: bool = False,
+    ) -> Window | None:
+        """Make the empty raw window, if there is one; in memory of its own, or the tiers' pool.
+
+        Raises:
+            kv_paging.PoolExhausted: the pool has too few pages for it and may not grow.
+        """
         if not self.window:
             return None
-        if isinstance(tiers, RaggedTiers):
-            kinds: Kinds = tiers.kinds
-            return RaggedWindow(kinds, self.shapes, sequences, self.window, device, scores)
-        return RawWindow(self.shapes[0], sequences, self.window, device, scores)
+
+        def rings(shape: CacheShape) -> Rings:
+            if in_pages:
+                return PagedWindow(tiers.pool, shape, sequences, self.window, scores)
+            return RawWindow(shape, sequences, self.window, device, scores)
+
+        if not isinstance(tiers, RaggedTiers):
+            return rings(self.shapes[0])
+        each = zip(self.shapes, tiers.kinds.cells, strict=True)
+        members = [rings(replace(shape, layers=cells, kv_heads=1)) for shape, cells in each]
+        return RaggedWindow(tiers.kinds, members)

@@ -5,17 +5,23 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging import PagePool, RaggedTiers, Tiers
+from kv_serve.rings import Window
+
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that a compressed cache holds; the named parts add up to `total_bytes`."""
+    """Bytes that a compressed cache holds; the named parts add up to `total_bytes`.
 
-    vector_bytes: int  # stored keys and values with their scales, of kept tokens
-    score_bytes: int  # float32 scores of kept tokens
-    position_bytes: int  # int32 positions of kept tokens
+    Where a pool is shared, pages in use are the cache's own, and free ones are everybody's.
+    """
+
+    vector_bytes: int  # keys and values with their scales, of tokens in pages
+    score_bytes: int  # float32 scores of tokens in pages
+    position_bytes: int  # int32 positions of tokens in pages
     unfilled_bytes: int  # places of pages in use that hold no token, and page ends
     spare_bytes: int  # free pages of the pool
-    window_bytes: int  # raw recent tokens, with their positions and scores
+    window_bytes: int  # raw recent tokens, with their positions and scores; none that are in pages
     table_bytes: int  # page tables, lengths, the list of free pages
     basis_bytes: int  # maps between vectors and what is stored, where the policy has a basis
     full_bytes: int  # what an uncompressed cache takes for the tokens seen
@@ -23,6 +29,45 @@ class MemoryReport:
     pages_free: int
     page_bytes: int  # of one page
     tokens: Int[Tensor, "N B H"]  # kept per layer, sequence and KV head, the window included
+
+    @classmethod
+    def of(
+        cls,
+        pool: PagePool,
+        tiers: Tiers | RaggedTiers,
+        window: Window | None,
+        basis_bytes: int,
+        full_bytes: int,
+    ) -> "MemoryReport":
+        """Count what is held; the host waits for the device."""
+        each = [(int(store.live.sum()), store.layout) for store in tiers.parts]
+        tokens, page, used = tiers.counts().sum(0), pool.page_bytes, tiers.pages_used
+        if window is not None:
+            filled = (window.position >= 0).sum(-1)
+            tokens = tokens + filled[None, :, None]
+            for store in window.stores:  # their streams are of full length, empty slots included
+                layers, _, heads = store.length.shape
+                each.append((int(filled.sum()) * layers * heads, store.layout))
+                used += store.pages_used
+        vectors = sum(n * lay.format.nbytes // lay.format.block for n, lay in each)
+        scores = sum(4 * n * lay.scores for n, lay in each)
+        positions = sum(4 * n * lay.positions for n, lay in each)
+        free = pool.free
+        return cls(
+            vector_bytes=vectors,
+            score_bytes=scores,
+            position_bytes=positions,
+            unfilled_bytes=used * page - vectors - scores - positions,
+            spare_bytes=free * page,
+            window_bytes=window.nbytes if window is not None else 0,
+            table_bytes=tiers.table_bytes + pool.table_bytes,
+            basis_bytes=basis_bytes,
+            full_bytes=full_bytes,
+            pages_used=used,
+            pages_free=free,
+            page_bytes=page,
+            tokens=tokens,
+        )
 
     @property
     def pages_held_bytes(self) -> int:

@@ -1,45 +1,37 @@
 """The raw window of heads whose vectors differ in length."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kv_paging import Kinds
-from kv_policy import CacheShape
-from kv_serve.window import RawWindow, oldest_first
+from kv_paging import Kinds, TokenStore
+from kv_paging.selecting import select_all
+from kv_serve.rings import InOrder, Left, Rings, Window, expect_alike, oldest_first
 
 
-class RaggedWindow:
-    """A `RawWindow` for each kind of heads; vectors come and go padded with zeros to the longest.
+class RaggedWindow(Window):
+    """Rings for each kind of heads; vectors come and go padded with zeros to the longest.
 
     Every slot holds what its head's kind takes and no more.
     """
 
-    def __init__(
-        self,
-        kinds: Kinds,
-        shapes: Sequence[CacheShape],
-        sequences: int,
-        size: int,
-        device: torch.device,
-        scores: bool,
-    ) -> None:
-        """Make empty rings for heads of these shapes, one a kind."""
-        self.size = size
+    def __init__(self, kinds: Kinds, members: Sequence[Rings]) -> None:
+        """Join the rings of all kinds, each of a layer per cell and a single head."""
         self._kinds = kinds
-        self._dims = max(s.key_dim for s in shapes), max(s.value_dim for s in shapes)
-        self.members = tuple(
-            RawWindow(replace(shape, layers=cells, kv_heads=1), sequences, size, device, scores)
-            for shape, cells in zip(shapes, kinds.cells, strict=True)
-        )
+        self.members = tuple(members)
+        self._dims = max(m.dims[0] for m in members), max(m.dims[1] for m in members)
+
+    @property
+    def size(self) -> int:
+        """W, tokens of each sequence."""
+        return self.members[0].size
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held outside the pool."""
         return sum(member.nbytes for member in self.members)
 
     @property
@@ -52,36 +44,49 @@ class RaggedWindow:
         """Whether each token carries a score."""
         return self.members[0].has_scores
 
+    @property
+    def stores(self) -> tuple[TokenStore, ...]:
+        """Where slots lie in pages of a pool; none where members have memory of their own."""
+        return tuple(store for member in self.members for store in member.stores)
+
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
         """Which positions are among the newest `size` of `total` tokens."""
         return self.members[0].stays(position, total)
 
     def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
         """A layer's keys, by slot."""
-        return self._layer(layer, [m.key for m in self.members], self._dims[0])
+        return self._layer(layer, lambda rings, cells: rings.keys_of(cells), self._dims[0])
 
     def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
         """A layer's values, by slot."""
-        return self._layer(layer, [m.value for m in self.members], self._dims[1])
+        return self._layer(layer, lambda rings, cells: rings.values_of(cells), self._dims[1])
 
     def scores(self, layer: int) -> Float[Tensor, "B H W"]:
-        """A layer's scores, by slot."""
-        each = [m.score[..., None] for m in self.members if m.score is not None]
-        return self._layer(layer, each, 1)[..., 0]
+        """A layer's scores, by slot.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+        return self._layer(layer, lambda rings, cells: rings.scores_of(cells)[..., None], 1)[..., 0]
 
     def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
-        """Give a layer's tokens new scores."""
+        """Give a layer's tokens new scores.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
         for kind, member in enumerate(self.members):
             heads, span = self._kinds.heads(kind, layer), self._kinds.span(kind, layer)
-            if len(heads) and member.score is not None:
-                member.score[span] = score[:, heads].transpose(0, 1)[:, :, None]
+            if len(heads):
+                member.set_scores_of(span, score[:, heads].transpose(0, 1)[:, :, None])
 
     def of_kind(
         self, kind: int, layer: int
     ) -> tuple[Float[Tensor, "B h W D"], Float[Tensor, "B h W Dv"]]:
-        """Keys and values of a layer's heads of one kind, as they lie."""
+        """Keys and values of a layer's heads of one kind."""
         member, span = self.members[kind], self._kinds.span(kind, layer)
-        return member.key[span, :, 0].transpose(0, 1), member.value[span, :, 0].transpose(0, 1)
+        key, value = member.keys_of(span), member.values_of(span)
+        return key[:, :, 0].transpose(0, 1), value[:, :, 0].transpose(0, 1)
 
     def put(
         self,
@@ -101,8 +106,8 @@ class RaggedWindow:
             if len(heads):
                 member.put(
                     span,
-                    _by_cell(key[0], heads, member.key.shape[-1]),
-                    _by_cell(value[0], heads, member.value.shape[-1]),
+                    _by_cell(key[0], heads, member.dims[0]),
+                    _by_cell(value[0], heads, member.dims[1]),
                     position,
                     total,
                     None if score is None else _by_cell(score[0][..., None], heads, 1)[..., 0],
@@ -113,9 +118,7 @@ class RaggedWindow:
         for member in self.members:
             member.advance(position, total)
 
-    def in_order(
-        self, layer: int
-    ) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
+    def in_order(self, layer: int) -> InOrder:
         """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
         return oldest_first(self.keys(layer), self.values(layer), self.position)
 
@@ -126,19 +129,14 @@ class RaggedWindow:
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
-    ) -> tuple[
-        Float[Tensor, "N B H 1 D"],
-        Float[Tensor, "N B H 1 Dv"],
-        Int[Tensor, "B 1"],
-        Float[Tensor, "N B H 1"] | None,
-    ]:
+    ) -> Left:
         """Put one fresh token per sequence and give the one it pushes out, as `RawWindow` does."""
         out = torch.zeros_like(key), torch.zeros_like(value)
         out_score = None if score is None else torch.zeros_like(score)
         left = position
         for kind, member in enumerate(self.members):
             layer, head = self._kinds.where(kind)
-            dims = member.key.shape[-1], member.value.shape[-1]
+            dims = member.dims
             found = member.exchange(
                 key[layer, :, head, :, : dims[0]][:, :, None],
                 value[layer, :, head, :, : dims[1]][:, :, None],
@@ -154,17 +152,63 @@ class RaggedWindow:
         return *out, left, out_score
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ..."""
-        for member in self.members:
-            member.select(source)
+        """Sequences become source[0], source[1], ...
 
-    def _layer(self, layer: int, each: Sequence[Tensor], dim: int) -> Tensor:
-        """A layer's vectors of all kinds side by side; `each` is [cells, B, 1, W, d]."""
-        _, sequences, _, size, _ = each[0].shape
-        whole = each[0].new_zeros(sequences, self._kinds.kind.shape[1], size, dim)
-        for kind, x in enumerate(each):
-            found = x[self._kinds.span(kind, layer), :, 0].transpose(0, 1)
-            whole[:, self._kinds.heads(kind, layer)] = pad(found, (0, dim - x.shape[-1]))
+        Raises:
+            kv_paging.PoolExhausted: too few pages for the copies, those given back counted in.
+            ValueError: a sequence that does not exist, or none.
+        """
+        if self.stores:
+            select_all(self.stores, source)
+        self.reorder(source)
+
+    def reorder(self, source: Int[Tensor, " B2"]) -> None:
+        """Do the part of `select` that is not about `stores`."""
+        for member in self.members:
+            member.reorder(source)
+
+    def join(self, other: Window) -> None:
+        """Let another window's sequences come after these; it has none then.
+
+        Raises:
+            ValueError: it is of another sort, size, shape or pool; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, RaggedWindow)  # it was refused otherwise
+        for mine, theirs in zip(self.members, other.members, strict=True):
+            mine.join(theirs)
+
+    def expect_join(self, other: Window) -> None:
+        """Refuse what `join` refuses.
+
+        Raises:
+            ValueError: it is of another sort, size, shape or pool.
+        """
+        expect_alike(self, other)
+        assert isinstance(other, RaggedWindow)  # it was refused otherwise
+        if self._kinds.heads_of != other._kinds.heads_of:
+            raise ValueError("the windows are of heads of different kinds; both need the same")
+        for mine, theirs in zip(self.members, other.members, strict=True):
+            mine.expect_join(theirs)
+
+    def release(self) -> None:
+        """Let all sequences go."""
+        for member in self.members:
+            member.release()
+
+    def _layer(self, layer: int, read: Callable[[Rings, slice], Tensor], dim: int) -> Tensor:
+        """A layer's vectors of all kinds side by side; `read` gives [cells, B, 1, W, d]."""
+        whole: Tensor | None = None
+        for kind, member in enumerate(self.members):
+            heads, span = self._kinds.heads(kind, layer), self._kinds.span(kind, layer)
+            if not len(heads):
+                continue
+            found = read(member, span)[:, :, 0].transpose(0, 1)
+            if whole is None:
+                shape = (len(found), self._kinds.kind.shape[1], self.size, dim)
+                whole = found.new_zeros(shape)
+            whole[:, heads] = pad(found, (0, dim - found.shape[-1]))
+        assert whole is not None  # every layer has heads
         return whole
 
 

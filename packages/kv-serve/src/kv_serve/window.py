@@ -1,29 +1,26 @@
 """The raw window: the newest tokens of each sequence, in the model's dtype, as a ring."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_paging import TokenStore
 from kv_policy import CacheShape
+from kv_serve.rings import Left, Rings, Window, expect_alike
 
 
-class RawWindow:
-    """Rings of `size` tokens for all layers, sequences and KV heads.
-
-    The token at position p of a sequence lies in slot p % size, the same for every layer and head,
-    so a decoding step overwrites one slot and the token that lay there leaves for the tiers.
-    """
+class RawWindow(Rings):
+    """Rings in memory of their own; slots without a token are zeros."""
 
     def __init__(
         self, shape: CacheShape, sequences: int, size: int, device: torch.device, scores: bool
     ) -> None:
         """Make empty rings; `scores` says whether each token carries a float32 score."""
+        super().__init__(sequences, size, device)
         lead = (shape.layers, sequences, shape.kv_heads, size)
-        self.size = size
         self.key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)
         self.value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
         self.score = torch.zeros(lead, device=device) if scores else None
-        self.position = torch.full((sequences, size), -1, dtype=torch.long, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -34,35 +31,45 @@ class RawWindow:
         return sum(t.numel() * t.element_size() for t in held)
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """D and Dv."""
+        return self.key.shape[-1], self.value.shape[-1]
+
+    @property
     def has_scores(self) -> bool:
         """Whether each token carries a score."""
         return self.score is not None
 
-    def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
-        """A layer's keys, by slot."""
-        return self.key[layer]
+    @property
+    def stores(self) -> tuple[TokenStore, ...]:
+        """Nothing lies in pages."""
+        return ()
 
-    def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
-        """A layer's values, by slot."""
-        return self.value[layer]
+    def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
+        """Keys of some layers, by slot."""
+        return self.key[layers]
 
-    def scores(self, layer: int) -> Float[Tensor, "B H W"]:
-        """A layer's scores, by slot.
+    def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
+        """Values of some layers, by slot."""
+        return self.value[layers]
+
+    def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
+        """Scores of some layers, by slot.
 
         Raises:
             ValueError: tokens carry none.
         """
         if self.score is None:
             raise ValueError("tokens of this window carry no scores; make it with scores=True")
-        return self.score[layer]
+        return self.score[layers]
 
-    def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
-        """Give a layer's tokens new scores."""
-        self.scores(layer).copy_(score)
+    def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
+        """Give the tokens of some layers new scores.
 
-    def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
-        """Which positions are among the newest `size` of `total` tokens."""
-        return (position >= 0) & (position >= total[:, None] - self.size)
+        Raises:
+            ValueError: tokens carry none.
+        """
+        self.scores_of(layers).copy_(score)
 
     def put(
         self,
@@ -80,17 +87,6 @@ class RawWindow:
         if self.score is not None and score is not None:
             _write(self.score[layers].unsqueeze(-1), score.unsqueeze(-1), slot)
 
-    def advance(self, position: Int[Tensor, "B L"], total: Int[Tensor, " B"]) -> None:
-        """Note the positions of what `put` wrote, once all layers have written."""
-        slot = torch.where(self.stays(position, total), position % self.size, self.size)
-        _write(self.position[None, :, None, :, None], position[None, :, None, :, None], slot)
-
-    def in_order(
-        self, layer: int
-    ) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
-        """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
-        return oldest_first(self.key[layer], self.value[layer], self.position)
-
     def exchange(
         self,
         key: Float[Tensor, "N B H 1 D"],
@@ -98,12 +94,7 @@ class RawWindow:
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
-    ) -> tuple[
-        Float[Tensor, "N B H 1 D"],
-        Float[Tensor, "N B H 1 Dv"],
-        Int[Tensor, "B 1"],
-        Float[Tensor, "N B H 1"] | None,
-    ]:
+    ) -> Left:
         """Put one fresh token per sequence and give the one it pushes out (position -1: none).
 
         A sequence that brings none (position -1) keeps what it has. Work does not grow with the
@@ -135,23 +126,57 @@ class RawWindow:
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ..."""
+        self.reorder(source)
+
+    def reorder(self, source: Int[Tensor, " B2"]) -> None:
+        """Do what `select` does: all of it is here."""
         self.key, self.value = self.key[:, source], self.value[:, source]
-        self.position = self.position[source]
+        self._position = self.position[source]
         if self.score is not None:
             self.score = self.score[:, source]
 
+    def join(self, other: Window) -> None:
+        """Let another window's sequences come after these; it has none then.
 
-def oldest_first(
-    key: Float[Tensor, "B H W D"], value: Float[Tensor, "B H W Dv"], position: Int[Tensor, "B W"]
-) -> tuple[Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]]:
-    """Sort the slots of a layer by position; empty slots (-1) lead."""
-    order = position.argsort(-1)
-    pick = order[:, None, :, None]
-    return (
-        key.gather(2, pick.expand(*key.shape)),
-        value.gather(2, pick.expand(*value.shape)),
-        position.gather(-1, order),
-    )
+        Both windows are copied.
+
+        Raises:
+            ValueError: it is of another sort, size or shape; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, RawWindow)  # it was refused otherwise
+        self.key = torch.cat((self.key, other.key), 1)
+        self.value = torch.cat((self.value, other.value), 1)
+        self._position = torch.cat((self.position, other.position))
+        if self.score is not None and other.score is not None:
+            self.score = torch.cat((self.score, other.score), 1)
+        other.release()
+
+    def expect_join(self, other: Window) -> None:
+        """Refuse what `join` refuses.
+
+        Raises:
+            ValueError: it is of another sort, size or shape.
+        """
+        expect_alike(self, other)
+        assert isinstance(other, RawWindow)  # it was refused otherwise
+        mine, theirs = self._sort, other._sort
+        if mine != theirs:
+            raise ValueError(f"a window of {theirs} cannot join one of {mine}; make both the same")
+
+    def release(self) -> None:
+        """Let all sequences go."""
+        self.reorder(torch.zeros(0, dtype=torch.long, device=self.position.device))
+
+    @property
+    def _sort(self) -> str:
+        layers, _, heads = self.key.shape[:3]
+        scores = "scores" if self.has_scores else "no scores"
+        key, value = self.dims
+        return (
+            f"{layers} layers, {heads} heads, {self.key.dtype} vectors of {key} and {value} "
+            f"dimensions and {scores}"
+        )
 
 
 def _write(

@@ -90,8 +90,7 @@ class World:
             real = valid[:, None, None, :].expand(out.shape[:-1])
             torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
         self.seen = total
-        pool = self.cache.batch.pool
-        pool.check(torch.cat([s.pages() for s in self.cache.batch.stores]))
+        self.cache.batch.pool.check(self.cache.batch.pages())
 
     def go_on(self, steps: int) -> None:
         """Let every sequence take so many steps."""

@@ -1,0 +1,310 @@
+"""Batches that share memory of somebody else's, join and fall apart, next to sequences alone."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_paging import PagePool, PoolExhausted, RaggedTiers, Tiers, TokenStore, fit
+from kv_paging.moves import block_segments, take_pages
+from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
+
+LAYERS, HEADS, DIM = 2, 2, 3
+WIDE = TokenFormat(RawCodec(DIM, torch.float32), RawCodec(DIM, torch.float32))
+SMALL = TokenFormat(RawCodec(DIM, torch.float16), RawCodec(DIM, torch.float16))
+KINDS = [[0, 1], [1, 0]]  # of each layer and head, where heads differ
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two vectors together, in float16, the second first."""
+
+    dim: int
+    block: int = 2
+    layout: None = None
+
+    @property
+    def parts(self) -> tuple[int]:
+        return (4 * self.dim,)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.half().flip(1).contiguous().flatten(1).view(torch.uint8)
+
+    def decode(self, data: Tensor) -> Tensor:
+        return data.contiguous().view(torch.float16).view(-1, 2, self.dim).flip(1)
+
+    def bound(self, x: Tensor) -> Tensor:
+        return x.abs() / 1024
+
+
+BLOCKS = TokenFormat(Halves(DIM), Halves(DIM))
+FORMATS = {
+    "two tiers": [WIDE, SMALL],
+    "three tiers": [WIDE, SMALL, SMALL],
+    "blocks below": [WIDE, BLOCKS],
+}
+Operation = tuple[str, tuple[Tensor, ...]]  # on the streams of one sequence
+
+
+class Shared:
+    """Batches over one pool, and what was done to each sequence of them."""
+
+    def __init__(self, kind: str, ragged: bool, seed: int, pages: int = 400) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.ragged, self.formats = ragged, FORMATS[kind]
+        forms = [*self.formats]
+        if ragged:
+            forms += [_short(form) for form in self.formats]
+        self.layouts = fit(forms, 4, True, True)
+        page = self.layouts[0].nbytes
+        memory = torch.full((pages + 1, page + 4), 0xFF, dtype=torch.uint8)  # rows stand apart
+        self.pool = PagePool.over(memory[:, :page], poison=True)
+        self.batches: list[tuple[Tiers | RaggedTiers, list[list[Operation]]]] = []
+
+    def tiers(self, pool: PagePool, sequences: int) -> Tiers | RaggedTiers:
+        if not self.ragged:
+            return Tiers(pool, self.layouts, LAYERS, sequences, HEADS, raw=WIDE)
+        count = len(self.formats)
+        each = [self.layouts[:count], self.layouts[count:]]
+        raw = [WIDE, _short(WIDE)]
+        return RaggedTiers(pool, each, torch.tensor(KINDS), sequences, raw=raw)
+
+    def below(self, bound: int) -> int:
+        return int(torch.randint(0, bound, (), generator=self.random))
+
+    def some(self) -> int:
+        return self.below(len(self.batches))
+
+    def begin(self) -> None:
+        count = 1 + self.below(2)
+        self.batches.append((self.tiers(self.pool, count), [[] for _ in range(count)]))
+
+    def tokens(self, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        key, value = torch.randn(2, *lead, DIM, generator=self.random)
+        if self.ragged:
+            kind = torch.tensor(KINDS)[:, None].expand(lead[:3])
+            for x in (key, value):
+                x[..., -1][kind == 1] = 0
+        score = torch.rand(lead, generator=self.random)
+        place = torch.randint(0, 1000, lead, generator=self.random)
+        return key, value, score, place
+
+    def act(self, batch: int, name: str, *args: Tensor) -> None:
+        """Do something to all sequences; `args` are [N, B, H, ...]."""
+        tiers, done = self.batches[batch]
+        _do(tiers, name, [x.flatten(0, 2) for x in args])
+        for sequence, log in enumerate(done):
+            log.append((name, tuple(x[:, sequence : sequence + 1].clone() for x in args)))
+
+    def append(self) -> None:
+        batch = self.some()
+        lead = (LAYERS, len(self.batches[batch][1]), HEADS, self.below(9))
+        if lead[1]:
+            keep = torch.rand(lead, generator=self.random) < 0.7
+            tier = torch.full(lead[:3], self.below(len(self.formats)))
+            self.act(batch, "append", tier, keep, *self.tokens(*lead))
+
+    def step(self) -> None:
+        batch, ways = self.some(), len(self.formats)
+        lead = (LAYERS, len(self.batches[batch][1]), HEADS)
+        if lead[1]:
+            enters, leaves = torch.randint(0, ways + 1, (2, *lead), generator=self.random)
+            to = leaves + 1 + torch.randint(0, ways, lead, generator=self.random)
+            enters = enters.where(enters < ways, DROP)
+            leaves = leaves.where(leaves < ways, NOBODY)
+            self.act(batch, "step", enters, leaves, to.where(to < ways, DROP), *self.tokens(*lead))
+
+    def join(self) -> None:
+        mine, other = self.some(), self.some()
+        if mine != other:
+            lost = self.pool.data.clone()
+            self.batches[mine][0].join(self.batches[other][0])
+            assert torch.equal(self.pool.data, lost)  # no byte of a page moved
+            self.batches[mine][1].extend(self.batches[other][1])
+            self.batches[other] = (self.batches[other][0], [])
+
+    def select(self) -> None:
+        batch = self.some()
+        tiers, done = self.batches[batch]
+        if done:
+            source = torch.randint(0, len(done), (1 + self.below(3),), generator=self.random)
+            tiers.select(source)
+            self.batches[batch] = (tiers, [list(done[i]) for i in source.tolist()])
+
+    def clear(self) -> None:
+        batch = self.some()
+        tiers, done = self.batches[batch]
+        if done:
+            gone = self.below(len(done))
+            tiers.clear(torch.tensor([gone]))
+            done[gone] = []
+
+    def release(self) -> None:
+        batch = self.some()
+        self.check_alike(batch)
+        self.batches[batch][0].release()
+        self.batches[batch] = (self.batches[batch][0], [])
+
+    def check_pages(self) -> None:
+        self.pool.check(torch.cat([tiers.pages() for tiers, _ in self.batches]))
+
+    def check_alike(self, batch: int) -> None:
+        """Each sequence of a batch is what the same operations make of it alone."""
+        tiers, done = self.batches[batch]
+        assert tiers.counts().shape[2] == len(done)
+        for sequence, log in enumerate(done):
+            alone = self.tiers(PagePool(self.pool.page_bytes, poison=True), 1)
+            for name, args in log:
+                _do(alone, name, [x.flatten(0, 2) for x in args])
+            for mine, wanted in zip(tiers.parts, alone.parts, strict=True):
+                assert mine.longest >= int(mine.length.amax())
+                assert _held(mine, sequence) == _held(wanted, 0)
+
+
+def _short(form: TokenFormat) -> TokenFormat:
+    return TokenFormat(*(replace(codec, dim=DIM - 1) for codec in (form.key, form.value)))
+
+
+def _do(tiers: Tiers | RaggedTiers, name: str, args: list[Tensor]) -> None:
+    if name == "append":
+        tier, keep, key, value, score, place = args
+        tiers.append(int(tier[0]), tiers.streams(), key, value, keep, score, place)
+    else:
+        *choice, key, value, score, place = args
+        enters, leaves, to = (x.to(torch.uint8) for x in choice)
+        tiers.step(enters, leaves, to, tiers.weakest()[1], key, value, score, place)
+
+
+def _held(store: TokenStore, sequence: int) -> list[list[list[int]]]:
+    """Of each of its streams and parts of the layout, the bytes, positions and scores included."""
+    streams = store.streams().view(store.length.shape)[:, sequence].flatten()
+    found, block = [], store.layout.format.block
+    for stream, length in zip(streams, store.length.flatten()[streams].tolist(), strict=True):
+        pages = store.page_table.block(stream[None], -(-length // store.layout.tokens))
+        rows = [take_pages(store.pool.data, s, pages)[0] for s in block_segments(store.layout)]
+        found.append([part[: length // block].flatten().tolist() for part in rows])
+    return found
+
+
+STEPS = ("begin", "append", "append", "step", "step", "step", "join", "select", "clear", "release")
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+@settings(deadline=None, derandomize=True, max_examples=5)
+@given(seed=st.integers(0, 10**6), names=st.lists(st.sampled_from(STEPS), min_size=10, max_size=20))
+def test_a_sequence_is_what_it_is_alone(
+    kind: str, ragged: bool, seed: int, names: list[str]
+) -> None:
+    shared = Shared(kind, ragged, seed)
+    for name in ("begin", "append", "begin", "append", *names):
+        getattr(shared, name)()
+        shared.check_pages()
+    for batch, (tiers, _) in enumerate(shared.batches):
+        shared.check_alike(batch)
+        tiers.release()
+    assert shared.pool.free == shared.pool.capacity
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_steps_go_on_where_a_batch_that_just_stepped_has_joined(ragged: bool) -> None:
+    """Promises were for the streams there were, and both tables end where their tokens do."""
+    shared = Shared("two tiers", ragged, 3)
+    for _ in range(2):
+        shared.begin()
+    for turn in range(60):
+        if turn in (7, 23):
+            shared.begin()
+            shared.batches[-1][0].join(shared.batches[0][0])
+            shared.batches[-1][1].extend(shared.batches[0][1])
+            shared.batches[0] = shared.batches.pop()
+        shared.step()
+        shared.check_pages()
+    for batch in range(2):
+        shared.check_alike(batch)
+
+
+def _pair() -> tuple[PagePool, Tiers, Tiers]:
+    layout = PageLayout.sized(WIDE, 4)
+    pool = PagePool(layout.nbytes, 8, grows=False)
+    return pool, Tiers(pool, [layout], 1, 1, 2), Tiers(pool, [layout], 1, 1, 2)
+
+
+def _fill(tiers: Tiers) -> None:
+    streams = tiers.streams()
+    key = torch.ones(len(streams), 5, DIM)
+    tiers.append(0, streams, key, key, torch.ones(len(streams), 5, dtype=torch.bool))
+
+
+def test_what_has_joined_has_no_sequence_until_another_joins_it() -> None:
+    pool, mine, other = _pair()
+    _fill(other)
+    mine.join(other)
+    assert mine.counts().tolist() == [[[[0, 0], [5, 5]]]]
+    assert (mine.pages_used, other.pages_used) == (4, 0)
+    assert mine.stores[0].sequence_pages().tolist() == [0, 4]
+    none = torch.zeros(0, 1, DIM)
+    for refused in (
+        lambda: other.append(0, other.streams(), none, none, torch.zeros(0, 1, dtype=torch.bool)),
+        lambda: other.truncate(torch.zeros(0, dtype=torch.long)),
+        lambda: other.select(torch.tensor([0])),
+    ):
+        with pytest.raises(ValueError, match="no sequence is left here"):
+            refused()
+    other.join(mine)
+    assert other.counts().tolist() == [[[[0, 0], [5, 5]]]]
+    other.check()
+    other.release()
+    assert pool.free == pool.capacity
+
+
+def test_what_cannot_join_is_refused() -> None:
+    pool, mine, _ = _pair()
+    layout = PageLayout.sized(WIDE, 4)
+    other = PageLayout.fitted(SMALL, layout.nbytes)
+    with pytest.raises(ValueError, match="two pools"):
+        mine.join(Tiers(PagePool(layout.nbytes), [layout], 1, 1, 2))
+    with pytest.raises(ValueError, match="laid out alike"):
+        mine.join(Tiers(pool, [other], 1, 1, 2))
+    with pytest.raises(ValueError, match="2 layers of 2 heads cannot join 1 layers of 2 heads"):
+        mine.join(Tiers(pool, [layout], 2, 1, 2))
+    with pytest.raises(ValueError, match="the same tiers"):
+        mine.join(Tiers(pool, [layout, other], 1, 1, 2))
+    with pytest.raises(ValueError, match="cannot join themselves"):
+        mine.join(mine)
+    kinds = [RaggedTiers(pool, [[layout], [other]], torch.tensor([k]), 1) for k in ([0, 1], [1, 0])]
+    with pytest.raises(ValueError, match="RaggedTiers cannot join Tiers"):
+        mine.join(kinds[0])
+    with pytest.raises(ValueError, match=r"kinds \[\[1, 0\]\] cannot join"):
+        kinds[0].join(kinds[1])
+
+
+def test_a_pool_over_memory_uses_it_and_no_other() -> None:
+    memory = torch.full((6, 8), 7, dtype=torch.uint8)
+    pool = PagePool.over(memory)
+    assert (pool.capacity, pool.free, pool.least_free, pool.held_bytes) == (5, 5, 5, 40)
+    assert pool.data.data_ptr() == pool.padded.data_ptr() == memory.data_ptr()
+    assert (memory == 7).all()  # it is not cleared
+    with pytest.raises(PoolExhausted):
+        pool.allocate(6)
+    with pytest.raises(PoolExhausted):
+        pool.reserve(6)
+    assert pool.allocate(5).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="cannot shrink"):
+        pool.shrink(torch.arange(5), 0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "match"),
+    [
+        (torch.zeros(1, 8, dtype=torch.uint8), "with a page at least"),
+        (torch.zeros(8, 4, dtype=torch.uint8).T, "a run of its own"),
+        (torch.zeros(1, 8, dtype=torch.uint8).expand(4, -1), "a run of its own"),
+    ],
+)
+def test_memory_that_cannot_hold_pages_is_refused(memory: Tensor, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        PagePool.over(memory)

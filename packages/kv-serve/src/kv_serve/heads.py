@@ -1,0 +1,55 @@
+"""What the heads of a layer hold, by kind, where their vectors differ in length."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxtyping import Int
+from torch import Tensor
+
+from kv_attention import DenseTokens, HeadGroup
+from kv_paging import Kinds, RaggedStore, TokenStore
+from kv_policy import CacheShape
+from kv_serve.ragged_window import RaggedWindow
+from kv_serve.rings import Window
+
+
+def head_groups(
+    kinds: Kinds,
+    shapes: Sequence[CacheShape],
+    stores: Sequence[TokenStore | RaggedStore],
+    raw: Window | None,
+    layer: int,
+    fresh: DenseTokens,
+    places: Sequence[Int[Tensor, "B H _"] | None] | None,
+) -> list[HeadGroup]:
+    """Give what a layer's heads hold in stores and window, with fresh tokens, by kind.
+
+    Args:
+        kinds: which heads are of which kind.
+        shapes: of each kind.
+        stores: those that may hold something.
+        raw: the window, if it holds something.
+        layer: whose heads.
+        fresh: the tokens of the pass, as long as the longest vectors.
+        places: positions of stored tokens, an entry for each store, if needed.
+    """
+    found = []
+    for kind, shape in enumerate(shapes):
+        heads = kinds.heads(kind, layer)
+        if not len(heads):
+            continue
+        key = fresh.key[:, heads, :, : shape.key_dim]
+        dense = [replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])]
+        if isinstance(raw, RaggedWindow):
+            dense.insert(0, DenseTokens(*raw.of_kind(kind, layer), raw.position, full=False))
+        found.append(
+            HeadGroup(
+                heads,
+                tuple(s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)),
+                tuple(dense),
+                None
+                if places is None
+                else tuple(None if at is None else at[:, heads] for at in places),
+            )
+        )
+    return found

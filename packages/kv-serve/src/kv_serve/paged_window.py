@@ -1,0 +1,237 @@
+"""The raw window in pages of the pool, so that all that a sequence holds is there."""
+
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_paging import PagePool, TokenStore, read_slots, write_slots
+from kv_paging.joining import expect_joined, join_all, release_all
+from kv_paging.tokens import BOTH, NONE, Stored, Vectors
+from kv_policy import CacheShape, PageLayout, Raw
+from kv_serve.rings import Left, Rings, Window, expect_alike
+
+_KEYS: Final[Vectors] = frozenset({"keys"})
+_VALUES: Final[Vectors] = frozenset({"values"})
+
+
+class PagedWindow(Rings):
+    """A `RawWindow` whose slots lie in pages, as raw tokens.
+
+    A sequence takes ceil(size / tokens a page) pages per layer and head when it begins, and gives
+    them back when it leaves; between that, nothing here asks the pool for anything. Empty slots are
+    zeros. Only positions, tables and lengths lie outside the pool.
+    """
+
+    def __init__(
+        self, pool: PagePool, shape: CacheShape, sequences: int, size: int, scores: bool
+    ) -> None:
+        """Make empty rings; `scores` says whether each token carries a float32 score.
+
+        Raises:
+            kv_paging.PoolExhausted: the pool has too few pages and may not grow.
+            ValueError: not even one raw token fits a page.
+        """
+        super().__init__(sequences, size, pool.device)
+        self._shape = shape
+        layout = PageLayout.fitted(Raw().bind(shape)[0], pool.page_bytes, scores)
+        self._store = TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
+        streams = self._store.streams()
+        rows = len(streams), size
+        nothing = torch.zeros(1, 1, 1, dtype=shape.dtype, device=pool.device)
+        self._store.append(
+            streams,
+            nothing.expand(*rows, shape.key_dim),
+            nothing.expand(*rows, shape.value_dim),
+            torch.ones(rows, dtype=torch.bool, device=pool.device),
+            torch.zeros(rows, device=pool.device) if scores else None,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held outside the pool."""
+        return self.position.numel() * self.position.itemsize + self._store.table_bytes
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D and Dv."""
+        return self._shape.key_dim, self._shape.value_dim
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether each token carries a score."""
+        return self._store.layout.scores
+
+    @property
+    def stores(self) -> tuple[TokenStore, ...]:
+        """Where slots lie; every stream has `size` of them."""
+        return (self._store,)
+
+    def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
+        """Keys of some layers, by slot."""
+        key = self._read(layers, _KEYS).key
+        assert key is not None  # it was asked for
+        return self._grid(layers, key, self.dims[0])
+
+    def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
+        """Values of some layers, by slot."""
+        value = self._read(layers, _VALUES).value
+        assert value is not None  # it was asked for
+        return self._grid(layers, value, self.dims[1])
+
+    def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
+        """Scores of some layers, by slot.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+        score = self._read(layers, NONE).score
+        if score is None:
+            raise ValueError("tokens of this window carry no scores; make it with scores=True")
+        return self._grid(layers, score[..., None], 1)[..., 0]
+
+    def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
+        """Give the tokens of some layers new scores.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+        self._store.set_layers_scores(layers, score.flatten(0, 2))
+
+    def put(
+        self,
+        layers: slice,
+        key: Float[Tensor, "n B H L D"],
+        value: Float[Tensor, "n B H L Dv"],
+        position: Int[Tensor, "B L"],
+        total: Int[Tensor, " B"],
+        score: Float[Tensor, "n B H L"] | None = None,
+    ) -> None:
+        """Write the fresh tokens that stay into their slots; no more than those are moved."""
+        stays = self.stays(position, total)
+        # As many columns as can stay, those that do first.
+        column = stays.long().argsort(dim=1, descending=True, stable=True)[:, : self.size]
+
+        def each(x: Tensor) -> Tensor:
+            """[n, B, H, L, ...] as a row per stream, over those columns."""
+            at = column[None, :, None].expand(*x.shape[:3], -1)
+            at = at[..., None].expand(*at.shape, x.shape[4]) if x.ndim == 5 else at
+            return x.gather(3, at).flatten(0, 2)
+
+        self._write(
+            layers,
+            position.gather(1, column).clamp(min=0) % self.size,
+            stays.gather(1, column),
+            each(key),
+            each(value),
+            None if score is None else each(score),
+        )
+
+    def exchange(
+        self,
+        key: Float[Tensor, "N B H 1 D"],
+        value: Float[Tensor, "N B H 1 Dv"],
+        position: Int[Tensor, "B 1"],
+        total: Int[Tensor, " B"],
+        score: Float[Tensor, "N B H 1"] | None = None,
+    ) -> Left:
+        """Put one fresh token per sequence and give the one it pushes out (position -1: none).
+
+        A sequence that brings none (position -1) keeps what it has. Work does not grow with the
+        window, and nothing waits for the device.
+        """
+        real, slot = position >= 0, position.clamp(min=0) % self.size
+        every = slice(None)
+        out = read_slots(self._store, self._store.streams(), self._by_stream(every, slot), BOTH)
+        assert out.key is not None  # both were asked for
+        assert out.value is not None
+        left = self.position.gather(1, slot).masked_fill(~real, -1)
+        fresh = [None if x is None else x.flatten(0, 2) for x in (key, value, score)]
+        assert fresh[0] is not None
+        assert fresh[1] is not None
+        self._write(every, slot, real, fresh[0], fresh[1], fresh[2])
+        out_score = None if score is None or out.score is None else out.score.view(score.shape)
+        return (
+            out.key.view(key.shape).to(self._shape.dtype),
+            out.value.view(value.shape).to(self._shape.dtype),
+            left,
+            out_score,
+        )
+
+    def select(self, source: Int[Tensor, " B2"]) -> None:
+        """Sequences become source[0], source[1], ...
+
+        Raises:
+            kv_paging.PoolExhausted: too few pages for the copies, those given back counted in.
+            ValueError: a sequence that does not exist, or none.
+        """
+        self._store.select(source)
+        self.reorder(source)
+
+    def reorder(self, source: Int[Tensor, " B2"]) -> None:
+        """Do the part of `select` that is not about `stores`."""
+        self._position = self.position[source]
+
+    def join(self, other: Window) -> None:
+        """Let another window's sequences come after these, pages and all; it has none then.
+
+        Raises:
+            ValueError: it is of another sort, size, shape or pool; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, PagedWindow)  # it was refused otherwise
+        join_all(self.stores, other.stores)
+        self._position = torch.cat((self.position, other.position))
+        other._position = other.position[:0]
+
+    def expect_join(self, other: Window) -> None:
+        """Refuse what `join` refuses.
+
+        Raises:
+            ValueError: it is of another sort, size, shape or pool.
+        """
+        expect_alike(self, other)
+        expect_joined(self.stores, other.stores)
+
+    def release(self) -> None:
+        """Let all sequences go, with all pages."""
+        release_all(self.stores)
+        self._position = self.position[:0]
+
+    def _read(self, layers: slice, vectors: Vectors) -> Stored:
+        store = self._store
+        return store.kernels.read(store.whole(), store.streams(layers), self.size, vectors)
+
+    def _count(self, layers: slice) -> int:
+        return len(range(self._shape.layers)[layers])
+
+    def _grid(
+        self, layers: slice, rows: Float[Tensor, "S W D"], dim: int
+    ) -> Float[Tensor, "n B H W D"]:
+        lead = self._count(layers), len(self.position), self._shape.kv_heads
+        return rows.view(*lead, self.size, dim)
+
+    def _by_stream(self, layers: slice, x: Tensor) -> Tensor:
+        """[B, L] as a row per stream."""
+        lead = self._count(layers), -1, self._shape.kv_heads, -1
+        return x[None, :, None].expand(*lead).flatten(0, 2)
+
+    def _write(
+        self,
+        layers: slice,
+        slot: Int[Tensor, "B L"],
+        some: Tensor,
+        key: Float[Tensor, "S L D"],
+        value: Float[Tensor, "S L Dv"],
+        score: Float[Tensor, "S L"] | None,
+    ) -> None:
+        write_slots(
+            self._store,
+            self._store.streams(layers),
+            self._by_stream(layers, slot),
+            self._by_stream(layers, some),
+            key,
+            value,
+            score if self.has_scores else None,
+        )
