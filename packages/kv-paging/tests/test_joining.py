@@ -162,6 +162,7 @@ class Shared:
             for mine, wanted in zip(tiers.parts, alone.parts, strict=True):
                 assert mine.longest >= int(mine.length.amax())
                 assert _held(mine, sequence) == _held(wanted, 0)
+                assert torch.equal(mine.live[:, sequence], wanted.live[:, 0])
 
 
 def _short(form: TokenFormat) -> TokenFormat:
@@ -210,21 +211,33 @@ def test_a_sequence_is_what_it_is_alone(
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_steps_go_on_where_a_batch_that_just_stepped_has_joined(ragged: bool) -> None:
-    """Promises were for the streams there were, and both tables end where their tokens do."""
-    shared = Shared("two tiers", ragged, 3)
-    for _ in range(2):
+@pytest.mark.parametrize("kind", ["two tiers", "blocks below"])
+@pytest.mark.parametrize("longer", [0, 1])
+def test_tables_of_other_widths_and_numbers_of_holes_join(
+    kind: str, longer: int, ragged: bool
+) -> None:
+    """Both have tokens at both ends of their tables, and one table is wider."""
+    shared = Shared(kind, ragged, 3)
+    for batch in range(2):
         shared.begin()
-    for turn in range(60):
-        if turn in (7, 23):
-            shared.begin()
-            shared.batches[-1][0].join(shared.batches[0][0])
-            shared.batches[-1][1].extend(shared.batches[0][1])
-            shared.batches[0] = shared.batches.pop()
+        lead = (LAYERS, len(shared.batches[batch][1]), HEADS)
+        for tier in (0, 1):
+            many = (*lead, 17 if batch == longer else 6)
+            keep = torch.ones(many, dtype=torch.bool)
+            shared.act(batch, "append", torch.full(lead, tier), keep, *shared.tokens(*many))
+        if batch == longer:  # tokens of the last tier go, and leave holes
+            for _ in range(3):
+                none, last = torch.full(lead, DROP), torch.full(lead, 1)
+                shared.act(batch, "step", none, last, none, *shared.tokens(*lead))
+    (mine, done), (other, more) = shared.batches
+    mine.join(other)
+    shared.batches = [(mine, [*done, *more])]
+    shared.check_pages()
+    shared.check_alike(0)
+    for _ in range(9):
         shared.step()
         shared.check_pages()
-    for batch in range(2):
-        shared.check_alike(batch)
+    shared.check_alike(0)
 
 
 def _pair() -> tuple[PagePool, Tiers, Tiers]:
@@ -237,6 +250,26 @@ def _fill(tiers: Tiers) -> None:
     streams = tiers.streams()
     key = torch.ones(len(streams), 5, DIM)
     tiers.append(0, streams, key, key, torch.ones(len(streams), 5, dtype=torch.bool))
+
+
+def test_a_promise_does_not_cover_sequences_that_joined_after_it() -> None:
+    layout = PageLayout.sized(WIDE, 4)
+    pool = PagePool(layout.nbytes, 5, grows=False)
+    mine, other = (Tiers(pool, [layout], 1, 1, 2) for _ in range(2))
+
+    def step(tiers: Tiers) -> None:
+        count = len(tiers.streams())
+        kinds, key = torch.zeros(count, dtype=torch.uint8), torch.ones(count, DIM)
+        place = torch.full((1, count), -1)
+        tiers.step(kinds, kinds + NOBODY, kinds + DROP, place, key, key)
+
+    key = torch.ones(2, 4, DIM)
+    other.append(0, other.streams(), key, key, torch.ones(2, 4, dtype=torch.bool))
+    step(mine)  # promised are two pages, for four steps
+    mine.join(other)
+    with pytest.raises(PoolExhausted, match="2 pages are needed and 1 are free"):
+        step(mine)
+    mine.check()
 
 
 def test_what_has_joined_has_no_sequence_until_another_joins_it() -> None:
