@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kv_cpu import pages as native
+from kv_paging import torch_kernels
 from kv_policy import PageLayout, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
 from page_cases import DTYPES, FORMATS, one_store, strided, vectors
@@ -107,6 +109,36 @@ def test_plain_numbers_are_rounded_as_torch_does(isa, to, dtype):
     keep = torch.ones(3, 45, dtype=torch.bool)
     both.do("append", torch.arange(3), x.to(dtype), x[..., 1:2].to(dtype), keep)
     both.check()
+
+
+@LAWS
+@given(
+    form=FORMATS,
+    tokens=st.integers(1, 9),
+    count=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+    way=st.integers(0, 3),
+    seed=st.integers(0, 999),
+)
+def test_tokens_at_any_places_of_memory_without_a_scratch_page(
+    isa, form, tokens, count, dtype, way, seed
+):
+    g = torch.Generator().manual_seed(seed)
+    layout = PageLayout.sized(form, tokens)
+    pages = -(-count // tokens) + 1
+    place = torch.randperm(pages * tokens, generator=g)[:count]
+    coded = [isinstance(codec, IntegerCodec) for codec in (form.key, form.value)]
+    dims = (form.key.dim, form.value.dim)
+    key, value = (
+        strided(vectors(g, count, 1, dim, strange=strange).to(dtype), way)[:, 0]
+        for dim, strange in zip(dims, coded, strict=True)
+    )
+    found = []
+    for kernels in (native, torch_kernels):
+        data = torch.full((pages, layout.nbytes), 0xFF, dtype=torch.uint8)
+        kernels.place(data, layout, place // tokens, place % tokens, key, value)
+        found.append(data)
+    assert torch.equal(*found)
 
 
 def test_nan_stays_nan(isa):

@@ -58,6 +58,38 @@ def write(
     )
 
 
+def place(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    key: Float[Tensor, "n D"],
+    value: Float[Tensor, "n Dv"],
+) -> None:
+    """Encode tokens and write each to its row of its page: streams of a page and a token each.
+
+    Raises:
+        RuntimeError: a page is not there; nothing was written.
+    """
+    if len(page) == 0:
+        return
+    if key.dtype not in NUMBERS or value.dtype not in NUMBERS:
+        torch_kernels.place(data, layout, page, row, key, value)
+        return
+    torch.ops.kv_cpu.page_write(
+        data,
+        page[:, None].int(),
+        _numbers(layout, False),
+        torch.arange(len(page)),
+        row.contiguous(),
+        torch.ones(len(page), 1, dtype=torch.bool),
+        _rows(key[:, None]),
+        _rows(value[:, None]),
+        [],
+        chosen(),
+    )
+
+
 def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move tokens that stay to the front.
 

@@ -47,6 +47,22 @@ class PageKernels(Protocol):
         """
         ...
 
+    def place(
+        self,
+        data: UInt8[Tensor, "P nbytes"],
+        layout: PageLayout,
+        page: Int[Tensor, " n"],
+        row: Int[Tensor, " n"],
+        key: Float[Tensor, "n D"],
+        value: Float[Tensor, "n Dv"],
+    ) -> None:
+        """Encode tokens and write each to its row of its page, in memory that is nobody's pool.
+
+        Every token stands alone, and pages hold neither scores nor positions. A codec that refuses
+        leaves the pages alone.
+        """
+        ...
+
     def close_up(
         self, pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
     ) -> None:

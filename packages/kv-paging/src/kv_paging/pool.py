@@ -66,11 +66,7 @@ class PagePool:
 
     @classmethod
     def over(
-        cls,
-        data: UInt8[Tensor, "P1 page_bytes"],
-        *,
-        poison: bool = False,
-        kernels: str | None = None,
+        cls, data: UInt8[Tensor, "P1 N"], *, poison: bool = False, kernels: str | None = None
     ) -> "PagePool":
         """Use memory that somebody else owns: each row is a page, and the last the scratch page.
 

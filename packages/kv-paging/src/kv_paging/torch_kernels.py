@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.moves import (
@@ -28,9 +28,9 @@ from kv_paging.tokens import (
     write_tokens,
 )
 from kv_paging.work import Work
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, PageLayout
 
-__all__ = ["close_up", "copy_pages", "read", "rescore", "step", "weakest", "write"]
+__all__ = ["close_up", "copy_pages", "place", "read", "rescore", "step", "weakest", "write"]
 
 _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
 
@@ -61,6 +61,18 @@ def write(
             None if score is None else score[place],
             None if position is None else position[place],
         )
+
+
+def place(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    key: Float[Tensor, "n D"],
+    value: Float[Tensor, "n Dv"],
+) -> None:
+    """Encode tokens and write each to its row of its page."""
+    write_tokens(data, layout, page, row, key, value, None, None)
 
 
 def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:

@@ -60,6 +60,10 @@ class KeepAll:
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Nothing here is per sequence."""
 
+    def compress(self, batch: Batch) -> bool:
+        """Every token stays: nothing can be given up."""
+        return False
+
     @staticmethod
     def _leaving(
         batch: Batch, now: Pass, layer: int, key: Tensor, value: Tensor

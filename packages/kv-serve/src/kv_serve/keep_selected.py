@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
-from kv_policy import DROP, FRESH, Budget, Observe, Queries, Selector
+from kv_policy import Budget, Observe, Queries, Selector
 from kv_serve.batch import Batch, Pass, flat
+from kv_serve.carrying import enter, restack
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, plan_layers, score_layer
 from kv_serve.stepping import step
@@ -48,7 +49,7 @@ class KeepSelected:
         self._prompted = now.prompt
         if now.prompt:
             self._turns.prompt(len(batch.seen))
-            self._planned = self._turns.next(batch.sizes(now))
+            self._planned = [] if now.more else self._turns.next(batch.sizes(now))
 
     def take(
         self,
@@ -65,7 +66,7 @@ class KeepSelected:
         if now.prompt or self.selector.observe.generated:
             groups = layer_groups(batch, now, layer, key, value, reads, result)
             scored = score_layer(self.selector, layer, batch.shape, groups, now, queries)
-            self._note(batch, layer, scored)
+            self._note(batch, now, layer, scored)
         elif self.selector.decode == "step":
             fresh = fresh_group(batch, now, key, value, reads)
             scored = score_layer(self.selector, layer, batch.shape, [fresh], now, queries)
@@ -94,6 +95,35 @@ class KeepSelected:
             self._again(batch)
             if batch.pool.free > batch.pool.used:  # a prompt that had waited left more than stays
                 batch.settle()
+
+    def compress(self, batch: Batch) -> bool:
+        """Plan sequences now, because pages are short; False if the policy never does.
+
+        The first call lets all be due, and so does one that finds nobody due.
+        """
+        if not self.selector.replan.short:
+            return False
+        if not self._turns.waiting:
+            self._turns.all_due()
+        self._again(batch)
+        return True
+
+    def join(self, other: "KeepSelected") -> None:
+        """Let the sequences of another batch follow mine; all of both have been planned once.
+
+        Raises:
+            ValueError: the prompt of some sequence has not ended.
+        """
+        mine, theirs = (self._budget, self._cuts), (other._budget, other._cuts)
+        if mine[0] is None or theirs[0] is None:
+            raise ValueError("a batch whose prompts have not ended cannot be joined")
+        self._budget = torch.cat((mine[0], theirs[0]))
+        if mine[1] is not None and theirs[1] is not None:
+            self._cuts = torch.cat((mine[1], theirs[1]), 2)
+        if self.budgets is not None or other.budgets is not None:
+            own = self.budgets or (None,) * len(mine[0])
+            self.budgets = own + (other.budgets or (None,) * len(theirs[0]))
+        self._turns.join(other._turns)
 
     def _again(self, batch: Batch) -> None:
         """Plan stored tokens anew, by the scores they carry."""
@@ -126,9 +156,14 @@ class KeepSelected:
         if self._cuts is not None:
             self._cuts = self._cuts[:, :, source]
 
-    def _note(self, batch: Batch, layer: int, scored: Scored) -> None:
-        """Let stored and windowed tokens carry the scores they were just given."""
-        for group, score in zip(scored.groups, scored.split(scored.score), strict=True):
+    def _note(self, batch: Batch, now: Pass, layer: int, scored: Scored) -> None:
+        """Let stored and windowed tokens carry the scores they were just given.
+
+        A sequence that brings no token was not observed, and keeps its scores.
+        """
+        brings = (now.position >= 0).any(1)[:, None, None]
+        for group, given in zip(scored.groups, scored.split(scored.score), strict=True):
+            score = given if group.score is None else given.where(brings, group.score)
             if group.store is not None:
                 group.store.set_layer_scores(layer, flat(score))
             elif not group.fresh and batch.window is not None:
@@ -144,7 +179,7 @@ class KeepSelected:
         scored = [a.scored for a in arrivals if a.scored is not None]
         due = None
         if len(self._planned) < len(now.total):
-            due = torch.tensor(self._planned, device=now.total.device)
+            due = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
         plans, cuts = plan_layers(
             self.selector,
             batch.shape,
@@ -163,69 +198,12 @@ class KeepSelected:
             mine[:, :, slice(None) if due is None else due] = cuts
         held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            self._restack(batch, first + i, scored[i], plan)
-            self._enter(batch, now, first + i, arrival, scored[i], plan)
+            restack(batch, first + i, scored[i], plan)
+            enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers take about as much, and growing once is cheaper than growing often.
             each = max(0, batch.pool.used - held) // len(arrivals)
             batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
-
-    def _restack(self, batch: Batch, layer: int, scored: Scored, plan: Sequence[Tensor]) -> None:
-        """Drop and downgrade stored tokens; whole pages return to the pool."""
-        streams = batch.streams(layer)
-        moved = []
-        for group, tier in zip(scored.groups, plan, strict=True):
-            if group.store is None:
-                continue
-            held = group.position >= 0
-            down = held & (tier != group.tier) & (tier != DROP)
-            if bool((down & (tier < group.tier)).any()):
-                raise ValueError("the plan sends a stored token back to an earlier tier")
-            store = group.store
-            if bool(down.any()):
-                read = store.read(streams, frozenset({"keys", "values"}))
-                where = flat(tier.masked_fill(~down, DROP))
-                moved.append((read, where[:, : read.held.shape[1]]))  # no stream has more
-            store.compact(streams, flat(held & (tier == group.tier)))
-        for read, tier in moved:
-            assert read.key is not None  # it was asked for
-            assert read.value is not None
-            for index in range(self.selector.tiers):
-                batch.tiers.append(
-                    index, streams, read.key, read.value, tier == index, read.score, read.position
-                )
-
-    def _enter(
-        self,
-        batch: Batch,
-        now: Pass,
-        layer: int,
-        arrival: _Arrival,
-        scored: Scored,
-        plan: Sequence[Tensor],
-    ) -> None:
-        """Append what leaves the window to its tiers, and put the rest into the window."""
-        raw = batch.held_window
-        keys = [arrival.key] if raw is None else [raw.keys(layer), arrival.key]
-        values = [arrival.value] if raw is None else [raw.values(layer), arrival.value]
-        scores = scored.split(scored.score)
-        loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
-        key, value = flat(torch.cat(keys, 2)), flat(torch.cat(values, 2))
-        tier = flat(torch.cat([plan[i] for i in loose], -1))
-        score = flat(torch.cat([scores[i] for i in loose], -1))
-        position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
-        streams = batch.streams(layer)
-        for index in range(self.selector.tiers):
-            batch.tiers.append(index, streams, key, value, tier == index, score, position)
-        if batch.window is not None:
-            batch.window.put(
-                slice(layer, layer + 1),
-                arrival.key[None],
-                arrival.value[None],
-                now.position,
-                now.total,
-                scores[-1][None],
-            )
 
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """Budgets of the sequences, in tokens per head."""

@@ -59,6 +59,17 @@ class Layout:
         """Bytes that a token of the first tier takes over all layers and heads."""
         return round(sum(self.pages[k][0].token_bytes for layer in self.kind for k in layer))
 
+    def window_pages(self, kind: int) -> int:
+        """Pages that a raw window takes for each layer and head of a kind."""
+        if not self.window:
+            return 0
+        return -(-self.window // self.window_layout(kind).tokens)
+
+    def window_layout(self, kind: int) -> PageLayout:
+        """How a page holds raw tokens of a kind's window."""
+        (raw,) = Raw().bind(self.shapes[kind])
+        return PageLayout.fitted(raw, self.page_bytes, self.pages[kind][0].scores)
+
     def tiers(self, pool: PagePool, sequences: int) -> Tiers | RaggedTiers:
         """Make empty tiers over a pool."""
         raw = [Raw().bind(shape)[0] for shape in self.shapes]

@@ -12,11 +12,8 @@ class Pass:
 
     position: Int[Tensor, "B L"]  # -1: padding
     total: Int[Tensor, " B"]  # tokens seen once the pass ends
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the pass brings more than one column: a prompt, or a part of one."""
-        return self.position.shape[1] != 1
+    prompt: bool = True  # or a part of one; otherwise each sequence brings a token it generated
+    more: bool = False  # the prompt goes on in a later pass
 
 
 def flat(x: Tensor) -> Tensor:

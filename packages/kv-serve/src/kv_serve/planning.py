@@ -138,6 +138,12 @@ def plan_layers(
     beside the budget. Of sequences that are not `due` (None: all are) every token stays.
     """
     width = max(s.position.shape[-1] for s in scored)
+
+    def split(plan: UInt8[Tensor, "n B H L"]) -> list[list[UInt8[Tensor, "B H _"]]]:
+        return [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
+
+    if due is not None and not len(due):
+        return split(_stay(scored, length, window, width)), None
     rows = slice(None) if due is None else due
 
     def stack(parts: list[Tensor], fill: int | float) -> Tensor:
@@ -168,8 +174,7 @@ def plan_layers(
     cuts = selector.cuts(view) if selector.decode == "step" else None
     if due is not None:
         plan = _stay(scored, length, window, width).index_copy(1, due, plan)
-    each = [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
-    return each, cuts
+    return split(plan), cuts
 
 
 def _stay(

@@ -25,6 +25,25 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
         )
 
 
+def shared_out(
+    budgets: Sequence[Budget | None] | None, sequences: int
+) -> tuple[Budget | None, ...] | None:
+    """Give each sequence its budget; beams of a sequence share theirs.
+
+    Raises:
+        ValueError: the sequences are not a multiple of the budgets.
+    """
+    if budgets is None:
+        return None
+    if sequences % len(budgets):
+        raise ValueError(
+            f"{len(budgets)} budgets were given for a batch of {sequences}; give one for each "
+            "sequence (beams of a sequence share theirs)"
+        )
+    beams = sequences // len(budgets)
+    return tuple(b for b in budgets for _ in range(beams))
+
+
 def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> None:
     """Refuse budgets of sequences that have no meaning, or cannot be met.
 

@@ -11,16 +11,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens, attend, attend_ragged
+from kv_attention import Attended
+from kv_paging import PagePool
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
+from kv_serve.attending import attended
 from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
-from kv_serve.batch import Batch, Pass, grid
+from kv_serve.batch import Batch, Pass
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
-from kv_serve.refusals import check_budgets, check_reads
+from kv_serve.refusals import check_budgets, check_reads, shared_out
 
 
 class TieredCache:
@@ -37,6 +39,7 @@ class TieredCache:
         device: torch.device | str = "cpu",
         backend: str = AUTO,
         folded: Folded = frozenset(),
+        pool: PagePool | None = None,
     ) -> None:
         """Check what is asked; memory is taken when the first tokens arrive.
 
@@ -50,6 +53,7 @@ class TieredCache:
             backend: who attends, and who writes and reads pages; `auto` is the fastest here.
             folded: what comes as coordinates in the policy's basis, because it is folded into the
                 model's weights; with values the output is given in coordinates too.
+            pool: pages that are shared with other caches; raw windows lie there, too.
 
         Raises:
             ValueError: the policy asks for something this cache cannot do, a budget is below what
@@ -61,7 +65,7 @@ class TieredCache:
             )
         check_reads(policy, shape)
         self.policy, self.shape = policy, shape
-        self._device, self._pages = torch.device(device), pages
+        self._device, self._pages, self._pool = torch.device(device), pages, pool
         self.backend = backend_for(device, backend)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
@@ -89,8 +93,15 @@ class TieredCache:
         """Sequences held, or None before the first pass."""
         return len(self.batch.seen) if self.batch is not None else None
 
-    def begin(self, valid: Bool[Tensor, "B L"]) -> None:
+    def begin(
+        self, valid: Bool[Tensor, "B L"], *, prompt: bool | None = None, more: bool = False
+    ) -> None:
         """Start a pass over new columns; `valid` is False where a column is padding.
+
+        Args:
+            valid: which columns hold a token.
+            prompt: whether the tokens are of prompts; None: if there is more than one column.
+            more: the prompts go on in a later pass, so every token stays until then.
 
         Raises:
             ValueError: no columns, another batch size than before, or a sequence that goes on
@@ -122,27 +133,27 @@ class TieredCache:
             )
         count = valid.long().cumsum(-1)
         position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
-        now = Pass(position, batch.seen + count[:, -1])
+        given = columns != 1 if prompt is None else prompt
+        now = Pass(position, batch.seen + count[:, -1], given, more)
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
         for follower in self.followers:
             follower.begin(valid)
 
     def _allocate(self, sequences: int) -> Batch:
-        budgets = self._budgets
-        if budgets is not None:
-            if sequences % len(budgets):
-                raise ValueError(
-                    f"{len(budgets)} budgets were given for a batch of {sequences}; give one for "
-                    "each sequence (beams of a sequence share theirs)"
-                )
-            beams = sequences // len(budgets)
-            budgets = tuple(b for b in budgets for _ in range(beams))
+        budgets = shared_out(self._budgets, sequences)
         selector = self.policy.selector
         self._keeper = KeepAll() if selector is None else KeepSelected(selector, budgets)
         kernels = page_kernels(self.backend)
         return Batch.allocate(
-            self.policy, self.layout, sequences, self._pages, self._device, kernels
+            self.policy,
+            self.layout,
+            sequences,
+            self._pages,
+            self._device,
+            kernels,
+            pool=self._pool,
+            window_in_pages=self._pool is not None,
         )
 
     def attend(
@@ -161,14 +172,15 @@ class TieredCache:
             RuntimeError: `begin` was not called, or layers come out of order.
             kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
         """
-        now, _ = self._expect(layer)
+        now, batch = self._expect(layer)
         value_dim = value.shape[-1]
         if self.bases is not None:
             query = self.bases.queries(layer, query)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe = self.observe
         others = tuple({f.observe for f in self.followers} - {observe})
-        result = self._attended(layer, query, key, value, scale, (observe, *others))
+        fresh = (query, key, value)
+        result = attended(batch, now, layer, fresh, scale, (observe, *others), self.backend)
         observed = dict(zip((observe, *others), (result, *result.others), strict=True))
         queries = Queries(query, now.position)
         self.keep(layer, key, value, result, queries)
@@ -177,30 +189,6 @@ class TieredCache:
         if self._pass is None:
             self.followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
-
-    def _attended(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        watch: tuple[Observe, ...],
-    ) -> Attended:
-        """Attend over what a layer holds and the fresh tokens, in the space that is stored."""
-        now, batch = self._expect(layer)
-        # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
-        fresh = DenseTokens(key, value, now.position, full=None if now.prompt else False)
-        places = self._positions(batch, layer, watch[0])
-        observe, others, by = watch[0], watch[1:], self.backend
-        groups = batch.groups(layer, fresh, places)
-        if groups is not None:
-            width = value.shape[-1]
-            return attend_ragged(query, now.position, groups, width, scale, observe, by, others)
-        dense = [*batch.dense(layer), fresh]
-        return attend(
-            query, now.position, batch.views(layer), dense, scale, observe, places, by, others
-        )
 
     @property
     def observe(self) -> Observe:
@@ -245,14 +233,29 @@ class TieredCache:
             raise RuntimeError(f"layer {layer} attends where {expected} was expected")
         return now, batch
 
-    def _positions(
-        self, batch: Batch, layer: int, observe: Observe
-    ) -> list[Int[Tensor, "B H S"] | None] | None:
-        """Positions of stored tokens, for observations that go by them."""
-        if observe.skip <= 1 and observe.gumbel is None:
-            return None
-        reads = [store.read_layer(layer).position for _, store in batch.held_stores]
-        return [None if p is None else grid(p, self.shape.kv_heads) for p in reads]
+    def join(self, other: "TieredCache") -> None:
+        """Let the sequences of another cache over the same pool follow mine; it is left empty.
+
+        Raises:
+            ValueError: the two differ in what they store or where, or some prompt has not ended.
+        """
+        if self.batch is None or other.batch is None:
+            raise ValueError("a cache that holds nothing cannot be joined with another")
+        mine, theirs = self._keeper, other._keeper
+        if isinstance(mine, KeepSelected) and isinstance(theirs, KeepSelected):
+            mine.join(theirs)
+        self.batch.join(other.batch)
+        other.reset()
+
+    def release(self) -> None:
+        """Forget everything and give all pages back to the pool, which others may share."""
+        if self.batch is not None:
+            self.batch.release()
+        self.reset()
+
+    def compress(self) -> bool:
+        """Plan sequences now, as the policy does when pages are short; False if it never does."""
+        return self.batch is not None and self._keeper.compress(self.batch)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ...: beams, repeats, subsets."""

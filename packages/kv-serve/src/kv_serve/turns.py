@@ -63,6 +63,11 @@ class Turns:
         for i in planned:
             self._due[i], self._planned[i] = False, self._passes
 
+    def join(self, other: "Turns") -> None:
+        """Let the sequences of another batch follow mine; theirs were planned just now, if ever."""
+        self._planned += [min(at, 1) * self._passes for at in other._planned]
+        self._due += other._due
+
     def select(self, source: Sequence[int]) -> None:
         """Sequences become source[0], source[1], ..."""
         self._planned = [self._planned[i] for i in source]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 HERE = Path(__file__).parent
-NEEDS_NO_VLLM = ("test_pages.py",)
+NEEDS_NO_VLLM = ("test_account.py", "test_pages.py")
 TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -68,10 +68,13 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
     """Run an engine of any model in this process, one at a time: they share what they close."""
 
     @contextmanager
-    def running(model: str, policy: object = None, **options: Any) -> Iterator["LLM"]:
+    def running(
+        model: str, policy: object = None, poison: bool = False, **options: Any
+    ) -> Iterator["LLM"]:
         from vllm import LLM
 
-        named = {} if policy is None else {"kv_policy": policy}
+        named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
+        named |= {"kv_poison": True} if poison else {}
         engine = LLM(model, enforce_eager=True, additional_config=named, **options)
         try:
             yield engine

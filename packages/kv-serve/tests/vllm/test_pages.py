@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
-from kv_serve.vllm.layer import PagedLayer
+from kv_serve.vllm.layer import SlotLayer
 from kv_serve.vllm.step import Blocks
 from native import need
 
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, form: TokenFormat, lengths: Sequence[int], backend: str = "torch") -> None:
         torch.manual_seed(0)
-        self.layer, self.form = PagedLayer(form, SCALE, backend), form
+        self.layer, self.form = SlotLayer(form, SCALE, backend), form
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
         self.value = [torch.randn(n, HEADS, DIM) for n in lengths]

@@ -7,6 +7,7 @@ from vllm import __version__
 from vllm.config import VllmConfig
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat, parse, tier_formats
+from kv_serve.vllm.attach import is_ours
 from kv_serve.vllm.plugin import KEY
 
 OLDEST: Final = (0, 30)  # the first minor version of vLLM that is served
@@ -32,7 +33,6 @@ def served_policy(config: VllmConfig) -> KVPolicy:
             f'{KEY} is {text!r}; give a policy\'s text, for example {{"{KEY}": "k8v4"}}'
         )
     policy = parse(text)
-    check_policy(policy)
     check_engine(config, policy)
     return policy
 
@@ -52,27 +52,19 @@ def check_version(version: str) -> None:
         )
 
 
-def check_policy(policy: KVPolicy) -> None:
-    """Refuse what is more than one format for all tokens.
+def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
+    """Give the format of a policy that has one for all tokens, each of which stands alone.
 
-    Raises:
-        UnservableError: the policy drops tokens, has a basis, several tiers or a raw window.
+    Then a token's bytes are where vLLM says its slot is, and prefixes can be shared. None: what is
+    stored depends on more than the token.
     """
     formats = policy.formats
-    reason = None
-    if policy.selector is not None:
-        reason = "chooses which tokens are kept"
-    elif policy.basis is not None:
-        reason = "stores vectors in a basis"
-    elif formats is not None and formats.tiers != 1:
-        reason = f"stores tokens in {formats.tiers} tiers"
-    elif formats is not None and formats.window:
-        reason = f"keeps the last {formats.window} tokens raw"
-    if reason is not None:
-        raise UnservableError(
-            f"the policy {policy} {reason}; inside vLLM only one format for all tokens is served, "
-            "for example k8v4"
-        )
+    whole = policy.selector is None and policy.basis is None
+    if not whole or not policy.capabilities.shares_prefixes:
+        return None
+    first, *others = tier_formats(policy, shape)
+    window = formats.window if formats is not None else 0
+    return None if others or window or first.block != 1 else first
 
 
 def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
@@ -82,21 +74,17 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         UnservableError: the sentence says which option it is.
     """
     parallel = config.parallel_config
-    cache = config.cache_config
     wrong = {
         "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
-        "a KV transfer connector": config.kv_transfer_config is not None,
+        "a KV transfer connector": config.kv_transfer_config is not None and not is_ours(config),
         "a model that mixes attention with other state": config.model_config.is_hybrid,
-        "prefix caching of this policy, whose tokens depend on later ones (turn it off with "
-        "--no-enable-prefix-caching)": bool(cache.enable_prefix_caching)
-        and not policy.capabilities.shares_prefixes,
     }
     for what in (name for name, given in wrong.items() if given):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
-    check_dtype(cache.cache_dtype)
+    check_dtype(config.cache_config.cache_dtype)
 
 
 def check_dtype(cache_dtype: str) -> None:
@@ -110,18 +98,3 @@ def check_dtype(cache_dtype: str) -> None:
             f"kv_cache_dtype is {cache_dtype} and {KEY} is given too; only one of them can say how "
             "keys and values are stored: leave kv_cache_dtype at auto, or remove the policy"
         )
-
-
-def bound_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat:
-    """Give the format in which the policy stores every token of heads of this shape.
-
-    Raises:
-        UnservableError: the format encodes several tokens together.
-    """
-    (bound,) = tier_formats(policy, shape)
-    if bound.block != 1:
-        raise UnservableError(
-            f"the policy {policy} encodes {bound.block} tokens together; inside vLLM a token is "
-            "stored when it comes, so only formats that encode single tokens are served"
-        )
-    return bound

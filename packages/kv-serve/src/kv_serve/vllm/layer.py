@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_attention import DenseTokens, attend
-from kv_paging.moves import format_segments, put
+from kv_paging.kernels import chosen
 from kv_policy import PagedTokens, PageLayout, TokenFormat
+from kv_serve.backends import page_kernels
 from kv_serve.vllm.step import Step
 
 
 @dataclass(frozen=True, slots=True)
-class PagedLayer:
+class SlotLayer:
     """Stores tokens in one format, and lets new ones see what is stored.
 
     New tokens see those of earlier steps as they are stored, and those of their own step as they
@@ -60,11 +60,8 @@ class PagedLayer:
         value: Float[Tensor, "m H Dv"],
         step: Step,
     ) -> None:
-        """Encode new tokens and write them to their pages, part by part."""
-        page = step.page.flatten()
+        """Encode new tokens and write them to their pages."""
         slot = step.slot[:, None].expand_as(step.page).flatten()
-        segments = iter(format_segments(layout))
-        for codec, vectors in ((self.format.key, key), (self.format.value, value)):
-            data = codec.encode(vectors[: len(step.slot)].flatten(0, 1)[:, None])
-            for part in torch.split(data, list(codec.parts), dim=1):
-                put(pages, next(segments), page, slot, part)
+        fresh = (x[: len(step.slot)].flatten(0, 1) for x in (key, value))
+        kernels = chosen(layout, pages.device, page_kernels(self.backend))
+        kernels.place(pages, layout, step.page.flatten(), slot, *fresh)

@@ -3,6 +3,7 @@
 from typing import Final
 
 KEY: Final = "kv_policy"  # of a policy's text in `additional_config`
+POISON: Final = "kv_poison"  # there, true: free pages are filled with NaN, to find who reads them
 
 # What vLLM calls its attention on a CPU, and our class in its place: the stock one until a
 # configuration names a policy.

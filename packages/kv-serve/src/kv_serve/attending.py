@@ -1,0 +1,53 @@
+"""A layer's attention over everything a batch holds of it, and the fresh tokens."""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention import Attended, DenseTokens, attend, attend_ragged
+from kv_policy import Observe
+from kv_serve.batch import Batch, Pass, grid
+
+
+def attended(
+    batch: Batch,
+    now: Pass,
+    layer: int,
+    fresh: tuple[Float[Tensor, "B H G L D"], Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
+    scale: float,
+    watch: tuple[Observe, ...],
+    backend: str,
+) -> Attended:
+    """Let the queries of a pass attend, in the space that is stored.
+
+    Args:
+        batch: what is held.
+        now: the pass.
+        layer: whose tokens.
+        fresh: queries, keys and values of the pass.
+        scale: of the products of queries and keys.
+        watch: what is observed; the first's result is the main one.
+        backend: who attends.
+    """
+    query, key, value = fresh
+    # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
+    new = DenseTokens(key, value, now.position, full=None if now.prompt else False)
+    places = _positions(batch, layer, watch[0])
+    groups = batch.groups(layer, new, places)
+    if groups is not None:
+        width = value.shape[-1]
+        return attend_ragged(
+            query, now.position, groups, width, scale, watch[0], backend, watch[1:]
+        )
+    dense = [*batch.dense(layer), new]
+    views = batch.views(layer)
+    return attend(query, now.position, views, dense, scale, watch[0], places, backend, watch[1:])
+
+
+def _positions(
+    batch: Batch, layer: int, observe: Observe
+) -> list[Int[Tensor, "B H S"] | None] | None:
+    """Positions of stored tokens, for observations that go by them."""
+    if observe.skip <= 1 and observe.gumbel is None:
+        return None
+    reads = [store.read_layer(layer).position for _, store in batch.held_stores]
+    return [None if p is None else grid(p, batch.shape.kv_heads) for p in reads]

@@ -1,0 +1,75 @@
+"""Carrying out a layer's plan: what is stored moves, and what is fresh enters."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from kv_policy import DROP, FRESH
+from kv_serve.batch import Batch, Pass, flat
+from kv_serve.planning import Scored
+
+
+def restack(
+    batch: Batch, layer: int, scored: Scored, plan: Sequence[UInt8[Tensor, "B H _"]]
+) -> None:
+    """Drop and downgrade stored tokens; whole pages return to the pool.
+
+    Raises:
+        ValueError: the plan sends a stored token back to an earlier tier.
+    """
+    streams = batch.streams(layer)
+    moved = []
+    for group, tier in zip(scored.groups, plan, strict=True):
+        if group.store is None:
+            continue
+        held = group.position >= 0
+        down = held & (tier != group.tier) & (tier != DROP)
+        if bool((down & (tier < group.tier)).any()):
+            raise ValueError("the plan sends a stored token back to an earlier tier")
+        store = group.store
+        if bool(down.any()):
+            read = store.read(streams, frozenset({"keys", "values"}))
+            where = flat(tier.masked_fill(~down, DROP))
+            moved.append((read, where[:, : read.held.shape[1]]))  # no stream has more
+        store.compact(streams, flat(held & (tier == group.tier)))
+    for read, tier in moved:
+        assert read.key is not None  # it was asked for
+        assert read.value is not None
+        for index in range(batch.tiers.tiers):
+            batch.tiers.append(
+                index, streams, read.key, read.value, tier == index, read.score, read.position
+            )
+
+
+def enter(
+    batch: Batch,
+    now: Pass,
+    layer: int,
+    fresh: tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
+    scored: Scored,
+    plan: Sequence[UInt8[Tensor, "B H _"]],
+) -> None:
+    """Append what leaves the window to its tiers, and put the rest into the window."""
+    raw, (new_key, new_value) = batch.held_window, fresh
+    keys = [new_key] if raw is None else [raw.keys(layer), new_key]
+    values = [new_value] if raw is None else [raw.values(layer), new_value]
+    scores = scored.split(scored.score)
+    loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
+    key, value = flat(torch.cat(keys, 2)), flat(torch.cat(values, 2))
+    tier = flat(torch.cat([plan[i] for i in loose], -1))
+    score = flat(torch.cat([scores[i] for i in loose], -1))
+    position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
+    streams = batch.streams(layer)
+    for index in range(batch.tiers.tiers):
+        batch.tiers.append(index, streams, key, value, tier == index, score, position)
+    if batch.window is not None:
+        batch.window.put(
+            slice(layer, layer + 1),
+            new_key[None],
+            new_value[None],
+            now.position,
+            now.total,
+            scores[-1][None],
+        )

@@ -1,0 +1,140 @@
+"""Between scheduler and workers: which requests a step is about, and how many pages they hold."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kv_serve.vllm.config import served_policy
+from kv_serve.vllm.ledger import Ledger
+from kv_serve.vllm.messages import Orders, Reports
+from kv_serve.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PagesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Carries `Orders` down and `Reports` up; no key or value goes through it."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Make one end, as vLLM asks for it."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._policy = served_policy(vllm_config)
+        self._ledger: Ledger | None = None
+        self._worker: Worker | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is delivered to anybody."""
+        return False
+
+    # The worker's end.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take over the memory that vLLM allocated."""
+        self._worker = Worker.over(self._vllm_config, self._policy, kv_caches)
+
+    @property
+    def worker(self) -> Worker:
+        """What holds the pages of this worker."""
+        assert self._worker is not None, "vLLM registers its memory before the first step"
+        return self._worker
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Orders)
+        self.worker.begin(connector_metadata)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
+        """End a step."""
+        return self.worker.end()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved elsewhere."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved elsewhere."""
+
+    # The scheduler's end.
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the scheduler knows of requests."""
+        assert self._ledger is not None, "vLLM binds its cache manager before the first step"
+        return self._ledger
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Find the manager that owns blocks for requests.
+
+        Raises:
+            UnservableError: the memory is too small for a prompt of the longest length.
+        """
+        super().bind_kv_cache_manager(kv_cache_manager)
+        longest = self._vllm_config.model_config.max_model_len
+        self._ledger = Ledger.over(self._policy, kv_cache_manager, longest)
+
+    def on_new_request(self, request: "Request") -> None:
+        """Read what the request asks for."""
+        self.ledger.welcome(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """No token comes from elsewhere."""
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Nothing comes from elsewhere."""
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether workers, if asked, may free blocks, so that nothing is preempted yet."""
+        return self.ledger.ask()
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Say what the step is about."""
+        return self.ledger.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take note of pages, and give vLLM the blocks back that requests do not need."""
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            self.ledger.note(reports)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may go at once."""
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may go at once."""
+        self.ledger.finished(request.request_id)
+        return False, None

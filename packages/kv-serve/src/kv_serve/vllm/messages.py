@@ -1,0 +1,67 @@
+"""What the scheduler tells workers with a step, and what they tell it after."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kv_policy import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a step does for one request."""
+
+    request: str
+    computed: int  # tokens before the step; 0 begins it, also after a preemption
+    tokens: int  # of the step
+    prompt: int  # tokens that are read before any is generated; after a preemption more than asked
+    budget: Budget | None = None  # its own, instead of the policy's
+
+    @property
+    def reads(self) -> bool:
+        """Whether the tokens are of the prompt."""
+        return self.computed < self.prompt
+
+    @property
+    def more(self) -> bool:
+        """Whether the prompt goes on in a later step."""
+        return self.computed + self.tokens < self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Orders(KVConnectorMetadata):
+    """A step, for the workers."""
+
+    turns: dict[int, Turn]  # by the number of the request's first block
+    gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
+    short: bool = False  # blocks are short: compress what can be compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A request's pages after a step."""
+
+    first: int  # the number of its first block
+    pages: int
+    computed: int  # tokens by then
+
+
+@dataclass(frozen=True, slots=True)
+class Reports(KVConnectorWorkerMetadata):
+    """What workers tell of their requests."""
+
+    told: dict[str, Told] = field(default_factory=dict)
+    answered: bool = False  # blocks were short, and what could be compressed has been
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
+        """Join what another worker tells of its own heads: each request needs what most take."""
+        assert isinstance(other, Reports)
+        joined = dict(self.told)
+        for request, theirs in other.told.items():
+            mine = joined.get(request)
+            if mine is None or theirs.pages > mine.pages:
+                joined[request] = theirs
+        return type(self)(joined, self.answered or other.answered)

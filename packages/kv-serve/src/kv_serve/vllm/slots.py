@@ -1,0 +1,39 @@
+"""vLLM's description of a step, for tokens that lie in vLLM's slots."""
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kv_serve.vllm.step import Blocks, Step
+
+
+class SlotBuilder(AttentionMetadataBuilder[Step]):
+    """Says once per step, for all layers, where tokens go and what they see."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        """Note how blocks are divided into pages."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.blocks = Blocks(kv_cache_spec.num_kv_heads, kv_cache_spec.block_size)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Step:
+        """Describe one step."""
+        given = common_attn_metadata
+        return self.blocks.step(
+            given.query_start_loc_cpu[: given.num_reqs + 1],
+            given.seq_lens[: given.num_reqs],
+            given.max_seq_len,
+            given.block_table_tensor[: given.num_reqs],
+            given.slot_mapping[: given.num_actual_tokens],
+        )

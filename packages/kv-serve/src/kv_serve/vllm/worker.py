@@ -1,0 +1,186 @@
+"""What a worker holds: the pages of its requests, in the memory that vLLM allocated."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kv_paging import PagePool
+from kv_policy import CacheShape, KVPolicy
+from kv_serve.backends import page_kernels
+from kv_serve.tiered import TieredCache
+from kv_serve.vllm.messages import Orders, Reports, Told, Turn
+from kv_serve.vllm.parts import Part
+from kv_serve.vllm.plugin import POISON
+from kv_serve.vllm.rows import Rows
+from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
+
+
+@dataclass(slots=True)
+class Worker:
+    """The requests of a worker: those that are being read, and those that generate, together.
+
+    vLLM runs whole steps in inference mode, so what outlives one need not be made outside it.
+    """
+
+    policy: KVPolicy
+    shape: CacheShape
+    scale: float
+    backend: str
+    pool: PagePool
+    reading: dict[str, TieredCache] = field(default_factory=dict)
+    generating: TieredCache | None = None
+    names: list[str] = field(default_factory=list)  # of the sequences that generate
+    orders: Orders | None = None
+    parts: list[Part] = field(default_factory=list)  # of the step
+    answered: bool = False
+
+    @classmethod
+    def over(cls, config: VllmConfig, policy: KVPolicy, caches: dict[str, Tensor]) -> "Worker":
+        """Lay pages over the memory of all layers, which is one allocation."""
+        layer = attention_layers(config)[0]
+        shape, backend = model_shape(config, layer), backend_of(config)
+        storage = next(iter(caches.values())).untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        size = TieredCache(policy, shape, device=storage.device, backend=backend).layout.page_bytes
+        data = flat[: len(flat) // size * size].view(-1, size)
+        poison = bool(config.additional_config.get(POISON))
+        pool = PagePool.over(data, poison=poison, kernels=page_kernels(backend))
+        return cls(policy, shape, layer.impl.scale, backend, pool)
+
+    def begin(self, orders: Orders) -> None:
+        """Begin a step: let go of requests that are gone, and compress if blocks are short."""
+        self.orders, self.parts = orders, []
+        again = (turn.request for turn in orders.turns.values() if turn.computed == 0)
+        self._drop({*orders.gone, *again})
+        self.answered = orders.short
+        if orders.short and self.generating is not None:
+            self.generating.compress()
+
+    def attend(
+        self,
+        layer: int,
+        rows: Rows,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        output: Float[Tensor, "m Q Dv"],
+    ) -> None:
+        """Let the step's tokens attend in one layer, and store them; layers come in order."""
+        if layer == 0:
+            self._open(rows)
+        for part in self.parts:
+            part.attend(layer, query, key, value, self.scale, output)
+        if layer == self.shape.layers - 1:
+            self._close()
+
+    def end(self) -> Reports:
+        """End a step: tell how many pages requests hold."""
+        orders, self.orders = self.orders, None
+        assert orders is not None, "a step that ends has begun"
+        firsts = {turn.request: (first, turn) for first, turn in orders.turns.items()}
+        told = {}
+        for name, pages in self._pages():
+            if name in firsts:
+                first, turn = firsts[name]
+                told[name] = Told(first, pages, turn.computed + turn.tokens)
+        return Reports(told, self.answered)
+
+    def _open(self, rows: Rows) -> None:
+        assert self.orders is not None, "a forward pass follows the beginning of a step"
+        found: dict[str, int] = {}
+        for i, first in enumerate(rows.first):
+            turn, begin, end = self.orders.turns[first], rows.start[i], rows.start[i + 1]
+            if turn.reads:
+                part = Part(self._prompt(turn), torch.arange(begin, end)[None])
+                part.begin(prompt=True, more=turn.more)
+                self.parts.append(part)
+            else:
+                found[turn.request] = begin
+        if found:
+            assert self.generating is not None, "who generates has been read"
+            row = torch.tensor([[found.get(name, -1)] for name in self.names])
+            part = Part(self.generating, row)
+            part.begin(prompt=False, more=False)
+            self.parts.append(part)
+
+    def _close(self) -> None:
+        """Let requests that have been read generate, together with the others."""
+        assert self.orders is not None
+        for turn in self.orders.turns.values():
+            if turn.reads and not turn.more:
+                cache = self.reading.pop(turn.request)
+                self.names.append(turn.request)
+                if self.generating is None:
+                    self.generating = cache
+                else:
+                    self.generating.join(cache)
+
+    def _prompt(self, turn: Turn) -> TieredCache:
+        if turn.computed == 0:
+            self.reading[turn.request] = TieredCache(
+                self.policy,
+                self.shape,
+                budgets=None if turn.budget is None else (turn.budget,),
+                device=self.pool.device,
+                backend=self.backend,
+                pool=self.pool,
+            )
+        return self.reading[turn.request]
+
+    def _drop(self, gone: set[str]) -> None:
+        for name in gone & self.reading.keys():
+            self.reading.pop(name).release()
+        kept = [i for i, name in enumerate(self.names) if name not in gone]
+        if self.generating is None or len(kept) == len(self.names):
+            return
+        self.names = [self.names[i] for i in kept]
+        if kept:
+            self.generating.select(torch.tensor(kept))
+        else:
+            self.generating.release()
+            self.generating = None
+
+    def _pages(self) -> Iterable[tuple[str, int]]:
+        """Pages of every request that holds some."""
+        for name, cache in self.reading.items():
+            if cache.batch is not None:
+                yield name, int(cache.batch.pages_used().sum())
+        if self.generating is not None and self.generating.batch is not None:
+            yield from zip(self.names, self.generating.batch.pages_used().tolist(), strict=True)
+
+
+@runtime_checkable
+class HoldsPages(Protocol):
+    """What vLLM has made of our connector in a worker."""
+
+    @property
+    def worker(self) -> Worker:
+        """What holds the pages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayer:
+    """Hands a layer's tokens to what holds the pages of this worker."""
+
+    index: int
+
+    def forward(
+        self,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        cache: Tensor,
+        step: Rows,
+        output: Float[Tensor, "m Q Dv"],
+    ) -> None:
+        """Store the new tokens of a step and write what they see to `output`."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, HoldsPages), "vLLM was given our connector"
+        connector.worker.attend(self.index, step, query, key, value, output)

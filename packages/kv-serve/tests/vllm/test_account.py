@@ -1,0 +1,112 @@
+"""Laws of the account by which vLLM's blocks pay for pages."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_policy import CacheShape, parse
+from kv_serve.layout import Layout
+from kv_serve.vllm.account import Account, kept_tokens
+
+SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
+ONE_TIER = ("k8v4", "raw")
+TIERS = (*ONE_TIER, "leankv:window=0", "leankv:window=8", "k4v2:keys=channel,block=32,window=32")
+
+
+def account(text: str, block: int = 16) -> tuple[Account, Layout]:
+    layout = Layout.of(parse(text), SHAPE, None, 16)
+    return Account.of(layout, block), layout
+
+
+class Stream:
+    """Tokens of one stream, by store: the tiers of a layout without blocks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.sizes = [tier.tokens for tier in layout.pages[0]]
+        self.held = [0] * len(self.sizes)
+
+    @property
+    def pages(self) -> int:
+        return sum(-(-n // size) for n, size in zip(self.held, self.sizes, strict=True))
+
+    def step(self, draw: random.Random) -> None:
+        """One token enters a tier, and some others move to later ones or out."""
+        self.held[draw.randrange(len(self.held))] += 1
+        for tier in range(len(self.held)):
+            for _ in range(draw.choice((0, 0, 1, 5))):
+                to = draw.randrange(tier + 1, len(self.held) + 1)
+                if self.held[tier]:
+                    self.held[tier] -= 1
+                    if to < len(self.held):
+                        self.held[to] += 1
+
+
+@given(st.sampled_from(("k8v4", "leankv:window=0")), st.integers(0, 200), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_no_course_of_events_takes_more_pages_than_are_paid_for(
+    text: str, before: int, seed: int
+) -> None:
+    book, layout = account(text)
+    draw = random.Random(seed)
+    streams = [Stream(layout) for _ in range(SHAPE.layers * SHAPE.kv_heads)]
+    for each in streams:
+        for _ in range(before):
+            each.step(draw)
+    told = sum(each.pages for each in streams)
+    assert told <= book.pages(before)
+    for tokens in range(1, 40):
+        for each in streams:
+            each.step(draw)
+        held = sum(each.pages for each in streams)
+        assert held <= book.later(told, tokens)
+        assert held <= book.pages(before + tokens)
+
+
+@pytest.mark.parametrize("text", TIERS)
+@pytest.mark.parametrize("block", [4, 16, 128])
+def test_a_block_pays_for_what_its_tokens_take(text: str, block: int) -> None:
+    book, layout = account(text, block)
+    streams = SHAPE.layers * SHAPE.kv_heads
+    tokens = layout.pages[0][0].tokens
+    assert book.block_pages == -(-streams * block // tokens)
+    assert book.block_bytes == book.block_pages * layout.page_bytes
+    for pages in (1, book.block_pages, book.block_pages + 1, 7 * book.block_pages):
+        assert book.blocks(pages) * book.block_pages >= pages
+        assert (book.blocks(pages) - 1) * book.block_pages < pages
+    assert book.holding(book.block_bytes + 1).block_pages == book.block_pages
+
+
+@pytest.mark.parametrize("text", ONE_TIER)
+def test_pages_of_one_tier_are_counted_exactly(text: str) -> None:
+    book, layout = account(text)
+    tokens = layout.pages[0][0].tokens
+    assert tokens == 16
+    for n in (0, 1, 15, 16, 17, 160, 161):
+        assert book.pages(n) == 6 * -(-n // 16)
+        assert book.blocks(book.pages(n)) == max(1, -(-n // 16))
+
+
+def test_a_window_is_paid_for_from_the_first_token_on() -> None:
+    book, layout = account("leankv:window=8")
+    each = -(-8 // layout.window_layout(0).tokens)
+    assert book.window_pages == 6 * each
+    assert book.pages(1) == book.pages(8) == book.window_pages
+    assert book.pages(9) > book.window_pages
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("k8v4", 1000),
+        ("snapkv:budget=100", 100),
+        ("snapkv:budget=25%", 250),
+        ("kv-compress:rate=4+k8v4", 250),
+    ],
+)
+def test_what_is_kept_of_a_prompt_is_what_the_budget_says(text: str, kept: int) -> None:
+    policy = parse(text)
+    found = kept_tokens(policy, 1000, Layout.of(policy, SHAPE, None, 16).token_bytes)
+    assert found == kept

@@ -1,0 +1,46 @@
+"""A real model under policies that drop tokens or change them: memory really goes back to vLLM."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.model
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+Patterns = list[tuple[list[int], list[int]]]
+Start = Callable[..., AbstractContextManager["LLM"]]
+POLICIES = (
+    "kv-compress:rate=2+k8v4",
+    "leankv",
+    "snapkv:budget=128+k8v4",
+    "k4v4:keys=channel,block=32,window=32",
+)
+
+
+def free_blocks(engine: "LLM") -> tuple[int, int]:
+    """Blocks that are free, and all that requests may have."""
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def engine(request: pytest.FixtureRequest, start: Start, smollm2: str) -> Iterator["LLM"]:
+    options = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 1024, "poison": True}
+    with start(smollm2, request.param, **options) as running:
+        yield running
+
+
+def test_requests_go_on_as_they_must_and_leave_nothing(
+    engine: "LLM", greedy: Greedy, patterns: Patterns
+) -> None:
+    free, every = free_blocks(engine)
+    assert free == every
+    assert greedy(engine, [prompt for prompt, _ in patterns], 24) == [more for _, more in patterns]
+    assert free_blocks(engine) == (every, every)
+    prompt, continuation = patterns[-1]
+    assert greedy(engine, [prompt], 24) == [continuation]
+    assert free_blocks(engine) == (every, every)
