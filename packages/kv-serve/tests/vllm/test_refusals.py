@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Start = Callable[..., AbstractContextManager["LLM"]]
+SHAPE = CacheShape(1, 1, 1, 8, 8, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,6 @@ def start_tiny(start: Start) -> Start:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ("streaming", "the policy streaming chooses which tokens are kept"),
-        ("snapkv+k8v4", r"the policy snapkv\+k8v4 chooses which tokens are kept"),
         (7, "kv_policy is 7; give a policy's text"),
         ("", "a policy's name is missing"),
         ("k9v9", "'k9v9'; installed policies: .*k8v4"),
@@ -103,26 +102,41 @@ def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason"),
+    "policy",
     [
-        (Turned(), "stores vectors in a basis"),
-        (Strange(tiers=2), "stores tokens in 2 tiers"),
-        (Strange(window=64), "keeps the last 64 tokens raw"),
+        Turned(),
+        Strange(tiers=2),
+        Strange(window=64),
+        Strange(pairs=True),
+        Strange(shares=False),
+        parse("snapkv+k8v4"),
+        parse("leankv"),
     ],
+    ids=str,
 )
-def test_a_policy_is_more_than_one_format(policy: Part, reason: str) -> None:
-    from kv_serve.vllm.config import UnservableError, check_policy
+def test_what_is_stored_depends_on_more_than_the_token(policy: Part) -> None:
+    from kv_serve.vllm.config import plain_format
 
-    with pytest.raises(UnservableError, match=f"the policy {policy} {reason}; .* for example k8v4"):
-        check_policy(policy)
+    assert plain_format(policy, SHAPE) is None
 
 
-def test_a_format_encodes_several_tokens_together() -> None:
-    from kv_serve.vllm.config import UnservableError, bound_format
+@pytest.mark.parametrize("policy", [Strange(), parse("k8v4"), parse("raw")], ids=str)
+def test_one_format_for_all_tokens(policy: Part) -> None:
+    from kv_serve.vllm.config import plain_format
 
-    shape = CacheShape(1, 1, 1, 8, 8, torch.float32)
-    with pytest.raises(UnservableError, match="encodes 2 tokens together"):
-        bound_format(Strange(pairs=True), shape)
+    assert (plain_format(policy, SHAPE),) == policy.formats.bind(SHAPE)
+
+
+def test_a_prompt_of_the_longest_length_must_fit(llama: str, start_tiny: Start) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    # All keys and values of a token take 544 bytes as snapkv stores them.
+    few = {"kv_cache_memory_bytes": 450 * 544, "max_model_len": 480}
+    with (
+        pytest.raises(UnservableError, match=r"480 tokens, takes 30 blocks .* and there are 2\d;"),
+        start_tiny(llama, "snapkv:budget=64", **few),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -227,18 +241,6 @@ def test_an_engine_that_cuts_sequences(llama: str, kind: str) -> None:
     setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
     with pytest.raises(UnservableError, match="cannot be served with context parallelism"):
         check_engine(config, parse("k8v4"))
-
-
-def test_cached_prefixes_of_a_policy_that_cannot_share_them(llama: str) -> None:
-    from vllm import EngineArgs
-
-    from kv_serve.vllm.config import UnservableError, check_engine
-
-    config = EngineArgs(model=llama, skip_tokenizer_init=True).create_engine_config()
-    with pytest.raises(UnservableError, match="--no-enable-prefix-caching"):
-        check_engine(config, Strange(shares=False))
-    config.cache_config.enable_prefix_caching = False
-    check_engine(config, Strange(shares=False))
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0", "dev"])
