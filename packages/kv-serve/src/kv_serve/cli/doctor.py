@@ -64,6 +64,11 @@ def _rows(found: "Diagnosis") -> Iterator[tuple[str, str]]:
             yield each.name, each.version
     there = {each.name for each in found.imports}
     yield from ((name, "not installed") for name in ("triton", "vllm") if name not in there)
+    if found.vllm is not None:
+        vllm = found.vllm
+        serves = "serves policies" if vllm.served else "is not a version that serves policies"
+        finds = "finds kv-serve" if vllm.plugin else "does not find kv-serve"
+        yield "serving", f"vLLM {vllm.version} {serves}; it {finds}"
     for device in found.devices:
         yield f"device {device.name}", f"{device.about}; attention by {device.backend}"
     for backend in found.backends:

@@ -13,21 +13,29 @@ OVERRIDES: Final = {
     "AMX_MLA": "kv_serve.vllm.latent.AmxLatentBackend",
 }
 
+# On a GPU vLLM leaves a name free for backends like ours, and `--attention-backend CUSTOM` asks for
+# it; nothing stands behind that name unless it is registered.
+CUSTOM: Final = "kv_serve.vllm.custom.CustomBackend"
+
 
 def register() -> None:
     """Put our attention in front of vLLM's; called in every process of vLLM, any number of times.
 
     Nothing is imported here that vLLM has not imported already, and nothing changes for an engine
-    without `kv_policy` in its `additional_config`.
+    without `kv_policy` in its `additional_config`. On a GPU nothing changes for an engine with one
+    either, unless `--attention-backend CUSTOM` goes with it, as `kv-serve serve` sees to.
     """
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.CUSTOM, CUSTOM)
+        return
     if not current_platform.is_cpu():
         init_logger("vllm.kv_serve").warning(
-            "kv-serve serves policies on a CPU; on %s a kv_policy in additional_config changes "
-            "nothing",
+            "kv-serve serves policies on CPUs and on NVIDIA GPUs; on %s a kv_policy in "
+            "additional_config changes nothing",
             current_platform.device_name,
         )
         return

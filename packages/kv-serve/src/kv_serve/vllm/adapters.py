@@ -1,0 +1,164 @@
+"""Where vLLM 0.30, 0.31 and 0.32 differ, and whether the vLLM here is as we know it.
+
+What we use is the same in all three, but for the few lines under `DIFFERENT`, and our classes take
+both forms of those. So one set of classes serves all, and this module holds what is known of vLLM.
+"""
+
+import functools
+import importlib
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Final
+
+from kv_serve.vllm.versions import SERVED, installed, minor
+
+_ATTENTION: Final = "vllm.v1.attention.backend"
+_MANAGER: Final = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_SPEC: Final = "vllm.v1.kv_cache_interface"
+_REGISTRY: Final = "vllm.v1.kv_cache_spec_registry"
+
+# vLLM calls these on our classes, so what it gives must be exactly this.
+OVERRIDDEN: Final = (
+    f"{_ATTENTION}:AttentionBackend.customize_spec(spec)",
+    f"{_ATTENTION}:AttentionBackend.get_name()",
+    f"{_ATTENTION}:AttentionBackend.get_impl_cls()",
+    f"{_ATTENTION}:AttentionBackend.get_builder_cls()",
+    f"{_ATTENTION}:AttentionBackend.supported_kv_cache_layouts()",
+    f"{_ATTENTION}:AttentionImpl.__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes, "
+    "sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name)",
+    f"{_ATTENTION}:AttentionImpl.forward(layer, query, key, value, kv_cache, attn_metadata, "
+    "output, output_scale, output_block_scale)",
+    f"{_ATTENTION}:AttentionImpl.process_weights_after_loading(act_dtype)",
+    f"{_ATTENTION}:AttentionMetadataBuilder.__init__(kv_cache_spec, layer_names, vllm_config, "
+    "device)",
+    f"{_ATTENTION}:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, "
+    "fast_build)",
+    f"{_SPEC}:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
+    f"{_SPEC}:FullAttentionSpec.merge(specs)",
+    f"{_SPEC}:FullAttentionSpec.prefix_cacheable",
+    f"{_MANAGER}.__init__(kv_cache_spec, block_pool, enable_caching, kv_cache_group_id, "
+    "scheduler_block_size, dcp_world_size, pcp_world_size, needs_kv_cache_zeroing, "
+    "max_admission_blocks_per_request)",
+    f"{_MANAGER}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
+    f"{_MANAGER}.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)",
+    f"{_MANAGER}.free(request_id)",
+    f"{_MANAGER}.pop_blocks_for_free(request_id)",
+    f"{_CONNECTOR}.__init__(vllm_config, role, kv_cache_config)",
+    f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
+    f"{_CONNECTOR}.build_connector_meta(scheduler_output)",
+    f"{_CONNECTOR}.build_connector_worker_meta()",
+    f"{_CONNECTOR}.update_connector_output(connector_output)",
+    f"{_CONNECTOR}.on_new_request(request)",
+    f"{_CONNECTOR}.get_num_new_matched_tokens(request, num_computed_tokens)",
+    f"{_CONNECTOR}.update_state_after_alloc(request, blocks, num_external_tokens)",
+    f"{_CONNECTOR}.start_load_kv(forward_context, kwargs)",
+    f"{_CONNECTOR}.wait_for_layer_load(layer_name)",
+    f"{_CONNECTOR}.save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)",
+    f"{_CONNECTOR}.wait_for_save()",
+    f"{_CONNECTOR}.requires_kv_delivery",
+)
+
+# The same, where the versions differ: by the first minor version that calls it so.
+DIFFERENT: Final = {
+    (0, 30): (
+        f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
+        f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
+        "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
+        "apply_admission_cap)",
+    ),
+    (0, 31): (
+        f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)",
+        f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
+        "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
+        "apply_admission_cap, prefill_end)",
+    ),
+}
+
+# We call these, and give them this; what else they take must have a default.
+CALLED: Final = (
+    "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
+    f"{_REGISTRY}:register_kv_cache_spec(manager_class, uniform_type_base_spec)",
+    f"{_REGISTRY}:KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)",
+    f"{_MANAGER}._remove_blocks_in_range(request_id, first_block, last_block)",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
+    f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, dtype, "
+    "state_content_bytes)",
+    f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "
+    "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
+    "slot_mapping)",
+)
+
+
+def check_vllm() -> None:
+    """Refuse a vLLM that is not as we know it, before a part of ours runs in it.
+
+    Raises:
+        UnservableError: its version is not served, or something that we go by is different.
+    """
+    # config imports little of vLLM, and nothing that this looks at
+    from kv_serve.vllm.config import UnservableError, check_version
+
+    found = installed() or "unknown"
+    check_version(found)
+    if differ := differences(found):
+        raise UnservableError(
+            f"this vLLM {found} is not as kv-serve knows {SERVED}: {'; '.join(differ)}. Install "
+            "one that nobody has changed, or remove kv_policy from additional_config"
+        )
+
+
+@functools.cache
+def differences(version: str) -> tuple[str, ...]:
+    """List, as clauses, in what the vLLM that is installed differs from one of this version."""
+    known = minor(version) or (0, 0)
+    forms = [each for since, each in DIFFERENT.items() if since <= known][-1:]
+    exact = (*OVERRIDDEN, *(line for each in forms for line in each))
+    return (
+        *(found for line in exact for found in _differs(line, exact=True)),
+        *(found for line in CALLED for found in _differs(line, exact=False)),
+    )
+
+
+def _differs(line: str, *, exact: bool) -> Iterator[str]:
+    module, _, rest = line.partition(":")
+    path, _, wanted = rest.partition("(")
+    try:
+        found = functools.reduce(inspect.getattr_static, path.split("."), _module(module))
+    except (ImportError, AttributeError):
+        yield f"{module} has no {path}"
+        return
+    if not wanted:
+        if not isinstance(found, property | functools.cached_property):
+            yield f"{path} is no property"
+        return
+    names = wanted.removesuffix(")").split(", ") if wanted != ")" else []
+    parameters = _parameters(found)
+    given = [each.name for each in parameters]
+    needed = [each.name for each in parameters if each.default is each.empty]
+    right = given == names if exact else {*needed} <= {*names} <= {*given}
+    if not right:
+        yield f"{path} takes ({', '.join(given)}), not ({', '.join(names)})"
+
+
+def _module(name: str) -> object:
+    return importlib.import_module(name)
+
+
+def _parameters(found: object) -> list[inspect.Parameter]:
+    """Give the parameters of a function, without the one that names its class or instance."""
+    plain = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    assert callable(plain)
+    parameters = list(inspect.signature(plain).parameters.values())
+    bound = parameters and parameters[0].name in ("self", "cls")
+    return parameters[1:] if bound else parameters
+
+
+def configure_logging(arguments: Namespace) -> None:
+    """Let vLLM's own options for logs act; 0.30 has none."""
+    if (minor(installed() or "") or (0, 0)) >= (0, 31):
+        from vllm.logger import configure_logging_from_args
+
+        configure_logging_from_args(arguments)

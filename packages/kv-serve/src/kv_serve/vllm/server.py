@@ -1,0 +1,82 @@
+"""vLLM's own server, with what a policy needs of its options."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from vllm import envs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from kv_policy import parse
+from kv_serve.vllm import adapters, middleware
+from kv_serve.vllm.config import check_policy
+from kv_serve.vllm.plugin import KEY
+
+logger = init_logger("vllm.kv_serve")
+
+
+def read(arguments: Sequence[str]) -> Namespace:
+    """Read the command line of `vllm serve`, as vLLM does, and leave with its words if it is wrong.
+
+    vLLM's own command is not called: it asks for the version of a distribution that the builds for
+    CPUs do not have, and ends. All that it would do for `serve` is here and in `run`.
+    """
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="kv-serve")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    given: Namespace = parser.parse_args(["serve", *arguments])
+    return given
+
+
+def run(given: Namespace) -> None:
+    """Serve until a signal comes."""
+    command = ServeSubcommand()
+    adapters.configure_logging(given)
+    command.validate(given)
+    command.cmd(given)
+
+
+def apply_policy(given: Namespace, text: str | None) -> None:
+    """Set what serving a policy needs; where neither `text` nor the options name one, nothing.
+
+    Args:
+        given: vLLM's options, changed in place.
+        text: the policy's; None leaves it to `additional_config`.
+
+    Raises:
+        UnservableError: the policy cannot be served in vLLM.
+        ValueError: an option of vLLM says something else, or there is no such policy.
+    """
+    config = given.additional_config
+    named = config.get(KEY, text)
+    if named is None:
+        return
+    if text is not None and named != text:
+        raise ValueError(
+            f"--policy is {text} and {KEY} in --additional-config is {named}; leave one of them out"
+        )
+    check_policy(parse(str(named)))
+    given.additional_config = {**config, KEY: named}
+    if middleware.PATH not in given.middleware:
+        given.middleware = [*given.middleware, middleware.PATH]
+    if current_platform.is_cuda():
+        _choose_backend(given)
+    if given.grpc or envs.VLLM_USE_RUST_FRONTEND:
+        logger.warning(
+            "budgets of requests are checked in vLLM's HTTP server in Python; in this one a bad "
+            "kv_budget is not refused, and the request is served by the policy's own"
+        )
+
+
+def _choose_backend(given: Namespace) -> None:
+    ours = AttentionBackendEnum.CUSTOM
+    if given.attention_backend not in (None, ours):
+        raise ValueError(
+            f"--attention-backend is {given.attention_backend.name}, and a policy is served by "
+            f"{ours.name}; leave the option out"
+        )
+    given.attention_backend = ours

@@ -1,0 +1,54 @@
+"""What a request may ask for, and what is said of what it may not."""
+
+import pytest
+
+from kv_policy import Budget, parse
+from kv_serve.vllm.requests import requested_budget
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        (512, Budget(512)),
+        (512.0, Budget(512)),
+        ("512", Budget(512)),
+        ("25%", Budget(25, "percent")),
+        (" 12.5% ", Budget(12.5, "percent")),
+        ("5760B", Budget(5760, "bytes")),
+        (36, Budget(36)),  # as many as it protects
+        ("1%", Budget(1, "percent")),  # a share never goes below what is protected
+    ],
+)
+def test_a_budget_is_a_number_or_a_text(given: object, budget: Budget) -> None:
+    assert requested_budget(parse("snapkv:window=36+k8v4"), {"kv_budget": given}) == budget
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"kv_budget": None}])
+def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) -> None:
+    for policy in ("snapkv", "k8v4"):
+        assert requested_budget(parse(policy), extra) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "sentence"),
+    [
+        ("snapkv", "many", "kv_budget: budget 'many' is not understood; write tokens as 1024"),
+        ("snapkv", "-1", "kv_budget: budget '-1' is not understood"),
+        ("snapkv", "1e999", "kv_budget: budget is inf tokens; say a number above 0"),
+        ("snapkv", 0, "kv_budget: budget is 0 tokens; say a number above 0"),
+        ("snapkv", 100.5, "kv_budget: budget is 100.5 tokens; tokens are whole"),
+        ("snapkv", float("nan"), "kv_budget: budget is nan tokens; say a number above 0"),
+        ("snapkv", 10**400, "kv_budget: int too large"),
+        ("snapkv", "101%", "kv_budget: budget is 101%; a share is at most 100%"),
+        ("snapkv", True, "kv_budget is True; give tokens per head as 1024"),
+        ("snapkv", [64], r"kv_budget is \[64\]; give tokens per head as 1024"),
+        ("snapkv:window=36", 35, "a budget of 35 tokens is smaller than the 36 that snapkv"),
+        ("k8v4", 512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
+        ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no meaning"),
+    ],
+)
+def test_a_bad_budget_is_refused_with_a_sentence(
+    policy: str, given: object, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        requested_budget(parse(policy), {"kv_budget": given})

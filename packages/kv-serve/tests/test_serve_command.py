@@ -1,0 +1,68 @@
+"""`kv-serve serve` refuses what cannot be served before vLLM is imported."""
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_serve.cli import app
+from kv_serve.vllm import versions
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def _some_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, "0.32.0")
+
+
+def be(patch: pytest.MonkeyPatch, version: str | None) -> None:
+    patch.setattr(versions, "installed", lambda: version)
+
+
+def test_an_unknown_policy_is_refused_first() -> None:
+    assert "no policy is called 'magic'; installed policies: " in refused("m", "--policy", "magic")
+
+
+def test_a_spec_that_says_two_things_is_refused() -> None:
+    said = refused("m", "--max-model-len", "128", "--policy=k8v4+k4v2")
+    assert "k8v4 and k4v2 both say how tokens are stored" in said
+
+
+@pytest.mark.parametrize("policy", [(), ("--policy", "k8v4")])
+def test_without_vllm_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, policy: tuple[str, ...]
+) -> None:
+    be(monkeypatch, None)
+    assert "vLLM is not installed here, and it is what serves" in refused("m", *policy)
+
+
+@pytest.mark.parametrize("version", ["0.29.3", "0.33.0", "unknown"])
+def test_another_version_of_vllm_serves_no_policy(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    be(monkeypatch, version)
+    said = refused("m", "--policy", "k8v4")
+    assert f"policies are served in vLLM 0.30 to 0.32, and this is vLLM {version}" in said
+
+
+def test_a_model_comes_first() -> None:
+    assert "name a model first" in refused()
+    assert "name a model first" in refused("--policy", "k8v4")
+
+
+def test_a_model_that_is_nowhere_is_refused() -> None:
+    assert "there is no model './nowhere'" in refused("./nowhere", "--policy", "k8v4")
+    said = refused("package:no-such-package")
+    assert "needs the package 'no-such-package', which is not installed" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [("0.30.0", True), ("0.31.1rc2", True), ("0.32.0+cpu", True), ("0.29.9", False)]
+    + [("0.33.0", False), ("1.0", False), ("dev", False)],
+)
+def test_versions_that_are_served(version: str, served: bool) -> None:
+    assert versions.is_served(version) == served
