@@ -224,7 +224,8 @@ def test_a_vllm_told_to_load_other_plugins(
     monkeypatch.setenv("VLLM_PLUGINS", chosen)
     found = diagnose()
     assert not found.broken
-    assert ("unset VLLM_PLUGINS, or add kv_serve to it" in [p.remedy for p in found.problems]) is hint
+    remedies = [problem.remedy for problem in found.problems]
+    assert ("unset VLLM_PLUGINS, or add kv_serve to it" in remedies) is hint
 
 
 def test_without_torch_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,6 @@ def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) 
         ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no meaning"),
     ],
 )
-def test_a_bad_budget_is_refused_with_a_sentence(
-    policy: str, given: object, sentence: str
-) -> None:
+def test_a_bad_budget_is_refused_with_a_sentence(policy: str, given: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         requested_budget(parse(policy), {"kv_budget": given})

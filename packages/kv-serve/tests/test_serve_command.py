@@ -61,8 +61,10 @@ def test_a_model_that_is_nowhere_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("version", "served"),
-    [("0.30.0", True), ("0.31.1rc2", True), ("0.32.0+cpu", True), ("0.29.9", False)]
-    + [("0.33.0", False), ("1.0", False), ("dev", False)],
+    [
+        *(("0.30.0", True), ("0.31.1rc2", True), ("0.32.0+cpu", True)),
+        *(("0.29.9", False), ("0.33.0", False), ("1.0", False), ("dev", False)),
+    ],
 )
 def test_versions_that_are_served(version: str, served: bool) -> None:
     assert versions.is_served(version) == served

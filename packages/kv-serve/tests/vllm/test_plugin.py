@@ -1,6 +1,7 @@
 """What the entry point changes in vLLM, and what it leaves alone."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,6 +44,9 @@ def test_elsewhere_than_on_a_cpu_nothing_changes_and_a_warning_says_so(
         def is_cpu(self) -> bool:
             return False
 
+        def is_cuda(self) -> bool:
+            return False
+
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -59,6 +63,73 @@ def test_elsewhere_than_on_a_cpu_nothing_changes_and_a_warning_says_so(
         monkeypatch.undo()
         register()
     assert told == [
-        "kv-serve serves policies on a CPU; on abacus a kv_policy in additional_config changes "
-        "nothing"
+        "kv-serve serves policies on CPUs and on NVIDIA GPUs; on abacus a kv_policy in "
+        "additional_config changes nothing"
     ]
+
+
+class Gpu:
+    """A platform that is CUDA in name."""
+
+    def is_cuda(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def custom(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """What CUSTOM names after registering on a GPU."""
+    from vllm import platforms
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kv_serve.vllm.plugin import OVERRIDES, register
+
+    for name in OVERRIDES:
+        AttentionBackendEnum[name].clear_override()
+    with monkeypatch.context() as patch:
+        patch.setattr(platforms, "current_platform", Gpu())
+        register()
+    try:
+        assert not any(AttentionBackendEnum[name].is_overridden() for name in OVERRIDES)
+        yield AttentionBackendEnum.CUSTOM.get_class()
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+        register()
+
+
+def test_on_a_gpu_a_name_of_our_own_is_registered_and_nothing_else(custom: type) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert AttentionBackendEnum[custom.get_name()] is AttentionBackendEnum.CUSTOM
+
+
+def test_on_a_gpu_our_backend_serves_policies_only(
+    custom: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_serve.vllm import custom as module
+    from kv_serve.vllm.backend import PagedImpl, StepBuilder
+    from kv_serve.vllm.config import UnservableError
+
+    with pytest.raises(UnservableError, match="the attention backend CUSTOM is kv-serve's here"):
+        custom.get_impl_cls()
+    monkeypatch.setattr(module, "names_policy", lambda: True)
+    assert (custom.get_impl_cls(), custom.get_builder_cls()) == (PagedImpl, StepBuilder)
+
+
+def test_on_a_gpu_vllm_finds_our_backend_valid_for_plain_attention_alone(
+    custom: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.platforms.interface import DeviceCapability
+
+    from kv_serve.vllm import custom as module
+
+    monkeypatch.setattr(module, "names_policy", lambda: True)
+    plain = {
+        **{"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16},
+        **{"use_mla": False, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
+        **{"use_per_head_quant_scales": False, "attn_type": "decoder"},
+        "device_capability": DeviceCapability(9, 0),
+    }
+    assert custom.validate_configuration(**plain) == []
+    for other in ({"use_mla": True}, {"has_sink": True}, {"kv_cache_dtype": "fp8"}):
+        assert custom.validate_configuration(**(plain | other)) != []

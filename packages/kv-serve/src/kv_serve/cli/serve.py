@@ -71,8 +71,8 @@ def _expect_vllm(policy: str | None) -> None:
         )
     if policy is not None and not versions.is_served(found):
         refuse(
-            f"policies are served in {versions.SERVED}, and this is vLLM {found}; install one of those, or "
-            "leave --policy out"
+            f"policies are served in {versions.SERVED}, and this is vLLM {found}; install one of "
+            "those, or leave --policy out"
         )
 
 

