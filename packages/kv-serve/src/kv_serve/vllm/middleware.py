@@ -1,12 +1,13 @@
 """What looks at a request before vLLM's server reads it: `vllm serve --middleware` takes it."""
 
+import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from fastapi import HTTPException
 
-from kv_policy import parse
+from kv_policy import KVPolicy, parse
 from kv_serve.vllm import plugin, requests
 
 Message = MutableMapping[str, Any]
@@ -74,9 +75,14 @@ def check(body: bytes, config: Mapping[str, object]) -> None:
     try:
         if text is None:
             raise ValueError(f"this server has no policy, so {requests.KEY} has no meaning")
-        requests.requested_budget(parse(str(text)), extra)
+        requests.requested_budget(_policy(str(text)), extra)
     except ValueError as error:
         raise HTTPException(BAD_REQUEST, str(error)) from error
+
+
+@functools.cache
+def _policy(text: str) -> KVPolicy:
+    return parse(text)  # looks through what is installed, and a server has one policy
 
 
 def _extra_args(given: object) -> Mapping[str, object]:
