@@ -49,12 +49,6 @@ def test_it_is_not_as_we_know_an_older_one() -> None:
     ]
 
 
-def test_both_places_name_the_same_versions() -> None:
-    from kv_serve.vllm import config, versions
-
-    assert (config.OLDEST, config.NEWEST) == (versions.OLDEST, versions.NEWEST)
-
-
 @pytest.mark.parametrize(
     ("module", "code", "what"),
     [

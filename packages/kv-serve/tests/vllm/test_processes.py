@@ -108,9 +108,9 @@ def test_a_server_ends_with_the_reason_of_a_refusal(tiny: Callable[..., str]) ->
     # the one for CPUs, which has another name; this is what it runs.
     server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny())
     tiny_one = ("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager")
-    options = (*tiny_one, "--kv-cache-memory-bytes", str(1 << 22))
+    options = (*tiny_one, "--kv-cache-memory-bytes", str(1 << 22), "--kv-cache-dtype", "fp8")
     policy = ("--additional-config", json.dumps({"kv_policy": "streaming"}))
     process = start([*server, *options, *policy])
     said = finish(process)
     assert process.returncode != 0
-    assert "the policy streaming chooses which tokens are kept" in said
+    assert "kv_cache_dtype is fp8 and kv_policy is given too" in said

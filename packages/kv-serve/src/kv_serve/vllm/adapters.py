@@ -42,8 +42,6 @@ OVERRIDDEN: Final = (
     "scheduler_block_size, dcp_world_size, pcp_world_size, needs_kv_cache_zeroing, "
     "max_admission_blocks_per_request)",
     f"{_MANAGER}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
-    f"{_MANAGER}.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)",
-    f"{_MANAGER}.free(request_id)",
     f"{_MANAGER}.pop_blocks_for_free(request_id)",
     f"{_CONNECTOR}.__init__(vllm_config, role, kv_cache_config)",
     f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
@@ -58,6 +56,13 @@ OVERRIDDEN: Final = (
     f"{_CONNECTOR}.save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)",
     f"{_CONNECTOR}.wait_for_save()",
     f"{_CONNECTOR}.requires_kv_delivery",
+    f"{_CONNECTOR}.register_kv_caches(kv_caches)",
+    f"{_CONNECTOR}.bind_connector_metadata(connector_metadata)",
+    f"{_CONNECTOR}.has_pending_block_frees()",
+    f"{_CONNECTOR}.request_finished(request, block_ids)",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups("
+    "request, block_ids)",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate(other)",
 )
 
 # The same, where the versions differ: by the first minor version that calls it so.
@@ -79,9 +84,9 @@ DIFFERENT: Final = {
 # We call these, and give them this; what else they take must have a default.
 CALLED: Final = (
     "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
-    f"{_REGISTRY}:register_kv_cache_spec(manager_class, uniform_type_base_spec)",
+    f"{_REGISTRY}:KVCacheSpecRegistry.register(kvcache_spec_cls, manager_class, "
+    "uniform_type_base_spec)",
     f"{_REGISTRY}:KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)",
-    f"{_MANAGER}._remove_blocks_in_range(request_id, first_block, last_block)",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
     "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
     f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, dtype, "

@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
+    AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from kv_policy import KVPolicy
 from kv_serve.backends import serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
+from kv_serve.vllm.custom import CustomBackend
 from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
 from kv_serve.vllm.step import Step
@@ -26,8 +28,8 @@ from kv_serve.vllm.switch import CpuBackend
 logger = init_logger("vllm.kv_serve")
 
 
-class PagedBackend(CpuBackend):
-    """The backend of layers that store tokens in one format; made by `bound`."""
+class PagedBackend(AttentionBackend):
+    """What the backends of layers under a policy have in common; they are made by `bound`."""
 
     forward_includes_kv_cache_update = True
     storage: ClassVar["Slots | Pages"]
@@ -61,15 +63,16 @@ class PagedBackend(CpuBackend):
         return cls.storage.builder
 
 
-def bound(policy: KVPolicy, storage: Slots | Pages) -> type[PagedBackend]:
-    """Make the backend of the layers of one model under one policy.
+def bound(
+    chosen: type[AttentionBackend], policy: KVPolicy, storage: Slots | Pages
+) -> type[AttentionBackend]:
+    """Make the backend of the layers of one model under one policy, from the one vLLM chose.
 
     vLLM asks a layer's backend class for the size of its blocks and gives it no other hint, so what
     is stored is an attribute of the class.
     """
-    return type(
-        f"PagedBackend[{policy}]", (PagedBackend,), {"storage": storage, "__module__": __name__}
-    )
+    held: dict[str, object] = {"storage": storage, "__module__": __name__}
+    return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
 class PagedImpl(AttentionImpl[Step | Rows]):
@@ -123,7 +126,7 @@ class PagedImpl(AttentionImpl[Step | Rows]):
         index = next(i for i, layer in enumerate(layers) if layer.impl is self)
         layer = layers[index]
         chosen = layer.attn_backend
-        if chosen is not CpuBackend and not issubclass(chosen, PagedBackend):
+        if chosen not in (CpuBackend, CustomBackend) and not issubclass(chosen, PagedBackend):
             raise UnservableError(
                 f"a layer of this model attends by {chosen.__name__}; a kv_policy cannot serve it"
             )
@@ -132,7 +135,7 @@ class PagedImpl(AttentionImpl[Step | Rows]):
             layer.attn_backend = first
         else:
             storage = stored(self.config, self.policy, model_shape(self.config, layer))
-            layer.attn_backend = bound(self.policy, storage)
+            layer.attn_backend = bound(chosen, self.policy, storage)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention runs by %s",
                 str(self.policy),

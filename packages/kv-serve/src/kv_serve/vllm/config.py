@@ -1,17 +1,12 @@
 """Which policy a vLLM configuration asks for, and whether it can be served."""
 
-import re
-from typing import Final
-
 from vllm import __version__
 from vllm.config import VllmConfig
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat, parse, tier_formats
 from kv_serve.vllm.attach import is_ours
 from kv_serve.vllm.plugin import KEY
-
-OLDEST: Final = (0, 30)  # the first minor version of vLLM that is served
-NEWEST: Final = (0, 32)  # the last one
+from kv_serve.vllm.versions import SERVED, is_served
 
 
 class UnservableError(ValueError):
@@ -43,12 +38,10 @@ def check_version(version: str) -> None:
     Raises:
         UnservableError: a version that is not served.
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    if not is_served(version):
         raise UnservableError(
-            f"kv-serve serves policies in vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, "
-            f"and this is vLLM {version}; install one of those, or remove {KEY} from "
-            "additional_config"
+            f"kv-serve serves policies in {SERVED}, and this is vLLM {version}; install one of "
+            f"those, or remove {KEY} from additional_config"
         )
 
 

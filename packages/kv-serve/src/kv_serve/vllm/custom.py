@@ -52,6 +52,6 @@ class CustomBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """Ours."""
-        from kv_serve.vllm.backend import StepBuilder
+        from kv_serve.vllm.slots import SlotBuilder
 
-        return StepBuilder
+        return SlotBuilder

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from kv_policy import Budget, KVPolicy
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.requests import requested_budget
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.kv_serve")
 
 
 @dataclass(slots=True)
@@ -40,10 +44,19 @@ class Ledger:
         return cls(policy, manager)
 
     def welcome(self, request: "Request") -> None:
-        """Read the budget of a request; one that cannot be met was refused before it came here."""
+        """Read the budget of a request; vLLM's HTTP server under `kv-serve serve` refuses bad ones.
+
+        Where nobody did, it is too late to refuse: the request is served by the policy's own.
+        """
         self.requests[request.request_id] = request
         params = request.sampling_params
-        budget = requested_budget(self.policy, None if params is None else params.extra_args)
+        extra = None if params is None else params.extra_args
+        try:
+            budget = requested_budget(self.policy, extra)
+        except ValueError as error:
+            own = "the request %s is served by the policy's own budget: %s"
+            logger.warning(own, request.request_id, error)
+            budget = None
         if budget is not None:
             self.budgets[request.request_id] = budget
 

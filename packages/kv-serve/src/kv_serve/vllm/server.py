@@ -13,7 +13,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kv_policy import parse
 from kv_serve.vllm import adapters, middleware
-from kv_serve.vllm.config import check_policy
 from kv_serve.vllm.plugin import KEY
 
 logger = init_logger("vllm.kv_serve")
@@ -48,7 +47,6 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         text: the policy's; None leaves it to `additional_config`.
 
     Raises:
-        UnservableError: the policy cannot be served in vLLM.
         ValueError: an option of vLLM says something else, or there is no such policy.
     """
     config = given.additional_config
@@ -59,7 +57,7 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         raise ValueError(
             f"--policy is {text} and {KEY} in --additional-config is {named}; leave one of them out"
         )
-    check_policy(parse(str(named)))
+    parse(str(named))
     given.additional_config = {**config, KEY: named}
     if middleware.PATH not in given.middleware:
         given.middleware = [*given.middleware, middleware.PATH]
