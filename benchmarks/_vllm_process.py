@@ -1,0 +1,86 @@
+"""Work that needs an engine, in a process of its own, and the rows that have been measured."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Final, ParamSpec, TypeVar
+from unittest.mock import patch
+
+import _result
+from rich.console import Console
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CONSOLE: Final = Console(stderr=True)
+QUIET: Final = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+STEPPED: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine is in the process that asks
+
+Row = dict[str, object]
+
+
+def apart(work: Callable[P, T], *arguments: P.args, environment: Mapping[str, str] = STEPPED) -> T:
+    """Call a function in a fresh process, which leaves nothing to the next one.
+
+    Raises:
+        concurrent.futures.process.BrokenProcessPool: the process died.
+    """
+    with (
+        patch.dict(os.environ, QUIET | dict(environment)),
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+    ):
+        return pool.submit(work, *arguments).result()
+
+
+class Rows:
+    """What has been measured, on disk row by row, so that a later run goes on from here.
+
+    The file is `<name>.partial` beside the results. Its first line says what was asked and of which
+    commit; a file that was asked something else is begun anew. A quick run keeps no file.
+    """
+
+    def __init__(self, name: str, asked: Mapping[str, object], *, quick: bool) -> None:
+        """Take over the rows of an earlier run that asked for the same."""
+        self.name, self.quick = name, quick
+        self.path = _result.RESULTS / f"{name}.partial"
+        self.rows: list[Row] = []
+        if quick:
+            return
+        head = json.loads(json.dumps({"commit": _result.commit(), **asked}))
+        if self.path.exists():
+            first, *rest = self.path.read_text().splitlines()
+            if json.loads(first) == head:
+                self.rows = [json.loads(line) for line in rest]
+                CONSOLE.print(f"going on from {self.path}, which has {len(self.rows)} rows")
+                return
+            CONSOLE.print(f"{self.path} is of other settings or another commit; starting anew")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(head) + "\n")
+
+    def measured(self, key: Row, measure: Callable[[], Row]) -> Row:
+        """Give the row that begins with these fields; measure it if it is not there yet."""
+        for row in self.rows:
+            if row.items() >= key.items():
+                return row
+        CONSOLE.print(" ".join(f"{name}={value}" for name, value in key.items()))
+        row = {**key, **measure()}
+        self.rows.append(row)
+        CONSOLE.print(f"  {row}")
+        if not self.quick:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        return row
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        """Write the result, and let go of the file."""
+        for name, value in summary.items():
+            print(f"{name:44} {value:.4f}")
+        if _result.write(self.name, summary, self.rows, quick=self.quick):
+            self.path.unlink()
+
+
+def alternating(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """All names in each round, every second one backwards, so that a drift hits all alike."""
+    for i in range(rounds):
+        yield from ((i, name) for name in (names if i % 2 == 0 else names[::-1]))

@@ -1,0 +1,69 @@
+"""The samples of an evaluation, asked of an engine of vLLM, and what their scores are sure of."""
+
+import math
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+from _vllm_engine import Room, started
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from kv_serve.tasks import Sample, found
+
+Z: float = 1.959964  # of a normal distribution's middle 95 %
+
+
+def scores(way: str, room: Room, samples: Sequence[Sample]) -> list[float]:
+    """Score every sample, one at a time: 1 or 0 for an answer, nats per token for a text."""
+    with started(way, room) as (engine, _):
+        tokenizer = AutoTokenizer.from_pretrained(room.arguments(way)["model"])
+        found_: list[float] = []
+        for i, sample in enumerate(samples):
+            output = _asked(engine, str(i), sample)
+            if sample.target_ids:
+                found_.append(_nats(output, sample))
+            else:
+                text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
+                found_.append(float(found(text, sample.answer)))
+        return found_
+
+
+def _asked(engine: LLMEngine, name: str, sample: Sample) -> RequestOutput:
+    """Run one request to its end."""
+    settings = SamplingParams(
+        temperature=0,
+        max_tokens=max(sample.new_tokens, 1),
+        ignore_eos=not sample.stop,
+        prompt_logprobs=0 if sample.target_ids else None,
+    )
+    prompt = [*sample.prompt_ids, *sample.question_ids, *sample.target_ids]
+    engine.add_request(name, {"prompt_token_ids": prompt}, settings)
+    while True:
+        for output in engine.step():
+            if output.finished:
+                return output
+
+
+def _nats(output: RequestOutput, sample: Sample) -> float:
+    """Nats per token of the target, whose tokens end the prompt."""
+    count = len(sample.target_ids)
+    logprobs = output.prompt_logprobs
+    assert logprobs is not None
+    pairs = zip(logprobs[-count:], sample.target_ids, strict=True)
+    return -mean(each[token].logprob for each, token in pairs)
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The Wilson interval of 95 % for a share."""
+    share, z2 = hits / count, Z * Z
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The interval of 95 % for a mean, by its standard error."""
+    half = Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean(values) - half, mean(values) + half

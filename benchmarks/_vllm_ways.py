@@ -1,0 +1,58 @@
+"""The ways to store keys and values that are compared: vLLM's own, and policies of ours."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import _result
+
+from kv_serve.evaluate.specs import split_specs
+from kv_serve.vllm.plugin import KEY
+
+BF16: Final = "bf16"  # stock vLLM, keys and values in the model's dtype
+FP8: Final = "fp8"  # stock vLLM, --kv-cache-dtype fp8
+DTYPES: Final = {BF16: "auto", FP8: "fp8"}
+
+
+def options(way: str) -> dict[str, Any]:
+    """Arguments of an engine: those of stock vLLM, or a policy."""
+    if way in DTYPES:
+        return {"kv_cache_dtype": DTYPES[way]}
+    return {"additional_config": {KEY: way}}
+
+
+def figure(way: str) -> str:
+    """Give a name for figures: `kv-compress:rate=4+k8v4` is `kv_compress_rate_4_k8v4`.
+
+    A basis is left out, since a path says nothing.
+
+    >>> figure("zack:basis=/tmp/basis,rate=0.1+k8v4")
+    'zack_rate_0_1_k8v4'
+    """
+    return re.sub(r"\W+", "_", re.sub(r"basis=[^,+]*,?", "", way)).strip("_")
+
+
+def with_basis(ways: Iterable[str], basis: Path | None) -> tuple[str, ...]:
+    """Put a basis in place of `{zack}`, at the rate that kept 99 % of quality; without one, skip.
+
+    The rate is the figure `rate_at_99` of the benchmark `zack_quality`.
+    """
+    if basis is None:
+        return tuple(way for way in ways if "{zack}" not in way)
+    measured = json.loads((_result.RESULTS / "zack_quality.json").read_text())
+    rate = f"{measured['summary']['rate_at_99']:.4f}"
+    return tuple(way.replace("{zack}", f"zack:basis={basis},rate={rate}") for way in ways)
+
+
+def arguments(description: str | None, default: Sequence[str]) -> argparse.ArgumentParser:
+    """The options that all benchmarks of engines have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
+    parser.add_argument(
+        "--policies", type=split_specs, default=list(default), help="in place of the usual ones"
+    )
+    parser.add_argument("--basis", type=Path, help="file of `kv-serve calibrate zack`, for {zack}")
+    return parser

@@ -1,0 +1,121 @@
+# environment: vllm
+"""A trace of a real service, replayed on a stock vLLM: its own caches and ours in the same bytes.
+
+Lengths and times are of a Mooncake trace (Qin et al., 2024, arXiv:2407.00079), whose file is given
+with --trace; none of it is part of this repository. SmolLM2-135M reads 8,192 tokens and two cores
+are slow, so prompts are scaled to an eighth and answers to a half, and the times so that requests
+come at nine tenths of the rate at which stock bf16 answers when all of them are there at once. Text
+is real; the trace's shared prefixes are not replayed. A time to the first token counts from the
+arrival, waiting included. Goodput counts requests that got their first token and the mean time
+between tokens within the targets, per second from the first arrival to the last token.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import quantiles
+
+from _vllm_engine import Room
+from _vllm_load import raw_token_bytes, text_ids
+from _vllm_process import Row, Rows, alternating, apart
+from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, replayed
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+
+POLICIES = ("k8v4", "kv-compress:rate=4+k8v4", "leankv")
+ROUNDS = 2
+HELD = 16384  # tokens of stock in the same bytes
+LOAD = 0.9  # of what stock can answer
+SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it: the engine beside the server
+FIGURES = ("ttft_p99", "tbt_p99", "goodput")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a user accepts, in seconds."""
+
+    ttft: float
+    between: float  # tokens, the mean of a request
+
+
+def quantile(values: list[float], percent: int) -> float:
+    """Of at least two values."""
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def described(seconds: float, answers: list[Answered], target: Target) -> Row:
+    """The times of a replay."""
+    first = [each.ttft for each in answers]
+    between = [gap for each in answers for gap in each.between]
+    good = sum(each.ttft <= target.ttft and each.mean_between <= target.between for each in answers)
+    return {
+        "seconds": seconds,
+        "ttft_p50": quantile(first, 50),
+        "ttft_p99": quantile(first, 99),
+        "tbt_p50": quantile(between, 50),
+        "tbt_p99": quantile(between, 99),
+        "good_requests": good,
+        "goodput": good / seconds,
+        "output_tokens_per_s": sum(len(each.tokens) for each in answers) / seconds,
+    }
+
+
+def measure(
+    trace: Path, policies: list[str], basis: Path | None, target: Target, *, quick: bool
+) -> Rows:
+    """Find the rate that stock can answer, and replay the trace at a part of it under all."""
+    ways = (BF16, FP8, *with_basis(policies, basis))
+    if quick:
+        scale, held, rounds = Scale(1 / 64, 1 / 32, requests=12), 1024, 1
+    else:
+        scale, held, rounds = Scale(), HELD, ROUNDS
+    # Short steps, so that a prompt does not hold up the tokens of others for long.
+    room = Room(held * raw_token_bytes(), longest=8192 if not quick else 1024, chunk=512)
+    arrivals, left_out = read_trace(trace, scale)
+    asks = asks_of(arrivals, text_ids())
+    asked = {"trace": trace.name, "ways": ways, "scale": str(scale), "target": str(target)}
+    rows = Rows("vllm_trace", {**asked, "room": str(room)}, quick=quick)
+
+    def replay(way: str, when: list[Arrival]) -> Row:
+        return described(*apart(replayed, way, room, when, asks, environment=SERVER), target)
+
+    about: Row = {"requests": len(asks), "left_out": left_out, "kv_bytes": room.kv_bytes}
+    at_once = [Arrival(0.0, each.prompt, each.answer) for each in arrivals]
+    most = rows.measured({"kind": "at once", "way": BF16, **about}, partial(replay, BF16, at_once))
+    rate = LOAD * len(asks) / float(str(most["seconds"]))
+    about |= {"rate": rate, "target_ttft": target.ttft, "target_tbt": target.between}
+    for i, way in alternating(ways, rounds):
+        key = {"kind": "trace", "way": figure(way), "round": i, **about}
+        rows.measured(key, partial(replay, way, at_rate(arrivals, rate)))
+    return rows
+
+
+def figures(rows: list[Row]) -> dict[str, float]:
+    """Of the first policy over stock, and of the others by name; means over rounds."""
+    means: dict[str, dict[str, float]] = {}
+    for row in (row for row in rows if row["kind"] == "trace"):
+        mine = means.setdefault(str(row["way"]), dict.fromkeys(FIGURES, 0.0))
+        for name in FIGURES:
+            mine[name] += float(str(row[name]))
+    stock = means.pop(BF16)
+    found = {}
+    for way, mine in means.items():
+        for name in FIGURES:
+            if stock[name]:  # stock may miss the targets every time; then there is no ratio
+                found[f"{name}_{way}_vs_bf16"] = mine[name] / stock[name]
+    return found
+
+
+def main() -> None:
+    """Run everything and write the result."""
+    parser = arguments(__doc__, POLICIES)
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines of a Mooncake trace")
+    parser.add_argument("--ttft", type=float, default=30.0, help="target, seconds")
+    parser.add_argument("--tbt", type=float, default=0.3, help="target, seconds between tokens")
+    given = parser.parse_args()
+    target = Target(given.ttft, given.tbt)
+    rows = measure(given.trace, given.policies, given.basis, target, quick=given.quick)
+    rows.finish(figures(rows.rows))
+
+
+if __name__ == "__main__":
+    main()
