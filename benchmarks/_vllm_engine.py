@@ -28,6 +28,7 @@ class Room:
     longest: int = 8192  # tokens of a request, its answer included
     chunk: int = 2048  # tokens of one step
     together: int = 256  # requests that run at once
+    compiled: bool = False  # as vLLM does it by itself; starting takes a minute longer
 
     def arguments(self, way: str) -> dict[str, Any]:
         """Arguments of an engine; no prefix is shared, so that every request costs its own."""
@@ -38,7 +39,7 @@ class Room:
             "max_num_batched_tokens": self.chunk,
             "max_num_seqs": self.together,
             "enable_prefix_caching": False,
-            "enforce_eager": True,
+            "enforce_eager": not self.compiled,
             **options(way),
         }
 
@@ -142,12 +143,13 @@ class Ran:
         """Fields of a row; tokens a second while requests waited, and over all."""
         counts = asdict(self.counts)
         del counts["waiting"]
+        ever = self.full_seconds > 0
         return {
             **counts,
             "threads": self.threads,
             "seconds": self.seconds,
             "full_seconds": self.full_seconds,
-            "full_tokens_per_s": self.full_tokens / self.full_seconds if self.full_seconds else 0.0,
+            "full_tokens_per_s": self.full_tokens / self.full_seconds if ever else None,
             "tokens_per_s": self.counts.output_tokens / self.seconds,
         }
 

@@ -1,7 +1,7 @@
 """The samples of an evaluation, asked of an engine of vLLM, and what their scores are sure of."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
 from _vllm_engine import Room, started
@@ -15,19 +15,22 @@ from kv_serve.tasks import Sample, found
 Z: float = 1.959964  # of a normal distribution's middle 95 %
 
 
-def scores(way: str, room: Room, samples: Sequence[Sample]) -> list[float]:
+def scores(way: str, room: Room, tasks: Mapping[str, Sequence[Sample]]) -> dict[str, list[float]]:
     """Score every sample, one at a time: 1 or 0 for an answer, nats per token for a text."""
     with started(way, room) as (engine, _):
         tokenizer = AutoTokenizer.from_pretrained(room.arguments(way)["model"])
-        found_: list[float] = []
-        for i, sample in enumerate(samples):
-            output = _asked(engine, str(i), sample)
+
+        def score(sample: Sample, name: str) -> float:
+            output = _asked(engine, name, sample)
             if sample.target_ids:
-                found_.append(_nats(output, sample))
-            else:
-                text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
-                found_.append(float(found(text, sample.answer)))
-        return found_
+                return _nats(output, sample)
+            text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
+            return float(found(text, sample.answer))
+
+        return {
+            task: [score(sample, f"{task}.{i}") for i, sample in enumerate(samples)]
+            for task, samples in tasks.items()
+        }
 
 
 def _asked(engine: LLMEngine, name: str, sample: Sample) -> RequestOutput:

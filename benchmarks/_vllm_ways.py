@@ -3,12 +3,14 @@
 import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import _result
 
+from kv_policy import parse
 from kv_serve.evaluate.specs import split_specs
 from kv_serve.vllm.plugin import KEY
 
@@ -27,24 +29,41 @@ def options(way: str) -> dict[str, Any]:
 def figure(way: str) -> str:
     """Give a name for figures: `kv-compress:rate=4+k8v4` is `kv_compress_rate_4_k8v4`.
 
-    A basis is left out, since a path says nothing.
+    The file of a basis is left out, since a path says nothing.
 
-    >>> figure("zack:basis=/tmp/basis,rate=0.1+k8v4")
+    >>> figure("zack:file=/tmp/basis,rate=0.1+k8v4")
     'zack_rate_0_1_k8v4'
     """
-    return re.sub(r"\W+", "_", re.sub(r"basis=[^,+]*,?", "", way)).strip("_")
+    return re.sub(r"\W+", "_", re.sub(r"\bfile=[^,+]*,?", "", canonical(way))).strip("_")
 
 
-def with_basis(ways: Iterable[str], basis: Path | None) -> tuple[str, ...]:
-    """Put a basis in place of `{zack}`, at the rate that kept 99 % of quality; without one, skip.
+def canonical(way: str) -> str:
+    """Give one text for a way to store.
 
-    The rate is the figure `rate_at_99` of the benchmark `zack_quality`.
+    Raises:
+        ValueError: it is neither stock nor a policy.
+    """
+    return way if way in DTYPES else str(parse(way))
+
+
+def with_basis(ways: Sequence[str], basis: Path | None) -> tuple[str, ...]:
+    """Put a basis in place of `{zack}`, at the rate that kept 99 % of quality.
+
+    The rate is the figure `rate_at_99` of the benchmark `zack_quality`. Without a basis what needs
+    one is left out, and said to be.
+
+    Raises:
+        ValueError: something is neither stock nor a policy.
     """
     if basis is None:
-        return tuple(way for way in ways if "{zack}" not in way)
+        left_out = [way for way in ways if "{zack}" in way]
+        if left_out:
+            print(f"without --basis these are left out: {', '.join(left_out)}", file=sys.stderr)
+        return tuple(canonical(way) for way in ways if way not in left_out)
     measured = json.loads((_result.RESULTS / "zack_quality.json").read_text())
     rate = f"{measured['summary']['rate_at_99']:.4f}"
-    return tuple(way.replace("{zack}", f"zack:basis={basis},rate={rate}") for way in ways)
+    named = (way.replace("{zack}", f"zack:file={basis},rate={rate}") for way in ways)
+    return tuple(canonical(way) for way in named)
 
 
 def arguments(description: str | None, default: Sequence[str]) -> argparse.ArgumentParser:

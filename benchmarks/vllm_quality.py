@@ -17,6 +17,7 @@ sample.
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import TypeAlias, cast
 
 from _evaluation import evaluated
 from _vllm_engine import Room
@@ -40,6 +41,8 @@ POLICIES = (
     "{zack}",
     "kv-compress:rate=4+{zack}+k8v4",
 )
+Tasks: TypeAlias = dict[str, Sequence[Sample]]
+Scores: TypeAlias = dict[str, list[float]]
 PAIRS: tuple[tuple[TaskName, Setting], ...] = (
     ("needle", "aware"),
     ("multikey", "aware"),
@@ -54,38 +57,31 @@ def plans(policies: Sequence[str], *, quick: bool) -> list[Plan]:
     return [Plan(specs, (task,), (setting,), **size) for task, setting in PAIRS]
 
 
-def under_vllm(rows: Rows, loaded: LoadedModel, plan: Plan, way: str) -> list[float]:
-    """The scores of a way to store; the samples stand in the file of rows as one row."""
-    ((task, setting),) = plan.pairs
-    samples: Sequence[Sample] = plan.samples_of(loaded, default_text(), task, setting)
-    longest = max(s.length + len(s.target_ids) + s.new_tokens for s in samples) + 1
-    held = 2 * longest + 1024  # room for a prompt before anything of it was compressed
-    room = Room(held * raw_token_bytes(), longest=longest, chunk=plan.length, together=1)
-    key: Row = {"kind": "vllm", "task": task, "way": figure(way), "length": plan.length}
-    row = rows.measured(key, lambda: {"scores": apart(scores, way, room, samples)})
-    found = row["scores"]
-    assert isinstance(found, list)
-    return found
+def under_vllm(rows: Rows, tasks: Tasks, length: int, way: str) -> Scores:
+    """The scores of a way to store; one engine answers all tasks."""
+    every = [sample for samples in tasks.values() for sample in samples]
+    longest = max(s.length + len(s.target_ids) + max(s.new_tokens, 1) for s in every)
+    held = 2 * longest + 1024  # a prompt has room before anything of it was compressed
+    room = Room(held * raw_token_bytes(), longest, chunk=length, together=1)
+    key: Row = {"kind": "vllm", "way": figure(way), "length": length}
+    return cast(Scores, rows.measured(key, lambda: dict(apart(scores, way, room, tasks))))
 
 
 def under_transformers(rows: Rows, loaded: LoadedModel, plan: Plan) -> dict[str, list[float]]:
-    """The scores of every policy and of transformers' own cache."""
-    ((task, setting),) = plan.pairs
+    """The scores of every policy and of transformers' own cache in one task."""
+    task, setting = plan.pairs[0]
     key: Row = {"kind": "transformers", "task": task, "length": plan.length}
 
     def measure() -> Row:
-        name = f"vllm_quality.{task}{'.quick' if plan.length < 1000 else ''}"
-        journal = evaluated(loaded, plan, name)
+        journal = evaluated(loaded, plan, f"{rows.name}.{task}{'.quick' if rows.quick else ''}")
         found = {}
         for spec in plan.policies:
             entries = [journal.get(spec, task, setting, i) for i in range(plan.samples)]
             found[figure(spec)] = [entry.score for entry in entries if entry is not None]
         journal.remove()
-        return {"scores": found}
+        return dict(found)
 
-    found = rows.measured(key, measure)["scores"]
-    assert isinstance(found, dict)
-    return found
+    return cast(Scores, rows.measured(key, measure))
 
 
 def compared(task: str, mine: list[float], stock: list[float]) -> Row:
@@ -102,25 +98,28 @@ def measure(policies: list[str], basis: Path | None, *, quick: bool) -> tuple[Ro
     loaded = load_model()
     made = plans(policies, quick=quick)
     rows = Rows("vllm_quality", {"policies": policies, "plans": str(made)}, quick=quick)
+    tasks: Tasks = {
+        plan.tasks[0]: plan.samples_of(loaded, default_text(), *plan.pairs[0]) for plan in made
+    }
+    theirs = {plan.tasks[0]: under_transformers(rows, loaded, plan) for plan in made}
     table: list[Row] = []
-    for plan in made:
-        task = plan.tasks[0]
-        theirs = under_transformers(rows, loaded, plan)
-        stock = under_vllm(rows, loaded, plan, BF16)
-        for way in (BF16, FP8, *plan.policies[1:]):
-            mine = under_vllm(rows, loaded, plan, way)
-            other = theirs.get(FULL if way == BF16 else figure(way))
-            row: Row = {"kind": "score", "task": task, "way": figure(way), "samples": len(mine)}
-            row |= {f"vllm_{k}": v for k, v in compared(task, mine, stock).items()}
+    ways = (BF16, *(() if quick else (FP8,)), *made[0].policies[1:])
+    ours = {way: under_vllm(rows, tasks, made[0].length, way) for way in ways}
+    for task, beside in theirs.items():
+        for way in ways:
+            row: Row = {"kind": "score", "task": task, "way": figure(way)}
+            mine = compared(task, ours[way][task], ours[BF16][task])
+            row |= {f"vllm_{name}": value for name, value in mine.items()}
+            other = beside.get(FULL if way == BF16 else figure(way))
             if other is not None:  # fp8 is vLLM's alone
-                beside = compared(task, other, theirs[FULL])
-                row |= {f"transformers_{k}": v for k, v in beside.items()}
+                its = compared(task, other, beside[FULL])
+                row |= {f"transformers_{name}": value for name, value in its.items()}
             table.append(row)
     return rows, table
 
 
 def figures(table: list[Row]) -> dict[str, float]:
-    """A score under vLLM over stock's, which is below 1 for worse answers; for nats, their rise."""
+    """The shares that were found under vLLM; of nats, how many more than under stock."""
     stock = {row["task"]: float(str(row["vllm_score"])) for row in table if row["way"] == BF16}
     found = {}
     for row in table:
