@@ -74,7 +74,13 @@ def read_trace(path: Path, scale: Scale) -> tuple[list[Arrival], int]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Stretch the times, so that this many requests a second come on average."""
+    """Stretch the times, so that this many requests a second come on average.
+
+    Raises:
+        ValueError: all come at the same time; a trace whose clock is coarse begins like that.
+    """
+    if not arrivals[-1].at:
+        raise ValueError(f"the first {len(arrivals)} requests come at one time; take more of them")
     stretch = (len(arrivals) - 1) / rate / arrivals[-1].at
     return [replace(each, at=each.at * stretch) for each in arrivals]
 

@@ -14,7 +14,8 @@ from kv_policy import parse
 from kv_serve.evaluate.specs import split_specs
 from kv_serve.vllm.plugin import KEY
 
-BF16: Final = "bf16"  # stock vLLM, keys and values in the model's dtype
+# Stock vLLM, keys and values in the model's dtype. The policy of that name is meant by `raw`.
+BF16: Final = "bf16"
 FP8: Final = "fp8"  # stock vLLM, --kv-cache-dtype fp8
 DTYPES: Final = {BF16: "auto", FP8: "fp8"}
 
@@ -34,7 +35,7 @@ def figure(way: str) -> str:
     >>> figure("zack:file=/tmp/basis,rate=0.1+k8v4")
     'zack_rate_0_1_k8v4'
     """
-    return re.sub(r"\W+", "_", re.sub(r"\bfile=[^,+]*,?", "", canonical(way))).strip("_")
+    return re.sub(r"\W+", "_", re.sub(r"\bfile=[^,+]*,?", "", way)).strip("_")
 
 
 def canonical(way: str) -> str:

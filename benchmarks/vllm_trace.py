@@ -4,8 +4,9 @@
 Lengths and times are of a Mooncake trace (Qin et al., 2024, arXiv:2407.00079), whose file is given
 with --trace; none of it is part of this repository. SmolLM2-135M reads 8,192 tokens and two cores
 are slow, so prompts are scaled to an eighth and answers to a half, and the times so that requests
-come at nine tenths of the rate at which stock bf16 answers when all of them are there at once. Text
-is real; the trace's shared prefixes are not replayed. A time to the first token counts from the
+come at nine tenths of the rate at which stock bf16 answers when all of them are there at once. The
+trace's clock ticks every three seconds of its own time, and what has the same tick comes together.
+Text is real; prefixes that the trace shares are not replayed. A first token counts from the
 arrival, waiting included. Goodput counts requests that got their first token and the mean time
 between tokens within the targets, per second from the first arrival to the last token.
 """
@@ -65,7 +66,7 @@ def measure(
     """Find the rate that stock can answer, and replay the trace at a part of it under all."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
     if quick:
-        scale, held, rounds = Scale(1 / 64, 1 / 32, longest=512, requests=8), 1024, 1
+        scale, held, rounds = Scale(1 / 128, 1 / 64, longest=512, requests=24), 1024, 1
     else:
         scale, held, rounds = Scale(), HELD, ROUNDS
     # Short steps, so that a prompt does not hold up the tokens of others for long.
@@ -89,8 +90,8 @@ def measure(
     return rows
 
 
-def figures(rows: list[Row]) -> dict[str, float]:
-    """Of the first policy over stock, and of the others by name; means over rounds."""
+def figures(rows: list[Row], first: str) -> dict[str, float]:
+    """Means over rounds, over those of stock; of all but the first policy with its name."""
     means: dict[str, dict[str, float]] = {}
     for row in (row for row in rows if row["kind"] == "trace"):
         mine = means.setdefault(str(row["way"]), dict.fromkeys(FIGURES, 0.0))
@@ -99,9 +100,10 @@ def figures(rows: list[Row]) -> dict[str, float]:
     stock = means.pop(BF16)
     found = {}
     for way, mine in means.items():
+        label = "" if way == first else f"_{way}"
         for name in FIGURES:
             if stock[name]:  # stock may miss the targets every time; then there is no ratio
-                found[f"{name}_{way}_vs_bf16"] = mine[name] / stock[name]
+                found[f"{name}{label}_vs_bf16"] = mine[name] / stock[name]
     return found
 
 
@@ -114,7 +116,7 @@ def main() -> None:
     given = parser.parse_args()
     target = Target(given.ttft, given.tbt)
     rows = measure(given.trace, given.policies, given.basis, target, quick=given.quick)
-    rows.finish(figures(rows.rows))
+    rows.finish(figures(rows.rows, figure(given.policies[0])))
 
 
 if __name__ == "__main__":
