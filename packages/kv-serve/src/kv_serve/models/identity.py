@@ -22,10 +22,19 @@ def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
     Raises:
         WrongModelError: the fingerprints differ, or the model was not loaded from files.
     """
+    if policy.fitted_to is not None:
+        expect_fitted(policy, fingerprint_of(model))
+
+
+def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
+    """Refuse a policy that was calibrated with another model than the one of this fingerprint.
+
+    Raises:
+        WrongModelError: the fingerprints differ, or there is none to compare.
+    """
     wanted = policy.fitted_to
     if wanted is None:
         return
-    found = fingerprint_of(model)
     if found is None:
         raise WrongModelError(
             f"{policy} was calibrated with the model {wanted}, and this one was not loaded from a "
@@ -41,7 +50,11 @@ def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
 
 def fingerprint_of(model: "PreTrainedModel") -> str | None:
     """Fingerprint of the files a model was loaded from; None if there are none to be found."""
-    name = model.config.name_or_path
+    return fingerprint_at(model.config.name_or_path)
+
+
+def fingerprint_at(name: str | None) -> str | None:
+    """Fingerprint of the files in a folder, or of a model of the hub; None if none are found."""
     if not name:
         return None
     folder = Path(name) if Path(name).is_dir() else _snapshot(name)

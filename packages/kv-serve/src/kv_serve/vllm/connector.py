@@ -1,9 +1,12 @@
 """Between scheduler and workers: which requests a step is about, and how many pages they hold."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -15,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import Orders, Reports
+from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -138,3 +142,24 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         """Its blocks may go at once."""
         self.ledger.finished(request.request_id)
         return False, None
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayer:
+    """Hands a layer's tokens to what holds the pages of this worker."""
+
+    index: int
+
+    def forward(
+        self,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        cache: Tensor,
+        step: Rows,
+        output: Float[Tensor, "m Q Dv"],
+    ) -> None:
+        """Store the new tokens of a step and write what they see to `output`."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, PagesConnector), "vLLM was given our connector"
+        connector.worker.attend(self.index, step, query, key, value, output)

@@ -16,14 +16,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kv_policy import CacheShape, KVPolicy, TokenFormat
 from kv_serve.bases import Bases
 from kv_serve.layout import Layout
+from kv_serve.models.identity import expect_fitted, fingerprint_at
 from kv_serve.vllm.account import Account
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import plain_format
+from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.layer import SlotLayer
 from kv_serve.vllm.rows import RowsBuilder
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
-from kv_serve.vllm.worker import PageLayer
 
 BLOCK_TOKENS: Final = (
     16  # of a block of pages, where users do not say; finer than vLLM's own default
@@ -92,11 +93,17 @@ class Pages:
 
 
 def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | Pages:
-    """Choose how a policy is stored, and let vLLM make our connector where pages are counted."""
+    """Choose how a policy is stored, and let vLLM make our connector where pages are counted.
+
+    Raises:
+        WrongModelError: the policy was calibrated with another model.
+    """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
     format = plain_format(policy, shape)
     if format is not None:
         return Slots(format, full)
+    if policy.fitted_to is not None:
+        expect_fitted(policy, fingerprint_at(config.model_config.model))
     attach(config)
     register()
     cache = config.cache_config

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
@@ -153,34 +151,3 @@ class Worker:
                 yield name, int(cache.batch.pages_used().sum())
         if self.generating is not None and self.generating.batch is not None:
             yield from zip(self.names, self.generating.batch.pages_used().tolist(), strict=True)
-
-
-@runtime_checkable
-class HoldsPages(Protocol):
-    """What vLLM has made of our connector in a worker."""
-
-    @property
-    def worker(self) -> Worker:
-        """What holds the pages."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PageLayer:
-    """Hands a layer's tokens to what holds the pages of this worker."""
-
-    index: int
-
-    def forward(
-        self,
-        query: Float[Tensor, "m Q D"],
-        key: Float[Tensor, "m H D"],
-        value: Float[Tensor, "m H Dv"],
-        cache: Tensor,
-        step: Rows,
-        output: Float[Tensor, "m Q Dv"],
-    ) -> None:
-        """Store the new tokens of a step and write what they see to `output`."""
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, HoldsPages), "vLLM was given our connector"
-        connector.worker.attend(self.index, step, query, key, value, output)
