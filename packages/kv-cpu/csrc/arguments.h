@@ -5,10 +5,15 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "ops.h"
+#include "sequence.h"
 
 namespace kv {
 
 Number number_of(torch::headeronly::ScalarType type);
+
+// Reads queries [B, H, G, L, D] and their positions [B, L] into a job, which is given its kernels.
+Chunk read_chunk(Job& job, const torch::stable::Tensor& q, const torch::stable::Tensor& position,
+                 int64_t value_dim, double scale, const std::string& isa);
 
 // numbers: of each watch group, skip, count of terms, terms; above: one of each
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above);

@@ -64,6 +64,15 @@ const Kernels* kernels(const char* name) {
   return nullptr;
 }
 
+int level_of(const std::string& isa) {
+  if (isa == "plain") return 0;
+  if (isa == "avx2") return 1;
+#ifdef KV_X86
+  if (isa != "avx512" && __builtin_cpu_supports("avx512bf16")) return 3;
+#endif
+  return 2;
+}
+
 std::string names(bool all) {
   std::string found;
   for (const Choice& choice : choices) {

@@ -8,23 +8,7 @@
 namespace kv {
 namespace {
 
-constexpr int kPanels = kBlock / kPanel;
 constexpr int kNever = std::numeric_limits<int>::max();
-
-struct alignas(64) Line {  // rows and panels start where a register's worth may be read
-  float numbers[16];
-};
-
-// The last real queries of a sequence, by position.
-struct Sequence {
-  std::vector<int64_t> place, position;
-  std::vector<float> even;
-
-  // The first query that is at or after a position.
-  int from(int64_t at) const {
-    return int(std::lower_bound(position.begin(), position.end(), at) - position.begin());
-  }
-};
 
 struct Scratch {
   std::vector<Line> queries, panels, logits, p;
@@ -39,9 +23,13 @@ class Looker {
   Looker(Pass& pass, int workers, Fault& fault)
       : pass_(pass), job_(pass.job), fault_(fault), group_(int(job_.group)),
         queries_(std::max(1, kMostRows / group_)) {
-    for (int64_t b = 0; b < job_.sequences; ++b) sequences_.push_back(sequence(b));
-    for (const Sequence& found : sequences_)
-      latest_.push_back(found.position.empty() ? -1 : found.position.back());
+    const int64_t most = *std::max_element(pass_.last.begin(), pass_.last.end());
+    for (int64_t b = 0; b < job_.sequences; ++b) {
+      const Sequence& found = sequences_.emplace_back(pass.chunk, b, most);
+      latest_.push_back(found.latest());
+      even_.emplace_back();
+      for (int64_t at : found.position) even_.back().push_back(1 / float(at + 1));
+    }
     pass.job.position = latest_.data();
     for (int64_t stream = 0; stream < job_.streams(); ++stream)
       blocks_ = std::max(blocks_, (tokens(stream) + kBlock - 1) / kBlock);
@@ -65,23 +53,6 @@ class Looker {
   }
 
  private:
-  Sequence sequence(int64_t b) const {
-    const int64_t* position = pass_.position + b * pass_.length;
-    Sequence found;
-    for (int64_t i = 0; i < pass_.length; ++i)
-      if (position[i] >= 0) found.place.push_back(i);
-    const int64_t most = *std::max_element(pass_.last.begin(), pass_.last.end());
-    if (int64_t(found.place.size()) > most)
-      found.place.erase(found.place.begin(), found.place.end() - most);
-    std::stable_sort(found.place.begin(), found.place.end(),
-                     [position](int64_t a, int64_t b) { return position[a] < position[b]; });
-    for (int64_t i : found.place) {
-      found.position.push_back(position[i]);
-      found.even.push_back(1 / float(position[i] + 1));
-    }
-    return found;
-  }
-
   int64_t tokens(int64_t stream) const {
     int64_t sum = 0;
     for (const Part& part : job_.parts) sum += part.count(stream);
@@ -114,7 +85,8 @@ class Looker {
     int first = *std::min_element(scratch.least.begin(), scratch.least.end());
     for (; first < count; first += queries_) {
       const int queries = std::min(queries_, count - first);
-      const HeldRows rows{queries, group_, first, scratch.lse.data(), &sequence.even[first]};
+      const HeldRows rows{queries, group_, first, scratch.lse.data(),
+                          &even_[stream / job_.heads][first]};
       fill_queries(stream, sequence, rows, narrow, scratch);
       for (int panel = 0; panel < kPanels; ++panel)
         look(rows, panel, narrow, scratch);
@@ -149,7 +121,7 @@ class Looker {
 
   void fill_queries(int64_t stream, const Sequence& sequence, const HeldRows& rows, bool narrow,
                     Scratch& scratch) const {
-    const int64_t* step = pass_.query_step;
+    const int64_t* step = pass_.chunk.query_step;
     const int dim = int(job_.key_dim);
     const uint8_t* from =
         job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
@@ -160,7 +132,7 @@ class Looker {
       for (int g = 0; g < group_; ++g, to += row_bytes(dim, narrow)) {
         pass_.kernels->put_query(job_.query_number, from + g * step[2] + place * step[3], step[4],
                                  dim, narrow, to);
-        *lse++ = pass_.lse[(stream * group_ + g) * pass_.length + place];
+        *lse++ = pass_.lse[(stream * group_ + g) * pass_.chunk.length + place];
       }
     }
   }
@@ -221,6 +193,7 @@ class Looker {
   Fault& fault_;
   const int group_, queries_;  // queries that are held at once
   std::vector<Sequence> sequences_;
+  std::vector<std::vector<float>> even_;  // of each sequence and query an even share
   std::vector<int64_t> latest_;
   std::vector<Scratch> scratch_;
   int64_t blocks_ = 0;  // of the longest stream

@@ -3,16 +3,15 @@
 
 #include "ops.h"
 #include "scores.h"
+#include "sequence.h"
 
 namespace kv {
 
 struct Pass {
   Job job;  // its parts, watches and results; `position` is the latest of each sequence
   const ScoreKernels* kernels;
-  int64_t length;           // queries of a sequence
-  int64_t query_step[5];    // bytes between sequences, heads, group, queries, dimensions
-  const int64_t* position;  // [B, L], -1 for padding
-  const float* lse;         // [B, H, G, L]
+  Chunk chunk;
+  const float* lse;           // [B, H, G, L]
   std::vector<int64_t> last;  // of each watch: how many of the last queries count
 };
 

@@ -114,6 +114,27 @@ Number number_of(ScalarType type) {
   return Number::kBFloat16;
 }
 
+Chunk read_chunk(Job& job, const Tensor& q, const Tensor& position, int64_t value_dim, double scale,
+                 const std::string& isa) {
+  job.kernels = kernels(isa.c_str());
+  STD_TORCH_CHECK(job.kernels, "no kernels for ", isa, " here; there are ", names(false));
+  STD_TORCH_CHECK(q.dim() == 5, "queries must be [B, H, G, L, D]");
+  job.sequences = q.size(0), job.heads = q.size(1), job.group = q.size(2), job.key_dim = q.size(4);
+  job.value_dim = value_dim;
+  STD_TORCH_CHECK(job.key_dim <= kMostDim && value_dim <= kMostDim, "vectors have ", job.key_dim,
+                  " and ", value_dim, " dimensions; ", kMostDim, " are the most");
+  job.scale = float(scale);
+  job.query_number = number_of(q.scalar_type());
+  job.queries = static_cast<const uint8_t*>(q.const_data_ptr());
+  Chunk chunk{q.size(3), {}, nullptr};
+  for (int i = 0; i < 5; ++i) chunk.query_step[i] = q.stride(i) * int64_t(q.element_size());
+  STD_TORCH_CHECK(position.scalar_type() == ScalarType::Long && position.is_contiguous() &&
+                      int64_t(position.numel()) == job.sequences * chunk.length,
+                  "positions must be a contiguous int64 for each query");
+  chunk.position = static_cast<const int64_t*>(position.const_data_ptr());
+  return chunk;
+}
+
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above) {
   size_t at = 0;
   for (double share : above) {

@@ -13,6 +13,10 @@ namespace kv {
 // Names of the instruction sets that were compiled, or of those that this processor has.
 std::string names(bool all);
 
+// Which of the kernels of many queries an instruction set uses, that runs here: 0 plain, 1 AVX2,
+// 2 AVX-512, 3 that with bfloat16. What VNNI and AMX add is of no use there.
+int level_of(const std::string& isa);
+
 // A tensor of integers of either size.
 struct Integers {
   const void* data = nullptr;

@@ -6,6 +6,7 @@
 namespace kv {
 
 constexpr int kPanel = 32;     // tokens whose products are taken side by side
+constexpr int kPanels = kBlock / kPanel;
 constexpr int kTile = 12;      // rows are padded to a multiple of this
 constexpr int kMostRows = 96;  // rows that are held at once, unless a group has more
 

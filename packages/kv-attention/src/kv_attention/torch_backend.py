@@ -70,10 +70,7 @@ def forward(
     `stored` is attention over all pages, where another way to it was taken.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    parts: list[Part] = [
-        *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
-        *(DensePart.of(tokens, dtype) for tokens in dense),
-    ]
+    parts = parts_of(q, pages, dense, page_positions)
 
     @cache
     def scaled() -> Tensor:  # where it is asked for: a prompt alone needs no copy of its queries
@@ -88,6 +85,20 @@ def forward(
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
     return Forward(q, position, scale, parts, total.out.to(q.dtype), total.lse)
+
+
+def parts_of(
+    q: Float[Tensor, "B H G L D"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    page_positions: Sequence[Int[Tensor, "B H _"] | None],
+) -> list[Part]:
+    """Give all parts as they are read for these queries, pages first."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return [
+        *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
+        *(DensePart.of(tokens, dtype) for tokens in dense),
+    ]
 
 
 def look_back(done: Forward, what: Observe) -> Attended:

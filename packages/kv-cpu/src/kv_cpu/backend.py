@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
 from kv_attention.torch_backend import attend as attend_in_torch
-from kv_cpu import scores
+from kv_cpu import prompt, scores
 from kv_cpu.arguments import handed_out, parts, refused, watches
 from kv_cpu.library import chosen
 from kv_policy import Observe, PagedTokens
@@ -81,11 +81,11 @@ def declined(
 ) -> str | None:
     """Say why a pass goes to torch instead of native code; None if it does not.
 
-    A pass of several queries does, but for what `few` attends to; of looking back at it,
-    `scores.declined` says the same.
+    Of a pass of several queries that is its output; of looking back at it, `scores.declined` says
+    the same.
     """
     if q.shape[3] != 1:
-        return f"{q.shape[3]} queries of a sequence; native code takes one, a decode step"
+        return prompt.declined(q, pages, dense, value_dim)
     if any(what.gumbel is not None for what in watched if what.last != 0):
         return "attention under Gumbel noise is observed"
     return refused(q, pages, dense, value_dim)

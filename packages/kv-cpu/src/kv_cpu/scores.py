@@ -1,4 +1,4 @@
-"""What a policy observes of a pass of many queries: torch attends, and native code looks back.
+"""A pass of several queries of a sequence, and what a policy observes of it by looking back.
 
 The attention matrix is never held. With the log-sum-exp of the pass, blocks of it are worked out
 anew and summed over the queries.
@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
-from kv_attention.torch_backend import Forward, forward, look_back
+from kv_attention.torch_backend import Forward, forward, look_back, parts_of
+from kv_cpu import prompt
 from kv_cpu.arguments import handed_out, parts, refused, watches
 from kv_cpu.few import few_to_pages
 from kv_cpu.library import chosen
@@ -31,13 +32,19 @@ def attend(
     others: Sequence[Observe],
     isa: str | None = None,
 ) -> Attended:
-    """Attend in torch, then look back natively where `declined` has no reason against it.
+    """Attend, then look back natively where `declined` has no reason against it.
 
-    Few queries attend to pages natively as well. All observations are made together, in float32.
-    Arguments and errors are those of `backend.attend`.
+    Many queries attend natively where `prompt.declined` has no reason against it, and few to pages.
+    All observations are made together, in float32. Arguments and errors are those of
+    `backend.attend`.
     """
-    stored = few_to_pages(q, position, pages, value_dim, scale, isa)
-    done = forward(q, position, pages, dense, value_dim, scale, page_positions, stored)
+    if prompt.declined(q, pages, dense, value_dim, isa) is None:
+        found = prompt.attend_to_all(q, position, pages, dense, value_dim, scale, isa)
+        read = parts_of(q, pages, dense, page_positions)
+        done = Forward(q, position, scale, read, found.out, found.lse)
+    else:
+        stored = few_to_pages(q, position, pages, value_dim, scale, isa)
+        done = forward(q, position, pages, dense, value_dim, scale, page_positions, stored)
     everything = (observe, *others)
     native = [what for what in everything if declined(q, pages, dense, value_dim, what) is None]
     natively = iter(observe_all(done, pages, dense, page_positions, native, isa))

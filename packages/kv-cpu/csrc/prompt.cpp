@@ -1,0 +1,238 @@
+// Goes over the queries of each stream in tasks, and for each over the tokens in blocks, which are
+// unpacked once for all heads of the group.
+#include <cmath>
+#include <limits>
+
+#include "prompt_pass.h"
+
+namespace kv {
+namespace {
+
+constexpr int kNever = std::numeric_limits<int>::max();
+constexpr float kLow = -1e30f;  // below every logit, and not infinite, so that differences are numbers
+constexpr float kLog2 = 1.44269504f;
+
+std::vector<Line> room(int64_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
+
+struct Scratch {
+  std::vector<Line> wide, narrow;  // queries
+  std::vector<Line> top, total, sums, totals;
+  std::vector<Line> keys, values, scales, logits, weights, found, numbers;
+  std::vector<int> rank, start;
+  int latest[kPanels], earliest[kPanels];
+};
+
+class Attender {
+ public:
+  Attender(Prompt& prompt, int workers, Fault& fault)
+      : prompt_(prompt), job_(prompt.job), fault_(fault) {
+    for (int64_t b = 0; b < job_.sequences; ++b)
+      latest_.push_back(sequences_.emplace_back(prompt.chunk, b, prompt.chunk.length).latest());
+    prompt.job.position = latest_.data();
+    for (const Part& part : job_.parts) {
+      const bool narrow = is_narrow(part.key);
+      (narrow ? any_narrow_ : any_wide_) = true;
+      starts_.push_back(starts_of(part));
+    }
+    const Tasks found(job_, sequences_, starts_, workers);
+    tasks_ = found.all;
+    scratch_.resize(workers);
+    for (Scratch& scratch : scratch_) make(scratch, (found.most + kTile - 1) / kTile * kTile);
+  }
+
+  void run(Parallel parallel) {
+    for (int64_t b = 0; b < job_.sequences; ++b)
+      if (int64_t(sequences_[b].place.size()) < prompt_.chunk.length) clear_padding(b);
+    parallel(int64_t(scratch_.size()),
+             [](int64_t i, void* me) { static_cast<Attender*>(me)->work(int(i)); }, this);
+  }
+
+ private:
+  // Whether numbers are multiplied in bfloat16: where nothing but weights is rounded by that.
+  bool is_narrow(const Format& format) const {
+    return prompt_.kernels->narrow && job_.query_number == Number::kBFloat16 &&
+           (format.number == Number::kBFloat16 || is_scaled(format));
+  }
+
+  static bool is_scaled(const Format& format) {
+    return format.number == Number::kCodes && format.groups == 1;
+  }
+
+  std::vector<int> starts_of(const Part& part) const {
+    std::vector<int> starts;
+    for (int64_t b = 0; b < job_.sequences && !part.paged; ++b)
+      for (int64_t slot = 0; slot < part.width; ++slot) {
+        const int64_t at = part.place[b * part.place_step[0] + slot * part.place_step[2]];
+        starts.push_back(at < 0 ? kNever : sequences_[b].from(at));
+      }
+    return starts;
+  }
+
+  void make(Scratch& scratch, int64_t rows) const {
+    const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
+    scratch.wide = room(rows * row_bytes(dim, false));
+    if (any_narrow_) scratch.narrow = room(rows * row_bytes(dim, true));
+    for (auto* of : {&scratch.top, &scratch.total, &scratch.totals}) *of = room(4 * rows);
+    scratch.sums = room(4 * rows * panels * kPanel);
+    scratch.keys = room(kPanels * panel_bytes(dim, false));
+    scratch.values = room(panels * panel_bytes(kBlock, false));
+    scratch.scales = room(4 * 4 * kBlock);
+    scratch.logits = room(4 * kTile * kBlock);
+    scratch.weights = room(kTile * row_bytes(kBlock, false));
+    scratch.found = room(4 * kTile * kPanel);
+    scratch.numbers = room(4 * panels * kPanel);
+    scratch.rank.resize(rows);
+    scratch.start.resize(kBlock);
+  }
+
+  void work(int worker) {
+    Scratch& scratch = scratch_[worker];
+    for (size_t i; (i = next_++) < tasks_.size() && fault_.part < 0;) {
+      const Task& task = tasks_[i];
+      begin(task, scratch);
+      Block block;
+      int64_t tokens = 0;
+      for (const Part& part : job_.parts) tokens += part.count(task.stream);
+      Cursor cursor(job_, task.stream, 0, tokens, fault_);
+      while (cursor.next(block)) attend(task, block, scratch);
+      finish(task, scratch);
+    }
+  }
+
+  int64_t rows(const Task& task) const { return (task.last - task.first) * job_.group; }
+
+  void begin(const Task& task, Scratch& scratch) const {
+    const int64_t* step = prompt_.chunk.query_step;
+    const int64_t b = task.stream / job_.heads;
+    const int dim = int(job_.key_dim), group = int(job_.group);
+    const uint8_t* from = job_.queries + b * step[0] + task.stream % job_.heads * step[1];
+    std::fill(scratch.top.begin(), scratch.top.end(), Line{});
+    std::fill(scratch.total.begin(), scratch.total.end(), Line{});
+    std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
+    auto* narrow = reinterpret_cast<uint8_t*>(scratch.narrow.data());
+    auto* wide = reinterpret_cast<uint8_t*>(scratch.wide.data());
+    for (int64_t r = 0; r < rows(task); ++r) {
+      const int64_t rank = task.first + r / group, place = sequences_[b].place[rank];
+      const uint8_t* at = from + r % group * step[2] + place * step[3];
+      uint8_t* row = wide + r * row_bytes(dim, false);
+      prompt_.kernels->put_query(job_.query_number, at, step[4], dim, false, row);
+      if (any_narrow_)
+        prompt_.kernels->put_query(job_.query_number, at, step[4], dim, true,
+                                   narrow + r * row_bytes(dim, true));
+      const auto* numbers = reinterpret_cast<const float*>(row);
+      float total = 0;
+      for (int d = 0; d < dim; ++d) total += numbers[d];
+      scratch.totals[0].numbers[r] = total;
+      scratch.top[0].numbers[r] = kLow;
+      scratch.rank[r] = int(rank);
+    }
+  }
+
+  void attend(const Task& task, const Block& block, Scratch& scratch) const {
+    find_starts(task, block, scratch);
+    const int panels = panels_of(block.count), end = int(task.last);
+    if (*std::min_element(scratch.earliest, scratch.earliest + panels) >= end) return;
+    const Part& part = job_.parts[block.part];
+    float* scales = scratch.scales[0].numbers;
+    const Packed keys{is_narrow(part.key), is_scaled(part.key), scratch.keys.data(), scales,
+                      scales + kBlock};
+    const Packed values{is_narrow(part.value), is_scaled(part.value), scratch.values.data(),
+                        scales + 2 * kBlock, scales + 3 * kBlock};
+    prompt_.kernels->pack_keys(part.key, block.keys(), keys);
+    prompt_.kernels->pack_values(part.value, block.values(), values);
+    const int dim = int(job_.key_dim), value_dim = int(job_.value_dim);
+    const PackedBlock packed{keys, values, dim, value_dim, scratch.start.data(), scratch.latest};
+    const auto* queries = reinterpret_cast<const uint8_t*>(
+        keys.narrow ? scratch.narrow.data() : scratch.wide.data());
+    const int sums = panels_of(value_dim) * kPanel;
+    for (int64_t r = 0; r < rows(task); r += kTile) {
+      const int last = scratch.rank[std::min(r + kTile, rows(task)) - 1];
+      int held = panels;
+      while (held > 0 && scratch.earliest[held - 1] > last) --held;
+      if (held == 0) continue;
+      const RowTile tile{queries + r * row_bytes(dim, keys.narrow),
+                         scratch.totals[0].numbers + r,
+                         scratch.rank.data() + r,
+                         scratch.top[0].numbers + r,
+                         scratch.total[0].numbers + r,
+                         scratch.sums[0].numbers + r * sums,
+                         scratch.logits[0].numbers,
+                         scratch.weights[0].numbers,
+                         scratch.found[0].numbers};
+      prompt_.kernels->attend(packed, held, job_.scale * kLog2, tile);
+    }
+  }
+
+  // From which query on each token of the block is seen: a stored one by all.
+  void find_starts(const Task& task, const Block& block, Scratch& scratch) const {
+    std::vector<int>& start = scratch.start;
+    const Part& part = job_.parts[block.part];
+    if (part.paged) {
+      std::fill_n(start.begin(), block.count, 0);
+    } else {
+      const int* of = &starts_[block.part][task.stream / job_.heads * part.width];
+      auto to = start.begin();
+      for (int i = 0; i < block.runs; ++i)
+        to = std::copy_n(of + block.run[i].slot, block.run[i].count, to);
+    }
+    std::fill(start.begin() + block.count, start.end(), kNever);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const auto [least, most] = std::minmax_element(start.begin() + panel * kPanel,
+                                                     start.begin() + (panel + 1) * kPanel);
+      scratch.earliest[panel] = *least, scratch.latest[panel] = *most;
+    }
+  }
+
+  void finish(const Task& task, Scratch& scratch) const {
+    const int64_t b = task.stream / job_.heads, group = job_.group;
+    const int panels = panels_of(int(job_.value_dim));
+    float* row = scratch.numbers[0].numbers;
+    for (int64_t r = 0; r < rows(task); ++r) {
+      const float total = scratch.total[0].numbers[r], top = scratch.top[0].numbers[r];
+      const float share = total == 0 ? 0 : 1 / total;
+      const float* sums = scratch.sums[0].numbers +
+                          (r / kTile * panels * kTile + r % kTile) * kPanel;
+      for (int d = 0; d < panels * kPanel; ++d)
+        row[d] = sums[d / kPanel * kTile * kPanel + d % kPanel] * share;
+      const int64_t place = sequences_[b].place[task.first + r / group];
+      const float lse = total == 0 ? -INFINITY : (top + std::log2(total)) / kLog2;
+      put(row, lse, (task.stream * group + r % group) * prompt_.chunk.length + place);
+    }
+  }
+
+  void put(const float* row, float lse, int64_t query) const {
+    const int dim = int(job_.value_dim);
+    const Format format{job_.query_number, dim, 0, 1, 0, 0};
+    const auto* from = reinterpret_cast<const uint8_t*>(row);
+    prompt_.coder->encode(format, Number::kFloat32, &from, 1,
+                          prompt_.out + query * format.bytes(), nullptr);
+    job_.lse[query] = lse;
+  }
+
+  void clear_padding(int64_t b) const {
+    const std::vector<float> zeros(job_.value_dim, 0.0f);
+    const int64_t length = prompt_.chunk.length, heads = job_.heads * job_.group;
+    for (int64_t i = 0; i < length; ++i)
+      for (int64_t head = b * heads; prompt_.chunk.position[b * length + i] < 0 && head < (b + 1) * heads; ++head)
+        put(zeros.data(), -INFINITY, head * length + i);
+  }
+
+  const Prompt& prompt_;
+  const Job& job_;
+  Fault& fault_;
+  std::vector<Sequence> sequences_;
+  std::vector<int64_t> latest_;
+  std::vector<std::vector<int>> starts_;  // of each part of plain tokens: of each sequence and place
+  bool any_narrow_ = false, any_wide_ = false;
+  std::vector<Task> tasks_;
+  std::vector<Scratch> scratch_;
+  std::atomic<size_t> next_{0};
+};
+
+}  // namespace
+
+void attend(Prompt& prompt, int workers, Parallel parallel, Fault& fault) {
+  Attender(prompt, workers, fault).run(parallel);
+}
+
+}  // namespace kv

@@ -1,0 +1,7 @@
+#include "prompt.inc"
+
+namespace kv {
+
+extern const PromptKernels avx2_prompt = {false, put_query, pack_keys, pack_values, attend};
+
+}  // namespace kv

@@ -1,0 +1,54 @@
+// The operator that attends with many queries, as torch sees it.
+#include <torch/csrc/stable/library.h>
+
+#include "arguments.h"
+#include "name.h"
+#include "prompt_pass.h"
+
+namespace kv {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+const PromptKernels* const levels[] = {
+    &plain_prompt,
+#ifdef KV_X86
+    &avx2_prompt, &avx512_prompt, &bf16_prompt,
+#endif
+};
+
+// The output [B, H, G, L, Dv] as the queries are, and the log-sum-exp [B, H, G, L] in float32.
+std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tensors,
+                             std::vector<int64_t> parts, int64_t value_dim, double scale,
+                             Name isa) {
+  Prompt prompt;
+  Job& job = prompt.job;
+  prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa.text);
+  prompt.kernels = levels[level_of(isa.text)];
+  prompt.coder = coder(isa.text.c_str());
+  std::vector<Tensor> results, none;
+  const int64_t length = prompt.chunk.length;
+  results.push_back(torch::stable::new_empty(
+      q, {job.sequences, job.heads, job.group, length, value_dim}, q.scalar_type()));
+  results.push_back(torch::stable::new_empty(q, {job.sequences, job.heads, job.group, length},
+                                             ScalarType::Float));
+  read_parts(job, q, tensors, parts, false, none);
+  prompt.out = static_cast<uint8_t*>(results[0].mutable_data_ptr());
+  job.lse = static_cast<float*>(results[1].mutable_data_ptr());
+  Fault fault;
+  attend(prompt, int(torch::stable::get_num_threads()), parallel, fault);
+  check(job, fault);
+  return results;
+}
+
+}  // namespace
+}  // namespace kv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
+  m.def(
+      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int value_dim, float scale, "
+      "str isa) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", TORCH_BOX(&kv::attended)); }
