@@ -2,6 +2,7 @@
 // unpacked once for all heads of the group.
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "prompt_pass.h"
 
@@ -9,7 +10,7 @@ namespace kv {
 namespace {
 
 constexpr int kNever = std::numeric_limits<int>::max();
-constexpr float kLow = -1e30f;  // below every logit, and not infinite, so that differences are numbers
+constexpr float kLow = -1e30f;  // below every logit, and finite, so that differences are numbers
 constexpr float kLog2 = 1.44269504f;
 
 std::vector<Line> room(int64_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
@@ -30,8 +31,8 @@ class Attender {
       latest_.push_back(sequences_.emplace_back(prompt.chunk, b, prompt.chunk.length).latest());
     prompt.job.position = latest_.data();
     for (const Part& part : job_.parts) {
-      const bool narrow = is_narrow(part.key);
-      (narrow ? any_narrow_ : any_wide_) = true;
+      (is_narrow(part.key) ? any_narrow_ : any_wide_) = true;
+      any_scaled_ |= is_scaled(part.key);
       starts_.push_back(starts_of(part));
     }
     const Tasks found(job_, sequences_, starts_, workers);
@@ -70,7 +71,7 @@ class Attender {
 
   void make(Scratch& scratch, int64_t rows) const {
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
-    scratch.wide = room(rows * row_bytes(dim, false));
+    scratch.wide = room((any_wide_ ? rows : 1) * row_bytes(dim, false));
     if (any_narrow_) scratch.narrow = room(rows * row_bytes(dim, true));
     for (auto* of : {&scratch.top, &scratch.total, &scratch.totals}) *of = room(4 * rows);
     scratch.sums = room(4 * rows * panels * kPanel);
@@ -114,15 +115,16 @@ class Attender {
     for (int64_t r = 0; r < rows(task); ++r) {
       const int64_t rank = task.first + r / group, place = sequences_[b].place[rank];
       const uint8_t* at = from + r % group * step[2] + place * step[3];
-      uint8_t* row = wide + r * row_bytes(dim, false);
-      prompt_.kernels->put_query(job_.query_number, at, step[4], dim, false, row);
-      if (any_narrow_)
-        prompt_.kernels->put_query(job_.query_number, at, step[4], dim, true,
-                                   narrow + r * row_bytes(dim, true));
-      const auto* numbers = reinterpret_cast<const float*>(row);
-      float total = 0;
-      for (int d = 0; d < dim; ++d) total += numbers[d];
-      scratch.totals[0].numbers[r] = total;
+      auto put = [&](bool is_narrow, uint8_t* row) {
+        prompt_.kernels->put_query(job_.query_number, at, step[4], dim, is_narrow, row);
+      };
+      if (any_narrow_) put(true, narrow + r * row_bytes(dim, true));
+      uint8_t* row = wide + (any_wide_ ? r * row_bytes(dim, false) : 0);
+      if (any_wide_ || any_scaled_) put(false, row);
+      if (any_scaled_) {
+        const auto* numbers = reinterpret_cast<const float*>(row);
+        scratch.totals[0].numbers[r] = std::accumulate(numbers, numbers + dim, 0.0f);
+      }
       scratch.top[0].numbers[r] = kLow;
       scratch.rank[r] = int(rank);
     }
@@ -190,8 +192,8 @@ class Attender {
     for (int64_t r = 0; r < rows(task); ++r) {
       const float total = scratch.total[0].numbers[r], top = scratch.top[0].numbers[r];
       const float share = total == 0 ? 0 : 1 / total;
-      const float* sums = scratch.sums[0].numbers +
-                          (r / kTile * panels * kTile + r % kTile) * kPanel;
+      const float* sums =
+          scratch.sums[0].numbers + (r / kTile * panels * kTile + r % kTile) * kPanel;
       for (int d = 0; d < panels * kPanel; ++d)
         row[d] = sums[d / kPanel * kTile * kPanel + d % kPanel] * share;
       const int64_t place = sequences_[b].place[task.first + r / group];
@@ -213,8 +215,9 @@ class Attender {
     const std::vector<float> zeros(job_.value_dim, 0.0f);
     const int64_t length = prompt_.chunk.length, heads = job_.heads * job_.group;
     for (int64_t i = 0; i < length; ++i)
-      for (int64_t head = b * heads; prompt_.chunk.position[b * length + i] < 0 && head < (b + 1) * heads; ++head)
-        put(zeros.data(), -INFINITY, head * length + i);
+      if (prompt_.chunk.position[b * length + i] < 0)
+        for (int64_t head = b * heads; head < (b + 1) * heads; ++head)
+          put(zeros.data(), -INFINITY, head * length + i);
   }
 
   const Prompt& prompt_;
@@ -222,8 +225,8 @@ class Attender {
   Fault& fault_;
   std::vector<Sequence> sequences_;
   std::vector<int64_t> latest_;
-  std::vector<std::vector<int>> starts_;  // of each part of plain tokens: of each sequence and place
-  bool any_narrow_ = false, any_wide_ = false;
+  std::vector<std::vector<int>> starts_;  // of each part: of each sequence and place
+  bool any_narrow_ = false, any_wide_ = false, any_scaled_ = false;  // of the parts' keys
   std::vector<Task> tasks_;
   std::vector<Scratch> scratch_;
   std::atomic<size_t> next_{0};

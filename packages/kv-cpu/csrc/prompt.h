@@ -8,15 +8,15 @@ namespace kv {
 constexpr int panels_of(int count) { return (count + kPanel - 1) / kPanel; }
 
 // Vectors of a block of tokens for products: narrow ones are bfloat16, in pairs. Where vectors have
-// one scale, these are their codes, exact in either, and the scale and zero of each token lie apart.
+// one scale, these are codes, exact in either, and the scale and zero of each token lie apart.
 struct Packed {
   bool narrow, scaled;
   void* panels;
   float *scale, *zero;
 };
 
-// A block of tokens. Keys lie in panels of kPanel tokens, dimension by dimension; values in panels of
-// kPanel dimensions, token by token, and are zero up to the end of the last panel of tokens.
+// A block of tokens. Keys lie in panels of kPanel tokens, dimension by dimension; values in panels
+// of kPanel dimensions, token by token, and are zero up to the end of the last panel of tokens.
 struct PackedBlock {
   Packed keys, values;
   int key_dim, value_dim;
@@ -24,8 +24,8 @@ struct PackedBlock {
   const int* latest;  // of each panel of tokens the largest of these
 };
 
-// kTile rows, each a query of a head of the group, and what they came to so far: weights relative to
-// 2**top. Sums lie in panels of kPanel dimensions, row by row.
+// kTile rows, each a query of a head of the group, and what they came to so far: weights relative
+// to 2**top. Sums lie in panels of kPanel dimensions, row by row.
 struct RowTile {
   const void* queries;  // narrow or not, as the keys are
   const float* totals;  // of the numbers of each query

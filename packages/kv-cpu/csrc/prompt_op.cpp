@@ -47,8 +47,8 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int value_dim, float scale, "
-      "str isa) -> Tensor[]");
+      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int value_dim, "
+      "float scale, str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", TORCH_BOX(&kv::attended)); }

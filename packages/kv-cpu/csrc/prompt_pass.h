@@ -25,8 +25,8 @@ struct Task {
   int64_t stream, first, last, work;
 };
 
-// Cuts streams where queries are cheap enough for a worker, the longest first. What a query comes to
-// is the same wherever it is cut.
+// Cuts streams into about equal work, the most first. What a query comes to is the same wherever
+// they are cut.
 class Tasks {
  public:
   // starts: of each part the first query of each sequence that sees a place

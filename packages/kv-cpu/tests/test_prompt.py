@@ -1,15 +1,22 @@
 """Many queries in native code against the oracle, for each instruction set that runs here."""
 
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_judge import SHAPES, TOLERANCE
-from kv_attention import torch_backend
-from kv_cpu import prompt
+from attention_cases import Case, pack, random_case
+from attention_judge import SHAPES, TOLERANCE, assert_same_output
+from kv_attention import DenseTokens, torch_backend
+from kv_attention.checks import check_parts
+from kv_cpu import arguments, backend, prompt, runnable
 from kv_cpu.few import MOST
+from kv_cpu.library import FORCE
+from kv_policy import Observe, RawCodec
 
 NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
 TIERS = st.lists(st.tuples(NAMES, NAMES), max_size=3)
@@ -17,9 +24,16 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = st.sampled_from([MOST + 1, 31, 33, 70])
 
 
+@pytest.fixture(scope="module", params=[name for name in runnable() if "amx" not in name])
+def isa(request):
+    """Each instruction set while it is forced; what AMX adds is of no use to prompts."""
+    with patch.dict(os.environ, {FORCE: request.param}):
+        yield request.param
+
+
 def native(c, threads=1):
     """Attend natively; `plain` is asked too, though torch is faster than it."""
-    value_dim = c.attend().out.shape[-1]
+    value_dim = check_parts(c.q, c.pages, c.dense)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -30,11 +44,9 @@ def native(c, threads=1):
 
 def exact_lse(c):
     """The log-sum-exp of each query in float64."""
-    q = replace(c, q=c.q.double())
-    done = torch_backend.forward(
-        q.q, c.position, c.pages, c.dense, c.attend().out.shape[-1], c.scale, c.page_positions
-    )
-    return done.lse
+    value_dim = check_parts(c.q, c.pages, c.dense)
+    parts = c.pages, c.dense, value_dim, c.scale, c.page_positions
+    return torch_backend.forward(c.q.double(), c.position, *parts).lse
 
 
 def assert_native(c, threads=1):
@@ -49,5 +61,178 @@ def assert_native(c, threads=1):
 
 @settings(max_examples=80)
 @given(st.integers(0, 99), SHAPES, LENGTHS, st.sampled_from(DTYPES), TIERS)
-def test_any_prompt(case, near, seed, shape, length, dtype, tiers):
+def test_any_prompt(case, isa, seed, shape, length, dtype, tiers):
     assert_native(case(seed, tiers=tiers, **shape | {"L": length, "dtype": dtype}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 31, 33, 64, 80, 128, 300])
+@pytest.mark.parametrize("names", [("8", "4"), ("4", "2"), ("bfloat16", "float32")])
+def test_dimensions(case, isa, dtype, dim, names):
+    shape = {"D": dim, "Dv": dim + 3, "group": dim, "L": 40, "stored": 300, "page": 16}
+    assert_native(case(1, B=1, tiers=[names], dtype=dtype, scale=dim**-0.5, **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 13, 97])
+def test_query_groups(case, isa, dtype, group):
+    shape = {"B": 1, "H": 2, "G": group, "L": 30, "D": 16, "Dv": 16, "padding": "left"}
+    c = case(2, tiers=[("8", "4")], stored=40, page=16, window=4, dtype=dtype, **shape)
+    assert_native(c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [1, 31, 32, 33, 255, 256, 257, 600])
+@pytest.mark.parametrize("page", [1, 300])
+def test_blocks_that_are_full_or_not(case, isa, dtype, stored, page):
+    shape = {"B": 1, "H": 1, "L": 20, "ragged": False, "fresh": False, "dtype": dtype}
+    assert_native(case(3, tiers=[("8", "4"), ("bfloat16", "1")], stored=stored, page=page, **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_same_in_any_number_of_threads(case, isa, dtype, holes):
+    tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
+    shape = {"B": 2, "G": 3, "L": 700, "D": 32, "Dv": 32, "group": 32, "padding": "left"}
+    c = case(4, tiers=tiers, stored=400, page=16, window=40, holes=holes, dtype=dtype, **shape)
+    one = assert_native(c)
+    for threads in (2, 5):
+        more = native(c, threads)
+        assert torch.equal(one.out, more.out)
+        assert torch.equal(one.lse, more.lse)
+
+
+def test_two_chunks_come_to_what_one_prompt_does(isa):
+    """The first chunk lies in pages when the second one comes."""
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 2, n, 340, 24, generator=g) for n in (3, 1, 1))
+    k, v, place = k[:, :, 0], v[:, :, 0], torch.arange(340).expand(2, -1)
+    first, codec = 290, RawCodec(24, torch.float32)
+    pages = pack(k[:, :, :first], v[:, :, :first], torch.full((2, 2), first), (codec, codec), 7, 0)
+
+    def attended(at, stored):
+        tokens = [DenseTokens(k[:, :, at], v[:, :, at], place[:, at])]
+        return native(Case(q[..., at, :], place[:, at], stored, tokens, [None] * len(stored)))
+
+    one, two = attended(slice(None), []), attended(slice(first, None), [pages])
+    torch.testing.assert_close(one.out[..., first:, :], two.out, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(one.lse[..., first:], two.lse, rtol=2e-6, atol=2e-6)
+
+
+def test_partials_of_pages_and_of_plain_tokens_add_up(case, isa):
+    c = case(6, L=40, tiers=[("8", "4"), ("4", "2")], window=4, padding="left")
+    parts = native(replace(c, dense=[])) + native(replace(c, pages=[], page_positions=[]))
+    whole = native(c)
+    torch.testing.assert_close(parts.out, whole.out, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(parts.lse, whole.lse, rtol=2e-6, atol=2e-6)
+
+
+def test_queries_that_see_nothing(case, isa):
+    c = case(7, B=2, L=40, tiers=[("8", "4")], window=5, fresh=False)
+    c.pages[0].length[0] = 0
+    c.dense[0].position[0] = -1
+    found = assert_native(c)
+    assert not found.out[0].any()
+    assert found.lse[0].isneginf().all()
+
+
+def test_no_tokens_at_all(case, isa):
+    found = native(case(8, L=12, tiers=[], fresh=False))
+    assert not found.out.any()
+    assert found.lse.isneginf().all()
+
+
+def test_queries_in_any_order_of_positions(case, isa):
+    c = case(9, B=2, L=50, padding="left", window=4)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    mixed = native(replace(c, q=c.q[..., order, :], position=c.position[:, order]))
+    whole = native(c)
+    assert torch.equal(mixed.out, whole.out[..., order, :])
+    assert torch.equal(mixed.lse, whole.lse[..., order])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_with_any_strides(case, isa, dtype):
+    c = case(10, B=2, L=40, G=2, D=9, Dv=9, tiers=[("8", "4")], window=6, dtype=dtype)
+    expected = native(c)
+    turned = c.q.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    spread = torch.stack([turned] * 2, dim=-1)[..., 0]
+    tokens = c.dense[1]
+    key = tokens.key.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((2, tokens.key.shape[2] + 3), 7)
+    wide[:, 1:-2] = tokens.position
+    dense = [c.dense[0], DenseTokens(key, tokens.value, wide[:, 1:-2])]
+    for q in (turned, spread):
+        moved = native(replace(c, q=q, dense=dense))
+        assert torch.equal(moved.out, expected.out)
+        assert torch.equal(moved.lse, expected.lse)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 30.0])
+def test_scales_of_any_sign_and_size(case, isa, scale):
+    c = case(11, L=40, tiers=[("8", "4")], window=4, scale=scale)
+    expected = c.attend(backend="reference").out
+    torch.testing.assert_close(native(c).out.double(), expected.double(), rtol=3e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("names", [("8", "8"), ("8", "4"), ("1", "2"), ("bfloat16", "bfloat16")])
+def test_weights_in_bfloat16_are_all_that_is_rounded(case, isa, names):
+    """By half of 2**-8 each, and the output once more; codes reach from the least to the most."""
+    shape = {"D": 64, "Dv": 64, "group": 64, "L": 60, "stored": 500, "page": 16}
+    c = case(12, tiers=[names], dtype=torch.bfloat16, scale=0.125, **shape)
+    exact = replace(c, q=c.q.double()).attend(backend="reference").out
+    most = max(float(v.value.nan_to_num().abs().max()) for v in c.dense)
+    assert (native(c).out.double() - exact).abs().max() < 2**-8 * most
+
+
+def test_in_inference_mode(case, isa):
+    c = case(13, L=20, tiers=[("8", "4")], window=4)
+    expected = native(c).out
+    with torch.inference_mode():
+        found = native(c)
+        assert torch.equal(found.out, expected)
+
+
+def test_the_backend_makes_prompts_without_torch(case):
+    c = case(14, L=40, tiers=[("8", "4")], window=4, padding="left", dtype=torch.bfloat16)
+    assert backend.declined(c.q, c.pages, c.dense, 8, ()) is None
+    with patch("kv_cpu.scores.forward", side_effect=AssertionError("torch attended")):
+        found = c.attend(Observe(None, "sum"), backend="cpu")
+    assert torch.equal(found.out, native(c).out)
+    total = torch.cat(found.mass, dim=-1).sum(dim=-1)
+    real = (c.position >= 0).sum(dim=1)[:, None] * c.q.shape[2]
+    torch.testing.assert_close(total, real.expand(total.shape).float(), rtol=2e-5, atol=0)
+
+
+def test_what_is_left_to_torch_has_a_reason():
+    for change, reason in (
+        ({"L": MOST}, "8 queries of a sequence"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"tiers": [("shared", "8")]}, "read and written by its own code"),
+    ):
+        c = random_case(15, **{"L": 20} | change)
+        assert reason in prompt.declined(c.q, c.pages, c.dense, 8)
+        assert_same_output(c, "cpu")
+    c = random_case(15, L=20)
+    assert "AVX2" in prompt.declined(c.q, c.pages, c.dense, 8, "plain")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_page_outside_of_the_pool_is_an_error(case, isa, threads):
+    c = case(16, L=20, stored=300, page=16, tiers=[("8", "4"), ("4", "2")])
+    c.pages[1].table[1, 1, 0] = 10**6
+    with pytest.raises(RuntimeError, match=r"pages\[1\] has page 1000000 in its table"):
+        native(c, threads)
+
+
+def test_arguments_that_do_not_fit_are_errors(case):
+    c = case(17, L=20, tiers=[], D=8, Dv=8)
+    parts = arguments.parts([], [], c.dense, watched=False)
+    for q, position, isa, reason in (
+        (c.q[0], c.position, "plain", r"queries must be \[B, H, G, L, D\]"),
+        (c.q, c.position[:, 1:], "plain", "positions must be a contiguous int64"),
+        (c.q[..., :5], c.position, "plain", "vectors of other dimensions"),
+        (c.q, c.position, "mmx", "no kernels for mmx here"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            torch.ops.kv_cpu.prompt(q, position, *parts, 8, 0.3, isa)
