@@ -18,6 +18,22 @@ def decode(query: Tensor, key: Tensor, value: Tensor, cache_dtype: str) -> Calla
         value: the same.
         cache_dtype: vLLM's name of the cache's dtype, `auto` for that of the queries.
     """
+    step = prefill(query[:, :, :, None], key, value, cache_dtype)
+    return lambda: step().view(query.shape)
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, cache_dtype: str) -> Callable[[], Tensor]:
+    """Fill vLLM's cache in random block order, and give a pass of the last tokens over it.
+
+    Args:
+        query: [B, H, G, Q, D] in bfloat16, of the last Q of the L tokens; each sees those up to it.
+        key: [B, H, L, D], L a multiple of 128.
+        value: the same.
+        cache_dtype: vLLM's name of the cache's dtype, `auto` for that of the queries.
+
+    Returns:
+        What gives the output [B * Q, H * G, D] in bfloat16.
+    """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -32,9 +48,9 @@ def decode(query: Tensor, key: Tensor, value: Tensor, cache_dtype: str) -> Calla
         slot = (table[b, :, None].long() * BLOCK + torch.arange(BLOCK)).flatten()
         rows = (x[b].transpose(0, 1).contiguous() for x in (key, value))
         ops.cpu_attn_reshape_and_cache(*rows, keys, values, slot, isa, kv_cache_dtype=cache_dtype)
-    flat = query.flatten(1, 2).contiguous()
+    flat = query.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).contiguous()
     out = torch.empty_like(flat)
-    start = torch.arange(sequences + 1, dtype=torch.int32)
+    start = torch.arange(sequences + 1, dtype=torch.int32) * query.shape[3]
     length = torch.full((sequences,), tokens, dtype=torch.int32)
 
     @cache
@@ -73,6 +89,6 @@ def decode(query: Tensor, key: Tensor, value: Tensor, cache_dtype: str) -> Calla
             s_aux=None,
             kv_cache_dtype=cache_dtype,
         )
-        return out.view(query.shape)
+        return out
 
     return step
