@@ -16,9 +16,8 @@ from kv_cpu import arguments, chosen, scores
 from kv_cpu.few import MOST
 from kv_policy import Observe, RawCodec
 
-# The log-sum-exp that torch gives of queries in 16 bits is off by more than what is done with it.
-NEAR = {torch.float32: 2e-5, torch.float16: 2e-4, torch.bfloat16: 2e-4}
-DTYPES = st.sampled_from(list(NEAR))
+DTYPES_OF_QUERIES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = st.sampled_from(DTYPES_OF_QUERIES)
 NAMES = ["8", "4", "2", "1", "float16", "bfloat16", "float32"]
 TIERS = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=2)
 LENGTHS = st.sampled_from([2, 31, 33, 150])
@@ -34,11 +33,16 @@ def no_torch(near):
         yield
 
 
+def bound(dtype):
+    """Torch makes the pass where native code is plain; of 16 bits its log-sum-exp is rounded."""
+    return 2e-4 if chosen() == "plain" and dtype != torch.float32 else 2e-5
+
+
 @settings(max_examples=50)
 @given(st.integers(0, 99), OBSERVE, WATCHED_SHAPES, DTYPES, LENGTHS, DIMS, TIERS)
 def test_any_observation_of_a_prompt(case, near, seed, observe, shape, dtype, length, dim, tiers):
     shape = shape | {"L": length, "dtype": dtype, "D": dim, "Dv": dim}
-    error = NEAR[dtype] if length > MOST else max(near, NEAR[dtype])
+    error = bound(dtype) if length > MOST else max(near, 2e-4)  # torch attends to plain tokens
     assert_same_observation(case(seed, tiers=tiers, **shape), observe, error, "cpu")
 
 
@@ -57,13 +61,13 @@ def test_every_combination_in_three_threads(case, group, power, skip):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)
 @pytest.mark.parametrize("dim", [1, 31, 64, 300])
 @pytest.mark.parametrize("name", ["4", "bfloat16", "float32"])
 def test_dimensions(case, dtype, dim, name):
     shape = {"D": dim, "Dv": dim, "L": 40, "stored": 40, "page": 16, "scale": dim**-0.5}
     c = case(2, tiers=[(name, name)], dtype=dtype, **shape)
-    assert_same_observation(c, Observe(None, also=EVERYTHING), NEAR[dtype], "cpu")
+    assert_same_observation(c, Observe(None, also=EVERYTHING), bound(dtype), "cpu")
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 13, 97])
@@ -82,15 +86,15 @@ def test_counting_what_is_above_an_even_share(case, how, above):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)
 def test_the_attention_of_a_query_sums_to_one(case, padding, dtype):
     c = case(5, B=3, L=120, G=4, padding=padding, window=4, tiers=[("8", "4")], dtype=dtype)
     total = torch.cat(c.attend(Observe(None, "sum"), backend="cpu").mass, dim=-1).sum(dim=-1)
     real = (c.position >= 0).sum(dim=1)[:, None]
-    torch.testing.assert_close(total, (real * 4.0).expand(3, 2), rtol=NEAR[dtype], atol=0)
+    torch.testing.assert_close(total, (real * 4.0).expand(3, 2), rtol=bound(dtype), atol=0)
 
 
-@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)
 def test_two_chunks_observe_what_one_prompt_does(dtype):
     """The first chunk lies in pages when the second one comes."""
     g = torch.Generator().manual_seed(6)
@@ -111,7 +115,7 @@ def test_two_chunks_observe_what_one_prompt_does(dtype):
     assert torch.equal(one.seen[0][..., :first], two[0].seen[0] + two[1].seen[0])
     for of in (lambda x, i: x.mass[i], *(lambda x, i, n=n: x.also[i][n] for n in EVERYTHING)):
         sums = torch.cat([of(two[0], 0) + of(two[1], 0), of(two[1], 1)], dim=-1)
-        torch.testing.assert_close(of(one, 0), sums, rtol=NEAR[dtype], atol=NEAR[dtype])
+        torch.testing.assert_close(of(one, 0), sums, rtol=bound(dtype), atol=bound(dtype))
 
 
 def test_several_observations_of_one_pass_are_those_of_a_pass_each(case):

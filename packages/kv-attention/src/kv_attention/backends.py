@@ -98,7 +98,7 @@ BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
             Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
             Backend(
                 "cpu",
-                "native code for decode steps and scores on a CPU, torch for the rest",
+                "native code for decode steps, prompts and scores on a CPU, torch for the rest",
                 lambda: _native().attend,
                 _native_missing,
                 ("cpu",),
