@@ -1,4 +1,4 @@
-"""What a decode step takes of memory it gives back, to the byte that the allocator counts."""
+"""What decode steps and prompts take of memory they give back, to the byte that is counted."""
 
 import ctypes
 import gc
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from attention_cases import Case
+from kv_cpu.prompt import attend_to_all
 from kv_policy import Observe
 
 TIMES = 500
@@ -59,6 +60,12 @@ def test_steps_leak_nothing(near: float, case: Callable[..., Case], libc: ctypes
     c = case(5, L=1, D=32, Dv=32, stored=40, page=16, window=4, tiers=[("8", "4"), ("4", "2")])
     watch, more = Observe(last=1, group="max"), [Observe(last=1, also=frozenset({"squares"}))]
     assert growth(libc, lambda: c.attend(watch, "cpu", more)) < ALLOWED
+
+
+def test_prompts_leak_nothing(near: float, case: Callable[..., Case], libc: ctypes.CDLL) -> None:
+    c = case(7, L=12, D=32, Dv=32, stored=40, page=16, window=4, tiers=[("8", "4"), ("4", "2")])
+    parts = c.q, c.position, c.pages, c.dense, 32, c.scale
+    assert growth(libc, lambda: attend_to_all(*parts)) < ALLOWED
 
 
 def test_calls_that_fail_leak_nothing(case: Callable[..., Case], libc: ctypes.CDLL) -> None:
