@@ -28,8 +28,10 @@ class PagedSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the longest request once its prompt is compressed: what vLLM's capacity states.
 
-        Also the first that the process of the scheduler asks, so it makes sure of the connector.
+        Also the first that the process of the scheduler asks, which may be another than that of the
+        workers, so it makes sure of our manager and of the connector.
         """
+        register()
         attach(vllm_config)
         policy = served_policy(vllm_config)
         longest = vllm_config.model_config.max_model_len
