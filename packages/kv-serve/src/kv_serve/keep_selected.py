@@ -15,6 +15,7 @@ from kv_serve.carrying import enter, restack
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, plan_layers, score_layer
 from kv_serve.stepping import step
+from kv_serve.tally import Tally
 from kv_serve.turns import Turns
 
 
@@ -31,10 +32,13 @@ class _Arrival:
 class KeepSelected:
     """Keeps what a selector keeps, within each sequence's budget."""
 
-    def __init__(self, selector: Selector, budgets: tuple[Budget | None, ...] | None) -> None:
+    def __init__(
+        self, selector: Selector, budgets: tuple[Budget | None, ...] | None, tally: Tally
+    ) -> None:
         """Start for a batch; `budgets` holds a sequence's own budget, or None for the policy's."""
         self.selector = selector
         self.budgets = budgets
+        self.tally = tally
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
@@ -73,7 +77,7 @@ class KeepSelected:
         fresh_score = None if scored is None else scored.split(scored.score)[-1]
         arrival = _Arrival(key, value, scored, fresh_score)
         if now.prompt and self.selector.scope == "layer":
-            self._plan(batch, now, layer, [arrival])
+            self._plan_prompts(batch, now, layer, [arrival])
         else:
             self._waiting.append(arrival)
 
@@ -82,8 +86,8 @@ class KeepSelected:
         waiting, self._waiting = self._waiting, []
         if now.prompt:
             if waiting:
-                self._plan(batch, now, 0, waiting)
-            self._turns.done(self._planned)
+                self._plan_prompts(batch, now, 0, waiting)
+            self._planned_all()
             batch.settle()
             return
         self._decode(batch, now, waiting)
@@ -126,6 +130,24 @@ class KeepSelected:
         self._turns.join(other._turns)
 
     def _again(self, batch: Batch) -> None:
+        with self.tally.timed():
+            self._plan_stored(batch)
+        self._planned_all()
+
+    def _plan_prompts(
+        self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]
+    ) -> None:
+        if not self._planned:  # prompts that go on: every token stays
+            self._plan(batch, now, first, arrivals)
+            return
+        with self.tally.timed():
+            self._plan(batch, now, first, arrivals)
+
+    def _planned_all(self) -> None:
+        self._turns.done(self._planned)
+        self.tally.plans += bool(self._planned)
+
+    def _plan_stored(self, batch: Batch) -> None:
         """Plan stored tokens anew, by the scores they carry."""
         shape, sequences = batch.shape, len(batch.seen)
         now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
@@ -143,7 +165,6 @@ class KeepSelected:
         else:
             for layer, arrival in enumerate(arrivals):
                 self._plan(batch, now, layer, [arrival])
-        self._turns.done(self._planned)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Let budgets and turns follow their sequences."""

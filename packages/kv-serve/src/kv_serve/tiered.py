@@ -23,6 +23,7 @@ from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
 from kv_serve.refusals import check_budgets, check_reads, shared_out
+from kv_serve.tally import Tally
 
 
 class TieredCache:
@@ -40,6 +41,7 @@ class TieredCache:
         backend: str = AUTO,
         folded: Folded = frozenset(),
         pool: PagePool | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """Check what is asked; memory is taken when the first tokens arrive.
 
@@ -54,6 +56,7 @@ class TieredCache:
             folded: what comes as coordinates in the policy's basis, because it is folded into the
                 model's weights; with values the output is given in coordinates too.
             pool: pages that are shared with other caches; raw windows lie there, too.
+            tally: where plans are counted; caches may share one.
 
         Raises:
             ValueError: the policy asks for something this cache cannot do, a budget is below what
@@ -66,6 +69,7 @@ class TieredCache:
         check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self._device, self._pages, self._pool = torch.device(device), pages, pool
+        self.tally = tally or Tally()
         self.backend = backend_for(device, backend)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
@@ -143,7 +147,9 @@ class TieredCache:
     def _allocate(self, sequences: int) -> Batch:
         budgets = shared_out(self._budgets, sequences)
         selector = self.policy.selector
-        self._keeper = KeepAll() if selector is None else KeepSelected(selector, budgets)
+        self._keeper = (
+            KeepAll() if selector is None else KeepSelected(selector, budgets, self.tally)
+        )
         kernels = page_kernels(self.backend)
         return Batch.allocate(
             self.policy,

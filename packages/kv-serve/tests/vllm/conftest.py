@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 HERE = Path(__file__).parent
-NEEDS_NO_VLLM = ("test_account.py", "test_pages.py")
+NEEDS_NO_VLLM = ("test_account.py", "test_measure.py", "test_pages.py")
 TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,

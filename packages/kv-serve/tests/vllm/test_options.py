@@ -5,6 +5,8 @@ from argparse import Namespace
 import pytest
 
 PATH = "kv_serve.vllm.middleware.BudgetCheck"
+PLAIN = "kv_serve.vllm.plain.PlainMetrics"
+SELECTED = "kv-compress:rate=2+k8v4"
 
 
 def options(*arguments: str) -> Namespace:
@@ -32,8 +34,8 @@ def test_without_a_policy_every_option_is_as_it_was() -> None:
     assert changed(applied(None, *mine), *mine) == {}
 
 
-def test_a_policy_adds_its_text_and_the_check_of_budgets() -> None:
-    wanted = {"additional_config": {"kv_policy": "k8v4"}, "middleware": [PATH]}
+def test_a_policy_adds_its_text_the_check_of_budgets_and_metrics() -> None:
+    wanted = {"additional_config": {"kv_policy": "k8v4"}, "middleware": [PATH, PLAIN]}
     assert changed(applied("k8v4")) == wanted
 
 
@@ -43,18 +45,65 @@ def test_a_policy_adds_its_text_and_the_check_of_budgets() -> None:
 def test_what_the_user_says_is_kept(mine: tuple[str, str]) -> None:
     given = applied("k8v4", *mine, "--middleware", "my.Middleware")
     assert given.additional_config == {"mine": 1, "kv_policy": "k8v4"}
-    assert given.middleware == ["my.Middleware", PATH]
+    assert given.middleware == ["my.Middleware", PATH, PLAIN]
 
 
 def test_a_policy_in_the_additional_config_gets_the_check_too() -> None:
     named = ("--additional-config", '{"kv_policy": "k8v4"}')
-    assert applied(None, *named).middleware == [PATH]
-    assert applied("k8v4", *named, "--middleware", PATH).middleware == [PATH]
+    assert applied(None, *named).middleware == [PATH, PLAIN]
+    assert applied("k8v4", *named, "--middleware", PATH).middleware == [PATH, PLAIN]
 
 
 def test_two_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="--policy is k8v4 and kv_policy in --additional"):
         applied("k8v4", "--additional-config", '{"kv_policy": "k4v2"}')
+
+
+def test_a_policy_in_pages_names_its_connector_where_metrics_are_served() -> None:
+    from kv_serve.vllm.attach import is_ours
+
+    given = applied(SELECTED)
+    assert given.middleware == [PATH]
+    assert is_ours(given.kv_transfer_config)
+    assert not given.kv_transfer_config.kv_connector_extra_config
+
+
+def test_our_connector_may_be_named_by_hand() -> None:
+    ours = ("--kv-transfer-config.kv_connector", "PagesConnector")
+    ours += ("--kv-transfer-config.kv_connector_module_path", "kv_serve.vllm.connector")
+    ours += ("--kv-transfer-config.kv_role", "kv_both")
+    given = applied(SELECTED, *ours)
+    assert given.kv_transfer_config.kv_connector == "PagesConnector"
+    with pytest.raises(ValueError, match="PagesConnector, and the policy k8v4 cannot be served"):
+        applied("k8v4", *ours)
+
+
+@pytest.mark.parametrize("policy", ["k8v4", SELECTED])
+def test_another_connector_is_refused(policy: str) -> None:
+    other = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+    with pytest.raises(
+        ValueError, match=r"names ExampleConnector, and the policy .* leave the opt"
+    ):
+        applied(policy, "--kv-transfer-config", other)
+    assert changed(applied(None, "--kv-transfer-config", other)).keys() == {"kv_transfer_config"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "plain"),
+    [
+        ("k8v4", True),
+        ("bf16", True),
+        ("k4v4:keys=channel,block=32,window=32", False),
+        ("streaming", False),
+        ("leankv", False),
+        (SELECTED, False),
+    ],
+)
+def test_which_policies_are_plain_is_known_without_a_model(policy: str, plain: bool) -> None:
+    from kv_policy import parse
+    from kv_serve.vllm.config import is_plain
+
+    assert is_plain(parse(policy)) is plain
 
 
 class Gpu:

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,13 +36,22 @@ class Server:
     address: str
     log: Path
 
+    def metrics(self) -> str:
+        """What /metrics says."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            text: str = answer.read().decode()
+        return text
+
     def metric(self, name: str) -> float:
         """The sum of what /metrics says under a name."""
-        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
-            text = answer.read().decode()
-        lines = [line for line in text.splitlines() if re.match(rf"{name}[{{ ]", line)]
+        lines = [line for line in self.metrics().splitlines() if re.match(rf"{name}[{{ ]", line)]
         assert lines, f"there is no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of a metric that has one line."""
+        (line,) = re.findall(rf"^{name}{{(.*)}} ", self.metrics(), re.M)
+        return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
     def wait(self, name: str, value: float) -> None:
         """Wait until a metric has a value."""
@@ -72,14 +82,13 @@ def healthy(address: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def serving(policy: str, log: Path) -> Iterator[Server]:
     port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
     where = ("--host", "127.0.0.1", "--port", str(port))
     with log.open("wb") as said:
         process = subprocess.Popen(
-            (*COMMAND, MODEL, "--policy", "k8v4", *SMALL, *where),
+            (*COMMAND, MODEL, "--policy", policy, *SMALL, *where),
             env=environment(),
             stdout=said,
             stderr=subprocess.STDOUT,
@@ -102,6 +111,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving("k8v4", tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator["OpenAI"]:
     from openai import OpenAI
 
@@ -112,6 +127,16 @@ def client(server: Server) -> Iterator["OpenAI"]:
 def test_it_says_which_policy_it_serves(server: Server, client: "OpenAI") -> None:
     assert "kv-serve stores keys and values as k8v4: 104 bytes" in server.log.read_text()
     assert [each.id for each in client.models.list()] == [MODEL]
+
+
+def test_metrics_of_a_plain_format_follow_from_arithmetic(server: Server) -> None:
+    assert server.metric("vllm:kv_serve_kv_bytes_per_token") == 30 * 3 * 104
+    assert server.metric("vllm:kv_serve_compression_ratio") == pytest.approx(256 / 104)
+    assert server.labels("vllm:kv_serve_compression_ratio") == {
+        "engine": "0",
+        "model_name": MODEL,
+        "policy": "k8v4",
+    }
 
 
 def test_a_completion(client: "OpenAI") -> None:
@@ -250,3 +275,40 @@ def test_a_signal_ends_it(server: Server) -> None:
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(PATIENCE) == 0, server.log.read_text()[-4000:]
     assert "Application shutdown complete" in server.log.read_text()
+
+
+def test_metrics_of_a_policy_that_drops_tokens(tmp_path: Path) -> None:
+    from openai import OpenAI
+
+    prefix = "vllm:kv_serve_"
+    policy = "kv-compress:rate=2+k8v4"
+    with (
+        serving(policy, tmp_path / "log") as server,
+        OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert server.metric(f"{prefix}compression_passes_total") == 0
+        for asked in (1, 2):
+            client.completions.create(model=MODEL, prompt=list(range(10, 410)), max_tokens=1)
+            # A last step, without tokens, is told of when nothing is held any more.
+            server.wait(f"{prefix}compression_passes_total", asked)
+            server.wait(f"{prefix}tokens_computed", 0)
+        # Half of 400 tokens, and 112 bytes a token with its score and its position.
+        assert server.metric(f"{prefix}kv_bytes_per_token") == 30 * 3 * 112 / 2
+        assert server.metric(f"{prefix}compression_ratio") == pytest.approx(2 * 256 / 112)
+        assert server.metric(f"{prefix}compression_seconds_total") > 0
+        assert server.metric(f"{prefix}tokens_kept") == 0
+        assert server.metric(f"{prefix}pages_used") == 0
+        free = server.metric(f"{prefix}pages_free")
+        stream = client.completions.create(
+            model=MODEL,
+            prompt=list(range(10, 410)),
+            max_tokens=2 * 16,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        server.wait(f"{prefix}tokens_computed", 400 + 16)  # counted again after 16 steps
+        assert server.metric(f"{prefix}tokens_kept") == 200 + 16
+        assert server.metric(f"{prefix}pages_used") + server.metric(f"{prefix}pages_free") == free
+        stream.close()
+        assert server.labels(f"{prefix}compression_passes_total")["policy"] == policy

@@ -16,6 +16,7 @@ from kv_serve.vllm.versions import SERVED, installed, minor
 _ATTENTION: Final = "vllm.v1.attention.backend"
 _MANAGER: Final = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _SPEC: Final = "vllm.v1.kv_cache_interface"
 _REGISTRY: Final = "vllm.v1.kv_cache_spec_registry"
 
@@ -59,6 +60,17 @@ OVERRIDDEN: Final = (
     f"{_CONNECTOR}.register_kv_caches(kv_caches)",
     f"{_CONNECTOR}.bind_connector_metadata(connector_metadata)",
     f"{_CONNECTOR}.has_pending_block_frees()",
+    f"{_CONNECTOR}.get_kv_connector_stats()",
+    f"{_CONNECTOR}.build_kv_connector_stats(data)",
+    f"{_CONNECTOR}.build_prom_metrics(vllm_config, metric_types, labelnames, "
+    "per_engine_labelvalues)",
+    f"{_METRICS}:KVConnectorStats.reset()",
+    f"{_METRICS}:KVConnectorStats.aggregate(other)",
+    f"{_METRICS}:KVConnectorStats.reduce()",
+    f"{_METRICS}:KVConnectorStats.is_empty()",
+    f"{_METRICS}:KVConnectorPromMetrics.__init__(vllm_config, metric_types, labelnames, "
+    "per_engine_labelvalues)",
+    f"{_METRICS}:KVConnectorPromMetrics.observe(transfer_stats_data, engine_idx)",
     f"{_CONNECTOR}.request_finished(request, block_ids)",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups("
     "request, block_ids)",
@@ -91,6 +103,8 @@ CALLED: Final = (
     "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
     f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, dtype, "
     "state_content_bytes)",
+    f"{_METRICS}:KVConnectorStats.__init__(data)",
+    "vllm.v1.metrics.utils:create_metric_per_engine(metric, per_engine_labelvalues)",
     f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "
     "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
     "slot_mapping)",

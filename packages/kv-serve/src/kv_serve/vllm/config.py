@@ -60,6 +60,18 @@ def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
     return None if others or window or first.block != 1 else first
 
 
+def is_plain(policy: KVPolicy) -> bool:
+    """Say whether a policy has a plain format, before there is a model to ask for its shape.
+
+    Sizes of heads say how many bytes a token takes, and whether a format can serve them at all; not
+    how many formats there are.
+    """
+    try:
+        return plain_format(policy, CacheShape(1, 1, 1, 128, 128)) is not None
+    except ValueError:  # refused when the model is known, if it is a reason then
+        return True
+
+
 def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     """Refuse what would share, move, split or reinterpret our pages.
 
@@ -72,7 +84,8 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
-        "a KV transfer connector": config.kv_transfer_config is not None and not is_ours(config),
+        "a KV transfer connector": config.kv_transfer_config is not None
+        and not is_ours(config.kv_transfer_config),
         "a model that mixes attention with other state": config.model_config.is_hybrid,
     }
     for what in (name for name, given in wrong.items() if given):

@@ -15,13 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import Orders, Reports
+from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
 from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.worker import Worker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +47,7 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         self._policy = served_policy(vllm_config)
         self._ledger: Ledger | None = None
         self._worker: Worker | None = None
+        self._stats: PolicyStats | None = None  # since vLLM asked last
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -129,6 +136,13 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, Reports):
             self.ledger.note(reports)
+            if reports.measured is not None and is_heard(self._vllm_config):
+                self._stats = PolicyStats.of(reports.measured)
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """Give what workers counted; they report to the scheduler, and have none for vLLM."""
+        stats, self._stats = self._stats, None
+        return stats
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -142,6 +156,28 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         """Its blocks may go at once."""
         self.ledger.finished(request.request_id)
         return False, None
+
+    # The end of the process that serves metrics.
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        """Give what was sent its class again."""
+        return PolicyStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        """Register what Prometheus is told; of an attached connector nothing, as none is sent."""
+        if not is_heard(vllm_config):
+            return None
+        return PolicyMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 @dataclass(frozen=True, slots=True)

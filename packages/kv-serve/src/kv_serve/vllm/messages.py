@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_policy import Budget
+from kv_serve.vllm.measure import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Reports(KVConnectorWorkerMetadata):
 
     told: dict[str, Told] = field(default_factory=dict)
     answered: bool = False  # blocks were short, and what could be compressed has been
+    measured: Measured | None = None  # in steps that count
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
         """Join what another worker tells of its own heads: each request needs what most take."""
@@ -64,4 +66,7 @@ class Reports(KVConnectorWorkerMetadata):
             mine = joined.get(request)
             if mine is None or theirs.pages > mine.pages:
                 joined[request] = theirs
-        return type(self)(joined, self.answered or other.answered)
+        measured = self.measured or other.measured
+        if self.measured is not None and other.measured is not None:
+            measured = self.measured.beside(other.measured)
+        return type(self)(joined, self.answered or other.answered, measured)

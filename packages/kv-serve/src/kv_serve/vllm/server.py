@@ -11,8 +11,10 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kv_policy import parse
-from kv_serve.vllm import adapters, middleware
+from kv_policy import KVPolicy, parse
+from kv_serve.vllm import adapters, middleware, plain
+from kv_serve.vllm.attach import connector, is_ours
+from kv_serve.vllm.config import is_plain
 from kv_serve.vllm.plugin import KEY
 
 logger = init_logger("vllm.kv_serve")
@@ -57,10 +59,10 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         raise ValueError(
             f"--policy is {text} and {KEY} in --additional-config is {named}; leave one of them out"
         )
-    parse(str(named))
+    policy = parse(str(named))
     given.additional_config = {**config, KEY: named}
-    if middleware.PATH not in given.middleware:
-        given.middleware = [*given.middleware, middleware.PATH]
+    _add_middleware(given, middleware.PATH)
+    _choose_metrics(given, policy)
     if current_platform.is_cuda():
         _choose_backend(given)
     if given.grpc or envs.VLLM_USE_RUST_FRONTEND:
@@ -68,6 +70,25 @@ def apply_policy(given: Namespace, text: str | None) -> None:
             "budgets of requests are checked in vLLM's HTTP server in Python; in this one a bad "
             "kv_budget is not refused, and the request is served by the policy's own"
         )
+
+
+def _add_middleware(given: Namespace, path: str) -> None:
+    if path not in given.middleware:
+        given.middleware = [*given.middleware, path]
+
+
+def _choose_metrics(given: Namespace, policy: KVPolicy) -> None:
+    """Name our connector where the process that serves metrics sees it, too."""
+    asked = given.kv_transfer_config
+    if asked is not None and (is_plain(policy) or not is_ours(asked)):
+        raise ValueError(
+            f"--kv-transfer-config names {asked.kv_connector}, and the policy {policy} cannot be "
+            "served with a KV connector of yours; leave the option out"
+        )
+    if is_plain(policy):
+        _add_middleware(given, plain.PATH)
+    elif asked is None:
+        given.kv_transfer_config = connector()
 
 
 def _choose_backend(given: Namespace) -> None:

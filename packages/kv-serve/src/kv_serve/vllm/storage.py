@@ -19,7 +19,7 @@ from kv_serve.layout import Layout
 from kv_serve.models.identity import expect_fitted, fingerprint_at
 from kv_serve.vllm.account import Account
 from kv_serve.vllm.attach import attach
-from kv_serve.vllm.config import plain_format
+from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.layer import SlotLayer
 from kv_serve.vllm.rows import RowsBuilder
@@ -96,11 +96,17 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
     """Choose how a policy is stored, and let vLLM make our connector where pages are counted.
 
     Raises:
+        UnservableError: a connector is configured, and nothing would be counted.
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
     format = plain_format(policy, shape)
     if format is not None:
+        if config.kv_transfer_config is not None:
+            raise UnservableError(
+                f"{policy} is stored where vLLM's slots are, and needs no KV connector; leave "
+                "--kv-transfer-config out"
+            )
         return Slots(format, full)
     if policy.fitted_to is not None:
         expect_fitted(policy, fingerprint_at(config.model_config.model))

@@ -11,7 +11,11 @@ from vllm.config import VllmConfig
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
 from kv_serve.backends import page_kernels
+from kv_serve.batch import Batch
+from kv_serve.tally import Tally
 from kv_serve.tiered import TieredCache
+from kv_serve.vllm.attach import is_heard
+from kv_serve.vllm.measure import Meter
 from kv_serve.vllm.messages import Orders, Reports, Told, Turn
 from kv_serve.vllm.parts import Part
 from kv_serve.vllm.plugin import POISON
@@ -31,6 +35,7 @@ class Worker:
     scale: float
     backend: str
     pool: PagePool
+    meter: Meter | None = None  # None: nobody hears of it
     reading: dict[str, TieredCache] = field(default_factory=dict)
     generating: TieredCache | None = None
     names: list[str] = field(default_factory=list)  # of the sequences that generate
@@ -49,7 +54,8 @@ class Worker:
         data = flat[: len(flat) // size * size].view(-1, size)
         poison = bool(config.additional_config.get(POISON))
         pool = PagePool.over(data, poison=poison, kernels=page_kernels(backend))
-        return cls(policy, shape, layer.impl.scale, backend, pool)
+        meter = Meter(shape, Tally()) if is_heard(config) else None
+        return cls(policy, shape, layer.impl.scale, backend, pool, meter)
 
     def begin(self, orders: Orders) -> None:
         """Begin a step: let go of requests that are gone, and compress if blocks are short."""
@@ -87,7 +93,8 @@ class Worker:
             if name in firsts:
                 first, turn = firsts[name]
                 told[name] = Told(first, pages, turn.computed + turn.tokens)
-        return Reports(told, self.answered)
+        measured = None if self.meter is None else self.meter.step(self.pool, self._batches())
+        return Reports(told, self.answered, measured)
 
     def _open(self, rows: Rows) -> None:
         assert self.orders is not None, "a forward pass follows the beginning of a step"
@@ -128,6 +135,7 @@ class Worker:
                 device=self.pool.device,
                 backend=self.backend,
                 pool=self.pool,
+                tally=None if self.meter is None else self.meter.tally,
             )
         return self.reading[turn.request]
 
@@ -143,6 +151,12 @@ class Worker:
         else:
             self.generating.release()
             self.generating = None
+
+    def _batches(self) -> list[Batch]:
+        """Batches of all requests that hold something."""
+        caches = (*self.reading.values(), self.generating)
+        found = (None if cache is None else cache.batch for cache in caches)
+        return [batch for batch in found if batch is not None]
 
     def _pages(self) -> Iterable[tuple[str, int]]:
         """Pages of every request that holds some."""
