@@ -26,9 +26,8 @@ from kv_serve.vllm.rows import RowsBuilder
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 
-BLOCK_TOKENS: Final = (
-    16  # of a block of pages, where users do not say; finer than vLLM's own default
-)
+# Of a block that pays for pages, where users do not say: finer than vLLM's own default.
+BLOCK_TOKENS: Final = 16
 
 logger = init_logger("vllm.kv_serve")
 
