@@ -101,15 +101,12 @@ class KeepSelected:
                 batch.settle()
 
     def compress(self, batch: Batch) -> bool:
-        """Plan sequences now, because pages are short; False if the policy never does.
-
-        The first call lets all be due, and so does one that finds nobody due.
-        """
+        """Plan all sequences now, because pages are short; False if the policy never does."""
         if not self.selector.replan.short:
             return False
-        if not self._turns.waiting:
-            self._turns.all_due()
-        self._again(batch)
+        self._turns.all_due()
+        while self._turns.waiting:
+            self._again(batch)
         return True
 
     def join(self, other: "KeepSelected") -> None:

@@ -6,6 +6,7 @@ policy says. Nothing keeps an uncompressed copy of what is stored.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -63,9 +64,7 @@ class TieredCache:
                 the policy protects, a size is not positive, or the backend cannot be used here.
         """
         if pages is not None and pages < 1:
-            raise ValueError(
-                f"a pool of {pages} pages holds nothing; give at least 1, or None to grow"
-            )
+            raise ValueError(f"a pool of {pages} pages holds nothing; give 1 or more, or None")
         check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self._device, self._pages, self._pool = torch.device(device), pages, pool
@@ -79,6 +78,14 @@ class TieredCache:
         check_budgets(policy, self._budgets)
         self.followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
+
+    def another(self, budget: Budget | None = None) -> "TieredCache":
+        """Make an empty cache like this one, with the same bases and pool, but for the budget."""
+        made = copy(self)
+        made.followers, made._budgets = (), None if budget is None else (budget,)
+        check_budgets(self.policy, made._budgets)
+        made.reset()
+        return made
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""

@@ -21,6 +21,7 @@ from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import Orders, Reports
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
 from kv_serve.vllm.rows import Rows
+from kv_serve.vllm.spec import PagedSpec
 from kv_serve.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take over the memory that vLLM allocated."""
-        self._worker = Worker.over(self._vllm_config, self._policy, kv_caches)
+        assert self._kv_cache_config is not None, "vLLM gives it to every connector"
+        (group,) = self._kv_cache_config.kv_cache_groups
+        assert isinstance(group.kv_cache_spec, PagedSpec)
+        account = group.kv_cache_spec.account
+        self._worker = Worker.over(self._vllm_config, self._policy, account, kv_caches)
 
     @property
     def worker(self) -> Worker:

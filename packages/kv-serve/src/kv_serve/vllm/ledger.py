@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy
+from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
@@ -27,7 +28,8 @@ class Ledger:
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)  # tokens to read before one is generated
-    known: set[str] = field(default_factory=set)  # requests that workers hold pages of
+    known: dict[str, int] = field(default_factory=dict)  # whom workers hold, since which step
+    step: int = 0  # the last one's number
     asked: bool = False  # the next step says that blocks are short
     answered: bool = False  # workers compressed what they could, and blocks are short still
 
@@ -78,30 +80,41 @@ class Ledger:
         return True
 
     def orders(self, step: "SchedulerOutput") -> Orders:
-        """Say what a step is about."""
+        """Say what a step is about.
+
+        Raises:
+            UnservableError: a request has more to read after its answer.
+        """
+        self.step += 1
         turns = {}
         begun = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         begun |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request, tokens in step.num_scheduled_tokens.items():
-            first = self.manager.first_block(request)
-            assert first is not None, "what is scheduled owns a block"
-            turns[first] = self._turn(request, begun[request], tokens)
-        alive = {turn.request for turn in turns.values()}
-        gone = tuple(r for r in self.known if self.manager.first_block(r) is None)
-        self.known = self.known.difference(gone) | alive
+            first, *_ = self.manager.owned(request)
+            turns[first.block_id] = self._turn(request, begun[request], tokens)
+        gone = tuple(request for request in self.known if not self.manager.owned(request))
+        for request in gone:
+            del self.known[request]
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
-        return Orders(turns, gone, short)
+        return Orders(self.step, turns, gone, short)
 
     def note(self, reports: Reports) -> None:
         """Take note of pages; blocks that are not needed go back to vLLM's pool."""
         freed = 0
         for request, told in reports.told.items():
-            freed += self.manager.told(request, told.first, told.pages, told.computed)
+            if self.known.get(request, reports.step + 1) <= reports.step:  # has not begun anew
+                freed += self.manager.told(request, told.pages, told.computed)
         self.answered = (self.answered or reports.answered) and not freed
 
     def _turn(self, request: str, computed: int, tokens: int) -> Turn:
         if computed == 0:  # after a preemption what was generated is read again, too
             self.prompts[request] = self.requests[request].num_tokens
+            self.known[request] = self.step
+        elif tokens > 1 and computed >= self.prompts[request]:
+            raise UnservableError(
+                f"the request {request} goes on with {tokens} new tokens after its answer; a "
+                "kv_policy serves no sessions whose input comes in pieces: send a new request"
+            )
         return Turn(request, computed, tokens, self.prompts[request], self.budgets.get(request))

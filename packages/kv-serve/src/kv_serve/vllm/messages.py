@@ -36,6 +36,7 @@ class Turn:
 class Orders(KVConnectorMetadata):
     """A step, for the workers."""
 
+    step: int  # its number
     turns: dict[int, Turn]  # by the number of the request's first block
     gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
     short: bool = False  # blocks are short: compress what can be compressed
@@ -45,7 +46,6 @@ class Orders(KVConnectorMetadata):
 class Told:
     """A request's pages after a step."""
 
-    first: int  # the number of its first block
     pages: int
     computed: int  # tokens by then
 
@@ -54,6 +54,7 @@ class Told:
 class Reports(KVConnectorWorkerMetadata):
     """What workers tell of their requests."""
 
+    step: int  # that they come after
     told: dict[str, Told] = field(default_factory=dict)
     answered: bool = False  # blocks were short, and what could be compressed has been
     measured: Measured | None = None  # in steps that count
@@ -69,4 +70,4 @@ class Reports(KVConnectorWorkerMetadata):
         measured = self.measured or other.measured
         if self.measured is not None and other.measured is not None:
             measured = self.measured.beside(other.measured)
-        return type(self)(joined, self.answered or other.answered, measured)
+        return type(self)(self.step, joined, self.answered or other.answered, measured)

@@ -51,6 +51,7 @@ class _Owned:
     """What a request owns, and what its pages were when a worker last told."""
 
     blocks: list[KVCacheBlock]
+    tokens: int = 0  # that the blocks are for; workers may be at the newest of them
     told: tuple[int, int] | None = None  # pages, and tokens computed by then
 
 
@@ -112,8 +113,9 @@ class PagedManager(FullAttentionManager):
         owned = self._owned.get(request_id)
         if owned is not None:
             owned.blocks += new
+            owned.tokens = num_tokens
             return []
-        self._owned[request_id] = _Owned(new)
+        self._owned[request_id] = _Owned(new, num_tokens)
         self.req_to_blocks[request_id] = new[:1]
         return new[:1]
 
@@ -126,17 +128,18 @@ class PagedManager(FullAttentionManager):
     def cache_blocks(self, *given: Any, **options: Any) -> None:
         """Nothing is cached for other requests."""
 
-    def first_block(self, request_id: str) -> int | None:
-        """Give the number of the block that names a request; None if it owns none."""
+    def owned(self, request_id: str) -> tuple[KVCacheBlock, ...]:
+        """Give the blocks of a request; the first names it in the worker's block table."""
         owned = self._owned.get(request_id)
-        return None if owned is None else owned.blocks[0].block_id
+        return () if owned is None else tuple(owned.blocks)
 
-    def told(self, request_id: str, first: int, pages: int, computed: int) -> int:
+    def told(self, request_id: str, pages: int, computed: int) -> int:
         """Take note of a request's pages, and take back the blocks that it does not need.
 
+        Under asynchronous scheduling the next step has its blocks by then, and keeps them.
+
         Args:
-            request_id: the request; if it is gone, or began anew in other blocks, nothing happens.
-            first: the block that named it when the pages were counted.
+            request_id: the request; if it is gone, nothing happens.
             pages: that it holds.
             computed: its tokens by then.
 
@@ -144,10 +147,10 @@ class PagedManager(FullAttentionManager):
             Blocks that went back to vLLM's pool.
         """
         owned = self._owned.get(request_id)
-        if owned is None or owned.blocks[0].block_id != first:
+        if owned is None:
             return 0
         owned.told = (pages, computed)
-        keep = self.blocks_for(computed + 1, owned.told)
+        keep = self.blocks_for(max(owned.tokens, computed + 1), owned.told)
         surplus = owned.blocks[keep:]
         del owned.blocks[keep:]
         self.block_pool.free_blocks(reversed(surplus))

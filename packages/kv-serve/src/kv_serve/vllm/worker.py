@@ -9,11 +9,12 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from kv_paging import PagePool
-from kv_policy import CacheShape, KVPolicy
+from kv_policy import KVPolicy
 from kv_serve.backends import page_kernels
 from kv_serve.batch import Batch
 from kv_serve.tally import Tally
 from kv_serve.tiered import TieredCache
+from kv_serve.vllm.account import Account
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.measure import Meter
 from kv_serve.vllm.messages import Orders, Reports, Told, Turn
@@ -30,10 +31,8 @@ class Worker:
     vLLM runs whole steps in inference mode, so what outlives one need not be made outside it.
     """
 
-    policy: KVPolicy
-    shape: CacheShape
+    empty: TieredCache  # over the pool of all
     scale: float
-    backend: str
     pool: PagePool
     meter: Meter | None = None  # None: nobody hears of it
     reading: dict[str, TieredCache] = field(default_factory=dict)
@@ -44,18 +43,31 @@ class Worker:
     answered: bool = False
 
     @classmethod
-    def over(cls, config: VllmConfig, policy: KVPolicy, caches: dict[str, Tensor]) -> "Worker":
-        """Lay pages over the memory of all layers, which is one allocation."""
+    def over(
+        cls, config: VllmConfig, policy: KVPolicy, account: Account, caches: dict[str, Tensor]
+    ) -> "Worker":
+        """Lay the pages of the account over the memory of all layers, which is one allocation."""
         layer = attention_layers(config)[0]
         shape, backend = model_shape(config, layer), backend_of(config)
+        storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
+        assert len(storages) == 1, "vLLM allocates the memory of all layers at once"
         storage = next(iter(caches.values())).untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        size = TieredCache(policy, shape, device=storage.device, backend=backend).layout.page_bytes
+        size = account.page_bytes
         data = flat[: len(flat) // size * size].view(-1, size)
         poison = bool(config.additional_config.get(POISON))
         pool = PagePool.over(data, poison=poison, kernels=page_kernels(backend))
         meter = Meter(shape, Tally()) if is_heard(config) else None
-        return cls(policy, shape, layer.impl.scale, backend, pool, meter)
+        empty = TieredCache(
+            policy,
+            shape,
+            page_tokens=account.block_tokens,
+            device=storage.device,
+            backend=backend,
+            pool=pool,
+            tally=None if meter is None else meter.tally,
+        )
+        return cls(empty, layer.impl.scale, pool, meter)
 
     def begin(self, orders: Orders) -> None:
         """Begin a step: let go of requests that are gone, and compress if blocks are short."""
@@ -80,21 +92,18 @@ class Worker:
             self._open(rows)
         for part in self.parts:
             part.attend(layer, query, key, value, self.scale, output)
-        if layer == self.shape.layers - 1:
+        if layer == self.empty.shape.layers - 1:
             self._close()
 
     def end(self) -> Reports:
         """End a step: tell how many pages requests hold."""
         orders, self.orders = self.orders, None
         assert orders is not None, "a step that ends has begun"
-        firsts = {turn.request: (first, turn) for first, turn in orders.turns.items()}
-        told = {}
-        for name, pages in self._pages():
-            if name in firsts:
-                first, turn = firsts[name]
-                told[name] = Told(first, pages, turn.computed + turn.tokens)
+        names = {turn.request for turn in orders.turns.values()}
+        # What was compressed need not be part of the step.
+        told = {name: each for name, each in self._told() if orders.short or name in names}
         measured = None if self.meter is None else self.meter.step(self.pool, self._batches())
-        return Reports(told, self.answered, measured)
+        return Reports(orders.step, told, self.answered, measured)
 
     def _open(self, rows: Rows) -> None:
         assert self.orders is not None, "a forward pass follows the beginning of a step"
@@ -128,15 +137,7 @@ class Worker:
 
     def _prompt(self, turn: Turn) -> TieredCache:
         if turn.computed == 0:
-            self.reading[turn.request] = TieredCache(
-                self.policy,
-                self.shape,
-                budgets=None if turn.budget is None else (turn.budget,),
-                device=self.pool.device,
-                backend=self.backend,
-                pool=self.pool,
-                tally=None if self.meter is None else self.meter.tally,
-            )
+            self.reading[turn.request] = self.empty.another(turn.budget)
         return self.reading[turn.request]
 
     def _drop(self, gone: set[str]) -> None:
@@ -152,16 +153,17 @@ class Worker:
             self.generating.release()
             self.generating = None
 
-    def _batches(self) -> list[Batch]:
-        """Batches of all requests that hold something."""
-        caches = (*self.reading.values(), self.generating)
-        found = (None if cache is None else cache.batch for cache in caches)
-        return [batch for batch in found if batch is not None]
-
-    def _pages(self) -> Iterable[tuple[str, int]]:
-        """Pages of every request that holds some."""
-        for name, cache in self.reading.items():
+    def _told(self) -> Iterable[tuple[str, Told]]:
+        """Pages and tokens of every request that holds some."""
+        caches = [([name], cache) for name, cache in self.reading.items()]
+        if self.generating is not None:
+            caches.append((self.names, self.generating))
+        for names, cache in caches:
             if cache.batch is not None:
-                yield name, int(cache.batch.pages_used().sum())
-        if self.generating is not None and self.generating.batch is not None:
-            yield from zip(self.names, self.generating.batch.pages_used().tolist(), strict=True)
+                both = torch.stack((cache.batch.pages_used(), cache.batch.seen), 1).tolist()
+                yield from ((name, Told(*each)) for name, each in zip(names, both, strict=True))
+
+    def _batches(self) -> list[Batch]:
+        """Give what holds the pages of all requests."""
+        caches = [*self.reading.values(), *([] if self.generating is None else [self.generating])]
+        return [cache.batch for cache in caches if cache.batch is not None]
