@@ -1,5 +1,6 @@
 """Engines inside the test process, and tiny models that they refuse or serve."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -12,6 +13,10 @@ import pytest
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from kv_policy import CacheShape, KVPolicy
+    from kv_serve.vllm.spec import PagedManager
+    from paged_engine import Engine
 
 HERE = Path(__file__).parent
 NEEDS_NO_VLLM = ("test_account.py", "test_measure.py", "test_pages.py")
@@ -82,6 +87,27 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
             engine.llm_engine.engine_core.shutdown()
 
     return running
+
+
+@pytest.fixture(scope="session")
+def engine_class() -> "type[Engine]":
+    """A scheduler and a worker without a model; vLLM is imported with it, so late."""
+    from paged_engine import Engine
+
+    return Engine
+
+
+@pytest.fixture(scope="session")
+def manager_of() -> Callable[..., "PagedManager"]:
+    """Make our manager for a policy and a shape, over so many of vLLM's blocks."""
+    from paged_engine import account_of, manager_of
+
+    account = functools.cache(account_of)
+
+    def made(policy: "KVPolicy", shape: "CacheShape", blocks: int) -> "PagedManager":
+        return manager_of(account(policy, shape), blocks)
+
+    return made
 
 
 @pytest.fixture(scope="session")

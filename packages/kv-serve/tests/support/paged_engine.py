@@ -1,0 +1,315 @@
+"""A scheduler and a worker of vLLM's kind without vLLM's: our two ends and a real pool of blocks.
+
+Needs vLLM, so only tests in a folder named vllm can import it.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Final
+
+import torch
+from torch import Tensor
+from vllm.v1.core.block_pool import BlockPool
+
+from kv_paging import PagePool
+from kv_policy import CacheShape, KVPolicy
+from kv_serve.bases import Bases
+from kv_serve.layout import Layout
+from kv_serve.tiered import TieredCache
+from kv_serve.vllm.account import Account
+from kv_serve.vllm.ledger import Ledger
+from kv_serve.vllm.messages import Orders, Reports, Turn
+from kv_serve.vllm.rows import Rows
+from kv_serve.vllm.spec import PagedManager, PagedSpec
+from kv_serve.vllm.worker import Worker
+
+POISON: Final = 0xFF
+SCALE: Final = 0.4
+
+
+def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> Account:
+    """The account that vLLM's blocks are sized by."""
+    bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
+    return Account.of(Layout.of(policy, shape, bases, block_tokens), block_tokens)
+
+
+def manager_of(account: Account, blocks: int, caching: bool = False) -> PagedManager:
+    """Our manager over a pool of so many blocks, of which vLLM keeps one for itself."""
+    spec = PagedSpec(
+        block_size=account.block_tokens,
+        num_kv_heads=1,
+        head_size=1,
+        dtype=torch.uint8,
+        account=account,
+    )
+    pool = BlockPool(blocks + 1, caching, account.block_tokens)
+    return PagedManager(
+        spec,
+        block_pool=pool,
+        enable_caching=caching,
+        kv_cache_group_id=0,
+        scheduler_block_size=account.block_tokens,
+    )
+
+
+@dataclass
+class Asked:
+    """A request, with what a cache of its own makes of the same tokens."""
+
+    request_id: str
+    prompt: int
+    draw: torch.Generator
+    sampling_params: SimpleNamespace
+    num_tokens: int = 0  # of its prompt, and those that were generated
+    computed: int = 0
+    told: bool = False  # vLLM has told the workers of it
+    alone: TieredCache | None = None
+
+    def tokens(self, count: int, shape: CacheShape) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values of all layers, by token."""
+
+        def made(heads: int, dim: int) -> Tensor:
+            return torch.randn(count, heads, dim, generator=self.draw).to(shape.dtype)
+
+        query, key, value = shape.kv_heads * shape.group, shape.key_dim, shape.value_dim
+        return [
+            (made(query, key), made(shape.kv_heads, key), made(shape.kv_heads, value))
+            for _ in range(shape.layers)
+        ]
+
+
+@dataclass
+class Engine:
+    """Schedules requests as vLLM does: who runs first comes first, and the newest is preempted."""
+
+    policy: KVPolicy
+    shape: CacheShape
+    blocks: int
+    block_tokens: int = 16
+    late: bool = False  # what workers tell comes when the next step has been scheduled already
+    seed: int = 0
+    running: list[Asked] = field(default_factory=list)
+    waiting: list[Asked] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    shorts: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+        self.account = account_of(self.policy, self.shape, self.block_tokens)
+        self.manager = manager_of(self.account, self.blocks)
+        self.ledger = Ledger(self.policy, self.manager)
+        pages = self.blocks * self.account.block_pages + 1  # none to spare, and a scratch page
+        shape = (pages, self.account.page_bytes)
+        self.memory = torch.full(shape, POISON, dtype=torch.uint8)
+        pool = PagePool.over(self.memory, poison=True)
+        kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
+        self.worker = Worker(TieredCache(self.policy, self.shape, **kept), SCALE, pool)
+        self.pending: Reports | None = None
+
+    def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
+        """Let a request wait."""
+        seed = torch.Generator().manual_seed(self.draw.getrandbits(32))
+        extra = None if budget is None else {"kv_budget": budget}
+        asked = Asked(name, prompt, seed, SimpleNamespace(extra_args=extra), prompt)
+        self.waiting.append(asked)
+        self.ledger.welcome(asked)
+        return asked
+
+    def finish(self, asked: Asked) -> None:
+        """Let a request go: it is answered, or given up."""
+        for queue in (self.running, self.waiting):
+            if asked in queue:
+                queue.remove(asked)
+        self._free(asked)
+        self.ledger.finished(asked.request_id)
+        self.finished.append(asked.request_id)
+
+    def step(self, left_out: float = 0.0, chunk: int = 64) -> Orders:
+        """Schedule, run the worker and take its reports."""
+        orders = self.ledger.orders(self._schedule(left_out, chunk))
+        if self.pending is not None:
+            self.ledger.note(self.pending)
+            self.pending = None
+            self.check_blocks()
+        reports = self._work(orders)
+        if self.late:
+            self.pending = reports
+        else:
+            self.ledger.note(reports)
+        self.check_blocks()
+        self.steps += 1
+        return orders
+
+    def _schedule(self, left_out: float, chunk: int) -> SimpleNamespace:
+        scheduled: dict[str, int] = {}
+        preempted = False
+        for asked in list(self.running):
+            if asked not in self.running or self.draw.random() < left_out:
+                continue
+            count = min(asked.num_tokens - asked.computed, self.draw.randint(1, chunk))
+            while not self._allocate(asked, count):
+                if self.ledger.ask():
+                    count = 0
+                    break
+                preempted = True
+                last = self.running.pop()
+                scheduled.pop(last.request_id, None)
+                self._preempt(last)
+                if last is asked:
+                    count = 0
+                    break
+            if not count:
+                break
+            scheduled[asked.request_id] = count
+        while self.waiting and not preempted:
+            asked = self.waiting[0]
+            count = min(asked.num_tokens, self.draw.randint(1, chunk))
+            if self._lacks(asked, asked.num_tokens) or not self._allocate(asked, count):
+                break
+            self.running.append(self.waiting.pop(0))
+            scheduled[asked.request_id] = count
+        self.turns = {a.request_id: a for a in self.running if a.request_id in scheduled}
+        new = [a for a in self.turns.values() if not a.told]
+        cached = [a for a in self.turns.values() if a.told]
+        for asked in new:
+            asked.told = True
+        return SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=a.request_id, num_computed_tokens=a.computed) for a in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[a.request_id for a in cached],
+                num_computed_tokens=[a.computed for a in cached],
+            ),
+            num_scheduled_tokens={name: scheduled[name] for name in self.turns},
+        )
+
+    def _lacks(self, asked: Asked, tokens: int) -> bool:
+        missing = self.manager.get_num_blocks_to_allocate(asked.request_id, tokens)
+        return missing > self.manager.block_pool.get_num_free_blocks()
+
+    def _allocate(self, asked: Asked, count: int) -> bool:
+        if self._lacks(asked, asked.computed + count):
+            return False
+        self.manager.allocate_new_blocks(asked.request_id, asked.computed + count)
+        return True
+
+    def _preempt(self, asked: Asked) -> None:
+        self._free(asked)
+        asked.computed = 0
+        self.waiting.insert(0, asked)
+        self.preemptions += 1
+
+    def _free(self, asked: Asked) -> None:
+        blocks = self.manager.pop_blocks_for_free(asked.request_id)
+        self.manager.block_pool.free_blocks(reversed(blocks))
+
+    def _work(self, orders: Orders) -> Reports:
+        self.shorts += orders.short
+        with torch.inference_mode():
+            self.worker.begin(orders)
+            if orders.short:
+                for name in self.worker.names:
+                    self._named(name).alone.compress()
+            if orders.turns:
+                self._attend(orders)
+            reports = self.worker.end()
+        self._check_pages(reports, orders)
+        return reports
+
+    def _attend(self, orders: Orders) -> None:
+        brought, start = [], [0]
+        for turn in orders.turns.values():
+            brought.append(self.turns[turn.request].tokens(turn.tokens, self.shape))
+            start.append(start[-1] + turn.tokens)
+        rows = Rows(tuple(orders.turns), tuple(start))
+        wanted = [
+            self._alone(turn, each)
+            for turn, each in zip(orders.turns.values(), brought, strict=True)
+        ]
+        for layer in range(self.shape.layers):
+            fresh = [torch.cat([each[layer][i] for each in brought]) for i in range(3)]
+            heads = self.shape.kv_heads * self.shape.group
+            out = torch.full((start[-1], heads, self.shape.value_dim), torch.nan)
+            self.worker.attend(layer, rows, *fresh, out)
+            torch.testing.assert_close(out, torch.cat([each[layer] for each in wanted]))
+        for turn in orders.turns.values():
+            asked = self.turns[turn.request]
+            asked.computed += turn.tokens
+            if asked.computed == asked.num_tokens:
+                asked.num_tokens += 1  # one is generated
+
+    def _alone(self, turn: Turn, brought: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+        """What the tokens of a turn see in a cache that the request has for itself."""
+        asked = self.turns[turn.request]
+        assert turn.computed == asked.computed
+        if turn.computed == 0:
+            assert turn.prompt == asked.num_tokens
+            budgets = None if turn.budget is None else (turn.budget,)
+            kept = {"budgets": budgets, "page_tokens": self.block_tokens, "backend": "torch"}
+            asked.alone = TieredCache(self.policy, self.shape, **kept)
+        cache, every = asked.alone, torch.ones(1, turn.tokens, dtype=torch.bool)
+        assert cache is not None
+        reads = turn.computed < turn.prompt
+        cache.begin(every, prompt=reads, more=turn.computed + turn.tokens < turn.prompt)
+        found = []
+        for layer, (query, key, value) in enumerate(brought):
+            grouped = query[None].unflatten(2, (self.shape.kv_heads, -1)).permute(0, 2, 3, 1, 4)
+            fresh = key[None].transpose(1, 2), value[None].transpose(1, 2)
+            out = cache.attend(layer, grouped, *fresh, SCALE)
+            found.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
+        return found
+
+    def _named(self, name: str) -> Asked:
+        return next(a for a in (*self.running, *self.waiting) if a.request_id == name)
+
+    def held(self) -> dict[str, int]:
+        """Pages of every request in the worker."""
+        worker = self.worker
+        caches = [([name], cache) for name, cache in worker.reading.items()]
+        if worker.generating is not None:
+            caches.append((worker.names, worker.generating))
+        return {
+            name: pages
+            for names, cache in caches
+            if cache.batch is not None
+            for name, pages in zip(names, cache.batch.pages_used().tolist(), strict=True)
+        }
+
+    def _check_pages(self, reports: Reports, orders: Orders) -> None:
+        """What is told is what is held, and what is held is paid for."""
+        held = self.held()
+        assert self.worker.pool.used == sum(held.values())
+        assert {turn.request for turn in orders.turns.values()} <= set(reports.told)
+        for name, told in reports.told.items():
+            assert (told.pages, told.computed) == (held[name], self._named(name).computed)
+        alive = {a.request_id for a in self.running}
+        assert set(held) == alive
+        for name, pages in held.items():
+            assert pages <= len(self.manager.owned(name)) * self.account.block_pages
+
+    def check_blocks(self) -> None:
+        """Every block is free, or somebody's, who is running; once."""
+        pool = self.manager.block_pool
+        owned = [b.block_id for a in self.running for b in self.manager.owned(a.request_id)]
+        assert len(set(owned)) == len(owned)
+        assert pool.null_block.block_id not in owned
+        assert all(pool.blocks[i].ref_cnt == 1 for i in owned)
+        assert pool.get_num_free_blocks() + len(owned) == self.blocks
+
+    def check_empty(self) -> None:
+        """After the last request nothing is held, by anybody, and no page has an owner."""
+        assert not self.running
+        assert not self.waiting
+        self.step()
+        self.step()
+        assert self.manager.block_pool.get_num_free_blocks() == self.blocks
+        assert self.worker.pool.used == 0
+        assert self.held() == {}
+        assert bool((self.memory[:-1] == POISON).all())
+        ledger = self.ledger
+        assert [*ledger.requests, *ledger.budgets, *ledger.prompts, *ledger.known] == []

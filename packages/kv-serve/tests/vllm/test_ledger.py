@@ -1,0 +1,195 @@
+"""What the scheduler's end says of steps, budgets, and requests that are gone or began anew."""
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kv_policy import Budget, CacheShape, parse
+
+if TYPE_CHECKING:
+    from kv_serve.vllm.ledger import Ledger
+    from kv_serve.vllm.messages import Orders
+    from kv_serve.vllm.spec import PagedManager
+
+SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
+SHORT = "kv-compress:rate=2,short=true+k8v4"
+
+
+@pytest.fixture
+def ledger(manager_of: Callable[..., "PagedManager"]) -> Callable[[str], "Ledger"]:
+    def made(text: str) -> "Ledger":
+        from kv_serve.vllm.ledger import Ledger
+
+        policy = parse(text)
+        return Ledger(policy, manager_of(policy, SHAPE, 40))
+
+    return made
+
+
+def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
+    sampling = SimpleNamespace(extra_args=extra or None)
+    return SimpleNamespace(request_id=name, num_tokens=tokens, sampling_params=sampling)
+
+
+def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "Orders":
+    """A step of requests: tokens before it, and its own; blocks are taken for them."""
+    for name, (computed, tokens) in turns.items():
+        ledger.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
+    begun = [SimpleNamespace(req_id=n, num_computed_tokens=c) for n, (c, _) in turns.items()]
+    cached = SimpleNamespace(
+        req_ids=[each.req_id for each in begun],
+        num_computed_tokens=[each.num_computed_tokens for each in begun],
+    )
+    none = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    return ledger.orders(
+        SimpleNamespace(
+            scheduled_new_reqs=begun if new else [],
+            scheduled_cached_reqs=none if new else cached,
+            num_scheduled_tokens={name: tokens for name, (_, tokens) in turns.items()},
+        )
+    )
+
+
+def free(ledger: "Ledger", name: str) -> None:
+    manager = ledger.manager
+    manager.block_pool.free_blocks(reversed(manager.pop_blocks_for_free(name)))
+
+
+def states(orders: "Orders") -> dict[str, tuple[bool, bool, int]]:
+    return {t.request: (t.reads, t.more, t.prompt) for t in orders.turns.values()}
+
+
+def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
+    ledger: Callable[[str], "Ledger"],
+) -> None:
+    book = ledger("streaming:budget=12")
+    asked = request("a", 33)
+    book.welcome(asked)
+    orders = step(book, new=True, a=(0, 16))
+    assert states(orders) == {"a": (True, True, 33)}
+    assert orders.turns.keys() == {book.manager.owned("a")[0].block_id}
+    assert states(step(book, a=(16, 16))) == {"a": (True, True, 33)}
+    assert states(step(book, a=(32, 1))) == {"a": (True, False, 33)}  # one token, of the prompt
+    for tokens in (34, 35):
+        asked.num_tokens = tokens
+        assert states(step(book, a=(tokens - 1, 1))) == {"a": (False, False, 33)}
+    free(book, "a")  # it is preempted, and resumed in the next step
+    assert step(book).gone == ("a",)
+    assert states(step(book, a=(0, 20))) == {"a": (True, True, 35)}
+    assert states(step(book, a=(20, 15))) == {"a": (True, False, 35)}
+    asked.num_tokens = 36
+    assert states(step(book, a=(35, 1))) == {"a": (False, False, 35)}
+
+
+def test_a_session_that_has_more_to_read_after_its_answer_is_refused(
+    ledger: Callable[[str], "Ledger"],
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    book = ledger("streaming:budget=12")
+    book.welcome(request("a", 20))
+    step(book, new=True, a=(0, 20))
+    with pytest.raises(UnservableError, match="a goes on with 7 new tokens after its answer"):
+        step(book, a=(20, 7))
+
+
+def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"]) -> None:
+    book = ledger("streaming:budget=12")
+    for name in "abc":
+        book.welcome(request(name, 20, kv_budget=16))
+    step(book, new=True, a=(0, 20), b=(0, 20))
+    for name in "ac":  # c was never scheduled
+        free(book, name)
+        book.finished(name)
+    assert step(book, b=(20, 1)).gone == ("a",)
+    assert step(book, b=(21, 1)).gone == ()
+    free(book, "b")
+    book.finished("b")
+    assert step(book).gone == ("b",)
+    assert step(book).gone == ()
+    assert [*book.requests, *book.budgets, *book.prompts, *book.known] == []
+
+
+def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
+    ledger: Callable[[str], "Ledger"],
+) -> None:
+    from kv_serve.vllm.messages import Reports, Told
+
+    book = ledger("streaming:budget=12")
+    book.welcome(request("a", 16))
+    old = step(book, new=True, a=(0, 16))
+    first = book.manager.owned("a")[0]
+    free(book, "a")
+    book.requests["a"].num_tokens = 200
+    new = step(book, a=(0, 200))
+    assert book.manager.owned("a")[0] is first  # the pool gives what came back last
+    owned = book.manager.owned("a")
+    book.note(Reports(old.step, {"a": Told(1, 16)}))
+    assert book.manager.owned("a") == owned
+    assert book.manager.blocks_for(201) == book.manager.blocks_for(200) == len(owned)
+    book.note(Reports(new.step, {"a": Told(12, 200)}))
+    assert len(book.manager.owned("a")) < len(owned)
+
+
+def test_blocks_are_asked_for_until_an_answer_frees_none(
+    ledger: Callable[[str], "Ledger"],
+) -> None:
+    from kv_serve.vllm.messages import Reports, Told
+
+    book = ledger(SHORT)
+    book.welcome(request("a", 320))
+    step(book, new=True, a=(0, 320))
+    asked = 0
+    for pages in (90, 60, 60, 60):
+        if not book.ask():
+            break
+        asked += 1
+        orders = step(book)
+        assert orders.short
+        book.note(Reports(orders.step, {"a": Told(pages, 320)}, answered=True))
+        assert not step(book).short
+    assert (asked, book.ask()) == (3, False)  # the third freed nothing, so vLLM preempts
+    free(book, "a")
+    step(book)
+    assert book.ask()  # and others may be asked again
+
+
+@pytest.mark.parametrize("text", ["kv-compress:rate=2+k8v4", "k8v4:window=8"])
+def test_who_has_nothing_to_compress_is_not_asked(
+    ledger: Callable[[str], "Ledger"], text: str
+) -> None:
+    book = ledger(text)
+    assert not book.ask()
+    assert not step(book).short
+
+
+def test_reports_of_several_workers_say_what_most_of_them_need() -> None:
+    from kv_serve.vllm.messages import Reports, Told
+
+    one = Reports(7, {"a": Told(5, 20), "b": Told(9, 30)})
+    two = Reports(7, {"a": Told(6, 20), "b": Told(8, 30), "c": Told(1, 2)}, answered=True)
+    told = {"a": Told(6, 20), "b": Told(9, 30), "c": Told(1, 2)}
+    assert one.aggregate(two) == two.aggregate(one) == Reports(7, told, answered=True)
+
+
+def test_a_bad_budget_is_logged_and_served_by_the_policys_own(
+    ledger: Callable[[str], "Ledger"],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    book = ledger("snapkv:budget=64,window=16")
+    for name, given in (("a", 32), ("b", "25%"), ("c", "plenty"), ("d", 3)):
+        book.welcome(request(name, 20, kv_budget=given))
+    book.welcome(SimpleNamespace(request_id="pooling", num_tokens=9, sampling_params=None))
+    assert book.budgets == {"a": Budget(32), "b": Budget(25, "percent")}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "the request c is served by the policy's own budget" in said[0]
+    assert "the request d is served by the policy's own budget" in said[1]
+    orders = step(book, new=True, a=(0, 20), c=(0, 20))
+    assert [turn.budget for turn in orders.turns.values()] == [Budget(32), None]

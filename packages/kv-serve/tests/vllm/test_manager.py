@@ -1,0 +1,153 @@
+"""Laws of who owns blocks: none is lost or owned twice, and what is owned pays for what is held."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kv_policy import CacheShape, parse
+
+if TYPE_CHECKING:
+    from kv_serve.vllm.spec import PagedManager
+
+SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
+BLOCKS = 60
+NAMES = st.sampled_from(("a", "b", "c", "d"))
+Manager = Callable[..., "PagedManager"]
+
+
+class Scheduling(RuleBasedStateMachine):
+    """Requests over one pool; a worker holds what a request may hold at most, or less."""
+
+    manager: "PagedManager"  # set by the test; the pool is made anew for each run
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: dict[str, int] = {}  # tokens that a worker has stored
+        self.asked: dict[str, int] = {}  # tokens that blocks were asked for
+        self.held: dict[str, int] = {}  # pages
+        self.stages: dict[str, list[tuple[int, int]]] = {}  # pages and tokens, whenever it worked
+
+    @rule(name=NAMES, tokens=st.integers(1, 90))
+    def schedule(self, name: str, tokens: int) -> None:
+        """As vLLM does: ask what is missing, and take it if the pool has it."""
+        pool, before = self.manager.block_pool, self.manager.owned(name)
+        wanted = self.asked.get(name, 0) + tokens
+        missing = self.manager.get_num_blocks_to_allocate(name, wanted, [], 0, 0, wanted)
+        if missing > pool.get_num_free_blocks():
+            return
+        new = self.manager.allocate_new_blocks(name, wanted, wanted)
+        owned = self.manager.owned(name)
+        assert owned[: len(before)] == before
+        assert len(owned) == len(before) + missing
+        assert tuple(new) == (() if before else owned[:1])
+        assert self.manager.req_to_blocks[name] == list(owned[:1])
+        self.asked[name] = wanted
+
+    @precondition(lambda self: self.late())
+    @rule(data=st.data())
+    def work(self, data: st.DataObject) -> None:
+        """A worker stores what was scheduled, which takes any number of pages that it may take."""
+        name = data.draw(st.sampled_from(self.late()))
+        most = self.most(name)
+        self.held[name] = data.draw(st.one_of(st.just(most), st.integers(1, most)))
+        self.computed[name] = self.asked[name]
+        self.stages.setdefault(name, []).append((self.held[name], self.computed[name]))
+
+    def most(self, name: str) -> int:
+        """Pages of all tokens that were asked for: whatever a request held bounds what may come."""
+        account, tokens = self.manager.account, self.asked[name]
+        later = (account.later(held, tokens - at) for held, at in self.stages.get(name, ()))
+        return min((account.pages(tokens), *later))
+
+    def late(self) -> list[str]:
+        return [name for name, n in self.asked.items() if n > self.computed.get(name, 0)]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def tell(self, data: st.DataObject) -> None:
+        """The scheduler hears of it, perhaps after the next step was scheduled."""
+        name = data.draw(st.sampled_from(sorted(self.held)))
+        first, free = self.manager.owned(name)[0], self.manager.block_pool.get_num_free_blocks()
+        freed = self.manager.told(name, self.held[name], self.computed[name])
+        assert self.manager.owned(name)[0] is first
+        assert self.manager.block_pool.get_num_free_blocks() == free + freed
+        if self.asked[name] == self.computed[name]:
+            needed = self.manager.blocks_for(
+                self.asked[name] + 1, (self.held[name], self.computed[name])
+            )
+            assert len(self.manager.owned(name)) <= needed
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        """Finished, given up or preempted; it may come again under the same name."""
+        self.go(data.draw(st.sampled_from(sorted(self.asked))))
+
+    def go(self, name: str) -> None:
+        owned = self.manager.owned(name)
+        blocks = self.manager.pop_blocks_for_free(name)
+        assert tuple(blocks) == owned
+        self.manager.block_pool.free_blocks(reversed(blocks))
+        for book in (self.asked, self.computed, self.held, self.stages):
+            book.pop(name, None)
+        assert self.manager.owned(name) == ()
+        assert self.manager.told(name, 10**6, 10**6) == 0  # a late report
+        assert self.manager.pop_blocks_for_free(name) == []
+
+    @invariant()
+    def every_block_is_free_or_owned_once(self) -> None:
+        pool = self.manager.block_pool
+        owned = [block.block_id for name in self.asked for block in self.manager.owned(name)]
+        assert len({*owned, pool.null_block.block_id}) == len(owned) + 1
+        assert all(pool.blocks[i].ref_cnt == 1 for i in owned)
+        assert pool.get_num_free_blocks() + len(owned) == BLOCKS
+
+    @invariant()
+    def what_is_owned_pays_for_what_is_and_may_be_held(self) -> None:
+        for name in self.asked:
+            paid = len(self.manager.owned(name)) * self.manager.account.block_pages
+            assert max(self.held.get(name, 0), self.most(name)) <= paid
+
+    def teardown(self) -> None:
+        for name in list(self.asked):
+            self.go(name)
+        assert self.manager.block_pool.get_num_free_blocks() == BLOCKS
+        assert not self.manager.req_to_blocks
+
+
+@pytest.mark.parametrize(
+    "text", ["k8v4:window=8", "leankv:window=0", "k4v4:keys=channel,block=16,window=4"]
+)
+def test_no_block_is_lost_and_all_that_is_held_is_paid_for(manager_of: Manager, text: str) -> None:
+    policy = parse(text)
+
+    class Over(Scheduling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.manager = manager_of(policy, SHAPE, BLOCKS)
+
+    run_state_machine_as_test(
+        Over, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
+    )
+
+
+def test_a_prompt_that_could_never_be_read_is_refused(manager_of: Manager) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    manager = manager_of(parse("k8v4+snapkv:budget=64"), SHAPE, 10)
+    manager.expect_room(160)
+    with pytest.raises(
+        UnservableError, match=r"161 tokens, takes 11 blocks .* are 10; .* about 146"
+    ):
+        manager.expect_room(161)

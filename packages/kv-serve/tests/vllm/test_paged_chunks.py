@@ -1,0 +1,50 @@
+"""Prompts that come in chunks, under a policy that compresses them when they have ended."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+Patterns = list[tuple[list[int], list[int]]]
+
+
+@pytest.mark.model
+def test_prompts_in_chunks_the_last_of_one_token_go_on_as_they_must(
+    start: Start,
+    smollm2: str,
+    greedy: Greedy,
+    patterns: Patterns,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import SamplingParams
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.kv_serve")
+    monkeypatch.setattr(logging.getLogger("vllm.kv_serve"), "level", logging.INFO)
+    options = {
+        "kv_cache_memory_bytes": 1 << 26,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 160,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+    }
+    with start(smollm2, "kv-compress:rate=2+k8v4", poison=True, **options) as engine:
+        wanted = [more for _, more in patterns]
+        asked = [prompt for prompt, _ in patterns]
+        assert greedy(engine, asked, 24) == wanted
+        prompt, more = patterns[-1]
+        assert greedy(engine, [prompt[-481:]], 24) == [more]
+        settings = SamplingParams(temperature=0, max_tokens=1)
+        again = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
+        assert again[0].num_cached_tokens == 0  # nothing is shared, though sharing is on
+        pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert "prefixes are not shared" in caplog.text

@@ -1,0 +1,114 @@
+"""Memory that is too small, chunks, budgets of requests, and what is left behind: nothing."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from kv_serve.vllm.ledger import Ledger
+    from kv_serve.vllm.worker import Worker
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+Patterns = list[tuple[list[int], list[int]]]
+COMPRESS = "kv-compress:rate=4,floor=16"
+OPTIONS = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "poison": True,
+}
+
+
+def ends(engine: "LLM") -> tuple["Ledger", "Worker"]:
+    """What the scheduler and the worker know, which are in one process here."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    return scheduler.connector.ledger, get_kv_transfer_group().worker
+
+
+def is_empty(engine: "LLM", greedy: Greedy) -> bool:
+    """Whether nothing is held once a step has told the worker who is gone."""
+    ledger, worker = ends(engine)
+    greedy(engine, [[5]], 1)
+    pool = ledger.manager.block_pool
+    held = {*worker.reading, *worker.names} - ledger.known.keys()
+    return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not held
+
+
+@pytest.fixture(scope="module", params=[f"{COMPRESS},short=true+k8v4", "leankv:window=8"])
+def small(
+    request: pytest.FixtureRequest, start: Start, tiny: Callable[..., str]
+) -> Iterator["LLM"]:
+    """An engine with room for the longest request, and little more."""
+    with start(tiny(), request.param, kv_cache_memory_bytes=100_000, **OPTIONS) as running:
+        yield running
+
+
+def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
+    small: "LLM", greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks._vllm_soak import Soak, Soaking
+
+    ledger, worker = ends(small)
+    happened: Counter[str] = Counter()
+    note, told = type(ledger).note, type(ledger.manager).told
+
+    def noting(self: "Ledger", reports: object) -> None:
+        happened["short"] += reports.answered
+        note(self, reports)
+
+    def telling(*given: object) -> int:
+        freed = told(*given)
+        happened["freed"] += freed
+        return freed
+
+    monkeypatch.setattr(type(ledger), "note", noting)
+    monkeypatch.setattr(type(ledger.manager), "told", telling)
+    soak = Soak(requests=30, together=12, prompt=(1, 120), answer=(1, 90), aborted=0.3)
+    found = Soaking(small.llm_engine, soak, list(range(3, 256))).run()
+    assert (found.leaked_blocks, found.unanswered) == (0, 0)
+    assert found.answered + found.aborted == 30
+    assert found.aborted > 3
+    assert found.preemptions
+    selector = ledger.policy.selector
+    assert bool(happened["freed"]) == (selector.budget is not None)  # of noise all is kept
+    assert bool(happened["short"]) == selector.replan.short
+    assert is_empty(small, greedy)
+    assert worker.pool.used == sum(p.pages for _, p in worker._told())
+
+
+def test_budgets_of_requests_are_kept_and_a_bad_one_is_told(
+    small: "LLM", caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine, (ledger, _) = small.llm_engine, ends(small)
+    if ledger.policy.selector.budget is None:
+        pytest.skip("goes by no budget")
+    owned = {}
+    for given in (None, 48, "75%", "plenty"):
+        extra = {} if given is None else {"kv_budget": given}
+        asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra_args=extra)
+        name = engine.add_request(str(given), {"prompt_token_ids": [*range(3, 131)]}, asked)
+        seen = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            seen.append(len(ledger.manager.owned(name)))
+        owned[given] = [n for n in seen if n][-1]
+    one = ledger.manager.account
+    assert owned[None] == owned["plenty"]
+    assert owned[None] < owned[48] < owned["75%"]
+    for given, kept in ((None, 32), (48, 48), ("75%", 96)):
+        pages = sum(each.pages(kept) for each in one.streams)
+        assert pages <= owned[given] * one.block_pages <= 1.6 * pages + 2 * one.block_pages
+    assert [x.getMessage() for x in caplog.records if "'plenty' is not understood" in x.message]

@@ -1,0 +1,79 @@
+"""A worker by hand: any order of events is, for each request, what a cache of its own does."""
+
+import random
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kv_policy import CacheShape, compose, parse
+from tiered_policies import Turned
+
+if TYPE_CHECKING:
+    from paged_engine import Engine
+
+SHAPE = CacheShape(layers=2, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=torch.float32)
+COMPRESS = "kv-compress:rate=2,floor=12,recent=4,window=4,short=true"
+POLICIES = (
+    "k8v4:window=8",
+    "k4v4:keys=channel,block=16,window=4",
+    "snapkv:budget=12,window=4+k8v4",
+    COMPRESS,
+    "leankv:window=4",
+)
+RAGGED = Turned("62", "15")  # each head of each layer has ranks of its own
+
+
+def soak(engine: "Engine", requests: int, longest: int, draw: random.Random) -> None:
+    """Requests come, are read in chunks, generate, are left out, preempted and given up."""
+    budgets = engine.policy.selector is not None and engine.policy.selector.budget is not None
+    asked = 0
+    while asked < requests or engine.running or engine.waiting:
+        if asked < requests and draw.random() < 0.9:
+            own = draw.choice((None, "20%", 24)) if budgets else None
+            engine.ask(f"r{asked}", draw.randint(1, longest), own)
+            asked += 1
+        engine.step(left_out=0.1, chunk=draw.choice((3, 17, 64)))
+        for each in list(engine.running):
+            generated = each.num_tokens - each.prompt
+            if draw.random() < 0.02 or generated > draw.randint(20, 50):
+                engine.finish(each)
+        if engine.waiting and draw.random() < 0.02:
+            engine.finish(draw.choice(engine.waiting))
+        assert engine.steps < 1000, "nothing goes on"
+    engine.check_empty()
+
+
+def room(engine_class: "type[Engine]", policy: object, longest: int, **more: object) -> "Engine":
+    """An engine whose memory is just enough for one of the longest requests."""
+    small = engine_class(policy, SHAPE, 1, **more)
+    return engine_class(policy, SHAPE, small.manager.blocks_for(longest), **more)
+
+
+@pytest.mark.parametrize(("text", "late"), [*zip(POLICIES, cycle((False, True))), (COMPRESS, True)])
+def test_every_request_sees_and_holds_what_it_would_alone(
+    engine_class: "type[Engine]", text: str, late: bool
+) -> None:
+    engine = room(engine_class, parse(text), 100, late=late)
+    soak(engine, 7, 50, random.Random(0))
+    assert engine.preemptions
+    if "short" in text:
+        assert engine.shorts
+
+
+def test_heads_with_ranks_of_their_own(engine_class: "type[Engine]") -> None:
+    engine = room(engine_class, compose(parse(COMPRESS), RAGGED), 100)
+    soak(engine, 7, 50, random.Random(1))
+    assert engine.preemptions
+
+
+def test_pages_are_as_long_as_blocks_where_users_say_how_long(
+    engine_class: "type[Engine]",
+) -> None:
+    engine = engine_class(parse("snapkv:budget=64+k8v4"), SHAPE, 40, block_tokens=32)
+    engine.ask("a", 320)
+    engine.step(chunk=10**6)
+    while engine.running[0].computed < 320:
+        engine.step(chunk=10**6)
+    assert len(engine.manager.owned("a")) == 3  # of 64 tokens, and of the next
