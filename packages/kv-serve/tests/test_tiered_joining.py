@@ -20,7 +20,7 @@ POLICIES = (
     "snapkv:budget=12,window=4+k8v4",
     "h2o:budget=12",
     "streaming:budget=12",
-    "kv-compress:rate=2",
+    "kv-compress:rate=2,floor=12",
     "leankv:window=4",
 )
 POISON = 0xFF

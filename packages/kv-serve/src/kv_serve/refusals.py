@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kv_policy import Budget, CacheShape, KVPolicy
+from kv_serve.batch import Batch
 
 
 def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
@@ -22,6 +23,26 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
         raise ValueError(
             f"{policy} turns queries to other positions, which needs the model's rotary "
             "embedding; this model has none, or one that is not known here"
+        )
+
+
+def check_goes_on(batch: Batch, sequences: int, columns: int) -> None:
+    """Refuse a pass that does not go on from what is held.
+
+    Raises:
+        ValueError: another batch size than before, or a sequence that goes on without ever having
+            had a token.
+    """
+    if sequences != len(batch.seen):
+        raise ValueError(
+            f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use one "
+            "cache per batch, or reset() it"
+        )
+    if columns == 1 and batch.columns and not batch.started:
+        rows = (batch.seen == 0).nonzero().flatten().tolist()
+        raise ValueError(
+            f"sequence(s) {rows} of the batch are all padding, so there is no prompt to go on "
+            "from; leave them out"
         )
 
 

@@ -23,7 +23,7 @@ from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
-from kv_serve.refusals import check_budgets, check_reads, shared_out
+from kv_serve.refusals import check_budgets, check_goes_on, check_reads, shared_out
 from kv_serve.tally import Tally
 
 
@@ -131,17 +131,7 @@ class TieredCache:
                 "the prompt is empty; give at least one sequence of at least one token"
             )
         batch = self.batch or self._allocate(sequences)
-        if sequences != len(batch.seen):
-            raise ValueError(
-                f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use "
-                "one cache per batch, or reset() it"
-            )
-        if columns == 1 and batch.columns and not batch.started:
-            rows = (batch.seen == 0).nonzero().flatten().tolist()
-            raise ValueError(
-                f"sequence(s) {rows} of the batch are all padding, so there is no prompt to go on "
-                "from; leave them out"
-            )
+        check_goes_on(batch, sequences, columns)
         count = valid.long().cumsum(-1)
         position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
         given = columns != 1 if prompt is None else prompt
@@ -149,7 +139,7 @@ class TieredCache:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
         for follower in self.followers:
-            follower.begin(valid)
+            follower.begin(valid, prompt=given, more=more)
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = shared_out(self._budgets, sequences)
