@@ -1,7 +1,5 @@
 """The raw window in pages, next to the one in memory of its own, and batches that share a pool."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -186,7 +184,11 @@ def test_windows_that_cannot_join_are_refused() -> None:
 def test_a_cache_with_its_window_in_pages_attends_over_what_it_keeps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = partial(Batch.allocate, window_in_pages=True)
+    made = Batch.allocate
+
+    def allocate(*given: object, **named: object) -> Batch:
+        return made(*given, **(named | {"window_in_pages": True}))
+
     monkeypatch.setattr("kv_serve.tiered.Batch.allocate", allocate)
     world = World(POLICIES[name])
     world.forward(ragged(31, 3))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600
 TIMED: Final = 16  # tokens whose time is taken
-TURNS: Final = ("What is the capital of France?", "Name a famous tower in that city.")
-NAMED: Final = "Eiffel"
+TURNS: Final = ("What is the capital of France?", "Which language is spoken in that city?")
+NAMED: Final = "French"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

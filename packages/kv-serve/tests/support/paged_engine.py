@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Final
 
+import pytest
 import torch
 from torch import Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `nox -s vllm` has one")
+
 from vllm.v1.core.block_pool import BlockPool
 
 from kv_paging import PagePool
