@@ -68,6 +68,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+def _forget_connector() -> None:
+    """Let go of the worker's connector, which vLLM keeps for the whole process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+
+
 @pytest.fixture(scope="session")
 def start() -> Callable[..., AbstractContextManager["LLM"]]:
     """Run an engine of any model in this process, one at a time: they share what they close."""
@@ -80,11 +87,16 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
 
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
-        engine = LLM(model, enforce_eager=True, additional_config=named, **options)
+        try:
+            engine = LLM(model, enforce_eager=True, additional_config=named, **options)
+        except BaseException:
+            _forget_connector()
+            raise
         try:
             yield engine
         finally:
             engine.llm_engine.engine_core.shutdown()
+            _forget_connector()
 
     return running
 

@@ -187,7 +187,8 @@ def test_a_bad_budget_is_logged_and_served_by_the_policys_own(
         book.welcome(request(name, 20, kv_budget=given))
     book.welcome(SimpleNamespace(request_id="pooling", num_tokens=9, sampling_params=None))
     assert book.budgets == {"a": Budget(32), "b": Budget(25, "percent")}
-    said = [record.getMessage() for record in caplog.records]
+    # Which loggers hand on what they get depends on what vLLM has set up before.
+    said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
     assert len(said) == 2
     assert "the request c is served by the policy's own budget" in said[0]
     assert "the request d is served by the policy's own budget" in said[1]

@@ -83,11 +83,11 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
 def test_reports_of_workers_join_with_what_was_measured() -> None:
     from kv_serve.vllm.messages import Reports
 
-    both = Reports(measured=FIRST).aggregate(Reports(measured=FIRST)).measured
+    both = Reports(1, measured=FIRST).aggregate(Reports(1, measured=FIRST)).measured
     assert both == FIRST.beside(FIRST)
-    assert Reports().aggregate(Reports(measured=FIRST)).measured == FIRST
-    assert Reports(measured=FIRST).aggregate(Reports()).measured == FIRST
-    assert Reports().aggregate(Reports()).measured is None
+    assert Reports(1).aggregate(Reports(1, measured=FIRST)).measured == FIRST
+    assert Reports(1, measured=FIRST).aggregate(Reports(1)).measured == FIRST
+    assert Reports(1).aggregate(Reports(1)).measured is None
 
 
 @pytest.mark.usefixtures("_no_metrics")
