@@ -8,19 +8,9 @@ from kv_policy import CacheShape, parse
 from kv_serve.tally import Tally
 from kv_serve.tiered import TieredCache
 from kv_serve.vllm.measure import EVERY, Measured, Meter
+from measured import SOME
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=1, key_dim=32, value_dim=32)
-ONE = Measured(
-    pages_used=3,
-    pages_free=7,
-    held_bytes=300,
-    full_bytes=1200,
-    kept=40,
-    streams=4,
-    computed=20,
-    plans=1,
-    seconds=0.5,
-)
 
 
 class Cell:
@@ -137,8 +127,8 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         plans=1,
         seconds=0.75,
     )
-    both = ONE.beside(other)
-    assert both == other.beside(ONE)
+    both = SOME.beside(other)
+    assert both == other.beside(SOME)
     assert both.gauges() == {
         "tokens_computed": 20,
         "tokens_kept": 7.5,
@@ -152,7 +142,7 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
 
 def test_a_later_count_replaces_an_earlier_one_and_plans_add_up() -> None:
     later = Measured(0, 10, 0, 0, 0, 4, 0, 2, 0.25)
-    joined = ONE.then(later)
+    joined = SOME.then(later)
     assert joined.counters() == {"compression_passes": 3, "compression_seconds": 0.75}
     assert joined.gauges() == later.gauges()
 

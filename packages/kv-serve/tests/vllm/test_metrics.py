@@ -8,24 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_serve.vllm.measure import Measured
+from measured import SOME
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 POLICY = "kv-compress:rate=2+k8v4"
-FIRST = Measured(
-    pages_used=3,
-    pages_free=7,
-    held_bytes=300,
-    full_bytes=1200,
-    kept=40,
-    streams=4,
-    computed=20,
-    plans=1,
-    seconds=0.5,
-)
-IDLE = replace(FIRST, pages_used=0, pages_free=10, held_bytes=0, full_bytes=0, kept=0, computed=0)
+IDLE = replace(SOME, pages_used=0, pages_free=10, held_bytes=0, full_bytes=0, kept=0, computed=0)
 
 
 @pytest.fixture
@@ -58,7 +47,7 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
     from kv_serve.vllm.connector import PagesConnector
     from kv_serve.vllm.metrics import PolicyStats
 
-    sent = PolicyStats.of(FIRST).to_dict()
+    sent = PolicyStats.of(SOME).to_dict()
     assert all(isinstance(each, int | float) for each in sent.values())
     stats = PagesConnector.build_kv_connector_stats(sent)
     assert isinstance(stats, PolicyStats)
@@ -83,10 +72,10 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
 def test_reports_of_workers_join_with_what_was_measured() -> None:
     from kv_serve.vllm.messages import Reports
 
-    both = Reports(1, measured=FIRST).aggregate(Reports(1, measured=FIRST)).measured
-    assert both == FIRST.beside(FIRST)
-    assert Reports(1).aggregate(Reports(1, measured=FIRST)).measured == FIRST
-    assert Reports(1, measured=FIRST).aggregate(Reports(1)).measured == FIRST
+    both = Reports(1, measured=SOME).aggregate(Reports(1, measured=SOME)).measured
+    assert both == SOME.beside(SOME)
+    assert Reports(1).aggregate(Reports(1, measured=SOME)).measured == SOME
+    assert Reports(1, measured=SOME).aggregate(Reports(1)).measured == SOME
     assert Reports(1).aggregate(Reports(1)).measured is None
 
 
@@ -96,7 +85,7 @@ def test_prometheus_is_told_by_vllms_own_way() -> None:
 
     engines: dict[int, list[object]] = {0: ["mine", "0"], 1: ["mine", "1"]}
     told = KVConnectorProm(configured(), ["model_name", "engine"], engines)
-    told.observe(asdict(FIRST), 1)
+    told.observe(asdict(SOME), 1)
     told.observe(asdict(IDLE), 1)
     assert sample("kv_bytes_per_token", "1") == 15  # of what was held last
     assert sample("compression_ratio", "1") == 4
@@ -113,8 +102,8 @@ def test_vllms_log_is_told_by_vllms_own_way() -> None:
 
     lines: list[str] = []
     log = KVConnectorLogging(configured().kv_transfer_config)
-    log.observe(asdict(FIRST))
-    log.observe(asdict(FIRST))
+    log.observe(asdict(SOME))
+    log.observe(asdict(SOME))
     log.log(lambda form, said: lines.append(form % said))
     assert len(lines) == 1
     assert "compression_ratio=4.0, compression_passes=2" in lines[0]

@@ -18,6 +18,7 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 Patterns = list[tuple[list[int], list[int]]]
 COMPRESS = "kv-compress:rate=4,floor=16"
+SHORT = f"{COMPRESS},short=true+k8v4"
 OPTIONS = {
     "max_model_len": 256,
     "max_num_batched_tokens": 64,
@@ -44,7 +45,7 @@ def is_empty(engine: "LLM", greedy: Greedy) -> bool:
     return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not held
 
 
-@pytest.fixture(scope="module", params=[f"{COMPRESS},short=true+k8v4", "leankv:window=8"])
+@pytest.fixture(scope="module", params=[SHORT, "leankv:window=8"])
 def small(
     request: pytest.FixtureRequest, start: Start, tiny: Callable[..., str]
 ) -> Iterator["LLM"]:
@@ -86,6 +87,7 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
     assert worker.pool.used == sum(p.pages for _, p in worker._told())
 
 
+@pytest.mark.parametrize("small", [SHORT], indirect=True)  # leankv goes by no budget
 def test_budgets_of_requests_are_kept_and_a_bad_one_is_told(
     small: "LLM", caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,8 +95,6 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_told(
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine, (ledger, _) = small.llm_engine, ends(small)
-    if ledger.policy.selector.budget is None:
-        pytest.skip("goes by no budget")
     owned = {}
     for given in (None, 48, "75%", "plenty"):
         extra = {} if given is None else {"kv_budget": given}

@@ -91,9 +91,10 @@ class Ledger:
         cached = step.scheduled_cached_reqs
         begun |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request, tokens in step.num_scheduled_tokens.items():
-            first, *_ = self.manager.owned(request)
-            turns[first.block_id] = self._turn(request, begun[request], tokens)
-        gone = tuple(request for request in self.known if not self.manager.owned(request))
+            first = self.manager.first_block(request)
+            assert first is not None, "what is scheduled owns a block"
+            turns[first] = self._turn(request, begun[request], tokens)
+        gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
             del self.known[request]
         self.answered = self.answered and not gone

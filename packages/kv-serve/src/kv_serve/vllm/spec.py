@@ -128,6 +128,11 @@ class PagedManager(FullAttentionManager):
     def cache_blocks(self, *given: Any, **options: Any) -> None:
         """Nothing is cached for other requests."""
 
+    def first_block(self, request_id: str) -> int | None:
+        """Give the number of the block that names a request; None if it owns none."""
+        owned = self._owned.get(request_id)
+        return None if owned is None else owned.blocks[0].block_id
+
     def owned(self, request_id: str) -> tuple[KVCacheBlock, ...]:
         """Give the blocks of a request; the first names it in the worker's block table."""
         owned = self._owned.get(request_id)

@@ -49,9 +49,9 @@ class Worker:
         """Lay the pages of the account over the memory of all layers, which is one allocation."""
         layer = attention_layers(config)[0]
         shape, backend = model_shape(config, layer), backend_of(config)
-        storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
-        assert len(storages) == 1, "vLLM allocates the memory of all layers at once"
-        storage = next(iter(caches.values())).untyped_storage()
+        found = [cache.untyped_storage() for cache in caches.values()]
+        (_,) = {each.data_ptr() for each in found}  # vLLM allocates all layers' memory at once
+        storage = found[0]
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         size = account.page_bytes
         data = flat[: len(flat) // size * size].view(-1, size)
@@ -102,7 +102,8 @@ class Worker:
         names = {turn.request for turn in orders.turns.values()}
         # What was compressed need not be part of the step.
         told = {name: each for name, each in self._told() if orders.short or name in names}
-        measured = None if self.meter is None else self.meter.step(self.pool, self._batches())
+        batches = [batch for _, batch in self._held()]
+        measured = None if self.meter is None else self.meter.step(self.pool, batches)
         return Reports(orders.step, told, self.answered, measured)
 
     def _open(self, rows: Rows) -> None:
@@ -155,15 +156,15 @@ class Worker:
 
     def _told(self) -> Iterable[tuple[str, Told]]:
         """Pages and tokens of every request that holds some."""
+        for names, batch in self._held():
+            both = torch.stack((batch.pages_used(), batch.seen), 1).tolist()
+            yield from ((name, Told(*each)) for name, each in zip(names, both, strict=True))
+
+    def _held(self) -> Iterable[tuple[list[str], Batch]]:
+        """The requests that hold something, with the batches that hold it."""
         caches = [([name], cache) for name, cache in self.reading.items()]
         if self.generating is not None:
             caches.append((self.names, self.generating))
         for names, cache in caches:
             if cache.batch is not None:
-                both = torch.stack((cache.batch.pages_used(), cache.batch.seen), 1).tolist()
-                yield from ((name, Told(*each)) for name, each in zip(names, both, strict=True))
-
-    def _batches(self) -> list[Batch]:
-        """Give what holds the pages of all requests."""
-        caches = [*self.reading.values(), *([] if self.generating is None else [self.generating])]
-        return [cache.batch for cache in caches if cache.batch is not None]
+                yield names, cache.batch

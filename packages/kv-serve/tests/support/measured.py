@@ -1,0 +1,15 @@
+"""A count of what a worker holds, in round numbers."""
+
+from kv_serve.vllm.measure import Measured
+
+SOME = Measured(
+    pages_used=3,
+    pages_free=7,
+    held_bytes=300,
+    full_bytes=1200,
+    kept=40,
+    streams=4,
+    computed=20,
+    plans=1,
+    seconds=0.5,
+)
