@@ -5,13 +5,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
 
 from _vllm_engine import Ask, Room, serve, started
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.vllm.layer import PagedLayer
+from kv_serve.tiered import TieredCache
+from kv_serve.vllm.layer import SlotLayer
 
 
 @dataclass
@@ -62,10 +64,10 @@ def watched(engine: LLMEngine) -> Iterator[Clock]:
             put(layer.impl, "forward", "attention, {kind}")
             if not layer.attn_backend.forward_includes_kv_cache_update:
                 put(layer.impl, "do_kv_cache_update", "storing apart, {kind}")
-        # Ours stores inside its attention; its layers have slots, so the class is patched.
-        store = PagedLayer._store
-        inside = clock.timed("storing inside, {kind}", store)
-        stack.enter_context(patch.object(PagedLayer, "_store", lambda *a: inside(*a)))
+        # Ours stores inside its attention, in objects that come and go: the classes are patched.
+        for owner, name in ((SlotLayer, "_store"), (TieredCache, "keep")):
+            inside = clock.timed("storing inside, {kind}", getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, partialmethod(inside)))
         put(runner, "_model_forward", "model, {kind}")
         put(engine, "step", "step, {kind}")
         schedule = clock.scheduled(scheduler.schedule)
