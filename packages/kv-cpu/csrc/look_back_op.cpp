@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 const ScoreKernels* const levels[] = {
     &plain_scores,
 #ifdef KV_X86
-    &avx2_scores, &avx512_scores, &bf16_scores,
+    &avx2_scores, &avx512_scores, &bf16_scores, &amx_emulated_scores, &amx_scores,
 #endif
 };
 

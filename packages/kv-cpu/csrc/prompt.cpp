@@ -80,7 +80,7 @@ class Attender {
     scratch.scales = room(4 * 4 * kBlock);
     scratch.logits = room(4 * kTile * kBlock);
     scratch.weights = room(kTile * row_bytes(kBlock, false));
-    scratch.found = room(4 * kTile * kPanel);
+    scratch.found = room(4 * kTile * panels * kPanel);
     scratch.numbers = room(4 * panels * kPanel);
     scratch.rank.resize(rows);
     scratch.start.resize(kBlock);

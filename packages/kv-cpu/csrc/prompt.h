@@ -31,7 +31,7 @@ struct RowTile {
   const float* totals;  // of the numbers of each query
   const int* rank;      // of each row's query among those of the sequence; they ascend
   float *top, *total, *sums;
-  // room for the logits and weights of a block, and for kTile x kPanel products
+  // room for the logits and weights of a block, and for products that are added to the sums
   float *logits, *weights, *found;
 };
 
@@ -51,6 +51,8 @@ extern const PromptKernels plain_prompt;
 extern const PromptKernels avx2_prompt;
 extern const PromptKernels avx512_prompt;
 extern const PromptKernels bf16_prompt;
+extern const PromptKernels amx_prompt;
+extern const PromptKernels amx_emulated_prompt;
 #endif
 
 }  // namespace kv

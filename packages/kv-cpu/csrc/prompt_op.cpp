@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 const PromptKernels* const levels[] = {
     &plain_prompt,
 #ifdef KV_X86
-    &avx2_prompt, &avx512_prompt, &bf16_prompt,
+    &avx2_prompt, &avx512_prompt, &bf16_prompt, &amx_emulated_prompt, &amx_prompt,
 #endif
 };
 

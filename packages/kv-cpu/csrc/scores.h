@@ -49,6 +49,8 @@ extern const ScoreKernels plain_scores;
 extern const ScoreKernels avx2_scores;
 extern const ScoreKernels avx512_scores;
 extern const ScoreKernels bf16_scores;
+extern const ScoreKernels amx_scores;
+extern const ScoreKernels amx_emulated_scores;
 #endif
 
 }  // namespace kv

@@ -2,8 +2,9 @@
 // in plain C++, for tests where there are none. Both take the same palette and the same calls.
 //
 // Tiles 0 to 3 hold sums; 4 and 5 the left factors, tokens or queries by rows; 6 and 7 the right
-// ones, whose rows hold four bytes of each column. A product adds to sums[m][n] what
-// left[m][4 * k + i] * right[k][4 * n + i] come to over k and i, in 32 bits that wrap around.
+// ones, whose rows hold four bytes of each column. A product of bytes adds to sums[m][n] what
+// left[m][4 * k + i] * right[k][4 * n + i] come to over k and i, in 32 bits that wrap around. One of
+// numbers in bfloat16, two in four bytes, adds their products in float32.
 #pragma once
 
 #include <cstdint>
@@ -96,6 +97,13 @@ class Tiles {
                      : "memory");
   }
 
+  // Both are bfloat16.
+  template <int kSum, int kLeft, int kRight>
+  void add_numbers() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight)
+                     : "memory");
+  }
+
  private:
   int height_ = 0, depth_ = 0;
 };
@@ -153,6 +161,21 @@ class Tiles {
     add<uint8_t>(tiles_[kSum], tiles_[kLeft], tiles_[kRight]);
   }
 
+  template <int kSum, int kLeft, int kRight>
+  void add_numbers() {
+    Tile& sums = tiles_[kSum];
+    const Tile &left = tiles_[kLeft], &right = tiles_[kRight];
+    fit(sums, left, right);
+    for (int m = 0; m < sums.rows; ++m)
+      for (int k = 0; k < right.rows; ++k)
+        for (int n = 0; n < sums.bytes / 4; ++n) {
+          float sum = read<float>(sums.at[m] + 4 * n);
+          for (int i = 0; i < 4; i += 2)
+            sum += number(left.at[m] + 4 * k + i) * number(right.at[k] + 4 * n + i);
+          std::memcpy(sums.at[m] + 4 * n, &sum, sizeof sum);
+        }
+  }
+
  private:
   struct Tile {
     int rows, bytes;
@@ -163,10 +186,26 @@ class Tiles {
     if (!holds) __builtin_trap();
   }
 
-  template <typename Right>
-  static void add(Tile& sums, const Tile& left, const Tile& right) {
+  static void fit(const Tile& sums, const Tile& left, const Tile& right) {
     expect(sums.rows > 0 && sums.rows == left.rows && sums.bytes == right.bytes);
     expect(left.bytes == 4 * right.rows && sums.bytes % 4 == 0);
+  }
+
+  template <typename T>
+  static T read(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
+
+  static float number(const void* from) {
+    const uint32_t bits = uint32_t(read<uint16_t>(from)) << 16;
+    return read<float>(&bits);
+  }
+
+  template <typename Right>
+  static void add(Tile& sums, const Tile& left, const Tile& right) {
+    fit(sums, left, right);
     for (int m = 0; m < sums.rows; ++m) {
       uint32_t row[kTileBytes / 4];
       std::memcpy(row, sums.at[m], sizeof row);

@@ -24,15 +24,15 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = st.sampled_from([MOST + 1, 31, 33, 70])
 
 
-@pytest.fixture(scope="module", params=[name for name in runnable() if "amx" not in name])
+@pytest.fixture(scope="module", params=runnable())
 def isa(request):
-    """Each instruction set while it is forced; what AMX adds is of no use to prompts."""
+    """Each instruction set while it is forced."""
     with patch.dict(os.environ, {FORCE: request.param}):
         yield request.param
 
 
 def native(c, threads=1):
-    """Attend natively; `plain` is asked too, though torch is faster than it."""
+    """Attend natively; `plain` is asked too, though torch serves in its place."""
     value_dim = check_parts(c.q, c.pages, c.dense)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -57,5 +57,5 @@ def declined(
     if q.shape[3] <= MOST:
         return f"{q.shape[3]} queries of a sequence; up to {MOST} are native over pages alone"
     if (isa or chosen()) == "plain":
-        return "without AVX2 torch's own kernel is faster"
+        return "prompts are attended to natively with AVX2 or more, and this is `plain`"
     return refused(q, pages, dense, value_dim)

@@ -1,0 +1,8 @@
+#define KV_TILES
+#include "prompt.inc"
+
+namespace kv {
+
+extern const PromptKernels amx_prompt = {true, put_query, pack_keys, pack_values, attend};
+
+}  // namespace kv

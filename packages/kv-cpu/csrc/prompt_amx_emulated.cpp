@@ -1,0 +1,9 @@
+#define KV_EMULATED_TILES
+#define KV_TILES
+#include "prompt.inc"
+
+namespace kv {
+
+extern const PromptKernels amx_emulated_prompt = {true, put_query, pack_keys, pack_values, attend};
+
+}  // namespace kv

@@ -1,0 +1,9 @@
+#define KV_EMULATED_TILES
+#include "tile_products.inc"
+
+namespace kv {
+
+extern const ScoreKernels amx_emulated_scores = {
+    true, put_query, put_keys, tiled_products, soften_rows, observe_rows};
+
+}  // namespace kv
