@@ -24,8 +24,8 @@ class Soak:
 
     requests: int = 2000
     together: int = 48  # unfinished requests that the engine has at a time
-    prompt: tuple[int, int] = (16, 700)  # tokens
-    answer: tuple[int, int] = (1, 160)
+    prompt: tuple[int, int] = (16, 300)  # tokens
+    answer: tuple[int, int] = (1, 64)
     aborted: float = 0.2  # share of the requests that are given up at a random step
     seed: int = 0
 

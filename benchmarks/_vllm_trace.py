@@ -34,8 +34,8 @@ class Scale:
 
     prompt: float = 1 / 8
     answer: float = 1 / 2
-    longest: int = 8192  # tokens; longer requests are left out, and counted
-    requests: int = 100  # the first of what is left
+    longest: int = 4096  # tokens; longer requests are left out, and counted
+    requests: int = 48  # the first of what is left
 
 
 def read_trace(path: Path, scale: Scale) -> tuple[list[Arrival], int]:

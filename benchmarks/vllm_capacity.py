@@ -32,8 +32,7 @@ SIZE = Room(kv_bytes=1 << 30)
 # Tokens of stock that the memory holds, tokens of a step, and the requests.
 LOADS = (
     (8192, 2048, Load("prompts", 24, (1024, 1024), (128, 128))),
-    (2560, 256, Load("mixed", 12, (200, 200), (400, 400))),
-    (8192, 2048, Load("answers", 24, (200, 200), (1024, 1024))),
+    (2560, 256, Load("answers", 12, (200, 200), (400, 400))),
 )
 QUICK = ((1024, 256, Load("quick", 4, (400, 400), (16, 16))),)
 

@@ -33,6 +33,7 @@ from kv_serve.tasks import Sample, Setting, TaskName, default_text
 
 POLICIES = (
     "k8v4",
+    "k4v4",
     "k4v2",
     "leankv",
     "kv-compress:rate=2+k8v4",
@@ -53,7 +54,7 @@ PAIRS: tuple[tuple[TaskName, Setting], ...] = (
 def plans(policies: Sequence[str], *, quick: bool) -> list[Plan]:
     """One for each task, in its setting."""
     specs = read_specs(policies)
-    size = {"length": 300, "samples": 2, "continuation": 16} if quick else {"samples": 50}
+    size = {"length": 300, "samples": 2, "continuation": 16} if quick else {"samples": 16}
     return [Plan(specs, (task,), (setting,), **size) for task, setting in PAIRS]
 
 
