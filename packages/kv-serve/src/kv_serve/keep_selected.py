@@ -110,14 +110,10 @@ class KeepSelected:
         return True
 
     def join(self, other: "KeepSelected") -> None:
-        """Let the sequences of another batch follow mine; all of both have been planned once.
-
-        Raises:
-            ValueError: the prompt of some sequence has not ended.
-        """
+        """Let the sequences of another batch follow mine; the prompts of both have ended."""
         mine, theirs = (self._budget, self._cuts), (other._budget, other._cuts)
-        if mine[0] is None or theirs[0] is None:
-            raise ValueError("a batch whose prompts have not ended cannot be joined")
+        assert mine[0] is not None, "budgets are resolved when a prompt is read"
+        assert theirs[0] is not None, "budgets are resolved when a prompt is read"
         self._budget = torch.cat((mine[0], theirs[0]))
         if mine[1] is not None and theirs[1] is not None:
             self._cuts = torch.cat((mine[1], theirs[1]), 2)

@@ -93,6 +93,7 @@ class TieredCache:
         self._keeper: KeepAll | KeepSelected = KeepAll()
         self._pass: Pass | None = None
         self._next_layer = 0
+        self._goes_on = False  # prompts, in a later pass
 
     @property
     def columns(self) -> int:
@@ -137,7 +138,7 @@ class TieredCache:
         given = columns != 1 if prompt is None else prompt
         now = Pass(position, batch.seen + count[:, -1], given, more)
         self._keeper.prepare(batch, now)
-        self.batch, self._pass, self._next_layer = batch, now, 0
+        self.batch, self._pass, self._next_layer, self._goes_on = batch, now, 0, more
         for follower in self.followers:
             follower.begin(valid, prompt=given, more=more)
 
@@ -240,14 +241,17 @@ class TieredCache:
         """Let the sequences of another cache over the same pool follow mine; it is left empty.
 
         Raises:
-            ValueError: the two differ in what they store or where, or some prompt has not ended.
+            ValueError: the two differ in what they store or where, or some prompt has not ended;
+                nothing has changed.
         """
         if self.batch is None or other.batch is None:
             raise ValueError("a cache that holds nothing cannot be joined with another")
+        if self._goes_on or other._goes_on:
+            raise ValueError("a batch whose prompts have not ended cannot be joined")
+        self.batch.join(other.batch)  # refuses before anything has changed
         mine, theirs = self._keeper, other._keeper
         if isinstance(mine, KeepSelected) and isinstance(theirs, KeepSelected):
             mine.join(theirs)
-        self.batch.join(other.batch)
         other.reset()
 
     def release(self) -> None:
