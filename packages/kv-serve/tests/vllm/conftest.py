@@ -1,6 +1,7 @@
 """Engines inside the test process, and tiny models that they refuse or serve."""
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -68,6 +69,54 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+@pytest.fixture(scope="session")
+def weights(tiny: Callable[..., str]) -> str:
+    """The folder of a tiny model with float32 weights, which whoever loads it has in common."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tiny(initializer_range=0.1, torch_dtype="float32")
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder))
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def statistics(weights: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of statistics of noise, by which a basis can be fitted to those weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kv_policy import Calibrated
+    from kv_serve.hf.support import cache_shape
+    from kv_serve.models.folder import fingerprint
+    from kv_svd import Calibration
+
+    made = AutoModelForCausalLM.from_pretrained(weights)
+    shape = cache_shape(made)
+    found = Calibration(shape, torch.stack([x.self_attn.o_proj.weight for x in made.model.layers]))
+    draw = torch.Generator().manual_seed(0)
+    for layer in range(shape.layers):
+        query = torch.randn(1, shape.kv_heads, shape.group, 300, shape.key_dim, generator=draw)
+        key = torch.randn(1, shape.kv_heads, 300, shape.key_dim, generator=draw)
+        value = torch.randn(1, shape.kv_heads, 300, shape.value_dim, generator=draw)
+        found.see(layer, query, key, value)
+    path = tmp_path_factory.mktemp("statistics") / "of-noise"
+    own = fingerprint(Path(weights))
+    found.write(path, Calibrated(model="tiny", fingerprint=own, text="noise", digest="0"))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Noise for a tiny model: the longest two take several pages, the last some."""
+    import torch
+
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (150, 129, 40)]
+
+
 def _forget_connector() -> None:
     """Let go of the worker's connector, which vLLM keeps for the whole process."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -87,9 +136,12 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
 
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
+        given = {"enforce_eager": True, "additional_config": named} | options
+        gc.freeze()  # vLLM collects garbage six times as it starts, among all that is imported
         try:
-            engine = LLM(model, enforce_eager=True, additional_config=named, **options)
+            engine = LLM(model, **given)
         except BaseException:
+            gc.unfreeze()
             _forget_connector()
             raise
         try:

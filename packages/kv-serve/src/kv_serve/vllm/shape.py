@@ -17,6 +17,7 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
 def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
     """Give the shape of the model's cache on this device; its layers are alike."""
     heads = layer.num_kv_heads
+    first = first_heads(config)[get_tensor_model_parallel_rank()]
     return CacheShape(
         layers=config.model_config.get_num_layers(config.parallel_config),
         kv_heads=heads,
@@ -24,8 +25,15 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
         key_dim=layer.head_size,
         value_dim=layer.head_size_v,
         dtype=layer.kv_cache_torch_dtype,
-        first_head=heads * get_tensor_model_parallel_rank(),
+        first_head=first,
     )
+
+
+def first_heads(config: VllmConfig) -> list[int]:
+    """Give the first KV head of each rank; where there are more ranks than heads, some share one."""
+    ranks = config.parallel_config.tensor_parallel_size
+    heads = config.model_config.get_total_num_kv_heads()
+    return [rank * heads // ranks for rank in range(ranks)]
 
 
 def backend_of(config: VllmConfig) -> str:

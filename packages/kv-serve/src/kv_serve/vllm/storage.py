@@ -23,6 +23,7 @@ from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.layer import SlotLayer
 from kv_serve.vllm.rows import RowsBuilder
+from kv_serve.vllm.shape import first_heads
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 
@@ -95,7 +96,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
     """Choose how a policy is stored, and let vLLM make our connector where pages are counted.
 
     Raises:
-        UnservableError: a connector is configured, and nothing would be counted.
+        UnservableError: a connector is configured, and nothing would be counted; or the ranks of
+            tensor parallelism would lay out their pages differently.
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
@@ -114,6 +116,17 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
     cache = config.cache_config
     if cache.enable_prefix_caching:
         logger.info("prefixes are not shared: what %s keeps of one depends on what follows", policy)
-    bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
     own = cache.block_size if cache.user_specified_block_size else None
-    return Pages(Layout.of(policy, shape, bases, own or BLOCK_TOKENS), own, full)
+    tokens = own or BLOCK_TOKENS
+    ranks = [replace(shape, first_head=first) for first in first_heads(config)]
+    if len({Account.of(_layout(policy, each, tokens), tokens) for each in ranks}) > 1:
+        raise UnservableError(
+            f"the policy {policy} cannot be served with tensor parallelism: its heads keep "
+            "different numbers of dimensions, and vLLM's blocks are as large on every rank"
+        )
+    return Pages(_layout(policy, shape, tokens), own, full)
+
+
+def _layout(policy: KVPolicy, shape: CacheShape, tokens: int) -> Layout:
+    bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
+    return Layout.of(policy, shape, bases, tokens)

@@ -1,0 +1,35 @@
+"""What transformers generates under a policy, from the weights that vLLM is given as well."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def by_transformers(
+    folder: str,
+    policy: str | None,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[list[int]]:
+    """Generate greedily from each prompt alone; without a policy in transformers' own cache."""
+    from transformers import AutoModelForCausalLM
+
+    from kv_serve import CompressedCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=None if policy is None else CompressedCache(model, policy),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found

@@ -1,0 +1,70 @@
+"""Two workers, each with one of the model's two KV heads."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from transformed import by_transformers
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+COUNT = 24
+POLICY = (
+    "snapkv:budget=24,window=8+k8v4"  # every head decides alone, so also on a worker of its own
+)
+
+
+def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
+    start: Start,
+    greedy: Greedy,
+    weights: str,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # vLLM would bind each worker to a node of memory, and there may be one node.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options = {
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": 1 << 20,  # of each worker
+        "max_model_len": 256,
+        "max_num_batched_tokens": 512,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "poison": True,
+    }
+    with start(weights, POLICY, **options) as engine:
+        # One worker gives these: other tests see to that.
+        assert greedy(engine, prompts, COUNT) == by_transformers(weights, POLICY, prompts, COUNT)
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        # Two layers of one head, whose tokens take 56 bytes, and 8 with score and position.
+        assert pool.num_gpu_blocks == (1 << 20) // (2 * 16 * 64)
+
+
+def test_heads_that_take_different_room_are_refused_on_workers_of_their_own(
+    weights: str, statistics: str
+) -> None:
+    from dataclasses import replace
+
+    from vllm import EngineArgs
+
+    from kv_policy import CacheShape, parse
+    from kv_serve.vllm.config import UnservableError
+    from kv_serve.vllm.storage import stored
+
+    options = {"tensor_parallel_size": 2, "skip_tokenizer_init": True, "dtype": "float32"}
+    config = EngineArgs(model=weights, **options).create_engine_config()
+    whole = CacheShape(layers=2, kv_heads=2, group=2, key_dim=32, value_dim=32)
+    policy = parse(f"zack:file={statistics},rate=0.4")
+    with pytest.raises(
+        UnservableError, match="cannot be served with tensor parallelism: its heads"
+    ):
+        stored(config, policy, replace(whole, kv_heads=1))
+    config.parallel_config.tensor_parallel_size = 1
+    stored(config, policy, whole)
