@@ -30,7 +30,7 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
 
 
 def first_heads(config: VllmConfig) -> list[int]:
-    """Give the first KV head of each rank; where there are more ranks than heads, some share one."""
+    """Give the first KV head of each rank; ranks share heads where there are more ranks."""
     ranks = config.parallel_config.tensor_parallel_size
     heads = config.model_config.get_total_num_kv_heads()
     return [rank * heads // ranks for rank in range(ranks)]
