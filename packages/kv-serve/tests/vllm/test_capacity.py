@@ -11,50 +11,51 @@ import pytest
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import CacheConfig
 
 Start = Callable[..., AbstractContextManager["LLM"]]
-LAYERS, HEADS, BLOCK = 30, 3, 32  # of SmolLM2-135M, whose heads have 64 dimensions
-STOCK = 256  # bytes of a bfloat16 key and value
+CELLS, BLOCK = 2 * 2, 32  # layers and heads of a tiny model, whose heads have 32 dimensions
+STOCK = 128  # bytes of a bfloat16 key and value
+SIZES = {"k8v8": 32 + 32 + 8, "k8v4": 32 + 16 + 8, "k4v2": 16 + 8 + 8}
+# As many bytes as whole blocks of all fill, so that nothing is rounded.
+WHOLE = CELLS * BLOCK * math.lcm(STOCK, *SIZES.values())
 
 
-def tokens(start: Start, model: str, policy: str | None, **options: object) -> int:
-    with start(model, policy, load_format="dummy", **options) as engine:
-        return engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+def stated(start: Start, model: str, policy: str | None, **options: object) -> "CacheConfig":
+    """What vLLM knows of its cache once an engine has started."""
+    named = {"load_format": "dummy", "skip_tokenizer_init": True, **options}
+    with start(model, policy, **named) as engine:
+        return engine.llm_engine.vllm_config.cache_config
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(
-    ("policy", "token_bytes"), [("k8v8", 64 + 64 + 8), ("k8v4", 64 + 32 + 8), ("k4v2", 32 + 16 + 8)]
-)
 def test_capacity_is_in_the_ratio_of_bytes_per_token(
-    start: Start, smollm2: str, policy: str, token_bytes: int
+    start: Start, tiny: Callable[..., str]
 ) -> None:
-    # As many bytes as whole blocks of both fill, so that nothing is rounded.
-    both = LAYERS * HEADS * BLOCK * math.lcm(STOCK, token_bytes)
-    options = {
-        "kv_cache_memory_bytes": both * -(-(1 << 25) // both),
-        "block_size": BLOCK,
-        "max_model_len": 256,
-    }
-    stock, ours = (tokens(start, smollm2, named, **options) for named in (None, policy))
-    assert Fraction(ours, stock) == Fraction(STOCK, token_bytes)
-    assert ours == options["kv_cache_memory_bytes"] // (LAYERS * HEADS * token_bytes)
+    options = {"kv_cache_memory_bytes": WHOLE, "block_size": BLOCK, "max_model_len": 256}
+    model = tiny()
+    stock = stated(start, model, None, **options).kv_cache_size_tokens
+    assert stock == WHOLE // (CELLS * STOCK)
+    for policy, token_bytes in SIZES.items():
+        ours = stated(start, model, policy, **options)
+        assert Fraction(ours.kv_cache_size_tokens, stock) == Fraction(STOCK, token_bytes)
+        assert ours.kv_cache_size_tokens == WHOLE // (CELLS * token_bytes)
+        assert ours.kv_cache_max_concurrency == ours.kv_cache_size_tokens / 256
 
 
-@pytest.mark.model
-def test_capacity_is_rounded_down_to_whole_blocks(start: Start, smollm2: str) -> None:
-    given, block = 50_000_000, 48  # a size that the stock attention does not take
-    options = {"kv_cache_memory_bytes": given, "block_size": block, "max_model_len": 480}
-    found = tokens(start, smollm2, "k8v4", **options)
-    assert found == given // (LAYERS * HEADS * block * 104) * block
+def test_capacity_is_rounded_down_to_whole_blocks(start: Start, tiny: Callable[..., str]) -> None:
+    given, block = 500_000, 48  # a size that the stock attention does not take
+    options = {"kv_cache_memory_bytes": given, "block_size": block, "max_model_len": 500}
+    found = stated(start, tiny(), "k8v4", **options)
+    blocks = given // (CELLS * block * 56)
+    assert found.kv_cache_max_concurrency == blocks / 11  # which hold 528 tokens
+    assert found.kv_cache_size_tokens == int(blocks / 11 * 500)
 
 
-@pytest.mark.model
-def test_capacity_as_a_function_starts_an_engine_of_its_own(smollm2: str) -> None:
+def test_capacity_as_a_function_starts_an_engine_of_its_own(weights: str) -> None:
     from kv_serve.vllm.capacity import token_capacity
 
-    found = token_capacity(smollm2, "k8v4", 1 << 26, max_model_len=512)
-    assert found == (1 << 26) // (LAYERS * HEADS * 128 * 104) * 128
+    found = token_capacity(weights, "k8v4", 1 << 22, max_model_len=512)
+    assert found == (1 << 22) // (CELLS * 128 * 56) * 128
 
 
 def test_capacity_of_what_does_not_start_says_why(

@@ -24,10 +24,13 @@ POLICIES = (
     "zack:file={},rate=0.4",
     "zack:file={},rate=0.4+" + COMPRESS + "+k8v4",
 )
+# A block of 16 tokens takes 16 * 64 bytes of four heads, so there are 256; a request keeps 64
+# tokens a head, or 24, which take two pages.
+BY_HAND = {POLICIES[0]: 256 / 4, POLICIES[1]: 256 / 2}
 
 
-def expected_capacity(policy_text: str, blocks: int) -> int:
-    """Tokens that vLLM states: requests of the longest length whose kept pages blocks pay for."""
+def expected_concurrency(policy_text: str, blocks: int) -> float:
+    """Requests of the longest length whose kept pages blocks pay for."""
     from kv_policy import CacheShape, parse
     from kv_serve.vllm.account import kept_tokens
     from paged_engine import account_of
@@ -37,7 +40,7 @@ def expected_capacity(policy_text: str, blocks: int) -> int:
     account = account_of(policy, shape)
     kept = kept_tokens(policy, LONGEST, account.token_bytes)
     each = account.blocks(account.pages(kept))
-    return blocks * LONGEST // each
+    return blocks / each
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -71,4 +74,7 @@ def test_capacity_is_what_the_pages_of_the_longest_request_make_it(
 ) -> None:
     engine, policy = served
     cache = engine.llm_engine.vllm_config.cache_config
-    assert cache.kv_cache_size_tokens == expected_capacity(policy, cache.num_gpu_blocks)
+    requests = expected_concurrency(policy, cache.num_gpu_blocks)
+    assert cache.kv_cache_max_concurrency == requests
+    assert cache.kv_cache_size_tokens == int(requests * LONGEST)
+    assert requests == BY_HAND.get(policy, requests)
