@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kv_attention import torch_backend
 from kv_policy import parse
-from kv_serve import CompressedCache, keep_selected
+from kv_serve import CompressedCache, keep_selected, scoring
 from kv_serve.evaluate.decode import read
 from kv_serve.models import LoadedModel, load_model
 from kv_serve.tasks import default_text, nll
@@ -40,7 +40,7 @@ SPECS = (
 CONSOLE = Console(stderr=True)
 PARTS: tuple[tuple[ModuleType, str], ...] = (
     (torch_backend, "observe_part"),
-    (keep_selected, "score_layer"),
+    (scoring, "score_layers"),
     (keep_selected, "plan_layers"),
 )
 

@@ -235,15 +235,15 @@ class World:
             held.remove(min(held, key=lambda x: x.score))
 
     def rescore(self) -> None:
-        """All tokens of a layer get new scores."""
-        layer = self.below(self.shape[0])
-        ids = self.tiers.streams(slice(layer, layer + 1)).tolist()
+        """All tokens of some layers get new scores."""
+        layers = slice(self.below(self.shape[0]), self.shape[0])
+        ids = self.tiers.streams(layers).tolist()
         for tier, store in zip(self.tiers.tier, self.tiers.stores, strict=True):
-            read = store.read_layer(layer)
+            read = store.read_layers(layers)
             assert read.score is not None
             assert read.position is not None
             new = torch.rand(read.score.shape, generator=self.random)
-            store.set_layer_scores(layer, new)
+            store.set_layers_scores(layers, new)
             for row, stream in enumerate(ids):
                 given = dict(zip(read.position[row].tolist(), new[row].tolist(), strict=True))
                 self.held[tier][stream] = [

@@ -101,9 +101,11 @@ class Pairs:
     def rescore(self) -> None:
         raw, paged, seen = self.pairs[self.below(len(self.pairs))]
         if self.scores:
-            score = torch.rand(len(seen), SHAPE.kv_heads, self.size, generator=self.random)
-            raw.set_scores(1, score)
-            paged.set_scores(1, score)
+            layers = slice(self.below(SHAPE.layers), SHAPE.layers)
+            lead = SHAPE.layers - layers.start, len(seen), SHAPE.kv_heads
+            score = torch.rand(*lead, self.size, generator=self.random)
+            raw.set_scores_of(layers, score)
+            paged.set_scores_of(layers, score)
 
     def select(self) -> None:
         at = self.below(len(self.pairs))
@@ -129,9 +131,10 @@ class Pairs:
             assert raw.has_scores == paged.has_scores == self.scores
             each = sum(store.sequence_pages() for store in paged.stores)
             assert each.tolist() == [self.pages] * len(seen)
+            for name in ("keys_of", "values_of", *(["scores_of"] if self.scores else [])):
+                every = (getattr(window, name)(slice(None)) for window in (raw, paged))
+                assert torch.equal(*every)
             for layer in range(SHAPE.layers):
-                for name in ("keys", "values", *(["scores"] if self.scores else [])):
-                    assert torch.equal(getattr(raw, name)(layer), getattr(paged, name)(layer))
                 for mine, wanted in zip(raw.in_order(layer), paged.in_order(layer), strict=True):
                     assert torch.equal(mine, wanted)
 

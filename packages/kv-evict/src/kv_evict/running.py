@@ -17,8 +17,8 @@ def running_mean(
     """
     assert view.mass is not None  # it is observed
     assert view.seen is not None
-    before = view.length[:, None, None] - view.fresh.sum(-1, keepdim=True)
-    past = (before - 1 - view.position).clamp(min=0, max=last)
-    seen = past + view.seen
-    mean = (score * past + view.mass) / seen.clamp(min=1)
-    return mean.masked_fill(view.position < 0, 0)
+    fresh = view.fresh[:, :1].sum(-1, keepdim=True)  # every head has as many
+    before = view.length[:, None, None] - fresh
+    past = (before - 1 - view.position).clamp_(min=0, max=last).float()
+    total = (score * past).add_(view.mass)
+    return total.div_(past.add_(view.seen).clamp_(min=1)).masked_fill_(view.position < 0, 0)

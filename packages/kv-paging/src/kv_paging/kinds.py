@@ -46,6 +46,10 @@ class Kinds:
         where: Tensor = self._where[kind][self.span(kind, layer)]
         return where[:, 1]
 
+    def layers(self, layers: slice) -> range:
+        """The numbers of some layers."""
+        return range(len(self.heads_of))[layers]
+
     def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
         """The numbers of the streams of some layers."""
         layer_count, heads = self.kind.shape

@@ -57,6 +57,25 @@ class RaggedStore:
 
     def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
         """Give what the streams of a layer hold, over `longest` slots."""
+        return self.read_layers(slice(layer, layer + 1), vectors)
+
+    def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
+        """Give what the streams of some layers hold, as `read_layer` does."""
+        found = [self._read_layer(layer, vectors) for layer in self._kinds.layers(layers)]
+
+        def whole(part: Callable[[Stored], Tensor | None]) -> Tensor | None:
+            each = [x for x in map(part, found) if x is not None]
+            return torch.cat(each) if each else None
+
+        return Stored(
+            torch.cat([read.held for read in found]),
+            whole(lambda read: read.score),
+            whole(lambda read: read.position),
+            whole(lambda read: read.key),
+            whole(lambda read: read.value),
+        )
+
+    def _read_layer(self, layer: int, vectors: Vectors) -> Stored:
         heads = self._kinds.kind.shape[1]
         found = []
         for kind, member in enumerate(self.members):
@@ -83,11 +102,22 @@ class RaggedStore:
         Raises:
             ValueError: pages hold no scores, or fewer slots than `longest` says are given.
         """
-        expect_shape("score", score, self._kinds.sequences * self._kinds.kind.shape[1], None)
-        for kind, member in enumerate(self.members):
-            span = self._kinds.span(kind, layer)
-            if span.start < span.stop:
-                member.set_layers_scores(span, score[self._rows(kind, layer)])
+        self.set_layers_scores(slice(layer, layer + 1), score)
+
+    def set_layers_scores(self, layers: slice, score: Float[Tensor, "S L"]) -> None:
+        """Give the tokens of some layers new scores, slot by slot as `read_layers` has them.
+
+        Raises:
+            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+        """
+        each = self._kinds.layers(layers)
+        streams = self._kinds.sequences * self._kinds.kind.shape[1]
+        expect_shape("score", score, streams * len(each), None)
+        for layer, mine in zip(each, score.split(streams), strict=True):
+            for kind, member in enumerate(self.members):
+                span = self._kinds.span(kind, layer)
+                if span.start < span.stop:
+                    member.set_layers_scores(span, mine[self._rows(kind, layer)])
 
     def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.

@@ -63,9 +63,12 @@ class LayerView:
     the arriving one; they come as they are stored, in no order, with empty places between them, so
     a method that looks at neighbours goes by `position`. Mass, keys and values are zero where there
     is no token.
+
+    In decoding the view may be of several layers at once: B then counts the sequences of each, one
+    layer's after another's, and a row is scored as it would be alone.
     """
 
-    layer: int
+    layer: int  # the first, where they are several
     shape: CacheShape
     position: Int[Tensor, "B H L"]  # -1: no token here
     fresh: Bool[Tensor, "B H L"]  # arrived with this forward pass

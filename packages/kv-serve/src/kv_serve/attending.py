@@ -31,23 +31,22 @@ def attended(
     query, key, value = fresh
     # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
     new = DenseTokens(key, value, now.position, full=None if now.prompt else False)
-    places = _positions(batch, layer, watch[0])
+    by_place = watch[0].skip > 1 or watch[0].gumbel is not None
+    places = _places(batch, layer) if by_place else None
     groups = batch.groups(layer, new, places)
     if groups is not None:
         width = value.shape[-1]
         return attend_ragged(
             query, now.position, groups, width, scale, watch[0], backend, watch[1:]
         )
-    dense = [*batch.dense(layer), new]
-    views = batch.views(layer)
-    return attend(query, now.position, views, dense, scale, watch[0], places, backend, watch[1:])
+    pages, dense = batch.views(layer)
+    dense.append(new)
+    return attend(query, now.position, pages, dense, scale, watch[0], places, backend, watch[1:])
 
 
-def _positions(
-    batch: Batch, layer: int, observe: Observe
-) -> list[Int[Tensor, "B H S"] | None] | None:
-    """Positions of stored tokens, for observations that go by them."""
-    if observe.skip <= 1 and observe.gumbel is None:
-        return None
+def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"] | None]:
+    """Positions of what a layer holds in pages."""
     reads = [store.read_layer(layer).position for _, store in batch.held_stores]
-    return [None if p is None else grid(p, batch.shape.kv_heads) for p in reads]
+    found = [None if p is None else grid(p, batch.shape.kv_heads) for p in reads]
+    raw = batch.held_window
+    return found if raw is None or not raw.in_pages else [*found, batch.by_head(raw.position)]

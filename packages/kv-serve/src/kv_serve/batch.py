@@ -14,7 +14,7 @@ from kv_serve.heads import head_groups
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
 from kv_serve.passes import Pass, flat, grid
-from kv_serve.rings import Window
+from kv_serve.rings import Rings, Window
 
 __all__ = ["Batch", "Pass", "flat", "grid"]
 
@@ -111,17 +111,18 @@ class Batch:
         pairs = zip(self.tiers.tier, self.stores, strict=True)
         return [(tier, store) for tier, store in pairs if self.columns and store.longest]
 
-    def views(self, layer: int) -> list[PagedTokens]:
-        """Give a layer's pages, where all heads are alike; good until the next operation."""
-        stores = [store for _, store in self.held_stores]
-        return [store.view(layer) for store in stores if isinstance(store, TokenStore)]
+    def views(self, layer: int) -> tuple[list[PagedTokens], list[DenseTokens]]:
+        """Give what a layer holds in pages and beside them, where all heads are alike.
 
-    def dense(self, layer: int) -> list[DenseTokens]:
-        """Give what stands in a layer's raw window, where all heads are alike."""
+        Good until the next operation.
+        """
+        stores = [store for _, store in self.held_stores]
+        pages = [store.view(layer) for store in stores if isinstance(store, TokenStore)]
         raw = self.held_window
-        if raw is None:
-            return []
-        return [DenseTokens(raw.keys(layer), raw.values(layer), raw.position, full=False)]
+        if not isinstance(raw, Rings):
+            return pages, []
+        window = raw.view(slice(layer, layer + 1))
+        return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
 
     def groups(
         self,
@@ -134,7 +135,7 @@ class Batch:
         Args:
             layer: whose heads.
             fresh: the tokens of the pass, as long as the longest vectors.
-            places: positions of stored tokens, an entry for each of `held_stores`, if needed.
+            places: positions of what lies in pages, an entry for each store and window, if needed.
         """
         if not isinstance(self.tiers, RaggedTiers):
             return None

@@ -1,8 +1,9 @@
-"""What a layer holds, as groups of tokens that a selector can score."""
+"""What layers hold, as groups of tokens that a selector can score."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -38,59 +39,80 @@ def fresh_group(
 def layer_groups(
     batch: Batch,
     now: Pass,
-    layer: int,
+    layers: slice,
     key: Tensor,
     value: Tensor,
     reads: frozenset[Vectors],
-    result: Attended | None = None,
+    results: Sequence[Attended] = (),
 ) -> list[Group]:
-    """A layer's tokens: each store, the window, the fresh ones, in the order they are attended."""
-    masses = iter(() if result is None else result.mass)
-    counts = iter(() if result is None else result.seen)
-    more = iter(() if result is None else result.also)
+    """Tokens of some layers: each store, the window, the fresh ones, in the order of attention.
+
+    Rows of several layers are those of more sequences, one layer's after another's.
+
+    Args:
+        batch: what is held.
+        now: the pass, over these layers.
+        layers: which.
+        key: what the pass brings to them.
+        value: likewise.
+        reads: the vectors that are looked at.
+        results: what was observed of each layer, if anything was.
+    """
+    parts = iter(range(len(results[0].mass) if results else 0))
+
+    def observed(slots: int) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+        """What was seen of the next part, over so many slots of each layer."""
+        part = next(parts, None)
+        if part is None:
+            return None, None, {}
+
+        def rows(each: list[Tensor]) -> Tensor:
+            more = [slots - x.shape[-1] for x in each]
+            return torch.cat([pad(x, (0, n)) if n else x for x, n in zip(each, more, strict=True)])
+
+        names = results[0].also[part] if results[0].also else ()
+        return (
+            rows([r.mass[part] for r in results]),
+            rows([r.seen[part] for r in results]),
+            {name: rows([r.also[part][name] for r in results]) for name in names},
+        )
+
     groups = []
     stored = frozenset(name for name in reads if name != "queries")
     for tier, store in batch.held_stores:
-        held = store.read_layer(layer, stored)
+        held = store.read_layers(layers, stored)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
+        mass, seen, also = observed(held.held.shape[1])
         groups.append(
             Group(
-                position=grid(held.position.masked_fill(~held.held, -1), batch.shape.kv_heads),
+                position=grid(held.position, batch.shape.kv_heads),
                 tier=tier,
                 store=store,
                 fresh=False,
                 score=grid(held.score, batch.shape.kv_heads),
-                mass=_padded(next(masses, None), held.held.shape[1]),
-                seen=_padded(next(counts, None), held.held.shape[1]),
-                also={k: _pad(x, held.held.shape[1]) for k, x in next(more, {}).items()},
+                mass=mass,
+                seen=seen,
+                also=also,
                 key=None if held.key is None else grid(held.key, batch.shape.kv_heads),
                 value=None if held.value is None else grid(held.value, batch.shape.kv_heads),
             )
         )
     raw = batch.held_window
     if raw is not None:
+        mass, seen, also = observed(raw.size)
+        times = len(key) // len(raw.position)
         groups.append(
             Group(
-                position=batch.by_head(raw.position),
+                position=batch.by_head(raw.position.repeat(times, 1)),
                 tier=FRESH,
                 fresh=False,
-                score=raw.scores(layer) if raw.has_scores else None,
-                mass=next(masses, None),
-                seen=next(counts, None),
-                also=next(more, {}),
-                key=raw.keys(layer) if "keys" in reads else None,
-                value=raw.values(layer) if "values" in reads else None,
+                score=raw.scores_of(layers).flatten(0, 1) if raw.has_scores else None,
+                mass=mass,
+                seen=seen,
+                also=also,
+                key=raw.keys_of(layers).flatten(0, 1) if "keys" in reads else None,
+                value=raw.values_of(layers).flatten(0, 1) if "values" in reads else None,
             )
         )
-    observed = next(masses, None), next(counts, None), next(more, {})
-    return [*groups, fresh_group(batch, now, key, value, reads, *observed)]
-
-
-def _padded(x: Tensor | None, slots: int) -> Tensor | None:
-    """What was observed of a layer's slots, over as many as the store's longest stream has."""
-    return None if x is None else _pad(x, slots)
-
-
-def _pad(x: Tensor, slots: int) -> Tensor:
-    return pad(x, (0, slots - x.shape[-1]))
+    return [*groups, fresh_group(batch, now, key, value, reads, *observed(key.shape[2]))]

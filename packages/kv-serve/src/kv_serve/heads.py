@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import Kinds, RaggedStore, TokenStore
-from kv_policy import CacheShape
+from kv_policy import CacheShape, PagedTokens
 from kv_serve.ragged_window import RaggedWindow
 from kv_serve.rings import Window
 
@@ -31,7 +31,7 @@ def head_groups(
         raw: the window, if it holds something.
         layer: whose heads.
         fresh: the tokens of the pass, as long as the longest vectors.
-        places: positions of stored tokens, an entry for each store, if needed.
+        places: positions of what lies in pages, an entry for each store and window, if needed.
     """
     found = []
     for kind, shape in enumerate(shapes):
@@ -39,14 +39,17 @@ def head_groups(
         if not len(heads):
             continue
         key = fresh.key[:, heads, :, : shape.key_dim]
-        dense = [replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])]
+        new = replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])
+        parts: list[PagedTokens | DenseTokens | None] = [
+            s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)
+        ]
         if isinstance(raw, RaggedWindow):
-            dense.insert(0, DenseTokens(*raw.of_kind(kind, layer), raw.position, full=False))
+            parts.append(raw.view_kind(kind, layer))
         found.append(
             HeadGroup(
                 heads,
-                tuple(s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)),
-                tuple(dense),
+                tuple(x for x in parts if x is None or isinstance(x, PagedTokens)),
+                (*(x for x in parts if isinstance(x, DenseTokens)), new),
                 None
                 if places is None
                 else tuple(None if at is None else at[:, heads] for at in places),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -10,13 +11,16 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
-from kv_serve.batch import Batch, Pass, flat
+from kv_serve.batch import Batch, Pass
 from kv_serve.carrying import enter, restack
-from kv_serve.groups import fresh_group, layer_groups
-from kv_serve.planning import Scored, plan_layers, score_layer
+from kv_serve.groups import layer_groups
+from kv_serve.planning import Scored, plan_layers
+from kv_serve.scoring import Observed, score
 from kv_serve.stepping import step
 from kv_serve.tally import Tally
 from kv_serve.turns import Turns
+
+_TOGETHER: Final = 1 << 18  # tokens of several layers that are scored at once
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,6 @@ class _Arrival:
     key: Float[Tensor, "B H L D"]
     value: Float[Tensor, "B H L Dv"]
     scored: Scored | None = None
-    fresh_score: Float[Tensor, "B H L"] | None = None  # None: the selector was not asked
 
 
 class KeepSelected:
@@ -47,6 +50,8 @@ class KeepSelected:
         self._planned: list[int] = []  # sequences that this pass plans
         self._prompted = False  # the last pass was over prompts
         self._waiting: list[_Arrival] = []
+        self._observed: list[Observed] = []  # of the layers that are still to be scored
+        self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of what generated tokens brought
 
     def prepare(self, batch: Batch, now: Pass) -> None:
         """Say which sequences a prompt's plan is about; pages are seen to when the plan is made."""
@@ -66,23 +71,23 @@ class KeepSelected:
         queries: Queries | None,
     ) -> None:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
-        scored, reads = None, self.selector.reads
-        if now.prompt or self.selector.observe.generated:
-            groups = layer_groups(batch, now, layer, key, value, reads, result)
-            scored = score_layer(self.selector, layer, batch.shape, groups, now, queries)
-            self._note(batch, now, layer, scored)
-        elif self.selector.decode == "step":
-            fresh = fresh_group(batch, now, key, value, reads)
-            scored = score_layer(self.selector, layer, batch.shape, [fresh], now, queries)
-        fresh_score = None if scored is None else scored.split(scored.score)[-1]
-        arrival = _Arrival(key, value, scored, fresh_score)
-        if now.prompt and self.selector.scope == "layer":
+        observed = Observed(key, value, result, queries)
+        if not now.prompt:
+            self._waiting.append(_Arrival(key, value))
+            self._observed.append(observed)
+            if sum(each.tokens for each in self._observed) >= _TOGETHER:
+                self._score_step(batch, now)
+            return
+        scored = score(self.selector, batch, now, layer, [observed])
+        arrival = _Arrival(key, value, scored)
+        if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
         else:
             self._waiting.append(arrival)
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Settle what waited for all layers."""
+        self._score_step(batch, now)
         waiting, self._waiting = self._waiting, []
         if now.prompt:
             if waiting:
@@ -150,7 +155,11 @@ class KeepSelected:
         key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
         value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=batch.seen.device)
         arrivals = [
-            _Arrival(key, value, Scored.carried(layer_groups(batch, now, i, key, value, reads)))
+            _Arrival(
+                key,
+                value,
+                Scored.carried(layer_groups(batch, now, slice(i, i + 1), key, value, reads)),
+            )
             for i in range(shape.layers)
         ]
         if self.selector.scope == "model":
@@ -170,18 +179,15 @@ class KeepSelected:
         if self._cuts is not None:
             self._cuts = self._cuts[:, :, source]
 
-    def _note(self, batch: Batch, now: Pass, layer: int, scored: Scored) -> None:
-        """Let stored and windowed tokens carry the scores they were just given.
-
-        A sequence that brings no token was not observed, and keeps its scores.
-        """
-        brings = (now.position >= 0).any(1)[:, None, None]
-        for group, given in zip(scored.groups, scored.split(scored.score), strict=True):
-            score = given if group.score is None else given.where(brings, group.score)
-            if group.store is not None:
-                group.store.set_layer_scores(layer, flat(score))
-            elif not group.fresh and batch.window is not None:
-                batch.window.set_scores(layer, score)
+    def _score_step(self, batch: Batch, now: Pass) -> None:
+        """Score the layers that generated tokens have attended to since the last time."""
+        observed, self._observed = self._observed, []
+        if not observed or not (self.selector.observe.generated or self.selector.decode == "step"):
+            return
+        first = len(self._waiting) - len(observed)
+        scored = score(self.selector, batch, now, first, observed)
+        fresh = scored.split(scored.score)[-1]
+        self._fresh.append(fresh.unflatten(0, (len(observed), -1)))
 
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
         """Plan some layers together and carry it out, layer by layer."""
@@ -238,8 +244,8 @@ class KeepSelected:
         """Store one fresh token per sequence, for all layers at once."""
         key = torch.stack([a.key for a in arrivals])
         value = torch.stack([a.value for a in arrivals])
-        given = [a.fresh_score for a in arrivals if a.fresh_score is not None]
-        score = torch.stack(given) if given else torch.zeros_like(key[..., 0], dtype=torch.float32)
+        given, self._fresh = self._fresh, []
+        score = torch.cat(given) if given else torch.zeros_like(key[..., 0], dtype=torch.float32)
         position = now.position
         if batch.window is not None:
             key, value, position, left = batch.window.exchange(

@@ -1,5 +1,6 @@
 """The raw window in pages of the pool, so that all that a sequence holds is there."""
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from kv_paging import PagePool, TokenStore, read_slots, write_slots
 from kv_paging.joining import expect_joined, join_all, release_all
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors
-from kv_policy import CacheShape, PageLayout, Raw
+from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
 from kv_serve.rings import Left, Rings, Window, expect_alike
 
 _KEYS: Final[Vectors] = frozenset({"keys"})
@@ -67,6 +68,14 @@ class PagedWindow(Rings):
     def stores(self) -> tuple[TokenStore, ...]:
         """Where slots lie; every stream has `size` of them."""
         return (self._store,)
+
+    def view(self, layers: slice) -> PagedTokens:
+        """Give some layers as attention reads them, the heads of all side by side.
+
+        Good until the next operation.
+        """
+        every = self._store.view_layers(layers)
+        return replace(every, length=self._filled[:, None].expand_as(every.length))
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
         """Keys of some layers, by slot."""
@@ -171,7 +180,7 @@ class PagedWindow(Rings):
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
         """Do the part of `select` that is not about `stores`."""
-        self._position = self.position[source]
+        self._hold(self.position[source])
 
     def join(self, other: Window) -> None:
         """Let another window's sequences come after these, pages and all; it has none then.
@@ -182,8 +191,8 @@ class PagedWindow(Rings):
         self.expect_join(other)
         assert isinstance(other, PagedWindow)  # it was refused otherwise
         join_all(self.stores, other.stores)
-        self._position = torch.cat((self.position, other.position))
-        other._position = other.position[:0]
+        self._hold(torch.cat((self.position, other.position)))
+        other._hold(other.position[:0])
 
     def expect_join(self, other: Window) -> None:
         """Refuse what `join` refuses.
@@ -197,7 +206,7 @@ class PagedWindow(Rings):
     def release(self) -> None:
         """Let all sequences go, with all pages."""
         release_all(self.stores)
-        self._position = self.position[:0]
+        self._hold(self.position[:0])
 
     def _read(self, layers: slice, vectors: Vectors) -> Stored:
         store = self._store

@@ -1,6 +1,6 @@
 """A forward pass, and the two shapes in which what belongs to a layer's streams comes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Int
 from torch import Tensor
@@ -15,12 +15,17 @@ class Pass:
     prompt: bool = True  # or a part of one; otherwise each sequence brings a token it generated
     more: bool = False  # the prompt goes on in a later pass
 
+    def over(self, layers: int) -> "Pass":
+        """Let the sequences of so many layers be rows, one layer's after another's."""
+        position, total = self.position.repeat(layers, 1), self.total.repeat(layers)
+        return replace(self, position=position, total=total)
+
 
 def flat(x: Tensor) -> Tensor:
-    """[B, H, ...] as one row per stream of a layer."""
+    """[B, H, ...] as one row per stream."""
     return x.flatten(0, 1)
 
 
 def grid(x: Tensor, heads: int) -> Tensor:
-    """One row per stream of a layer as [B, H, ...]."""
+    """One row per stream as [B, H, ...]; rows of several layers are those of more sequences."""
     return x.reshape(x.shape[0] // heads, heads, *x.shape[1:])

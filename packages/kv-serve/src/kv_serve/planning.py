@@ -15,7 +15,10 @@ from kv_serve.batch import Pass
 
 @dataclass(frozen=True)
 class Group:
-    """Some of a layer's tokens that lie together: a tier's, the window's, the fresh ones."""
+    """Some of layers' tokens that lie together: a tier's, the window's, the fresh ones.
+
+    B counts the sequences of each layer, one layer's after another's.
+    """
 
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
@@ -33,12 +36,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """A layer's tokens with the scores its selector gave, commonly in the order of positions."""
+    """Tokens of layers with the scores their selector gave, commonly in the order of positions."""
 
     groups: tuple[Group, ...]
     order: Int[Tensor, "B H L"] | None  # place in the groups laid side by side; None: as they lie
     position: Int[Tensor, "B H L"]
-    tier: UInt8[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
     gauge: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
 
@@ -48,8 +50,13 @@ class Scored:
         order = _order(groups)
         score = torch.cat([_carried_score(g) for g in groups], -1).gather(-1, order)
         position = torch.cat([g.position for g in groups], -1).gather(-1, order)
-        tier = torch.cat(_tiers(groups), -1).gather(-1, order)
-        return cls(tuple(groups), order, position, tier, score)
+        return cls(tuple(groups), order, position, score)
+
+    @property
+    def tier(self) -> UInt8[Tensor, "B H L"]:
+        """Where tokens are now."""
+        each = [torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in self.groups]
+        return _joined(self.order, each)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Take a result in this order apart again, by group."""
@@ -59,28 +66,40 @@ class Scored:
         return list(x.split(sizes, -1))
 
 
-def score_layer(
+def score_layers(
     selector: Selector,
-    layer: int,
+    first: int,
     shape: CacheShape,
     groups: Sequence[Group],
     now: Pass,
     queries: Queries | None = None,
 ) -> Scored:
-    """Lay the groups side by side, in a prompt by position, and let the selector score them."""
+    """Lay the groups side by side, in a prompt by position, and let the selector score them.
+
+    Args:
+        selector: who scores.
+        first: of the layers.
+        shape: of the cache.
+        groups: the tokens of these layers; in a prompt of one.
+        now: the pass, over these layers.
+        queries: of the pass, likewise.
+    """
     order = _order(groups) if now.prompt else None
 
     joined, vectors = partial(_joined, order), partial(_vectors, order)
     observed = all(g.mass is not None for g in groups)
+    lead, device = groups[0].position.shape[:-1], groups[0].position.device
+    each = [torch.full(g.position.shape[-1:], g.fresh, device=device) for g in groups]
+    fresh = torch.cat(each).expand(*lead, -1)
     view = LayerView(
-        layer=layer,
+        layer=first,
         shape=shape,
         position=joined([g.position for g in groups]),
-        fresh=joined([torch.full_like(g.position, g.fresh, dtype=torch.bool) for g in groups]),
+        fresh=fresh if order is None else fresh.gather(-1, order),
         score=joined([_carried_score(g) for g in groups]),
         length=now.total,
         mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
-        seen=joined([g.seen.long() for g in groups if g.seen is not None]) if observed else None,
+        seen=joined([g.seen for g in groups if g.seen is not None]) if observed else None,
         also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
         generated=not now.prompt,
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
@@ -89,7 +108,7 @@ def score_layer(
     )
     score = selector.score(view).float()
     gauge = selector.gauge(view) if now.prompt else None
-    return Scored(tuple(groups), order, view.position, joined(_tiers(groups)), score, gauge)
+    return Scored(tuple(groups), order, view.position, score, gauge)
 
 
 def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
@@ -115,10 +134,6 @@ def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
     if group.score is not None:
         return group.score
     return torch.zeros_like(group.position, dtype=torch.float32)
-
-
-def _tiers(groups: Sequence[Group]) -> list[Tensor]:
-    return [torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in groups]
 
 
 def plan_layers(

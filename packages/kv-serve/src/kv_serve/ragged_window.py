@@ -7,8 +7,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kv_attention import DenseTokens
 from kv_paging import Kinds, TokenStore
 from kv_paging.selecting import select_all
+from kv_policy import PagedTokens
 from kv_serve.rings import InOrder, Left, Rings, Window, expect_alike, oldest_first
 
 
@@ -53,40 +55,37 @@ class RaggedWindow(Window):
         """Which positions are among the newest `size` of `total` tokens."""
         return self.members[0].stays(position, total)
 
-    def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
-        """A layer's keys, by slot."""
-        return self._layer(layer, lambda rings, cells: rings.keys_of(cells), self._dims[0])
+    def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
+        """Keys of some layers, by slot."""
+        return self._each(layers, lambda rings, cells: rings.keys_of(cells), self._dims[0])
 
-    def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
-        """A layer's values, by slot."""
-        return self._layer(layer, lambda rings, cells: rings.values_of(cells), self._dims[1])
+    def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
+        """Values of some layers, by slot."""
+        return self._each(layers, lambda rings, cells: rings.values_of(cells), self._dims[1])
 
-    def scores(self, layer: int) -> Float[Tensor, "B H W"]:
-        """A layer's scores, by slot.
-
-        Raises:
-            ValueError: tokens carry none.
-        """
-        return self._layer(layer, lambda rings, cells: rings.scores_of(cells)[..., None], 1)[..., 0]
-
-    def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
-        """Give a layer's tokens new scores.
+    def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
+        """Scores of some layers, by slot.
 
         Raises:
             ValueError: tokens carry none.
         """
-        for kind, member in enumerate(self.members):
-            heads, span = self._kinds.heads(kind, layer), self._kinds.span(kind, layer)
-            if len(heads):
-                member.set_scores_of(span, score[:, heads].transpose(0, 1)[:, :, None])
+        return self._each(layers, lambda rings, cells: rings.scores_of(cells)[..., None], 1)[..., 0]
 
-    def of_kind(
-        self, kind: int, layer: int
-    ) -> tuple[Float[Tensor, "B h W D"], Float[Tensor, "B h W Dv"]]:
-        """Keys and values of a layer's heads of one kind."""
-        member, span = self.members[kind], self._kinds.span(kind, layer)
-        key, value = member.keys_of(span), member.values_of(span)
-        return key[:, :, 0].transpose(0, 1), value[:, :, 0].transpose(0, 1)
+    def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
+        """Give the tokens of some layers new scores.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+        for layer, mine in zip(self._kinds.layers(layers), score, strict=True):
+            for kind, member in enumerate(self.members):
+                heads, span = self._kinds.heads(kind, layer), self._kinds.span(kind, layer)
+                if len(heads):
+                    member.set_scores_of(span, mine[:, heads].transpose(0, 1)[:, :, None])
+
+    def view_kind(self, kind: int, layer: int) -> PagedTokens | DenseTokens:
+        """Give a layer's heads of one kind as attention reads them."""
+        return self.members[kind].view(self._kinds.span(kind, layer))
 
     def put(
         self,
@@ -195,6 +194,11 @@ class RaggedWindow(Window):
         """Let all sequences go."""
         for member in self.members:
             member.release()
+
+    def _each(
+        self, layers: slice, read: Callable[[Rings, slice], Tensor], dim: int
+    ) -> Float[Tensor, "n B H W _"]:
+        return torch.stack([self._layer(i, read, dim) for i in self._kinds.layers(layers)])
 
     def _layer(self, layer: int, read: Callable[[Rings, slice], Tensor], dim: int) -> Tensor:
         """A layer's vectors of all kinds side by side; `read` gives [cells, B, 1, W, d]."""

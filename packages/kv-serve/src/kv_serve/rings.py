@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_attention import DenseTokens
 from kv_paging import TokenStore
+from kv_policy import PagedTokens
 
 Left: TypeAlias = tuple[  # what `exchange` pushes out: keys, values, positions, scores
     Float[Tensor, "N B H 1 D"],
@@ -48,21 +50,42 @@ class Window(ABC):
     def stores(self) -> tuple[TokenStore, ...]:
         """Where slots lie in pages of a pool; none where the window has memory of its own."""
 
+    @property
+    def in_pages(self) -> bool:
+        """Whether slots lie in pages of a pool."""
+        return bool(self.stores)
+
     @abstractmethod
+    def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
+        """Keys of some layers, by slot."""
+
+    @abstractmethod
+    def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
+        """Values of some layers, by slot."""
+
+    @abstractmethod
+    def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
+        """Scores of some layers, by slot.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+
+    @abstractmethod
+    def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
+        """Give the tokens of some layers new scores.
+
+        Raises:
+            ValueError: tokens carry none.
+        """
+
     def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
         """A layer's keys, by slot."""
+        return self.keys_of(slice(layer, layer + 1))[0]
 
-    @abstractmethod
     def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
         """A layer's values, by slot."""
-
-    @abstractmethod
-    def scores(self, layer: int) -> Float[Tensor, "B H W"]:
-        """A layer's scores, by slot."""
-
-    @abstractmethod
-    def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
-        """Give a layer's tokens new scores."""
+        return self.values_of(slice(layer, layer + 1))[0]
 
     @abstractmethod
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
@@ -142,7 +165,7 @@ class Rings(Window):
     def __init__(self, sequences: int, size: int, device: torch.device) -> None:
         """Know that all slots are empty."""
         self._size = size
-        self._position = torch.full((sequences, size), -1, dtype=torch.long, device=device)
+        self._hold(torch.full((sequences, size), -1, dtype=torch.long, device=device))
 
     @property
     def size(self) -> int:
@@ -154,58 +177,22 @@ class Rings(Window):
         """Position of each slot's token, or -1."""
         return self._position
 
+    def _hold(self, position: Int[Tensor, "B W"]) -> None:
+        """Know whose tokens stand in the slots; a sequence's first ones are full."""
+        self._position = position
+        self._filled = (position >= 0).sum(1).int()
+
+    @abstractmethod
+    def view(self, layers: slice) -> PagedTokens | DenseTokens:
+        """Give some layers as attention reads them, the heads of all side by side.
+
+        Good until the next operation.
+        """
+
     @property
     @abstractmethod
     def dims(self) -> tuple[int, int]:
         """D and Dv."""
-
-    @abstractmethod
-    def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
-        """Keys of some layers, by slot."""
-
-    @abstractmethod
-    def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
-        """Values of some layers, by slot."""
-
-    @abstractmethod
-    def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
-        """Scores of some layers, by slot.
-
-        Raises:
-            ValueError: tokens carry none.
-        """
-
-    @abstractmethod
-    def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
-        """Give the tokens of some layers new scores.
-
-        Raises:
-            ValueError: tokens carry none.
-        """
-
-    def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
-        """A layer's keys, by slot."""
-        return self.keys_of(slice(layer, layer + 1))[0]
-
-    def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
-        """A layer's values, by slot."""
-        return self.values_of(slice(layer, layer + 1))[0]
-
-    def scores(self, layer: int) -> Float[Tensor, "B H W"]:
-        """A layer's scores, by slot.
-
-        Raises:
-            ValueError: tokens carry none.
-        """
-        return self.scores_of(slice(layer, layer + 1))[0]
-
-    def set_scores(self, layer: int, score: Float[Tensor, "B H W"]) -> None:
-        """Give a layer's tokens new scores.
-
-        Raises:
-            ValueError: tokens carry none.
-        """
-        self.set_scores_of(slice(layer, layer + 1), score[None])
 
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
         """Which positions are among the newest `size` of `total` tokens."""
@@ -215,7 +202,7 @@ class Rings(Window):
         """Note the positions of what `put` wrote, once all layers have written."""
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         spill = torch.cat([self.position, self.position.new_zeros(len(position), 1)], 1)
-        self._position = spill.scatter(1, slot, position)[:, : self.size].contiguous()
+        self._hold(spill.scatter(1, slot, position)[:, : self.size].contiguous())
 
     def in_order(self, layer: int) -> InOrder:
         """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""

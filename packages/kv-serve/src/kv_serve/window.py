@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention import DenseTokens
 from kv_paging import TokenStore
 from kv_policy import CacheShape
 from kv_serve.rings import Left, Rings, Window, expect_alike
@@ -44,6 +45,11 @@ class RawWindow(Rings):
     def stores(self) -> tuple[TokenStore, ...]:
         """Nothing lies in pages."""
         return ()
+
+    def view(self, layers: slice) -> DenseTokens:
+        """Give some layers as attention reads them, the heads of all side by side."""
+        key, value = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.key, self.value))
+        return DenseTokens(key, value, self.position, full=False)
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
         """Keys of some layers, by slot."""
@@ -131,7 +137,7 @@ class RawWindow(Rings):
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
         """Do what `select` does: all of it is here."""
         self.key, self.value = self.key[:, source], self.value[:, source]
-        self._position = self.position[source]
+        self._hold(self.position[source])
         if self.score is not None:
             self.score = self.score[:, source]
 
@@ -147,7 +153,7 @@ class RawWindow(Rings):
         assert isinstance(other, RawWindow)  # it was refused otherwise
         self.key = torch.cat((self.key, other.key), 1)
         self.value = torch.cat((self.value, other.value), 1)
-        self._position = torch.cat((self.position, other.position))
+        self._hold(torch.cat((self.position, other.position)))
         if self.score is not None and other.score is not None:
             self.score = torch.cat((self.score, other.score), 1)
         other.release()

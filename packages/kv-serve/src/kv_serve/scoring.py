@@ -1,0 +1,73 @@
+"""Letting a selector score the tokens of layers that were just attended to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kv_attention import Attended
+from kv_policy import Queries, Selector
+from kv_serve.batch import Batch, Pass, flat
+from kv_serve.groups import fresh_group, layer_groups
+from kv_serve.planning import Scored, score_layers
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a pass brought to a layer and what was seen of its attention."""
+
+    key: Float[Tensor, "B H L D"]
+    value: Float[Tensor, "B H L Dv"]
+    result: Attended
+    queries: Queries | None
+
+    @property
+    def tokens(self) -> int:
+        """Places that were looked at, over all sequences and heads."""
+        return sum(mass.numel() for mass in self.result.mass)
+
+
+def score(
+    selector: Selector, batch: Batch, now: Pass, first: int, observed: Sequence[Observed]
+) -> Scored:
+    """Score the tokens of the layers from `first` on, and let them carry what they are given.
+
+    Where generated queries are not observed, only the token that one brings is scored.
+    """
+    over = now.over(len(observed))
+    key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
+    queries = None
+    if "queries" in selector.reads:
+        vectors = [o.queries.vectors for o in observed if o.queries is not None]
+        queries = Queries(_rows(vectors), over.position) if vectors else None
+    what = selector, first, batch.shape
+    if not now.prompt and not selector.observe.generated:
+        fresh = fresh_group(batch, over, key, value, selector.reads)
+        return score_layers(*what, [fresh], over, queries)
+    layers, results = slice(first, first + len(observed)), [o.result for o in observed]
+    groups = layer_groups(batch, over, layers, key, value, selector.reads, results)
+    scored = score_layers(*what, groups, over, queries)
+    _note(batch, over, layers, scored)
+    return scored
+
+
+def _note(batch: Batch, now: Pass, layers: slice, scored: Scored) -> None:
+    """Let stored and windowed tokens carry the scores they were just given.
+
+    A sequence that brings no token was not observed, and keeps its scores.
+    """
+    brings = (now.position >= 0).any(1)[:, None, None]
+    for group, given in zip(scored.groups, scored.split(scored.score), strict=True):
+        carried = given if group.score is None else given.where(brings, group.score)
+        if group.store is not None:
+            group.store.set_layers_scores(layers, flat(carried))
+        elif not group.fresh and batch.window is not None:
+            each = carried.unflatten(0, (-1, len(batch.seen)))
+            batch.window.set_scores_of(layers, each)
+
+
+def _rows(each: list[Tensor]) -> Tensor:
+    """The rows of several layers, without a copy where it is one."""
+    return each[0] if len(each) == 1 else torch.cat(each)
