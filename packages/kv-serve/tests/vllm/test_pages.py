@@ -25,6 +25,7 @@ class Engine:
     def __init__(self, form: TokenFormat, lengths: Sequence[int], backend: str = "torch") -> None:
         torch.manual_seed(0)
         self.layer, self.form = SlotLayer(form, SCALE, backend), form
+        self.blocks = blocks(form, backend)
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
         self.value = [torch.randn(n, HEADS, DIM) for n in lengths]
@@ -49,7 +50,7 @@ class Engine:
             at = torch.arange(span.start, span.stop)
             slots.insert(0, self.table[r][at // SIZE].long() * SIZE + at % SIZE)
         length = torch.tensor([span.stop for span in spans.values()])
-        step = Blocks(HEADS, SIZE).step(
+        step = self.blocks.step(
             torch.tensor([0, *new.values()]).cumsum(0),
             length,
             int(length.max()),
@@ -80,6 +81,10 @@ class Engine:
 
 def _stored(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x.flatten(0, 1)[:, None])).view(x.shape).double()
+
+
+def blocks(form: TokenFormat, backend: str = "torch") -> Blocks:
+    return Blocks.of(form, HEADS, SIZE, torch.device("cpu"), backend)
 
 
 def form(name: str) -> TokenFormat:
@@ -128,7 +133,7 @@ def test_requests_with_alike_many_new_tokens_attend_together() -> None:
     lengths = [1, 1, 1, 3, 4, 9]
     counts = torch.tensor([0, *lengths])
     table = torch.arange(1, 19).view(6, 3)
-    step = Blocks(HEADS, SIZE).step(
+    step = blocks(form("k8v4")).step(
         counts.cumsum(0), torch.tensor(lengths), 9, table, torch.arange(int(counts.sum()))
     )
     assert [tuple(batch.row.shape) for batch in step.batches] == [(3, 1), (2, 4), (1, 9)]

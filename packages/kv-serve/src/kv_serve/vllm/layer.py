@@ -6,9 +6,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_attention import DenseTokens, attend
-from kv_paging.kernels import chosen
-from kv_policy import PagedTokens, PageLayout, TokenFormat
-from kv_serve.backends import page_kernels
+from kv_policy import PagedTokens, TokenFormat
 from kv_serve.vllm.step import Step
 
 
@@ -36,32 +34,33 @@ class SlotLayer:
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
         """Store the new tokens of a step in `cache` and write what they see to `output`."""
-        layout = PageLayout.sized(self.format, cache.shape[2])
+        layout = step.blocks.layout
         pages = cache.view(-1, layout.nbytes)
-        self._store(pages, layout, key, value, step)
+        self._store(pages, key, value, step)
         for batch in step.batches:
-            tokens = PagedTokens(pages, batch.table, batch.stored, layout)
+            tokens = PagedTokens(pages, batch.table, batch.stored, layout, longest=batch.longest)
+            row, place = batch.row, batch.position
             fresh = DenseTokens(
-                key[batch.row].transpose(1, 2), value[batch.row].transpose(1, 2), batch.position
+                key[row].transpose(1, 2), value[row].transpose(1, 2), place, full=batch.full
             )
             heads, dim = key.shape[1:]
-            q = query[batch.row].view(*batch.row.shape, heads, -1, dim).permute(0, 2, 3, 1, 4)
-            out = attend(
-                q, batch.position, (tokens,), (fresh,), self.scale, backend=self.backend
-            ).out
-            real = batch.position >= 0
-            output[batch.row[real]] = out.permute(0, 3, 1, 2, 4).flatten(2, 3)[real]
+            q = query[row].view(*row.shape, heads, -1, dim).permute(0, 2, 3, 1, 4)
+            out = attend(q, place, (tokens,), (fresh,), self.scale, backend=self.backend).out
+            out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            if batch.full:
+                output[row] = out
+            else:
+                real = place >= 0
+                output[row[real]] = out[real]
 
     def _store(
         self,
         pages: UInt8[Tensor, "P nbytes"],
-        layout: PageLayout,
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
         step: Step,
     ) -> None:
         """Encode new tokens and write them to their pages."""
-        slot = step.slot[:, None].expand_as(step.page).flatten()
-        fresh = (x[: len(step.slot)].flatten(0, 1) for x in (key, value))
-        kernels = chosen(layout, pages.device, page_kernels(self.backend))
-        kernels.place(pages, layout, step.page.flatten(), slot, *fresh)
+        blocks, count = step.blocks, step.page.shape[0] // key.shape[1]
+        fresh = (x[:count].flatten(0, 1) for x in (key, value))
+        blocks.kernels.place(pages, blocks.layout, step.page, step.slot, *fresh)

@@ -5,6 +5,8 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kv_serve.vllm.layer import SlotLayer
+from kv_serve.vllm.shape import attention_layers
 from kv_serve.vllm.step import Blocks, Step
 
 
@@ -20,7 +22,10 @@ class SlotBuilder(AttentionMetadataBuilder[Step]):
     ) -> None:
         """Note how blocks are divided into pages."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.blocks = Blocks(kv_cache_spec.num_kv_heads, kv_cache_spec.block_size)
+        layer = attention_layers(vllm_config)[0].impl.layer
+        assert isinstance(layer, SlotLayer), "the storage that has this builder has such layers"
+        size = kv_cache_spec.num_kv_heads, kv_cache_spec.block_size
+        self.blocks = Blocks.of(layer.format, *size, device, layer.backend)
 
     def build(
         self,

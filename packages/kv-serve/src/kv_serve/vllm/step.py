@@ -7,6 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.kernels import PageKernels, chosen
+from kv_policy import PageLayout, TokenFormat
+from kv_serve.backends import page_kernels
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -16,15 +20,8 @@ class Batch:
     position: Int[Tensor, "B L"]  # in its sequence; -1 where padded
     table: Int[Tensor, "B H T"]
     stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step, for all layers whose blocks are alike."""
-
-    page: Int[Tensor, "n H"]  # where each new token is stored
-    slot: Int[Tensor, " n"]
-    batches: tuple[Batch, ...]
+    longest: int  # no request has more of them
+    full: bool  # nothing is padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,16 @@ class Blocks:
     """
 
     heads: int  # H
-    tokens: int  # of a page, which are those of a block
+    layout: PageLayout  # of a page, which has the tokens of a block
+    kernels: PageKernels
+
+    @classmethod
+    def of(
+        cls, format: TokenFormat, heads: int, tokens: int, device: torch.device, backend: str
+    ) -> "Blocks":
+        """Lay out pages of a format, and find who writes them."""
+        layout = PageLayout.sized(format, tokens)
+        return cls(heads, layout, chosen(layout, device, page_kernels(backend)))
 
     def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
         """Give the pages of blocks."""
@@ -49,7 +55,7 @@ class Blocks:
         longest: int,
         table: Int[Tensor, "B W"],
         slot: Int[Tensor, " n"],
-    ) -> Step:
+    ) -> "Step":
         """Describe a step.
 
         Args:
@@ -61,13 +67,18 @@ class Blocks:
             slot: where each new token goes: block * tokens + place in the block, or -1 for padding.
         """
         # Padding goes to block 0, which vLLM gives to nobody.
-        place = slot.clamp(min=0)
-        page = self.pages(place.div(self.tokens, rounding_mode="floor"))
-        columns = table[:, : -(-longest // self.tokens)]
-        return Step(page, place % self.tokens, tuple(self._batches(start, length, columns)))
+        place, tokens = slot.clamp(min=0), self.layout.tokens
+        page = self.pages(place.div(tokens, rounding_mode="floor"))
+        inside = (place % tokens)[:, None].expand_as(page)
+        batches = self._batches(start, length, longest, table[:, : -(-longest // tokens)])
+        return Step(self, page.flatten(), inside.flatten(), tuple(batches))
 
     def _batches(
-        self, start: Int[Tensor, " B1"], length: Int[Tensor, " B"], table: Int[Tensor, "B T"]
+        self,
+        start: Int[Tensor, " B1"],
+        length: Int[Tensor, " B"],
+        longest: int,
+        table: Int[Tensor, "B T"],
     ) -> Iterator[Batch]:
         device = length.device
         count = start.diff()
@@ -80,11 +91,23 @@ class Blocks:
             real = (offset < new).to(device)
             row = (start[request][:, None] + offset).to(device)
             chosen = request.to(device)
-            before = length[chosen][:, None] - new.to(device)
+            before = length[chosen][:, None].long() - new.to(device)
             position = before + offset.to(device)
             yield Batch(
                 row.where(real, 0),
                 position.where(real, -1),
-                self.pages(table[chosen]).mT,
-                before.expand(-1, self.heads),
+                self.pages(table[chosen]).mT.contiguous(),
+                before.repeat(1, self.heads),
+                longest,
+                full=int(new.min()) == int(new.max()),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, for all layers whose blocks are alike."""
+
+    blocks: Blocks
+    page: Int[Tensor, " nH"]  # where each head's new tokens are stored, token by token
+    slot: Int[Tensor, " nH"]
+    batches: tuple[Batch, ...]
