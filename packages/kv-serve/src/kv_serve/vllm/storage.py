@@ -118,13 +118,14 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
         logger.info("prefixes are not shared: what %s keeps of one depends on what follows", policy)
     own = cache.block_size if cache.user_specified_block_size else None
     tokens = own or BLOCK_TOKENS
-    ranks = [replace(shape, first_head=first) for first in first_heads(config)]
-    if len({Account.of(_layout(policy, each, tokens), tokens) for each in ranks}) > 1:
+    firsts = set(first_heads(config)) | {shape.first_head}
+    of = {first: _layout(policy, replace(shape, first_head=first), tokens) for first in firsts}
+    if len({Account.of(each, tokens) for each in of.values()}) > 1:
         raise UnservableError(
             f"the policy {policy} cannot be served with tensor parallelism: its heads keep "
             "different numbers of dimensions, and vLLM's blocks are as large on every rank"
         )
-    return Pages(_layout(policy, shape, tokens), own, full)
+    return Pages(of[shape.first_head], own, full)
 
 
 def _layout(policy: KVPolicy, shape: CacheShape, tokens: int) -> Layout:
