@@ -78,8 +78,15 @@ def ratio(rows: list[Row], load: str, way: str, over: str) -> float:
 
 
 def losing() -> dict[str, set[str]]:
-    """By group, the policies that lose no more than it allows, under vLLM."""
-    measured = json.loads((_result.RESULTS / "vllm_quality.json").read_text())["rows"]
+    """By group, the policies that lose no more than it allows, under vLLM.
+
+    Raises:
+        FileNotFoundError: the benchmark `vllm_quality` has not been run.
+    """
+    path = _result.RESULTS / "vllm_quality.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path}, which says what policies lose: run vllm_quality first")
+    measured = json.loads(path.read_text())["rows"]
     scores = {row["way"]: row for row in measured if row["kind"] == "vllm"}
     stock = scores.pop(BF16)
     return {
@@ -125,9 +132,9 @@ def main() -> None:
         "--compiled", action="store_true", help="as vLLM runs by itself, not eagerly"
     )
     given = parser.parse_args()
+    groups = {} if given.quick else losing()  # before hours are spent
     rows = measure(given.policies, given.basis, compiled=given.compiled, quick=given.quick)
-    if not given.quick:
-        rows.rows += best(rows.rows, LONG.name, losing())
+    rows.rows += best(rows.rows, LONG.name, groups)
     rows.finish(figures(rows.rows))
 
 

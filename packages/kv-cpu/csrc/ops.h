@@ -14,7 +14,7 @@ namespace kv {
 std::string names(bool all);
 
 // Which of the kernels of many queries an instruction set uses, that runs here: 0 plain, 1 AVX2,
-// 2 AVX-512, 3 that with bfloat16, 4 and 5 with AMX, emulated and not, which VNNI goes with there.
+// 2 AVX-512, 3 with AVX512-BF16, 4 with emulated tiles, 5 with AMX. VNNI stands for the best of them.
 int level_of(const std::string& isa);
 
 // A tensor of integers of either size.

@@ -20,7 +20,7 @@ from kv_serve.stepping import step
 from kv_serve.tally import Tally
 from kv_serve.turns import Turns
 
-_TOGETHER: Final = 1 << 18  # tokens of several layers that are scored at once
+_TOGETHER: Final = 1 << 18  # places of several layers, about, that are scored at once
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class KeepSelected:
         if not now.prompt:
             self._waiting.append(_Arrival(key, value))
             self._observed.append(observed)
-            if sum(each.tokens for each in self._observed) >= _TOGETHER:
+            if len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
         scored = score(self.selector, batch, now, layer, [observed])

@@ -140,14 +140,12 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
         gc.freeze()  # vLLM collects garbage six times as it starts, among all that is imported
         try:
             engine = LLM(model, **given)
-        except BaseException:
-            gc.unfreeze()
-            _forget_connector()
-            raise
-        try:
-            yield engine
+            try:
+                yield engine
+            finally:
+                engine.llm_engine.engine_core.shutdown()
         finally:
-            engine.llm_engine.engine_core.shutdown()
+            gc.unfreeze()
             _forget_connector()
 
     return running

@@ -19,7 +19,7 @@ POLICIES = (
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
-EQUAL = 32  # of 64 tokens, at least; 52 and 58 were. Where one differs, so do those after it.
+EQUAL = 32  # of 64 tokens, at least: where one differs, so may all that follow
 
 
 def free_blocks(engine: "LLM") -> tuple[int, int]:

@@ -61,6 +61,6 @@ class SlotLayer:
         step: Step,
     ) -> None:
         """Encode new tokens and write them to their pages."""
-        blocks, count = step.blocks, step.page.shape[0] // key.shape[1]
-        fresh = (x[:count].flatten(0, 1) for x in (key, value))
+        blocks, new = step.blocks, len(step.page) // step.blocks.heads
+        fresh = (x[:new].flatten(0, 1) for x in (key, value))
         blocks.kernels.place(pages, blocks.layout, step.page, step.slot, *fresh)

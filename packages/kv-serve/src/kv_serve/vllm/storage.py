@@ -115,7 +115,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
     register()
     cache = config.cache_config
     if cache.enable_prefix_caching:
-        logger.info("prefixes are not shared: what %s keeps of one depends on what follows", policy)
+        logger.info("prefixes are not shared: no block of vLLM's has the tokens of %s", policy)
     own = cache.block_size if cache.user_specified_block_size else None
     tokens = own or BLOCK_TOKENS
     firsts = set(first_heads(config)) | {shape.first_head}
