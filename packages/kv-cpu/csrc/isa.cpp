@@ -44,7 +44,7 @@ bool has_amx() {
 #endif
 
 // The last that runs is used. Emulated tiles are for tests, so something else always follows them; and
-// AMX stands before VNNI, which decodes faster: the few queries of a group leave its tiles empty.
+// AMX stands before VNNI, which decodes faster; see the benchmark cpu_isa.
 const Choice choices[] = {
     {&plain_kernels, always},
 #ifdef KV_X86
