@@ -81,6 +81,7 @@ def test_tiers(isa, dims, tiers, tokens, seed, data):
     forms = [
         TokenFormat(data.draw(codecs(dims[0])), data.draw(codecs(dims[1]))) for _ in range(tiers)
     ]
+    forms.sort(key=lambda form: form.nbytes + 8 * form.block, reverse=True)  # a page holds each
     Program(plain(forms, tokens), tiers, dims, seed).run(12)
 
 
