@@ -132,8 +132,8 @@ def main() -> None:
         "--compiled", action="store_true", help="as vLLM runs by itself, not eagerly"
     )
     given = parser.parse_args()
-    groups = {} if given.quick else losing()  # before hours are spent
     rows = measure(given.policies, given.basis, compiled=given.compiled, quick=given.quick)
+    groups = {} if given.quick else losing()  # what was measured is kept if this is missing
     rows.rows += best(rows.rows, LONG.name, groups)
     rows.finish(figures(rows.rows))
 
