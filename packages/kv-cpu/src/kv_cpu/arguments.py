@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens
 from kv_attention.checks import longest_of
-from kv_cpu.formats import MOST_DIM, NUMBERS, described
 from kv_policy import Observe, PagedTokens
+from kv_policy.described import NUMBERS, described
 
+MOST_DIM: Final = 1024  # of a vector
 TERMS: Final = {"squares": 1, "entropy": 2}
 GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 

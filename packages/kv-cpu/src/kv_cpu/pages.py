@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_cpu.formats import MOST_DIM, NUMBERS, described
+from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
 from kv_paging.work import Work
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.described import NUMBERS, described
 
 
 def declined(layout: PageLayout, device: torch.device) -> str | None:

@@ -1,13 +1,14 @@
-"""What native code can read and write: the formats of stored vectors, as numbers."""
+"""A page layout as the few numbers that a compiled kernel takes, whatever it is compiled with."""
 
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 
-from kv_policy import BitLayout, Codec, PageLayout, RawCodec
+from kv_policy.codec import BitLayout, Codec
+from kv_policy.pages import PageLayout
+from kv_policy.raw import RawCodec
 
-MOST_DIM: Final = 1024  # of a vector
 NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
 
 
@@ -34,11 +35,20 @@ def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
 
 
 class Pages(NamedTuple):
-    """A layout in numbers, as operators take them, or why native code does not know it."""
+    """A layout in numbers, or why compiled code cannot know it.
+
+    Attributes:
+        declined: Why not, or None.
+        formats: For keys and then values: the kind of number (0: integer codes, else one of
+            `NUMBERS`), dimensions, bits of a code, and dimensions that share a scale.
+        places: Tokens of a page, then the byte offsets of the codes or numbers and the metadata of
+            keys, and of those of values.
+        positions: Byte offset of the positions, whether there are any or not.
+    """
 
     declined: str | None
     formats: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()  # tokens, then the offsets of codes and metadata
+    places: tuple[int, ...] = ()
     positions: int = -1
 
 
