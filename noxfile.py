@@ -120,10 +120,12 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Runs a benchmark: `nox -s bench -- NAME [--quick]`; writes benchmarks/results/NAME.json."""
     script = benchmark(session)
-    if "# environment: vllm" in script.read_text().splitlines():
+    lines = script.read_text().splitlines()
+    if "# environment: vllm" in lines:
         session.notify("bench-vllm", session.posargs)
         return
-    install(session, *editable(PACKAGES), groups=("model",))
+    more = ("triton",) if "# environment: triton" in lines else ()
+    install(session, *editable(PACKAGES), *more, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
 
 
@@ -160,6 +162,20 @@ def sanitize(session: nox.Session) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
     pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, env=options)
+
+
+@nox.session
+def compile(session: nox.Session) -> None:
+    """Compiles kernels for GPUs ahead of time; one that spills or does not fit fails.
+
+    All formats: `nox -s bench -- triton_compile`.
+    """
+    if sys.platform != "linux":
+        session.skip("triton is built for Linux only")
+    wanted = editable(["kv-attention[triton]", "kv-paging[triton]", "kv-quant"])
+    install(session, *wanted, "rich")  # in which benchmarks show their progress
+    script = ROOT / "benchmarks" / "triton_compile.py"
+    session.run("python", str(script), "--quick", *session.posargs, env=variables(session))
 
 
 @nox.session

@@ -9,9 +9,9 @@ for longer at the end, which counts against it; rows have the rate while request
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common.
 
 Stock bf16 and the policies of FIRST run twice, so that a drift shows; the others once, and are
-compared with the first round. Only those and fp8 answer the short requests. Which policies count as lossless, and which as losing 5 %, is
-what `vllm_quality` measured under vLLM, on needle and multikey by the rule of
-`kv_serve.calibrate.loss`.
+compared with the first round. Only those and fp8 answer the short requests. Which policies count as
+lossless, and which as losing 5 %, is what `vllm_quality` measured under vLLM, on needle and
+multikey by the rule of `kv_serve.calibrate.loss`.
 Rows of kind `parts` say where the time goes, from runs of their own.
 """
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _result
-from tools.count import count
+from tools.count import count, minutes
 
-REPORT = """<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2">
+REPORT = """<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2" time="90">
 <testcase name="a"/></testsuite></testsuites>"""
 
 
@@ -42,3 +42,9 @@ def test_errors_count_as_failures_and_reports_add_up(tmp_path: Path) -> None:
     for name in ("one.xml", "two.xml"):
         (tmp_path / name).write_text(REPORT)
     assert count(tmp_path) == (6, 4, 4)
+
+
+def test_the_longest_report_comes_first(tmp_path: Path) -> None:
+    for name, times in (("short.xml", 1), ("long.xml", 2)):
+        (tmp_path / name).write_text("<all>" + times * REPORT + "</all>")
+    assert list(minutes(tmp_path).items()) == [("long", 3.0), ("short", 1.5)]

@@ -1,17 +1,27 @@
-"""Adds up the reports that pytest left: prints `N passed, M failed, K skipped`."""
+"""Adds up the reports that pytest left: minutes of each, then `N passed, M failed, K skipped`."""
 
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 
+def suites_of(path: Path) -> list[ElementTree.Element]:
+    """Reads a report."""
+    return list(ElementTree.parse(path).getroot().iter("testsuite"))
+
+
+def minutes(reports: Path) -> dict[str, float]:
+    """Says how long the tests of each report took, the longest first."""
+    found = {
+        path.stem: sum(float(suite.get("time", "0")) for suite in suites_of(path)) / 60
+        for path in reports.glob("*.xml")
+    }
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
 def count(reports: Path) -> tuple[int, int, int]:
     """Counts the tests that passed, failed (errors are failures) and were skipped."""
-    suites = [
-        suite
-        for path in sorted(reports.glob("*.xml"))
-        for suite in ElementTree.parse(path).getroot().iter("testsuite")
-    ]
+    suites = [suite for path in sorted(reports.glob("*.xml")) for suite in suites_of(path)]
     tests, failures, errors, skipped = (
         sum(int(suite.get(key, "0")) for suite in suites)
         for key in ("tests", "failures", "errors", "skipped")
@@ -20,5 +30,7 @@ def count(reports: Path) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
+    for name, taken in minutes(Path(sys.argv[1])).items():
+        print(f"{taken:6.1f} min  {name}")
     passed, failed, skipped = count(Path(sys.argv[1]))
     print(f"{passed} passed, {failed} failed, {skipped} skipped")

@@ -110,9 +110,9 @@ def test_positions_of_stored_tokens_are_needed_for_skipping(case):
 
 def test_backends_by_name(case):
     found = available()
-    assert list(found) == ["reference", "torch", "cpu"]
+    assert list(found) == ["reference", "torch", "cpu", "triton"]
     assert found["reference"] is found["torch"] is None
-    wanted = "no backend is called 'fast'; there are reference, torch, cpu"
+    wanted = "no backend is called 'fast'; there are reference, torch, cpu, triton"
     with pytest.raises(ValueError, match=wanted):
         case(1).attend(backend="fast")
     broken = replace(BACKENDS["torch"], missing=lambda: "it was not built")
@@ -131,17 +131,20 @@ def test_a_backend_whose_package_is_not_there_says_so(case):
             case(1, L=1).attend(backend="cpu")
 
 
-def with_native(patch, reason):
-    """Let the native backend be there, or not be usable for a reason."""
-    native = replace(BACKENDS["cpu"], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
-    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, "cpu": native})
+def with_native(patch, reason, name="cpu"):
+    """Let a native backend be there, or not be usable for a reason."""
+    native = replace(BACKENDS[name], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
+    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, name: native})
 
 
 def test_the_fastest_backend_for_a_device_is_chosen():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
         assert choose_backend("cpu") == Choice("cpu", {})
-        assert choose_backend(torch.device("cuda", 1)) == Choice("torch", {})
+        with_native(patch, None, "triton")
+        assert choose_backend(torch.device("cuda", 1)) == Choice("triton", {})
+        with_native(patch, "torch finds no GPU", "triton")
+        assert choose_backend("cuda") == Choice("torch", {"triton": "torch finds no GPU"})
         with_native(patch, "it was not built")
         assert choose_backend("cpu") == Choice("torch", {"cpu": "it was not built"})
         assert choose_backend("meta") == Choice("torch", {})

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import reference, torch_backend
+from kv_attention.gpu import backend as gpu
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
@@ -70,7 +71,7 @@ class Choice:
 
 
 NATIVE: Final = "kv_cpu"  # a package of its own: it is built, and need not be there
-FASTER: Final = ("cpu",)  # than torch, the fastest first
+FASTER: Final = ("cpu", "triton")  # than torch, the fastest first
 
 
 def _native() -> Any:
@@ -103,6 +104,13 @@ BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
                 _native_missing,
                 ("cpu",),
                 _native_instructions,
+            ),
+            Backend(
+                "triton",
+                "kernels for GPUs, torch for vectors of more than 256 dimensions",
+                lambda: gpu.attend,
+                gpu.missing,
+                ("cuda",),
             ),
         )
     }

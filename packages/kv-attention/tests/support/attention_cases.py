@@ -163,6 +163,21 @@ class Case:
     page_positions: list[Tensor]
     scale: float = 0.3
 
+    def to(self, device: str) -> "Case":
+        """Give the same on a device."""
+        pages = [
+            replace(p, data=p.data.to(device), table=p.table.to(device), length=p.length.to(device))
+            for p in self.pages
+        ]
+        dense = [
+            replace(
+                d, key=d.key.to(device), value=d.value.to(device), position=d.position.to(device)
+            )
+            for d in self.dense
+        ]
+        places = [place.to(device) for place in self.page_positions]
+        return Case(self.q.to(device), self.position.to(device), pages, dense, places, self.scale)
+
     def attend(
         self,
         observe: Observe | None = None,

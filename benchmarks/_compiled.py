@@ -1,0 +1,101 @@
+"""Kernels compiled for GPUs that need not be there, and what the compiler made of them."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+SHARED: Final = {80: 166_912, 90: 232_448}  # bytes that a program may have, by architecture
+BINARIES: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and what it would have been called with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return str(self.kernel.fn.__name__)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Note what kernels are launched with, and launch none."""
+    launches: list[Launch] = []
+
+    def note(kernel: Any, *arguments: Any, grid: object, warmup: bool, **named: Any) -> None:
+        launches.append(Launch(kernel, arguments, named))
+
+    with patch.object(JITFunction, "run", note):
+        yield launches
+
+
+def launches_of(work: Callable[[], object]) -> list[Launch]:
+    """What some work launches."""
+    with recorded() as launches:
+        work()
+    return launches
+
+
+def compiled(launch: Launch, architecture: int) -> dict[str, object]:
+    """Compile as the first call on that GPU would; say what it takes, per thread or program.
+
+    Raises:
+        triton.CompilationError: it cannot be compiled.
+    """
+    target = GPUTarget("cuda", architecture, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    named = {"debug": False, **launch.named}
+    bound, special, options = binder(*launch.arguments, **named)
+    packed = launch.kernel._pack_args(backend, named, bound, special, options)
+    options, signature, constants, attributes = packed
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    made = triton.compile(source, target=target, options=options.__dict__)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    registers, stack, static, local = (
+        int(re.search(rf"\b{name}:(\d+)", usage)[1])  # type: ignore[index]
+        for name in ("REG", "STACK", "SHARED", "LOCAL")
+    )
+    spilled = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return {
+        "registers": registers,
+        "spills": spilled + stack + local,
+        "shared": max(int(made.metadata.shared), static if static > 1024 else 0),
+        "shared_most": SHARED[architecture],
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        "tensor_core": len(re.findall(r"\b(?:HMMA|HGMMA|IMMA)\b", code)),
+        "async_copies": len(re.findall(r"\bLDGSTS\b", code)),
+    }
+
+
+@cache
+def _binary(name: str) -> str:
+    path = BINARIES / name
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: this build of triton brings no {name}")
+    return str(path)
+
+
+def _run(name: str, *arguments: str) -> str:
+    command = (_binary(name), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

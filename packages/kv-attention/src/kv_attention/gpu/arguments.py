@@ -1,0 +1,103 @@
+"""A part of the tokens as kernels take it: tensors and strides, and what is compiled in."""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Final, TypeAlias
+
+import torch
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.checks import longest_of
+from kv_attention.tokens import DenseTokens
+from kv_policy import PagedTokens
+from kv_policy.described import NUMBERS, described
+
+PLAIN: Final = 4  # the kind of number of plain tensors, which have their type
+_NAMES: Final = {1: tl.float32, 2: tl.float16, 3: tl.bfloat16}
+Form: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the tokens of a layer.
+
+    Attributes:
+        tokens: What programs read it with, see `tiles`.
+        length: Slots of each stream, [streams].
+        width: No stream has more slots, where somebody asked for it.
+        paged: Whether it is in pages.
+        key: FORM of keys, see `reading`.
+        value: FORM of values.
+        page: Tokens of a page, offset of positions or -1, whether the table is reversed, and what
+            addresses are multiples of.
+    """
+
+    tokens: tuple[Any, ...]
+    length: Int[Tensor, " R"]
+    width: int
+    paged: bool
+    key: Form
+    value: Form
+    page: tuple[int, int, bool, int] = (1, -1, False, 1)
+
+    def types(self, q: torch.dtype, *, bf16: bool) -> tuple[Any, Any]:
+        """In what products with keys and with values are: `computed` of each."""
+        return computed(self.key, q, bf16=bf16), computed(self.value, q, bf16=bf16)
+
+
+def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
+    """The type of a product: no less exact than the query and what is stored.
+
+    Codes are exact in float16. Without `bf16`, as in Triton's interpreter, float32 stands for it.
+    """
+    kind = form[0] if form[0] != PLAIN else form[5]
+    if q == torch.float32 or kind == NUMBERS[torch.float32]:
+        return tl.float32
+    if kind == NUMBERS[torch.bfloat16]:
+        return tl.bfloat16 if bf16 and q == torch.bfloat16 else tl.float32
+    return tl.float16
+
+
+def paged_part(pages: PagedTokens, *, watched: bool) -> Part:
+    """Give a tier; how long its streams are at most is looked up only if it is watched."""
+    found = described(pages.layout)
+    tokens, *places = found.places
+    key = (*found.formats[:4], places[0], places[1])
+    value = (*found.formats[4:], places[2], places[3])
+    positions = found.positions if pages.holes else -1
+    data = pages.data if pages.data.stride(1) == 1 else pages.data.contiguous()
+    table = pages.table.to(torch.int32).contiguous()
+    fields = [data.data_ptr(), data.stride(0), positions if positions >= 0 else 0]
+    for form in (key, value):
+        fields += [form[5], 4] if form[0] == 0 else [form[4], 4 if form[0] == 1 else 2]
+    return Part(
+        (data, data.stride(0), table, table.shape[2]),
+        pages.length.to(torch.int32).reshape(-1).contiguous(),
+        longest_of(pages) if watched else 0,
+        True,
+        key,
+        value,
+        (tokens, positions, pages.reverse, gcd(4, *fields)),
+    )
+
+
+def dense_part(dense: DenseTokens, heads: int) -> Part:
+    """Give tokens in plain tensors."""
+    key, value, place = dense.key, dense.value, dense.position
+    batch, width = place.shape
+    length = torch.full((batch * heads,), width, dtype=torch.int32, device=place.device)
+    tokens = (key, key.stride(), value, value.stride(), place, *place.stride())
+    forms = [(PLAIN, x.shape[-1], 0, 0, 0, NUMBERS[x.dtype]) for x in (key, value)]
+    return Part(tokens, length, width, False, forms[0], forms[1])
+
+
+def padded(dim: int) -> int:
+    """The power of two that a tile is wide: at least 16, as tensor cores want it."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def rows_of(x: Float[Tensor, "B H G L D"]) -> tuple[int, ...]:
+    """Strides of everything but the queries of a sequence."""
+    return (x.stride(0), x.stride(1), x.stride(2), x.stride(4))

@@ -1,0 +1,206 @@
+"""Decode steps: one query of each sequence and head over one part of the tokens.
+
+All streams' tiles stand in a line, and every program takes an equal stretch of it, wherever streams
+begin and end; so no program waits for the longest stream. Of each stream it meets, a program leaves
+an output and a log-sum-exp in a slot of its own: program p and stream r use slot p + r, which no
+other pair of them does. `combine` adds them up.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from kv_attention.gpu.reading import paged_tile, pages_of, unshift
+from kv_attention.gpu.tiles import (
+    boost_of,
+    log_of,
+    logits_of,
+    normalized,
+    places_of,
+    plain_tile,
+    present,
+    soften,
+    weighed,
+)
+
+
+@triton.jit
+@no_type_check
+def plan_kernel(length, ends, streams, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Count tiles: ends[r] is how many there are in streams 0 to r."""
+    before = tl.zeros((), tl.int32)
+    for first in range(0, streams, WIDE):
+        at = first + tl.arange(0, WIDE)
+        tokens = tl.load(length + at, mask=at < streams, other=0)
+        tiles = (tokens + (BLOCK - 1)) // BLOCK
+        tl.store(ends + at, before + tl.cumsum(tiles, 0), mask=at < streams)
+        before += tl.sum(tiles, 0)
+
+
+@triton.jit
+@no_type_check
+def stream_of(ends, streams, tile, WIDE: tl.constexpr):
+    """The stream that a tile belongs to: as many streams end before it."""
+    count = tl.zeros((), tl.int32)
+    for first in range(0, streams, WIDE):
+        at = first + tl.arange(0, WIDE)
+        ended = tl.load(ends + at, mask=at < streams, other=2**31 - 1) <= tile
+        count += tl.sum(ended.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+@no_type_check
+def decode_kernel(
+    q,
+    q_strides,
+    position,
+    found,
+    lse,
+    logits,
+    width,
+    ends,
+    length,
+    tokens,
+    streams,
+    heads,
+    scale,
+    PAGED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    WATCH: tl.constexpr,
+    AS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Attend to a stretch of the tiles of a part.
+
+    `found` is [slots, GROUP, Dv] and `lse` [slots, GROUP], in powers of two. With WATCH, `logits`
+    [streams, GROUP, width] gets every logit, -inf where no token is seen. AS and PADDED are of keys
+    and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is reversed,
+    and what addresses are multiples of.
+    """
+    program = tl.program_id(0)
+    total = tl.load(ends + streams - 1)
+    share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
+    tile = program * share
+    last = tl.minimum(tile + share, total)
+    r = stream_of(ends, streams, tile, WIDE)
+    g, d, dv = tl.arange(0, ROWS), tl.arange(0, PADDED[0]), tl.arange(0, PADDED[1])
+    while tile < last:
+        stop = tl.load(ends + r)
+        if stop > tile:  # a stream without tokens has no tile
+            start = tl.load(ends + r - 1, mask=r > 0, other=0)
+            here = tl.minimum(stop, last)
+            b, h = r // heads, r % heads
+            count, at = tl.load(length + r), tl.load(position + b)
+            rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
+            asked = (g < GROUP)[:, None] & (d < KEY[1])[None, :]
+            numbers = rows + (g[:, None] * q_strides[2] + d[None, :] * q_strides[3])
+            plain = tl.load(numbers, mask=asked, other=0).to(tl.float32)
+            level, back = normalized(plain * unshift(d, KEY)[None, :])
+            level, back = level.to(AS[0]), back * scale
+            whole = tl.sum(plain, axis=1) * scale
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            weight = tl.zeros([ROWS], tl.float32)
+            shift = tl.zeros([ROWS], tl.float32)
+            sums = tl.zeros([ROWS, PADDED[1]], tl.float32)
+            for i in tl.range(tile - start, here - start, num_stages=STAGES):
+                slot = i * BLOCK + tl.arange(0, BLOCK)
+                held = slot < count
+                if PAGED:
+                    data, stride = tokens[0], tokens[1]
+                    mine = tokens[2] + r.to(tl.int64) * tokens[3]
+                    page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
+                    held = present(tokens, page, row, held, PAGE)
+                    key, k_scale, k_zero = paged_tile(
+                        data, stride, page, row, held, d, KEY, PAGE[3], AS[0], ASM
+                    )
+                    value, v_scale, v_zero = paged_tile(
+                        data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
+                    )
+                else:
+                    place = places_of(tokens, b, slot, held)
+                    held = (place >= 0) & (place <= at)
+                    key = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS[0])
+                    value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
+                    k_scale = tl.full([BLOCK], 1.0, tl.float32)
+                    v_scale, k_zero, v_zero = k_scale, k_scale - 1, k_scale - 1
+                found_here = logits_of(level, back, whole, key, k_scale, k_zero, KEY)
+                found_here = tl.where(held[None, :], found_here, float("-inf"))
+                if WATCH:
+                    there = (g < GROUP)[:, None] & (slot < width)[None, :]
+                    into = logits + (r.to(tl.int64) * GROUP + g)[:, None] * width + slot[None, :]
+                    tl.store(into, found_here, mask=there)
+                p, shrink, highest, weight = soften(found_here, highest, weight)
+                shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)
+                sums = sums * shrink[:, None] + weighed(p, value, v_scale, VALUE, AS[1])
+            sums = sums * (unshift(dv, VALUE) / boost_of(VALUE))[None, :] + shift[:, None]
+            sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+            slot_of = (program + r).to(tl.int64) * GROUP + g
+            into = found + slot_of[:, None] * VALUE[1] + dv[None, :]
+            tl.store(into, sums, mask=(g < GROUP)[:, None] & (dv < VALUE[1])[None, :])
+            tl.store(lse + slot_of, log_of(highest, weight), mask=g < GROUP)
+            tile = here
+        r += 1
+
+
+@triton.jit
+@no_type_check
+def combine_kernel(
+    out,
+    lse_out,
+    found,
+    lse,
+    ends,
+    position,
+    parts,
+    streams,
+    heads,
+    programs,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Add up what programs found of a stream, over all parts.
+
+    `ends` is [parts, streams]; each part has programs + streams slots. `out` is [streams, GROUP,
+    DIM], `lse_out` [streams, GROUP] with natural logarithms; 0 and -inf where nothing is seen, or
+    the query is padding.
+    """
+    r = tl.program_id(0)
+    g, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    real = tl.load(position + r // heads) >= 0
+    for part in range(parts):
+        mine = ends + part * streams
+        total, stop = tl.load(mine + streams - 1), tl.load(mine + r)
+        start = tl.load(mine + r - 1, mask=r > 0, other=0)
+        share = tl.maximum((total + programs - 1) // programs, 1)
+        first, behind = start // share, (stop + share - 1) // share
+        behind = tl.where((stop > start) & real, behind, first)
+        for program in range(first, behind):
+            slot = (part * (programs + streams) + program + r).to(tl.int64) * GROUP + g
+            one = tl.load(lse + slot, mask=g < GROUP, other=float("-inf"))
+            more = tl.load(found + slot[:, None] * DIM + d[None, :], mask=inside, other=0)
+            higher = tl.maximum(highest, one)
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            old, new = tl.exp2(highest - safe), tl.exp2(one - safe)
+            sums = sums * old[:, None] + more * new[:, None]
+            weight, highest = weight * old + new, higher
+    sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+    into = r.to(tl.int64) * GROUP + g
+    tl.store(out + into[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=inside)
+    natural = log_of(highest, weight) * 0.6931471805599453
+    tl.store(lse_out + into, natural, mask=g < GROUP)

@@ -1,0 +1,167 @@
+"""Many queries of a sequence over one part of the tokens: FlashAttention's pass (Dao et al., 2022).
+
+The queries of a group stand side by side, query after query, as rows of one tile, so that a tile of
+tokens is unpacked once for all heads that share it.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from kv_attention.gpu.reading import paged_tile, pages_of, unshift
+from kv_attention.gpu.tiles import (
+    boost_of,
+    log_of,
+    logits_of,
+    normalized,
+    places_of,
+    plain_tile,
+    present,
+    soften,
+    weighed,
+)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+@no_type_check
+def read_key(
+    tokens,
+    r,
+    b,
+    h,
+    slot,
+    count,
+    d,
+    PAGED: tl.constexpr,
+    KEY: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A tile of keys with scales and zeros, and which slots hold a token.
+
+    After these come the page and the row of each slot, or the positions of plain tokens.
+    """
+    held = slot < count
+    if PAGED:
+        mine = tokens[2] + r.to(tl.int64) * tokens[3]
+        page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
+        held = present(tokens, page, row, held, PAGE)
+        tile, scale, zero = paged_tile(
+            tokens[0], tokens[1], page, row, held, d, KEY, PAGE[3], AS, ASM
+        )
+        return tile, scale, zero, held, page, row
+    else:  # what follows a return is compiled all the same
+        place = places_of(tokens, b, slot, held).to(tl.int64)
+        held = place >= 0
+        tile = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS)
+        one = tl.full([BLOCK], 1.0, tl.float32)
+        return tile, one, one - 1, held, place, slot
+
+
+@triton.jit
+@no_type_check
+def behind(tokens, b, width, latest, WIDE: tl.constexpr):
+    """Where plain tokens end that a query at position `latest` may see."""
+    last = tl.zeros((), tl.int32)
+    for first in range(0, width, WIDE):
+        slot = first + tl.arange(0, WIDE)
+        place = places_of(tokens, b, slot, slot < width)
+        last = tl.maximum(last, tl.max(tl.where((place >= 0) & (place <= latest), slot + 1, 0), 0))
+    return last
+
+
+@triton.jit
+@no_type_check
+def prompt_kernel(
+    q,
+    q_strides,
+    q_step,
+    position,
+    before,
+    before_lse,
+    out,
+    lse,
+    length,
+    tokens,
+    queries,
+    heads,
+    scale,
+    PAGED: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    AS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Attend to a part, or go on with what was found of others.
+
+    `before` and `out` are [streams, GROUP, queries, Dv], `before_lse` and `lse` [streams, GROUP,
+    queries] in natural logarithms; with CONTINUES attention begins with what `before` holds.
+    `position` is [B, queries], -1 for padding, which gets 0 and -inf.
+    """
+    r = tl.program_id(1)
+    b, h = r // heads, r % heads
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    query, g = line // GROUP, line % GROUP
+    real = query < queries
+    d, dv = tl.arange(0, PADDED[0]), tl.arange(0, PADDED[1])
+    at = tl.load(position + b.to(tl.int64) * queries + query, mask=real, other=-1)
+    rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
+    rows = rows + (g.to(tl.int64) * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
+    asked = (at >= 0)[:, None] & (d < KEY[1])[None, :]
+    plain = tl.load(rows + d[None, :] * q_strides[3], mask=asked, other=0).to(tl.float32)
+    level, back = normalized(plain * unshift(d, KEY)[None, :])
+    level, back = level.to(AS[0]), back * scale
+    whole = tl.sum(plain, axis=1) * scale
+    mine = (r.to(tl.int64) * GROUP + g) * queries + query
+    place_out = mine[:, None] * VALUE[1] + dv[None, :]
+    inside = real[:, None] & (dv < VALUE[1])[None, :]
+    undo = unshift(dv, VALUE) / boost_of(VALUE)
+    weight = tl.zeros([ROWS], tl.float32)
+    shift = tl.zeros([ROWS], tl.float32)
+    if CONTINUES:  # what was found is one token more, of its own logit and value
+        highest = tl.load(before_lse + mine, mask=real, other=float("-inf")) / LN2
+        weight = (highest > float("-inf")).to(tl.float32)
+        sums = tl.load(before + place_out, mask=inside, other=0) / undo[None, :]
+    else:
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        sums = tl.zeros([ROWS, PADDED[1]], tl.float32)
+    count = tl.load(length + r)
+    if not PAGED:
+        count = behind(tokens, b, count, tl.max(at, 0), WIDE)
+    count = tl.where(tl.max(at, 0) >= 0, count, 0)
+    for i in tl.range(0, (count + BLOCK - 1) // BLOCK, num_stages=STAGES):
+        slot = i * BLOCK + tl.arange(0, BLOCK)
+        key, k_scale, k_zero, held, page, row = read_key(
+            tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], ASM
+        )
+        sees = held[None, :] & (at >= 0)[:, None]
+        if PAGED:
+            value, v_scale, v_zero = paged_tile(
+                tokens[0], tokens[1], page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
+            )
+        else:
+            value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
+            v_scale, v_zero = k_scale, k_zero
+            sees = sees & (page[None, :] <= at[:, None])
+        logits = logits_of(level, back, whole, key, k_scale, k_zero, KEY)
+        logits = tl.where(sees, logits, float("-inf"))
+        p, shrink, highest, weight = soften(logits, highest, weight)
+        shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)
+        sums = sums * shrink[:, None] + weighed(p, value, v_scale, VALUE, AS[1])
+    sums = sums * undo[None, :] + shift[:, None]
+    sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+    tl.store(out + place_out, sums.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + mine, log_of(highest, weight) * LN2, mask=real)

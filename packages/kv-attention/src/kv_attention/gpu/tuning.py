@@ -1,0 +1,73 @@
+"""How large tiles are and how many programs run: data, per architecture and kind of tokens."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+import triton
+
+from kv_attention.gpu.arguments import Part
+from kv_attention.gpu.decode import plan_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where kernels run."""
+
+    architecture: str  # such as sm_90, or "interpreter"
+    programs: int  # that a decode step is divided between
+    asm: bool  # whether there is PTX
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, for tests."""
+        return self.architecture == "interpreter"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A kernel's tile and how it is compiled."""
+
+    block: int  # tokens of a tile
+    warps: int
+    stages: int  # of a loop's loads that are under way at a time
+    queries: int = 64  # rows of a tile of queries, where there are many
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """Ask what a device is."""
+    if not isinstance(plan_kernel, triton.JITFunction):
+        return Machine("interpreter", 5, False)
+    about = torch.cuda.get_device_properties(device)
+    name = f"sm_{about.major}{about.minor}"
+    per_processor = int(_data()["programs"].get(name, _data()["programs"]["default"]))
+    asm = torch.version.hip is None
+    return Machine(name, per_processor * about.multi_processor_count, asm)
+
+
+def tiling(machine: Machine, kernel: str, part: Part) -> Tiling:
+    """Give what was found best for such tokens on such a device, or a sane default."""
+    return _tiling(machine.architecture, kernel, _class_of(part))
+
+
+def _class_of(part: Part) -> str:
+    """The bits of keys and values, and the wider of the two: what decides how a kernel does."""
+    names = [f"{form[2]}" if form[0] == 0 else "plain" for form in (part.key, part.value)]
+    where = "pages" if part.paged else "dense"
+    return f"{where}-{names[0]}-{names[1]}-{max(part.key[1], part.value[1])}"
+
+
+@cache
+def _tiling(architecture: str, kernel: str, kind: str) -> Tiling:
+    data = _data()["tiles"]
+    found = data.get(architecture, {}).get(kernel, {})
+    return Tiling(**{**data["default"][kernel], **found.get("default", {}), **found.get(kind, {})})
+
+
+@cache
+def _data() -> Any:
+    return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())
