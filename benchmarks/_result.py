@@ -58,17 +58,19 @@ def write(
     *,
     quick: bool,
     folder: Path = RESULTS,
+    measured: str | None = None,
 ) -> Path | None:
     """Writes `<folder>/<name>.json` and returns its path; a quick run writes nothing.
 
     `summary` holds the figures that a document may quote, `rows` what they were computed from.
+    `measured` names the commit where this is no checkout.
     """
     if quick:
         print(f"{name}: a quick run, nothing is written", file=sys.stderr)
         return None
     result = {
         "name": name,
-        "commit": commit(),
+        "commit": measured or commit(),
         "machine": machine(),
         "versions": versions(),
         "summary": dict(summary),

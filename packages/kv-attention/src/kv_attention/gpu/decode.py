@@ -87,6 +87,7 @@ def decode_kernel(
     and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is reversed,
     and what addresses are multiples of.
     """
+    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself
     program = tl.program_id(0)
     total = tl.load(ends + streams - 1)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
@@ -111,7 +112,7 @@ def decode_kernel(
             highest = tl.full([ROWS], float("-inf"), tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
             shift = tl.zeros([ROWS], tl.float32)
-            sums = tl.zeros([ROWS, PADDED[1]], tl.float32)
+            sums = tl.zeros([ROWS, OUT], tl.float32)
             for i in tl.range(tile - start, here - start, num_stages=STAGES):
                 slot = i * BLOCK + tl.arange(0, BLOCK)
                 held = slot < count

@@ -111,6 +111,7 @@ def prompt_kernel(
     queries] in natural logarithms; with CONTINUES attention begins with what `before` holds.
     `position` is [B, queries], -1 for padding, which gets 0 and -inf.
     """
+    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself
     r = tl.program_id(1)
     b, h = r // heads, r % heads
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -137,7 +138,7 @@ def prompt_kernel(
         sums = tl.load(before + place_out, mask=inside, other=0) / undo[None, :]
     else:
         highest = tl.full([ROWS], float("-inf"), tl.float32)
-        sums = tl.zeros([ROWS, PADDED[1]], tl.float32)
+        sums = tl.zeros([ROWS, OUT], tl.float32)
     count = tl.load(length + r)
     if not PAGED:
         count = behind(tokens, b, count, tl.max(at, 0), WIDE)
