@@ -12,12 +12,25 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_cpu.arguments import MOST_DIM
-from kv_cpu.library import chosen
+from kv_cpu.library import chosen, missing
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
 from kv_paging.work import Work
 from kv_policy import PagedTokens, PageLayout
 from kv_policy.described import NUMBERS, described
+
+__all__ = [
+    "close_up",
+    "copy_pages",
+    "declined",
+    "missing",
+    "place",
+    "read",
+    "rescore",
+    "step",
+    "weakest",
+    "write",
+]
 
 
 def declined(layout: PageLayout, device: torch.device) -> str | None:

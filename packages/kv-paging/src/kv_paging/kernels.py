@@ -1,7 +1,8 @@
-"""What touches the bytes of pages, and the one place that chooses who does: torch or native code.
+"""What touches the bytes of pages, and the one place that chooses who does it.
 
-Native code for CPUs is the package kv-cpu. It is found by name, as it is written against this
-package; without it everything is done in torch, which is also what it is tested against.
+Native code for CPUs is the package kv-cpu, found by name, as it is written against this package.
+For GPUs there are kernels in Triton here, where the extra `triton` is installed. Everything else is
+done in torch, which the others are tested against.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,9 +113,13 @@ class PageKernels(Protocol):
 
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"cpu": "kv_cpu.pages", "torch": "kv_paging.torch_kernels"}
+    {
+        "cpu": "kv_cpu.pages",
+        "triton": "kv_paging.triton_kernels",
+        "torch": "kv_paging.torch_kernels",
+    }
 )
-PREFERRED: Final = ("cpu", "torch")  # the first that can is chosen where none is named
+PREFERRED: Final = ("cpu", "triton", "torch")  # the first that can is chosen where none is named
 
 
 def chosen(layout: PageLayout, device: torch.device, name: str | None = None) -> PageKernels:
@@ -159,7 +164,7 @@ def _missing(name: str) -> str | None:
         return None
     if find_spec(package) is None:
         return f"the package {package.replace('_', '-')} is not installed"
-    reason: str | None = import_module(package).missing()
+    reason: str | None = import_module(MODULES[name]).missing()
     return reason
 
 

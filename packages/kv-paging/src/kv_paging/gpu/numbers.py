@@ -1,0 +1,89 @@
+"""A page layout as the nested tuples of numbers that kernels are compiled for."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from math import gcd
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kv_policy import PagedTokens, PageLayout
+from kv_policy.described import NUMBERS, described
+
+# (kind, dim, bits, group, byte offset of codes or numbers, byte offset of scales and zeros)
+Half: TypeAlias = tuple[int, int, int, int, int, int]
+# (tokens, offset of scores or -1, of positions or -1, reverse, alignment of pages, keys, values)
+Layout: TypeAlias = tuple[int, int, int, int, int, Half, Half]
+
+# Elements of a tile: as many as the registers of a program of four warps hold several times.
+_TILE: Final = 4096
+_MOST_ROWS: Final = 32
+_STEP_TILE: Final = 2048  # smaller where a step has few rows, so that more programs share them
+_MOST_STREAMS: Final = 16
+
+
+def numbers(layout: PageLayout, reverse: bool, alignment: int) -> Layout:
+    """Give a layout in numbers; it must be `described`."""
+    known = described(layout)
+    tokens, *offsets = known.places
+    kind, dim, bits, group = known.formats[:4]
+    key = (kind, dim, bits, group, *offsets[:2])
+    kind, dim, bits, group = known.formats[4:]
+    value = (kind, dim, bits, group, *offsets[2:])
+    score = layout.score_offset if layout.scores else -1
+    position = known.positions if layout.positions else -1
+    return tokens, score, position, int(reverse), alignment, _half(key), _half(value)
+
+
+def numbers_of(pages: PagedTokens) -> Layout:
+    """Give the layout of a tier, with what is known of where its pages lie."""
+    return numbers(pages.layout, pages.reverse, alignment(pages.data))
+
+
+def alignment(data: Tensor) -> int:
+    """Give the bytes, 16 at most, that every page starts at a multiple of."""
+    return gcd(16, data.data_ptr(), data.stride(0))
+
+
+def rows(*layouts: Layout) -> int:
+    """Give the tokens that a program takes at once."""
+    return max(1, min(_MOST_ROWS, _TILE // _widest(layouts)))
+
+
+def streams(*layouts: Layout) -> int:
+    """Give the streams that a program of a step takes at once."""
+    return max(1, min(_MOST_STREAMS, _STEP_TILE // _widest(layouts)))
+
+
+def knows(*vectors: Tensor) -> bool:
+    """Whether kernels read vectors of these dtypes."""
+    return all(x.dtype in NUMBERS for x in vectors)
+
+
+def on(data: Tensor) -> AbstractContextManager[object]:
+    """Launch on the device where these are."""
+    return torch.cuda.device(data.device) if data.is_cuda else nullcontext()
+
+
+def blocks(count: int, size: int) -> int:
+    """Count the blocks of a size."""
+    return -(-count // size)
+
+
+def _half(some: tuple[int, ...]) -> Half:
+    kind, dim, bits, group, first, second = some
+    return kind, dim, bits, group, first, second
+
+
+def _widest(layouts: tuple[Layout, ...]) -> int:
+    return max(_tiles(layouts))
+
+
+def _tiles(layouts: tuple[Layout, ...]) -> Iterator[int]:
+    for layout in layouts:
+        for half in layout[5:]:
+            assert isinstance(half, tuple)
+            kind, dim, bits, *_ = half
+            lanes = -(-dim * bits // 8) if kind == 0 else dim
+            yield (8 // bits if kind == 0 else 1) * (1 << (lanes - 1).bit_length())

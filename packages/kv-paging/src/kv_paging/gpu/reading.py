@@ -1,0 +1,235 @@
+"""What stands in pages: tokens, their scores, and which of these is the lowest."""
+
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kv_paging.gpu.bits import load_bits, store_bits
+from kv_paging.gpu.numbers import Layout, blocks, numbers_of, on, rows
+from kv_paging.gpu.rows import beside, decode, page_at
+from kv_paging.gpu.writing import scores, table_of
+from kv_paging.table import pages_for
+from kv_paging.tokens import Stored, Vectors
+from kv_policy import PagedTokens
+
+_SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
+_DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
+
+
+@triton.jit
+@no_type_check
+def number_at(page, row, some, OFFSET: tl.constexpr, LAYOUT: tl.constexpr):
+    """The bits of scores, or the positions, of the marked tokens."""
+    aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (OFFSET % 4 == 0)
+    return load_bits(beside(page, row, OFFSET), some, 4, aligned)
+
+
+@triton.jit(do_not_specialize=["slots"])
+@no_type_check
+def read_kernel(
+    data,
+    pitch,
+    table,
+    width,
+    lengths,
+    streams,
+    slots,
+    held,
+    score,
+    position,
+    key,
+    value,
+    LAYOUT: tl.constexpr,
+    HOLES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Read `ROWS` slots of a stream."""
+    tokens: tl.constexpr = LAYOUT[0]
+    which = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    stream = tl.load(streams + which)
+    there = slot < slots
+    some = there & (slot < tl.load(lengths + stream))
+    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    row = slot % tokens
+    place = which * slots + slot
+    if LAYOUT[2] >= 0:
+        number = number_at(page, row, some, LAYOUT[2], LAYOUT)
+        if HOLES:
+            some = some & (number >= 0)
+        tl.store(position + place, tl.where(some, number, -1).to(tl.int64), there)
+    tl.store(held + place, some.to(tl.uint8), there)
+    if LAYOUT[1] >= 0:
+        bits = number_at(page, row, some, LAYOUT[1], LAYOUT)
+        tl.store(score + place, bits.to(tl.float32, bitcast=True), there)
+    if key is not None:
+        decode(page, row, some, key, place * LAYOUT[5][1], there, LAYOUT[5], LAYOUT[4])
+    if value is not None:
+        decode(page, row, some, value, place * LAYOUT[6][1], there, LAYOUT[6], LAYOUT[4])
+
+
+@triton.jit(do_not_specialize=["slots"])
+@no_type_check
+def rescore_kernel(
+    data,
+    pitch,
+    table,
+    width,
+    lengths,
+    streams,
+    score,
+    slots,
+    LAYOUT: tl.constexpr,
+    HOLES: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Write the scores of `MANY` slots of a stream, to the end of its last page."""
+    tokens: tl.constexpr = LAYOUT[0]
+    which = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    stream = tl.load(streams + which)
+    length = tl.load(lengths + stream)
+    some = slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens
+    # Pages of the stream past the last score are left alone.
+    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    row = slot % tokens
+    number = tl.load(score + which * slots + slot, some & (slot < slots), other=0.0)
+    if HOLES:
+        place = number_at(page, row, some, LAYOUT[2], LAYOUT)
+        number = tl.where((slot < length) & (place >= 0), number, float("inf"))
+    aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
+    bits = number.to(tl.int32, bitcast=True)
+    store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
+
+
+@triton.jit(do_not_specialize=["slots"])
+@no_type_check
+def weakest_kernel(
+    data,
+    pitch,
+    table,
+    width,
+    lengths,
+    streams,
+    slots,
+    until,
+    score,
+    found,
+    LAYOUT: tl.constexpr,
+    HOLES: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Find the lowest score of a stream: numbers ordered as torch does, NaN the lowest."""
+    tokens: tl.constexpr = LAYOUT[0]
+    which = tl.program_id(0).to(tl.int64)
+    stream = tl.load(streams + which)
+    end = tl.minimum(tl.load(lengths + stream), slots)
+    none = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    best = none
+    for first in range(0, end, MANY):
+        slot = first + tl.arange(0, MANY)
+        some = slot < end
+        page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+        if LAYOUT[2] >= 0:
+            if HOLES or until is not None:
+                place = number_at(page, slot % tokens, some, LAYOUT[2], LAYOUT)
+                if HOLES:
+                    some = some & (place >= 0)
+                if until is not None:
+                    some = some & (place.to(tl.int64) < tl.load(until + which))
+        bits = number_at(page, slot % tokens, some, LAYOUT[1], LAYOUT)
+        size = bits & 0x7FFFFFFF
+        order = tl.where(bits < 0, -size, size)  # both zeros are 0
+        order = tl.where(size > 0x7F800000, -0x7FFFFFFF, order)
+        # The first of equal scores, all in one number.
+        both = (order.to(tl.int64) << 32) + slot
+        best = tl.minimum(best, tl.min(tl.where(some, both, none), 0))
+    there = best != none
+    slot = (best & 0x7FFFFFFF).to(tl.int32)
+    page = page_at(data, pitch, table, width, stream, slot // tokens, there, LAYOUT)
+    bits = number_at(page, slot % tokens, there, LAYOUT[1], LAYOUT)
+    number = tl.where(there, bits, 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(score + which, number)
+    tl.store(found + which, tl.where(there, slot, -1).to(tl.int64))
+
+
+def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> Stored:
+    """See `PageKernels.read`; one launch."""
+    layout, count = numbers_of(pages), len(streams)
+    size = rows(layout)
+
+    def room(some: bool, dtype: torch.dtype, *dim: int) -> Tensor | None:
+        shape = (count, slots, *dim)
+        return torch.empty(shape, dtype=dtype, device=pages.data.device) if some else None
+
+    held = torch.empty(count, slots, dtype=torch.bool, device=pages.data.device)
+    score = room(pages.layout.scores, torch.float32)
+    position = room(pages.layout.positions, torch.int64)
+    key = room("keys" in vectors, *_vector(layout, 5))
+    value = room("values" in vectors, *_vector(layout, 6))
+    with on(pages.data):
+        read_kernel[count, blocks(slots, size)](
+            *_tier(pages),
+            streams.contiguous(),
+            slots,
+            held.view(torch.uint8),
+            score,
+            position,
+            key,
+            value,
+            layout,
+            pages.holes,
+            size,
+        )
+    return Stored(held, score, position, key, value)
+
+
+def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
+    """See `PageKernels.rescore`; one launch."""
+    tokens, slots = pages.layout.tokens, score.shape[1]
+    many = blocks(pages_for(slots, tokens) * tokens, _SLOTS)
+    holes = pages.holes and pages.layout.positions
+    with on(pages.data):
+        rescore_kernel[len(streams), many](
+            *_tier(pages),
+            streams.contiguous(),
+            scores(score),
+            slots,
+            numbers_of(pages),
+            holes,
+            _SLOTS,
+        )
+
+
+def weakest(
+    pages: PagedTokens, streams: Tensor, slots: int, until: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `PageKernels.weakest`; one launch."""
+    score = torch.empty(len(streams), dtype=torch.float32, device=pages.data.device)
+    found = torch.empty(len(streams), dtype=torch.int64, device=pages.data.device)
+    with on(pages.data):
+        weakest_kernel[(len(streams),)](
+            *_tier(pages),
+            streams.contiguous(),
+            slots,
+            None if until is None else until.contiguous(),
+            score,
+            found,
+            numbers_of(pages),
+            pages.holes,
+            _SLOTS,
+        )
+    return score, found
+
+
+def _tier(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:
+    length = pages.length[:, 0].contiguous()
+    return pages.data, pages.data.stride(0), table_of(pages), pages.table.shape[-1], length
+
+
+def _vector(layout: Layout, half: int) -> tuple[torch.dtype, int]:
+    kind, dim, *_ = layout[5] if half == 5 else layout[6]
+    return _DTYPES[kind], dim

@@ -1,0 +1,166 @@
+"""Tokens in rows of pages: encoding, decoding and moving them, whatever their format is."""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from kv_paging.gpu.bits import as_float, from_bits, load_bits, number_bits, store_bits
+from kv_paging.gpu.codes import decode_codes, encode_codes
+
+
+@triton.jit
+@no_type_check
+def entry_of(table, width, stream, column, LAYOUT: tl.constexpr):
+    """Where the id of a stream's page stands: columns may be counted from the right."""
+    row = table + stream.to(tl.int64) * width
+    if LAYOUT[3]:
+        return row + (width - 1 - column)
+    else:
+        return row + column
+
+
+@triton.jit
+@no_type_check
+def page_at(data, pitch, table, width, stream, column, some, LAYOUT: tl.constexpr):
+    """The first bytes of the marked streams' pages."""
+    page = tl.load(entry_of(table, width, stream, column, LAYOUT), some, other=0)
+    return data + page.to(tl.int64) * pitch
+
+
+@triton.jit
+@no_type_check
+def encode(
+    page, row, some, x, first, step, HALF: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
+):
+    """Encode a vector of each marked token: elements at x + first + d * step, to its page's row."""
+    KIND: tl.constexpr = HALF[0]
+    if KIND == 0:
+        encode_codes(page, row, some, x, first, step, HALF, ALIGN, ROWS)
+    else:
+        DIM: tl.constexpr = HALF[1]
+        SIZE: tl.constexpr = 4 if KIND == 1 else 2
+        d = tl.arange(0, triton.next_power_of_2(DIM))
+        marked = some[:, None] & (d < DIM)[None, :]
+        numbers = tl.load((x + first)[:, None] + d[None, :] * step, marked, other=0.0)
+        place = (page + HALF[4] + row * (SIZE * DIM))[:, None] + SIZE * d[None, :]
+        aligned: tl.constexpr = (ALIGN % SIZE == 0) and (HALF[4] % SIZE == 0)
+        store_bits(place, number_bits(numbers, KIND), marked, SIZE, aligned)
+
+
+@triton.jit
+@no_type_check
+def decode(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
+    """Decode a vector of each token to out + first + d; zeros where a real one is not marked."""
+    KIND: tl.constexpr = HALF[0]
+    if KIND == 0:
+        decode_codes(page, row, some, out, first, real, HALF, ALIGN)
+    else:
+        DIM: tl.constexpr = HALF[1]
+        SIZE: tl.constexpr = 4 if KIND == 1 else 2
+        d = tl.arange(0, triton.next_power_of_2(DIM))
+        there = (d < DIM)[None, :]
+        place = (page + HALF[4] + row * (SIZE * DIM))[:, None] + SIZE * d[None, :]
+        aligned: tl.constexpr = (ALIGN % SIZE == 0) and (HALF[4] % SIZE == 0)
+        numbers = from_bits(load_bits(place, some[:, None] & there, SIZE, aligned), KIND)
+        target = (out + first)[:, None] + d[None, :]
+        if out.dtype.element_ty == numbers.dtype:
+            tl.store(target, numbers, real[:, None] & there)
+        else:
+            tl.store(target, as_float(numbers), real[:, None] & there)
+
+
+@triton.jit
+@no_type_check
+def beside(page, row, OFFSET: tl.constexpr):
+    """Where the scores, or the positions, of tokens stand."""
+    return page + OFFSET + row * 4
+
+
+@triton.jit
+@no_type_check
+def put(
+    page,
+    row,
+    some,
+    key,
+    key_first,
+    key_step,
+    value,
+    value_first,
+    value_step,
+    score,
+    position,
+    index,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Encode the marked tokens into rows of their pages.
+
+    Scores and positions, at `index`, are read where pages hold them.
+    """
+    ALIGN: tl.constexpr = LAYOUT[4]
+    encode(page, row, some, key, key_first, key_step, LAYOUT[5], ALIGN, ROWS)
+    encode(page, row, some, value, value_first, value_step, LAYOUT[6], ALIGN, ROWS)
+    if LAYOUT[1] >= 0:
+        bits = tl.load(score + index, some, other=0).to(tl.int32, bitcast=True)
+        aligned: tl.constexpr = (ALIGN % 4 == 0) and (LAYOUT[1] % 4 == 0)
+        store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
+    if LAYOUT[2] >= 0:
+        number = tl.load(position + index, some, other=0).to(tl.int32)
+        aligned_too: tl.constexpr = (ALIGN % 4 == 0) and (LAYOUT[2] % 4 == 0)
+        store_bits(beside(page, row, LAYOUT[2]), number, some, 4, aligned_too)
+
+
+@triton.jit
+@no_type_check
+def move_segment(
+    source,
+    source_row,
+    target,
+    target_row,
+    some,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Copy a row of `WIDTH` bytes of each marked token, in units as wide as they can be."""
+    FOURS: tl.constexpr = (ALIGN % 4 == 0) and (OFFSET % 4 == 0) and (WIDTH % 4 == 0)
+    TWOS: tl.constexpr = (ALIGN % 2 == 0) and (OFFSET % 2 == 0) and (WIDTH % 2 == 0)
+    UNIT: tl.constexpr = 4 if FOURS else (2 if TWOS else 1)
+    unit = tl.arange(0, triton.next_power_of_2(WIDTH // UNIT))
+    marked = some[:, None] & (unit < WIDTH // UNIT)[None, :]
+    of = (source + OFFSET + source_row * WIDTH)[:, None] + UNIT * unit[None, :]
+    to = (target + OFFSET + target_row * WIDTH)[:, None] + UNIT * unit[None, :]
+    store_bits(to, load_bits(of, marked, UNIT, True), marked, UNIT, True)
+
+
+@triton.jit
+@no_type_check
+def move_half(
+    source, source_row, target, target_row, some, HALF: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Copy a key, or a value, of each marked token as it is stored."""
+    KIND: tl.constexpr = HALF[0]
+    DIM: tl.constexpr = HALF[1]
+    if KIND == 0:
+        codes: tl.constexpr = (DIM * HALF[2] + 7) // 8
+        meta: tl.constexpr = 4 * ((DIM + HALF[3] - 1) // HALF[3])
+        move_segment(source, source_row, target, target_row, some, HALF[4], codes, ALIGN)
+        move_segment(source, source_row, target, target_row, some, HALF[5], meta, ALIGN)
+    else:
+        wide: tl.constexpr = (4 if KIND == 1 else 2) * DIM
+        move_segment(source, source_row, target, target_row, some, HALF[4], wide, ALIGN)
+
+
+@triton.jit
+@no_type_check
+def move(source, source_row, target, target_row, some, LAYOUT: tl.constexpr):
+    """Copy all that belongs to each marked token from a row of one page to a row of another."""
+    ALIGN: tl.constexpr = LAYOUT[4]
+    move_half(source, source_row, target, target_row, some, LAYOUT[5], ALIGN)
+    move_half(source, source_row, target, target_row, some, LAYOUT[6], ALIGN)
+    if LAYOUT[1] >= 0:
+        move_segment(source, source_row, target, target_row, some, LAYOUT[1], 4, ALIGN)
+    if LAYOUT[2] >= 0:
+        move_segment(source, source_row, target, target_row, some, LAYOUT[2], 4, ALIGN)

@@ -1,0 +1,179 @@
+"""New tokens: encoded and written to their slots in one launch, however many are kept."""
+
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kv_paging.gpu.counts import total
+from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, on, rows
+from kv_paging.gpu.rows import page_at, put
+from kv_policy import PagedTokens, PageLayout
+
+SCAN: Final = 1024  # marks that are summed at a time
+
+
+@triton.jit(do_not_specialize=["length"])
+@no_type_check
+def write_kernel(
+    data,
+    pitch,
+    table,
+    width,
+    streams,
+    start,
+    keep,
+    length,
+    key,
+    key_strides,
+    value,
+    value_strides,
+    score,
+    position,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Write the kept tokens among `ROWS` of one stream; those before them say where."""
+    tokens: tl.constexpr = LAYOUT[0]
+    which = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * ROWS
+    marks = keep + which * length
+    i = begin + tl.arange(0, ROWS)
+    some = tl.load(marks + i, i < length, other=0) != 0
+    kept = some.to(tl.int32)
+    slot = tl.load(start + which) + total(marks, begin, MANY) + tl.cumsum(kept, 0) - 1
+    stream = tl.load(streams + which)
+    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    wide = i.to(tl.int64)
+    put(
+        page,
+        slot % tokens,
+        some,
+        key,
+        which * key_strides[0] + wide * key_strides[1],
+        key_strides[2],
+        value,
+        which * value_strides[0] + wide * value_strides[1],
+        value_strides[2],
+        score,
+        position,
+        which * length + i,
+        LAYOUT,
+        ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+@no_type_check
+def place_kernel(
+    data,
+    pitch,
+    page,
+    row,
+    count,
+    key,
+    key_strides,
+    value,
+    value_strides,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write `ROWS` tokens, each to its row of its page."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    some = i < count
+    place = data + tl.load(page + i, some, other=0).to(tl.int64) * pitch
+    wide = i.to(tl.int64)
+    put(
+        place,
+        tl.load(row + i, some, other=0),
+        some,
+        key,
+        wide * key_strides[0],
+        key_strides[1],
+        value,
+        wide * value_strides[0],
+        value_strides[1],
+        None,
+        None,
+        i,
+        LAYOUT,
+        ROWS,
+    )
+
+
+def write(
+    pages: PagedTokens,
+    streams: Tensor,
+    start: Tensor,
+    keep: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor | None,
+    position: Tensor | None,
+) -> None:
+    """See `PageKernels.write`; one launch."""
+    layout, length = numbers_of(pages), keep.shape[1]
+    size = rows(layout)
+    with on(pages.data):
+        write_kernel[len(streams), blocks(length, size)](
+            pages.data,
+            pages.data.stride(0),
+            table_of(pages),
+            pages.table.shape[-1],
+            streams.contiguous(),
+            start.contiguous(),
+            keep.contiguous().view(torch.uint8),
+            length,
+            key.detach(),
+            key.stride(),
+            value.detach(),
+            value.stride(),
+            scores(score),
+            positions(position),
+            layout,
+            size,
+            SCAN,
+        )
+
+
+def place(
+    data: Tensor, layout: PageLayout, page: Tensor, row: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """See `PageKernels.place`; one launch."""
+    known = numbers(layout, False, alignment(data))
+    size = rows(known)
+    with on(data):
+        place_kernel[(blocks(len(page), size),)](
+            data,
+            data.stride(0),
+            page.contiguous(),
+            row.contiguous(),
+            len(page),
+            key.detach(),
+            key.stride(),
+            value.detach(),
+            value.stride(),
+            known,
+            size,
+        )
+
+
+def table_of(pages: PagedTokens) -> Tensor:
+    """Give the page ids of a tier, a run of columns after the other."""
+    return pages.table[:, 0].contiguous()
+
+
+def scores(score: Tensor | None) -> Tensor | None:
+    """Give scores as they are stored."""
+    return None if score is None else score.detach().to(torch.float32).contiguous()
+
+
+def positions(position: Tensor | None) -> Tensor | None:
+    """Give positions as integers of 32 or 64 bits."""
+    if position is None:
+        return None
+    wide = position.dtype in (torch.int32, torch.int64)
+    return (position if wide else position.long()).contiguous()

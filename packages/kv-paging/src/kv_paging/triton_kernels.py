@@ -1,0 +1,158 @@
+"""The page kernels in Triton, for a GPU: what writes, moves and reads tokens in pages there.
+
+Pages are those of `kv_paging.torch_kernels` on a CPU to the last byte, but for the payload of a NaN
+that is stored as it is. (On a GPU torch divides by a number as it multiplies by the inverse, so a
+scale may come out one float16 above or below there.) Nothing waits for the device. Triton is
+imported by what is called and not before.
+"""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from kv_paging import torch_kernels
+from kv_paging.pool import PagePool
+from kv_paging.tokens import Stored, Vectors
+from kv_paging.work import Work
+from kv_policy import PagedTokens, PageLayout
+from kv_policy.described import NUMBERS, described
+
+__all__ = [
+    "close_up",
+    "copy_pages",
+    "declined",
+    "missing",
+    "place",
+    "read",
+    "rescore",
+    "step",
+    "weakest",
+    "write",
+]
+
+INTERPRET: Final = "TRITON_INTERPRET"  # set, before triton is imported, kernels run without a GPU
+_MOST_DIM: Final = 1024  # a row of it still fits into a tile
+
+
+def missing() -> str | None:
+    """Say why Triton cannot be used on this machine; None if it can. Triton is not imported."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not _interpreted() and not torch.cuda.is_available():
+        return f"there is no GPU, and {INTERPRET} is not set"
+    return None
+
+
+def declined(layout: PageLayout, device: torch.device) -> str | None:
+    """Say why pages of a layout are not for these kernels; None if they are."""
+    if device.type != "cuda" and not _interpreted():
+        return f"pages on {device.type}"
+    if max(layout.format.key.dim, layout.format.value.dim) > _MOST_DIM:
+        return f"vectors of more than {_MOST_DIM} dimensions"
+    return described(layout).declined
+
+
+def write(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    start: Int[Tensor, " S"],
+    keep: Bool[Tensor, "S L"],
+    key: Float[Tensor, "S L D"],
+    value: Float[Tensor, "S L Dv"],
+    score: Float[Tensor, "S L"] | None,
+    position: Int[Tensor, "S L"] | None,
+) -> None:
+    """Encode tokens and write them; vectors in float64 are encoded by torch."""
+    if _known(key, value):
+        from kv_paging.gpu import writing
+
+        writing.write(pages, streams, start, keep, key, value, score, position)
+    else:
+        torch_kernels.write(pages, streams, start, keep, key, value, score, position)
+
+
+def place(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    key: Float[Tensor, "n D"],
+    value: Float[Tensor, "n Dv"],
+) -> None:
+    """Encode tokens and write each to its row of its page; those in float64 torch does."""
+    if _known(key, value):
+        from kv_paging.gpu import writing
+
+        writing.place(data, layout, page, row, key, value)
+    else:
+        torch_kernels.place(data, layout, page, row, key, value)
+
+
+def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+    """Move tokens that stay to the front."""
+    from kv_paging.gpu import moving
+
+    moving.close_up(pages, streams, stay)
+
+
+def copy_pages(
+    data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
+) -> None:
+    """Copy whole pages."""
+    from kv_paging.gpu import moving
+
+    moving.copy_pages(data, source, target)
+
+
+def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+    """Read tokens."""
+    from kv_paging.gpu import reading
+
+    return reading.read(pages, streams, slots, vectors)
+
+
+def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+    """Write new scores; pages past a stream's end stay as they are."""
+    from kv_paging.gpu import reading
+
+    reading.rescore(pages, streams, score)
+
+
+def weakest(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    slots: int,
+    until: Int[Tensor, " S"] | None,
+) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+    """Find the lowest scores."""
+    from kv_paging.gpu import reading
+
+    return reading.weakest(pages, streams, slots, until)
+
+
+def step(pool: PagePool, works: Sequence[Work]) -> None:
+    """Do a step in three launches, two more for each further kind of streams.
+
+    Everything is changed in place and no size depends on data, so a step can be captured in a CUDA
+    graph; it is to be captured anew once the pool or a table has grown. Candidates in float64 are
+    for torch.
+    """
+    from kv_paging.gpu import step as steps
+
+    if steps.able(works):
+        steps.step(pool, works)
+    else:
+        torch_kernels.step(pool, works)
+
+
+def _known(*vectors: Tensor) -> bool:
+    return all(x.dtype in NUMBERS for x in vectors)
+
+
+def _interpreted() -> bool:
+    return os.environ.get(INTERPRET, "").lower() in {"1", "true", "on", "yes", "y"}
