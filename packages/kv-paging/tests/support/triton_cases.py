@@ -17,10 +17,13 @@ from torch import Tensor
 from kv_paging import PagePool, RaggedTiers, Stored, Tiers, TokenStore
 from kv_paging.kernels import MODULES
 from kv_paging.triton_kernels import INTERPRET
-from kv_policy import PagedTokens, PageLayout
+from kv_policy import DROP, NOBODY, Codec, PageLayout, RawCodec, TokenFormat
+from kv_quant.integer import IntegerCodec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SWITCH = {} if DEVICE.type == "cuda" else {INTERPRET: "1"}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAMED = dict(zip(("float32", "float16", "bfloat16"), DTYPES, strict=True))
 EDGES = [
     *(0.0, -0.0, 1e-10, -1e-10, 2**-24, -(2**-24), 2**-25, 1e-40, -1e-40, 6.1e-5, -6.2e-5),
     *(1.0, -1.0, 1 + 2**-11, 32752.0, -32752.0, 32753.0, 65504.0, -65519.0, 65520.0, 3e38, -3e38),
@@ -131,6 +134,66 @@ def one_store(layout: PageLayout, streams: int = 3) -> Both:
     return Both(lambda pool: TokenStore(pool, layout, 1, streams, 1), layout.nbytes)
 
 
-def tier(data: Tensor, table: Tensor, length: Tensor, layout: PageLayout) -> PagedTokens:
-    """All streams of a tier, as page kernels take them."""
-    return PagedTokens(data, table[:, None], length[:, None], layout)
+def codec(kind: str, dim: int) -> Codec:
+    """Integers as "bits" or "bits/group", and plain numbers by the name of a dtype."""
+    if kind in NAMED:
+        return RawCodec(dim, NAMED[kind])
+    bits, _, group = kind.partition("/")
+    return IntegerCodec(dim, int(bits), int(group or 0))
+
+
+def form(keys: str, values: str, key: int, value: int) -> TokenFormat:
+    return TokenFormat(codec(keys, key), codec(values, value))
+
+
+class Program:
+    """Prompts, steps and beams at random, with all pages looked at after each."""
+
+    def __init__(
+        self, both: Both, tiers: int, streams: int, sequences: int, dims: tuple[int, int]
+    ) -> None:
+        self.both, self.tiers, self.streams, self.dims = both, tiers, streams, dims
+        self.sequences, self.next = sequences, 0
+        self.random = torch.Generator().manual_seed(tiers)
+
+    def below(self, bound: int, *shape: int) -> Tensor:
+        return torch.randint(0, bound, shape, generator=self.random)
+
+    def tokens(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        made = [vectors(self.random, *shape, dim).to(dtype) for dim in self.dims]
+        place = torch.arange(self.next, self.next + shape[-1]).expand(shape)
+        self.next += shape[-1]
+        return [*made, torch.rand(shape, generator=self.random), place]
+
+    def append(self) -> None:
+        key, value, score, place = self.tokens(self.streams, 5)
+        tier = self.below(self.tiers + 1, self.streams, 5)
+        for i in range(self.tiers):
+            every = torch.arange(self.streams)
+            self.both.do("append", i, every, key, value, tier == i, score, place)
+
+    def step(self, dtype: torch.dtype = torch.float32) -> None:
+        until = self.below(max(self.next, 1), self.streams) if int(self.below(2)) else None
+        _, place = self.both.do("weakest", until)
+        many = self.tiers + 1
+        entering, victim = self.below(many, self.streams), self.below(many, self.streams)
+        target = victim + 1 + self.below(self.tiers, self.streams)
+        self.both.do(
+            "step",
+            entering.where(entering < self.tiers, DROP).to(torch.uint8),
+            victim.where(victim < self.tiers, NOBODY).to(torch.uint8),
+            target.where(target < self.tiers, DROP).to(torch.uint8),
+            place,
+            *(x[:, 0] for x in self.tokens(self.streams, 1, dtype=dtype)),
+        )
+
+    def select(self) -> None:
+        self.both.do("select", self.below(self.sequences, self.sequences))
+
+    def run(self, *steps: int, dtypes: list[torch.dtype] = DTYPES) -> None:
+        """A prompt, so many steps, and beams; and again."""
+        for many in steps:
+            self.append()
+            for i in range(many):
+                self.step(dtypes[i % len(dtypes)])
+            self.select()

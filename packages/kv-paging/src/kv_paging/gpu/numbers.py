@@ -17,10 +17,8 @@ Half: TypeAlias = tuple[int, int, int, int, int, int]
 Layout: TypeAlias = tuple[int, int, int, int, int, Half, Half]
 
 # Elements of a tile: as many as the registers of a program of four warps hold several times.
-_TILE: Final = 4096
-_MOST_ROWS: Final = 32
-_STEP_TILE: Final = 2048  # smaller where a step has few rows, so that more programs share them
-_MOST_STREAMS: Final = 16
+_TILE: Final = 2048
+_MOST_ROWS: Final = 16
 
 
 def numbers(layout: PageLayout, reverse: bool, alignment: int) -> Layout:
@@ -48,12 +46,7 @@ def alignment(data: Tensor) -> int:
 
 def rows(*layouts: Layout) -> int:
     """Give the tokens that a program takes at once."""
-    return max(1, min(_MOST_ROWS, _TILE // _widest(layouts)))
-
-
-def streams(*layouts: Layout) -> int:
-    """Give the streams that a program of a step takes at once."""
-    return max(1, min(_MOST_STREAMS, _STEP_TILE // _widest(layouts)))
+    return max(1, min(_MOST_ROWS, _TILE // max(_tiles(layouts))))
 
 
 def knows(*vectors: Tensor) -> bool:
@@ -76,11 +69,8 @@ def _half(some: tuple[int, ...]) -> Half:
     return kind, dim, bits, group, first, second
 
 
-def _widest(layouts: tuple[Layout, ...]) -> int:
-    return max(_tiles(layouts))
-
-
 def _tiles(layouts: tuple[Layout, ...]) -> Iterator[int]:
+    """Elements of a vector's tile."""
     for layout in layouts:
         for half in layout[5:]:
             assert isinstance(half, tuple)

@@ -16,6 +16,7 @@ from kv_paging.tokens import Stored, Vectors
 from kv_policy import PagedTokens
 
 _SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
+_MOST_STREAMS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
 
@@ -27,7 +28,7 @@ def number_at(page, row, some, OFFSET: tl.constexpr, LAYOUT: tl.constexpr):
     return load_bits(beside(page, row, OFFSET), some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "count"])
 @no_type_check
 def read_kernel(
     data,
@@ -42,20 +43,20 @@ def read_kernel(
     position,
     key,
     value,
+    count,
     LAYOUT: tl.constexpr,
     HOLES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Read `ROWS` slots of a stream."""
+    """Read `ROWS` of all slots, those of a stream one after the other."""
     tokens: tl.constexpr = LAYOUT[0]
-    which = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    stream = tl.load(streams + which)
-    there = slot < slots
-    some = there & (slot < tl.load(lengths + stream))
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = place < count.to(tl.int64) * slots
+    slot = (place % slots).to(tl.int32)
+    stream = tl.load(streams + place // slots, there, other=0)
+    some = there & (slot < tl.load(lengths + stream, there, other=0))
     page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
     row = slot % tokens
-    place = which * slots + slot
     if LAYOUT[2] >= 0:
         number = number_at(page, row, some, LAYOUT[2], LAYOUT)
         if HOLES:
@@ -71,7 +72,7 @@ def read_kernel(
         decode(page, row, some, value, place * LAYOUT[6][1], there, LAYOUT[6], LAYOUT[4])
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "count"])
 @no_type_check
 def rescore_kernel(
     data,
@@ -82,30 +83,34 @@ def rescore_kernel(
     streams,
     score,
     slots,
+    count,
     LAYOUT: tl.constexpr,
     HOLES: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the scores of `MANY` slots of a stream, to the end of its last page."""
+    """Write the scores of `MANY` of all slots, to the end of each stream's last page."""
     tokens: tl.constexpr = LAYOUT[0]
-    which = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * MANY + tl.arange(0, MANY)
-    stream = tl.load(streams + which)
-    length = tl.load(lengths + stream)
-    some = slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens
+    every = (slots + tokens - 1) // tokens * tokens
+    place = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
+    there = place < count.to(tl.int64) * every
+    which = place // every
+    slot = (place % every).to(tl.int32)
+    stream = tl.load(streams + which, there, other=0)
+    length = tl.load(lengths + stream, there, other=0)
+    some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
     # Pages of the stream past the last score are left alone.
     page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
     row = slot % tokens
     number = tl.load(score + which * slots + slot, some & (slot < slots), other=0.0)
     if HOLES:
-        place = number_at(page, row, some, LAYOUT[2], LAYOUT)
-        number = tl.where((slot < length) & (place >= 0), number, float("inf"))
+        position = number_at(page, row, some, LAYOUT[2], LAYOUT)
+        number = tl.where((slot < length) & (position >= 0), number, float("inf"))
     aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
     bits = number.to(tl.int32, bitcast=True)
     store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "count"])
 @no_type_check
 def weakest_kernel(
     data,
@@ -118,42 +123,48 @@ def weakest_kernel(
     until,
     score,
     found,
+    count,
     LAYOUT: tl.constexpr,
     HOLES: tl.constexpr,
+    STREAMS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Find the lowest score of a stream: numbers ordered as torch does, NaN the lowest."""
+    """Find the lowest score of each of some streams: ordered as torch does, NaN the lowest."""
     tokens: tl.constexpr = LAYOUT[0]
-    which = tl.program_id(0).to(tl.int64)
-    stream = tl.load(streams + which)
-    end = tl.minimum(tl.load(lengths + stream), slots)
-    none = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    best = none
-    for first in range(0, end, MANY):
-        slot = first + tl.arange(0, MANY)
-        some = slot < end
-        page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    which = tl.program_id(0) * STREAMS + tl.arange(0, STREAMS)
+    here = which < count
+    stream = tl.load(streams + which, here, other=0)
+    end = tl.minimum(tl.load(lengths + stream, here, other=0), slots)
+    best = tl.full((STREAMS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    bound = best
+    if until is not None:
+        bound = tl.load(until + which, here, other=0).to(tl.int64)
+    for first in range(0, tl.max(end, 0), MANY):
+        slot = first + tl.arange(0, MANY)[None, :]
+        some = slot < end[:, None]
+        column = slot // tokens
+        page = page_at(data, pitch, table, width, stream[:, None], column, some, LAYOUT)
         if LAYOUT[2] >= 0:
             if HOLES or until is not None:
                 place = number_at(page, slot % tokens, some, LAYOUT[2], LAYOUT)
                 if HOLES:
                     some = some & (place >= 0)
                 if until is not None:
-                    some = some & (place.to(tl.int64) < tl.load(until + which))
+                    some = some & (place.to(tl.int64) < bound[:, None])
         bits = number_at(page, slot % tokens, some, LAYOUT[1], LAYOUT)
         size = bits & 0x7FFFFFFF
         order = tl.where(bits < 0, -size, size)  # both zeros are 0
         order = tl.where(size > 0x7F800000, -0x7FFFFFFF, order)
         # The first of equal scores, all in one number.
         both = (order.to(tl.int64) << 32) + slot
-        best = tl.minimum(best, tl.min(tl.where(some, both, none), 0))
-    there = best != none
+        best = tl.minimum(best, tl.min(tl.where(some, both, 0x7FFFFFFFFFFFFFFF), 1))
+    there = best != 0x7FFFFFFFFFFFFFFF
     slot = (best & 0x7FFFFFFF).to(tl.int32)
     page = page_at(data, pitch, table, width, stream, slot // tokens, there, LAYOUT)
     bits = number_at(page, slot % tokens, there, LAYOUT[1], LAYOUT)
     number = tl.where(there, bits, 0x7F800000).to(tl.float32, bitcast=True)
-    tl.store(score + which, number)
-    tl.store(found + which, tl.where(there, slot, -1).to(tl.int64))
+    tl.store(score + which, number, here)
+    tl.store(found + which, tl.where(there, slot, -1).to(tl.int64), here)
 
 
 def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> Stored:
@@ -171,7 +182,7 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> S
     key = room("keys" in vectors, *_vector(layout, 5))
     value = room("values" in vectors, *_vector(layout, 6))
     with on(pages.data):
-        read_kernel[count, blocks(slots, size)](
+        read_kernel[(blocks(count * slots, size),)](
             *_tier(pages),
             streams.contiguous(),
             slots,
@@ -180,6 +191,7 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> S
             position,
             key,
             value,
+            count,
             layout,
             pages.holes,
             size,
@@ -190,14 +202,15 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> S
 def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
     """See `PageKernels.rescore`; one launch."""
     tokens, slots = pages.layout.tokens, score.shape[1]
-    many = blocks(pages_for(slots, tokens) * tokens, _SLOTS)
+    every = len(streams) * pages_for(slots, tokens) * tokens
     holes = pages.holes and pages.layout.positions
     with on(pages.data):
-        rescore_kernel[len(streams), many](
+        rescore_kernel[(blocks(every, _SLOTS),)](
             *_tier(pages),
             streams.contiguous(),
             scores(score),
             slots,
+            len(streams),
             numbers_of(pages),
             holes,
             _SLOTS,
@@ -210,17 +223,21 @@ def weakest(
     """See `PageKernels.weakest`; one launch."""
     score = torch.empty(len(streams), dtype=torch.float32, device=pages.data.device)
     found = torch.empty(len(streams), dtype=torch.int64, device=pages.data.device)
+    many = min(_SLOTS, triton.next_power_of_2(max(slots, 1)))
+    together = min(_SLOTS // many, _MOST_STREAMS)
     with on(pages.data):
-        weakest_kernel[(len(streams),)](
+        weakest_kernel[(blocks(len(streams), together),)](
             *_tier(pages),
             streams.contiguous(),
             slots,
             None if until is None else until.contiguous(),
             score,
             found,
+            len(streams),
             numbers_of(pages),
             pages.holes,
-            _SLOTS,
+            together,
+            many,
         )
     return score, found
 

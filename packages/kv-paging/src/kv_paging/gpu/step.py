@@ -59,7 +59,7 @@ class Part:
     @property
     def rows(self) -> int:
         """Streams that a program takes at most."""
-        return numbers.streams(*self.layouts)
+        return numbers.rows(*self.layouts)
 
 
 def able(works: Sequence[Work]) -> bool:

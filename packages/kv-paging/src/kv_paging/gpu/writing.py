@@ -15,7 +15,7 @@ from kv_policy import PagedTokens, PageLayout
 SCAN: Final = 1024  # marks that are summed at a time
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "count"])
 @no_type_check
 def write_kernel(
     data,
@@ -32,20 +32,26 @@ def write_kernel(
     value_strides,
     score,
     position,
+    count,
     LAYOUT: tl.constexpr,
-    ROWS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the kept tokens among `ROWS` of one stream; those before them say where."""
+    """Write the kept tokens among `COLUMNS` of some streams; those before them say where."""
     tokens: tl.constexpr = LAYOUT[0]
-    which = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * ROWS
-    marks = keep + which * length
-    i = begin + tl.arange(0, ROWS)
-    some = tl.load(marks + i, i < length, other=0) != 0
-    kept = some.to(tl.int32)
-    slot = tl.load(start + which) + total(marks, begin, MANY) + tl.cumsum(kept, 0) - 1
-    stream = tl.load(streams + which)
+    ROWS: tl.constexpr = STREAMS * COLUMNS
+    flat = tl.arange(0, ROWS)
+    which = (tl.program_id(0) * STREAMS + flat // COLUMNS).to(tl.int64)
+    begin = tl.program_id(1) * COLUMNS
+    i = begin + flat % COLUMNS
+    here = which < count
+    some = here & (tl.load(keep + which * length + i, here & (i < length), other=0) != 0)
+    rank = tl.reshape(tl.cumsum(tl.reshape(some.to(tl.int32), (STREAMS, COLUMNS)), 1), (ROWS,))
+    slot = tl.load(start + which, here, other=0) + rank - 1
+    if STREAMS == 1:  # where there are more, these are all the tokens of each
+        slot += total(keep + tl.program_id(0).to(tl.int64) * length, begin, MANY)
+    stream = tl.load(streams + which, here, other=0)
     page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
     wide = i.to(tl.int64)
     put(
@@ -115,10 +121,11 @@ def write(
     position: Tensor | None,
 ) -> None:
     """See `PageKernels.write`; one launch."""
-    layout, length = numbers_of(pages), keep.shape[1]
-    size = rows(layout)
+    layout, (count, length) = numbers_of(pages), keep.shape
+    columns = min(rows(layout), triton.next_power_of_2(max(length, 1)))
+    together = rows(layout) // columns
     with on(pages.data):
-        write_kernel[len(streams), blocks(length, size)](
+        write_kernel[blocks(count, together), blocks(length, columns)](
             pages.data,
             pages.data.stride(0),
             table_of(pages),
@@ -133,8 +140,10 @@ def write(
             value.stride(),
             scores(score),
             positions(position),
+            count,
             layout,
-            size,
+            together,
+            columns,
             SCAN,
         )
 
@@ -145,6 +154,7 @@ def place(
     """See `PageKernels.place`; one launch."""
     known = numbers(layout, False, alignment(data))
     size = rows(known)
+    bare = (known[0], -1, -1, *known[3:])  # neither scores nor positions
     with on(data):
         place_kernel[(blocks(len(page), size),)](
             data,
@@ -156,7 +166,7 @@ def place(
             key.stride(),
             value.detach(),
             value.stride(),
-            known,
+            bare,
             size,
         )
 
