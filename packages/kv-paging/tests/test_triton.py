@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Tiers, fit, torch_kernels, triton_kernels
+from kv_paging import RaggedTiers, Tiers, fit, torch_kernels, triton_kernels
 from kv_paging.kernels import chosen, declined
 from kv_policy import PageLayout, RawCodec, TokenFormat
 from kv_quant import ChannelCodec
@@ -110,7 +110,9 @@ def test_scales_zeros_and_codes_of_many_pairs_of_numbers(bits) -> None:
     pairs = torch.cat([torch.stack(p, 1) for p in ((halves, other), (halves, close), (*wild,))])
     third = pairs.nan_to_num(0).clamp(-4e4, 4e4).mean(1, keepdim=True)
     x = torch.cat((pairs, third), 1)[: 341 * 576].view(1, 576, 1023)
-    both = one_store(PageLayout.sized(TokenFormat(*(IntegerCodec(1023, b, 3) for b in bits)), 64), 1)
+    both = one_store(
+        PageLayout.sized(TokenFormat(*(IntegerCodec(1023, b, 3) for b in bits)), 64), 1
+    )
     both.do("append", torch.arange(1), x, x, torch.ones(1, 576, dtype=torch.bool))
 
 
@@ -215,8 +217,8 @@ def tiers_of(forms: list[TokenFormat], tokens: int, shape: tuple[int, int, int])
     ],
 )
 def test_steps_of_tiers(kinds, dims, tokens) -> None:
-    both = tiers_of([form(*each, *dims) for each in kinds], tokens, (2, 3, 4))
-    Program(both, len(kinds), 24, 3, dims).run(3, 2)
+    both = tiers_of([form(*each, *dims) for each in kinds], tokens, (2, 3, 2))
+    Program(both, len(kinds), 12, 3, dims).run(3, 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -47,7 +47,7 @@ class PagePool:
             device: where the pages and the list of free ones live.
             poison: fill free pages with NaN bytes, so that a test sees when one is read.
             kernels: name of the code that writes and reads the pages, see `kernels.chosen`; None:
-                native code on a CPU where it is installed and can, else torch.
+                native code on a CPU, or Triton on a GPU, where it is installed and can, else torch.
 
         Raises:
             ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.

@@ -19,6 +19,7 @@ Layout: TypeAlias = tuple[int, int, int, int, int, Half, Half]
 # Elements of a tile: as many as the registers of a program of four warps hold several times.
 _TILE: Final = 2048
 _MOST_ROWS: Final = 16
+_OF_A_STEP: Final = 2  # as small a part of that for a step: it has few rows for many programs
 
 
 def numbers(layout: PageLayout, reverse: bool, alignment: int) -> Layout:
@@ -47,6 +48,11 @@ def alignment(data: Tensor) -> int:
 def rows(*layouts: Layout) -> int:
     """Give the tokens that a program takes at once."""
     return max(1, min(_MOST_ROWS, _TILE // max(_tiles(layouts))))
+
+
+def streams(*layouts: Layout) -> int:
+    """Give the streams that a program of a step takes at once."""
+    return max(1, rows(*layouts) // _OF_A_STEP)
 
 
 def knows(*vectors: Tensor) -> bool:

@@ -144,13 +144,12 @@ def weakest_kernel(
         some = slot < end[:, None]
         column = slot // tokens
         page = page_at(data, pitch, table, width, stream[:, None], column, some, LAYOUT)
-        if LAYOUT[2] >= 0:
-            if HOLES or until is not None:
-                place = number_at(page, slot % tokens, some, LAYOUT[2], LAYOUT)
-                if HOLES:
-                    some = some & (place >= 0)
-                if until is not None:
-                    some = some & (place.to(tl.int64) < bound[:, None])
+        if LAYOUT[2] >= 0 and (HOLES or until is not None):
+            place = number_at(page, slot % tokens, some, LAYOUT[2], LAYOUT)
+            if HOLES:
+                some = some & (place >= 0)
+            if until is not None:
+                some = some & (place.to(tl.int64) < bound[:, None])
         bits = number_at(page, slot % tokens, some, LAYOUT[1], LAYOUT)
         size = bits & 0x7FFFFFFF
         order = tl.where(bits < 0, -size, size)  # both zeros are 0

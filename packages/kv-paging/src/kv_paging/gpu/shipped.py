@@ -5,8 +5,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from kv_paging.gpu import moving, reading, stepping, writing
-from kv_paging.gpu.numbers import Half, Layout, rows
+from kv_paging.gpu import entering, giving, leaving, moving, reading, writing
+from kv_paging.gpu.numbers import Half, Layout, rows, streams
 
 # A kernel, the types of its arguments by name, and the values of those that are constants.
 Example: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
@@ -48,9 +48,7 @@ def shipped() -> Iterator[tuple[str, Example]]:
     yield "copy", _example(moving.copy_kernel, whole, UNIT=4, MANY=1024)
     yield (
         "give",
-        _example(
-            stepping.give_kernel, {"count": "*i64"}, POISON=False, ROWS=16, MANY=writing.SCAN
-        ),
+        _example(giving.give_kernel, {"count": "*i64"}, POISON=False, ROWS=8, MANY=writing.SCAN),
     )
     for name in FORMATS:
         for each, example in _of_format(name, whole):
@@ -81,9 +79,9 @@ def _of_format(name: str, whole: dict[str, Any]) -> Iterator[tuple[str, Example]
         "free": "*i64",
         **pairs,
     }
-    of_two = {"LAYOUTS": two, "ROWS": rows(*two)}
-    yield "leave", _example(stepping.leave_kernel, steps, **of_two)
-    yield "enter", _example(stepping.enter_kernel, steps, MANY=many, **of_two)
+    of_two = {"LAYOUTS": two, "ROWS": streams(*two)}
+    yield "leave", _example(leaving.leave_kernel, steps, **of_two)
+    yield "enter", _example(entering.enter_kernel, steps, MANY=many, **of_two)
 
 
 def _example(kernel: Any, other: dict[str, Any] | None = None, /, **constants: Any) -> Example:

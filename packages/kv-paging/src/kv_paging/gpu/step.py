@@ -1,4 +1,10 @@
-"""Launching a step: what its kernels leave each other, and where."""
+"""A step in three launches: tokens leave, pages go back, and tokens enter.
+
+Programs work on a few streams each and count the pages that these give and take; the next launch
+sums the counts before its own, so pages go in the order of the judge: by kind of streams, by tier,
+and by stream. What a launch reads of tables, lengths and the list of free pages, only a later one,
+or the same program past a barrier, writes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kv_paging.gpu import numbers
-from kv_paging.gpu.stepping import enter_kernel, give_kernel, leave_kernel
+from kv_paging.gpu.entering import enter_kernel
+from kv_paging.gpu.giving import give_kernel
+from kv_paging.gpu.leaving import leave_kernel
 from kv_paging.gpu.writing import SCAN, positions, scores
 from kv_paging.pool import PagePool
 from kv_paging.work import Work
@@ -59,7 +67,7 @@ class Part:
     @property
     def rows(self) -> int:
         """Streams that a program takes at most."""
-        return numbers.rows(*self.layouts)
+        return numbers.streams(*self.layouts)
 
 
 def able(works: Sequence[Work]) -> bool:
