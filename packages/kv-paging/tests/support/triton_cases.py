@@ -116,6 +116,13 @@ class Both:
         self.check()
         return first
 
+    def make_room(self) -> None:
+        """No pool or table grows in a step or two."""
+        for pool, one in zip(self.pools, self.each, strict=True):
+            pool.reserve(256)
+            for store in one.stores:
+                store.widen(32)
+
     def check(self) -> None:
         """All bytes are the same, and the tables, the lengths and the free pages."""
         first, second = self.pools
