@@ -192,14 +192,14 @@ def test_a_store_that_holds_nothing() -> None:
 def test_prompts_of_many_blocks() -> None:
     """More tokens than any program takes, or sums, at a time."""
     g = torch.Generator().manual_seed(1)
-    both = one_store(PageLayout.sized(form("8", "4", 2, 3), 13, True, True), 2)
-    x, place = vectors(g, 2, 1300, 5), torch.arange(1300).expand(2, 1300)
-    keep = torch.rand(2, 1300, generator=g) < torch.tensor([0.99, 0.02])[:, None]
-    rows = (x[..., :2], x[..., 2:].bfloat16(), keep, torch.randn(2, 1300, generator=g), place)
-    both.do("append", torch.arange(2), *rows)
+    both = one_store(PageLayout.sized(form("8", "4", 2, 3), 13, True, True), 1)
+    x, place = vectors(g, 1, 1050, 5), torch.arange(1050)[None]
+    keep = torch.rand(1, 1050, generator=g) < 0.99
+    rows = (x[..., :2], x[..., 2:].bfloat16(), keep, torch.randn(1, 1050, generator=g), place)
+    both.do("append", torch.arange(1), *rows)
     both.do("weakest_all")
-    both.do("set_layer_scores", 0, torch.randn(2, both.each[0].longest, generator=g))
-    both.do("compact", torch.arange(2), torch.rand(2, 1300, generator=g) < 0.6)
+    both.do("set_layer_scores", 0, torch.randn(1, both.each[0].longest, generator=g))
+    both.do("compact", torch.arange(1), torch.rand(1, 1050, generator=g) < 0.6)
 
 
 def tiers_of(forms: list[TokenFormat], tokens: int, shape: tuple[int, int, int]) -> Both:
