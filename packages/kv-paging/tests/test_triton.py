@@ -192,7 +192,7 @@ def test_a_store_that_holds_nothing() -> None:
 def test_prompts_of_many_blocks() -> None:
     """More tokens than any program takes, or sums, at a time."""
     g = torch.Generator().manual_seed(1)
-    both = one_store(PageLayout.sized(form("8", "4", 2, 3), 13, True, True), 1)
+    both = one_store(PageLayout.sized(form("float16", "bfloat16", 2, 3), 13, True, True), 1)
     x, place = vectors(g, 1, 1050, 5), torch.arange(1050)[None]
     keep = torch.rand(1, 1050, generator=g) < 0.99
     rows = (x[..., :2], x[..., 2:].bfloat16(), keep, torch.randn(1, 1050, generator=g), place)
