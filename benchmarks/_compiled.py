@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -32,6 +33,18 @@ class Launch:
     def name(self) -> str:
         """Of the kernel."""
         return str(self.kernel.fn.__name__)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What it is compiled for: types of tensors, numbers and constants."""
+        every = (*self.arguments, *self.named.items())
+        return tuple(_kind_of(each) for each in every)
+
+
+def _kind_of(argument: Any) -> str:
+    if isinstance(argument, tuple):
+        return str([_kind_of(each) for each in argument])
+    return str(argument.dtype) if isinstance(argument, torch.Tensor) else repr(argument)
 
 
 @contextmanager

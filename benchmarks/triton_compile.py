@@ -26,13 +26,17 @@ from kv_attention.gpu.prompts import attend_to_all
 from kv_attention.gpu.steps import decode
 from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
+from kv_paging import PagePool, Tiers, fit, triton_kernels
+from kv_paging.work import Choice, Tokens
 from kv_policy import CacheShape, Observe, PagedTokens, PageLayout, TokenFormat, load
 
 BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 64, 8, 4, 128, 16, 2048
 BITS = (8, 4, 2, 1)
 FORMATS = ("bf16", "fp16", *(f"k{key}v{value}" for key in BITS for value in BITS))
-QUICK = ("bf16", "k8v4", "k4v2")
-ARCHITECTURES = (80, 90)
+PAGED = ("bf16", "fp16", "k8v4", "k4v2", "k2v1", "k1v8")  # each size of keys and of values once
+Wanted = dict[int, tuple[str, ...]]  # formats by architecture
+EVERYTHING: Wanted = {80: FORMATS, 90: FORMATS}
+QUICK: Wanted = {80: ("k8v4",), 90: ("k8v4", "k4v2", "bf16")}
 WATCHED = {
     "last": Observe(last=32),
     "all": Observe(None, "max", power=2, skip=64),
@@ -96,12 +100,40 @@ def prompts(part: Part, machine: Machine) -> None:
         look_back(*given, 0.1, machine, what)
 
 
+def pages(name: str) -> None:
+    """Everything that touches the bytes of pages; a token that leaves goes to 2 bits and 1."""
+    first, last = fit([format_of(name), format_of("k2v1")], TOKENS, True, True)
+    streams = BATCH * HEADS
+    pool = PagePool(first.nbytes, 4, kernels="torch")
+    both = Tiers(pool, [first, last], 1, BATCH, HEADS)
+    whole = both.stores[0].whole()
+    every = torch.arange(streams)
+    vector = torch.empty(streams, 2 * TOKENS, DIM, dtype=torch.bfloat16)
+    score, place = torch.empty(vector.shape[:2]), torch.zeros(vector.shape[:2], dtype=torch.int32)
+    keep = torch.ones(vector.shape[:2], dtype=torch.bool)
+    triton_kernels.write(whole, every, every, keep, vector, vector, score, place)
+    bare = PageLayout.sized(format_of(name), TOKENS)
+    memory = torch.empty(4, bare.nbytes, dtype=torch.uint8)
+    triton_kernels.place(memory, bare, every, every, vector[:, 0], vector[:, 0])
+    triton_kernels.close_up(whole, every, keep)
+    triton_kernels.copy_pages(pool.padded, every, every)
+    triton_kernels.read(whole, every, 2 * TOKENS, frozenset({"keys", "values"}))
+    triton_kernels.rescore(whole, every, score)
+    triton_kernels.weakest(whole, every, 2 * TOKENS, every)
+    tier = torch.zeros(streams, dtype=torch.uint8)
+    new = Tokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
+    moved = both.work(Choice(tier, tier, tier + 1), torch.zeros(2, streams, dtype=torch.long), new)
+    triton_kernels.step(pool, [moved])
+
+
 def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everything that launches kernels, by the format it is about."""
     for name in names:
         part = paged_part(pages_of(name), watched=True)
         yield name, lambda part=part: steps(part, machine)
         yield name, lambda part=part: prompts(part, machine)
+        if name in PAGED:
+            yield name, lambda name=name: pages(name)
     yield "plain", lambda: steps(fresh(64), machine)
     yield "plain", lambda: prompts(fresh(512), machine)
 
@@ -112,21 +144,21 @@ def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, L
     known = set()
     for name, doing in work(names, machine):
         for launch in launches_of(doing):
-            key = (launch.name, str([x for x in launch.named.items()]))
+            key = (launch.name, *launch.kinds)
             if key not in known:
                 known.add(key)
                 yield name, launch
 
 
-def measure(names: tuple[str, ...]) -> list[Row]:
+def measure(wanted: Wanted) -> list[Row]:
     """Compile everything."""
-    every = [(arch, *each) for arch in ARCHITECTURES for each in launches(names, arch)]
+    every = [(arch, *each) for arch, names in wanted.items() for each in launches(names, arch)]
     return [
         {
             "kernel": launch.name,
             "format": name,
             "architecture": f"sm_{architecture}",
-            "warps": launch.named["num_warps"],
+            "warps": launch.named.get("num_warps", 4),
             "block": launch.named.get("BLOCK", 0),
             **compiled(launch, architecture),
         }
@@ -137,9 +169,9 @@ def measure(names: tuple[str, ...]) -> list[Row]:
 def main() -> None:
     """Compile, write the result, and fail where something does not fit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three formats, and no file")
+    parser.add_argument("--quick", action="store_true", help="few formats, and no file")
     quick = parser.parse_args().quick
-    rows = measure(QUICK if quick else FORMATS)
+    rows = measure(QUICK if quick else EVERYTHING)
     spills = [row for row in rows if row["spills"]]
     large = [row for row in rows if int(str(row["shared"])) > int(str(row["shared_most"]))]
     summary = {

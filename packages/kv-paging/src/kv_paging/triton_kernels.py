@@ -1,8 +1,7 @@
 """The page kernels in Triton, for a GPU: what writes, moves and reads tokens in pages there.
 
-Pages are those of `kv_paging.torch_kernels` on a CPU to the last byte, but for the payload of a NaN
-that is stored as it is. (On a GPU torch divides by a number as it multiplies by the inverse, so a
-scale may come out one float16 above or below there.) Nothing waits for the device. Triton is
+Pages are those of `kv_paging.torch_kernels` to the last byte, but for the payload of a NaN that is
+stored as it is. Nothing waits for the device. Triton is
 imported by what is called and not before.
 """
 

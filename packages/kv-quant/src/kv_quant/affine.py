@@ -27,7 +27,8 @@ def affine(
     flat = least == greatest
     zero = torch.where(flat, least.half(), _float16_below(least))
     span = (greatest - zero.float()).masked_fill(flat, 0)
-    return -_float16_below(-span / (2**bits - 1)), zero
+    # By a tensor: a GPU divides by a number as it multiplies by the inverse, and rounds twice.
+    return -_float16_below(-span / torch.full_like(span, 2**bits - 1)), zero
 
 
 def error(
