@@ -30,7 +30,7 @@ from kv_paging import PagePool, Tiers, fit, triton_kernels
 from kv_paging.work import Choice, Tokens
 from kv_policy import CacheShape, Observe, PagedTokens, PageLayout, TokenFormat, load
 
-BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 64, 8, 4, 128, 16, 2048
+BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 4, 8, 4, 128, 16, 2048
 BITS = (8, 4, 2, 1)
 FORMATS = ("bf16", "fp16", *(f"k{key}v{value}" for key in BITS for value in BITS))
 PAGED = ("bf16", "fp16", "k8v4", "k4v2", "k2v1", "k1v8")  # each size of keys and of values once
