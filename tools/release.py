@@ -1,0 +1,62 @@
+"""What a tag releases: `kv-quant-v0.1.0` names a package and its version, and nothing else may."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+TAG = re.compile(r"(?P<package>[a-z][a-z-]*)-v(?P<version>\d[^/\s]*)")
+
+
+class Release(NamedTuple):
+    """A package and the version that a tag names."""
+
+    package: str
+    version: str
+
+
+def named(tag: str) -> Release:
+    """Reads a tag.
+
+    Raises:
+        ValueError: it is not a package, `-v` and a version.
+    """
+    found = TAG.fullmatch(tag)
+    if found is None:
+        raise ValueError(f"the tag {tag!r} names no release; one is called kv-quant-v0.1.0")
+    return Release(found["package"], found["version"])
+
+
+def checked(tag: str, root: Path = ROOT) -> Release:
+    """Reads a tag and compares it with the package's own version and its changes.
+
+    Raises:
+        ValueError: there is no such package, it has another version, or its CHANGELOG.md has no
+            section of that version or says that it is not released.
+    """
+    release = named(tag)
+    folder = root / "packages" / release.package
+    if not (folder / "pyproject.toml").is_file():
+        raise ValueError(f"the tag {tag!r} names {release.package}, and there is no such package")
+    version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+    if version != release.version:
+        raise ValueError(
+            f"the tag {tag!r} names version {release.version}, and the pyproject.toml of "
+            f"{release.package} says {version}"
+        )
+    titles = re.findall(r"^## (.+)$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    title = next((each for each in titles if each.split()[0] == version), None)
+    if title is None or "not released" in title:
+        said = "has no section of it" if title is None else "calls it not released"
+        raise ValueError(f"{release.package} {version} cannot be released: its CHANGELOG.md {said}")
+    return release
+
+
+if __name__ == "__main__":
+    try:
+        release = checked(sys.argv[1])
+    except ValueError as error:
+        sys.exit(str(error))
+    print(f"package={release.package}\nversion={release.version}")
