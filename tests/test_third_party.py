@@ -1,6 +1,7 @@
 """A distribution of somebody else's, built, installed, and found by the name of its policy."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,14 @@ def test_a_policy_of_another_distribution_is_found(source: Path, tmp_path: Path)
 def test_the_example_is_as_short_as_promised() -> None:
     lines = (EXAMPLE / "src" / "kv_vnorm" / "__init__.py").read_text().splitlines()
     assert len(lines) <= 50
+
+
+def test_the_steps_for_a_method_show_the_example_as_it_is() -> None:
+    text = (EXAMPLE.parent.parent / "CONTRIBUTING.md").read_text()
+    section = text.partition("\n## Add a method in one file\n")[2].partition("\n## ")[0]
+    shown = re.findall(r"^ +```(?:py|toml)\n(.*?)^ +```$", section, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 7
+    files = [EXAMPLE / "pyproject.toml", EXAMPLE / "src" / "kv_vnorm" / "__init__.py"]
+    there = {line.strip() for file in files for line in file.read_text().splitlines()}
+    for block in shown:
+        assert {line.strip() for line in block.splitlines()} <= there, block

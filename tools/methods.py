@@ -1,0 +1,71 @@
+"""The tables in docs/methods: each method's source and parameters, as its class has them.
+
+`python -m tools.methods` writes them into the pages; the tests fail where one is not as it would be
+written. A page has the rest by hand, around a block that starts with `<!-- facts of NAME -->`.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from kv_policy import Part, load
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "methods"
+BLOCK = re.compile(r"^<!-- facts of ([\w-]+) -->\n.*?^<!-- end of facts -->$", re.M | re.S)
+INTEGER = re.compile(r"k\dv\d")
+PLAIN = ("raw", "bf16", "fp16", "fp32")
+
+
+def page_of(name: str) -> Path:
+    """Says which page describes a method; formats share one."""
+    shared = INTEGER.fullmatch(name) or name in PLAIN
+    return FOLDER / f"{'formats' if shared else name}.md"
+
+
+def facts(part: type[Part]) -> str:
+    """Gives a method's source with its links, and its parameters as a table."""
+    lines = [f"Source: {linked(part.source)}.", ""]
+    rows = [
+        f"| `{each.name}` | {either(each.type)} | {default(each.default)} | {each.doc} |"
+        for each in part.parameters()
+    ]
+    head = ["| parameter | is | unless said | meaning |", "|---|---|---|---|"]
+    return "\n".join(lines + (head + rows if rows else ["It has no parameters."]))
+
+
+def linked(source: str) -> str:
+    """Turns the addresses in a source into links."""
+    short = re.sub(
+        r"https://arxiv\.org/abs/([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source
+    )
+    return re.sub(r"(?<!\()https?://[^\s,;)]+", r"<\g<0>>", short)
+
+
+def either(type_name: str) -> str:
+    """Writes a choice without the stroke, which ends a cell of a table."""
+    return type_name.replace(" | ", " or ").replace("str", "text").replace("bool", "true or false")
+
+
+def default(text: str) -> str:
+    """Writes a default as one would write it in a policy's text."""
+    return "required" if text == "required" else f"`{text}`"
+
+
+def written(page: str) -> str:
+    """Gives a page with the facts of each block as they are now."""
+
+    def block(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- facts of {name} -->\n{facts(load(name))}\n<!-- end of facts -->"
+
+    return BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.md")):
+        before = path.read_text()
+        after = written(before)
+        if after != before:
+            path.write_text(after)
+            print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
