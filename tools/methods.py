@@ -8,13 +8,26 @@ import re
 import sys
 from pathlib import Path
 
-from kv_policy import Part, load
+from kv_policy import Part, installed, load
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
+CITING = ROOT / "docs" / "citing.md"
+OURS = {
+    path.parent.name
+    for folder in ("packages", "examples")
+    for path in ROOT.glob(f"{folder}/*/pyproject.toml")
+}
 BLOCK = re.compile(r"^<!-- facts of ([\w-]+) -->\n.*?^<!-- end of facts -->$", re.M | re.S)
+SOURCES = re.compile(r"^<!-- sources -->\n.*?^<!-- end of sources -->$", re.M | re.S)
 INTEGER = re.compile(r"k\dv\d")
 PLAIN = ("raw", "bf16", "fp16", "fp32")
+
+
+def ours() -> tuple[str, ...]:
+    """Names the methods that packages of this repository bring, its examples' included."""
+    found = installed().items()
+    return tuple(name for name, entry in found if entry.dist and entry.dist.name in OURS)
 
 
 def page_of(name: str) -> Path:
@@ -52,18 +65,33 @@ def default(text: str) -> str:
     return "required" if text == "required" else f"`{text}`"
 
 
+def sources() -> str:
+    """Gives the source of each method that has one, formats once."""
+    by_page = {page_of(name).stem: name for name in sorted(ours(), reverse=True)}
+    by_page["formats"] = "k8v4"
+    rows = [
+        f"| [{name if stem != 'formats' else 'formats'}](methods/{stem}.md) "
+        f"| {linked(load(name).source)} |"
+        for stem, name in sorted(by_page.items())
+    ]
+    return "\n".join(["| method | source |", "|---|---|", *rows])
+
+
 def written(page: str) -> str:
     """Gives a page with the facts of each block as they are now."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
-        return f"<!-- facts of {name} -->\n{facts(load(name))}\n<!-- end of facts -->"
+        return f"<!-- facts of {name} -->\n\n{facts(load(name))}\n\n<!-- end of facts -->"
 
-    return BLOCK.sub(block, page)
+    page = BLOCK.sub(block, page)
+    return SOURCES.sub(
+        lambda _: f"<!-- sources -->\n\n{sources()}\n\n<!-- end of sources -->", page
+    )
 
 
 if __name__ == "__main__":
-    for path in sorted(FOLDER.glob("*.md")):
+    for path in (CITING, *sorted(FOLDER.glob("*.md"))):
         before = path.read_text()
         after = written(before)
         if after != before:
