@@ -13,6 +13,8 @@ from tools.methods import CITING, FOLDER, INTEGER, PLAIN, ROOT, ours, page_of, w
 
 NAMES = ours()
 PAGES = sorted(FOLDER.glob("*.md"))
+TITLE = re.compile(r"^  title  = \{(.+)\},$", re.MULTILINE)
+EPRINT = re.compile(r"eprint = \{([\d.]+)\}")
 EXAMPLES = re.compile(r"^##+ Example\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -97,3 +99,12 @@ def test_every_page_is_found_from_the_index_and_the_menu() -> None:
     for path in PAGES:
         assert f"'methods/{path.name}'" in listed
         assert path.stem == "index" or f"]({path.name}" in index
+
+
+def test_the_file_for_citing_names_the_papers_of_the_page() -> None:
+    given = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert given["cff-version"] == "1.2.0"
+    papers = {each["url"].rpartition("/")[2]: each["title"] for each in given["references"]}
+    page = CITING.read_text()
+    titles = [title.translate({ord(c): None for c in "{}"}) for title in TITLE.findall(page)]
+    assert papers == dict(zip(EPRINT.findall(page), titles, strict=True))
