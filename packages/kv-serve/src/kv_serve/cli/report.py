@@ -1,0 +1,68 @@
+"""`kv-serve report`: results of evaluations as a page, and as pictures."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kv_serve.cli.console import check_writable, refuse, refusing, remark
+
+
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(help="Results of `kv-serve eval`, all of one model.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(help="Where the frontier goes as a PNG file, for documents.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Where the frontier goes as an SVG file, for documents.")
+    ] = None,
+) -> None:
+    """Write a page of what policies cost in answers and save in bytes.
+
+    The page is one HTML file that fetches nothing: the frontier of quality against bytes held, the
+    seconds, and tables. It has a map of the tokens that heads keep, and singular values, where a
+    file says them.
+    """
+    targets = {"--out": out, "--png": png, "--svg": svg}
+    named = {option: path for option, path in targets.items() if path is not None}
+    _expect_apart(files, named)
+    from kv_serve.report.picture import missing
+
+    reason = missing() if png or svg else None
+    if reason is not None:
+        refuse(reason)
+    from kv_serve.report.read import ReadError, read
+
+    with refusing(ReadError):
+        sources = read(files)
+    for option, path in named.items():
+        check_writable(path, option)
+    from kv_serve.files import write_whole
+    from kv_serve.report.page import page
+    from kv_serve.report.picture import picture
+
+    made = [(out, page(sources))]  # all of it, before anything is written
+    if png is not None:
+        made.append((png, picture(sources, "png")))
+    if svg is not None:
+        made.append((svg, picture(sources, "svg")))
+    for path, data in made:
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            refuse(f"{path} cannot be written: {error.strerror}")
+        remark(f"Written to {path}.")
+
+
+def _expect_apart(files: list[Path], named: dict[str, Path]) -> None:
+    """Refuse two outputs in one file, and one in the place of an input."""
+    taken: dict[Path, str] = {}
+    for option, path in named.items():
+        if path.resolve() in {file.resolve() for file in files}:
+            refuse(f"{option} names {path}, which is a result to read; name another file")
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            refuse(f"{option} and {other} both name {path}; give each a file of its own")

@@ -1,0 +1,132 @@
+"""What was measured as points, and which of them no other is better than."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_serve.evaluate.report import Row
+from kv_serve.evaluate.specs import FULL
+from kv_serve.report.read import Source
+
+LOWER: Final = frozenset({"nll"})  # tasks whose score is a loss
+Place = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One policy of one file on one task.
+
+    Attributes:
+        number: of the policy of that file, from 1; the same all over the page.
+        source: of the file, from 0.
+        row: what was measured.
+        best: whether it is on the frontier of its panel.
+        times: seconds over those of `full` in the same file, task, setting and length; None where
+            either was not measured.
+    """
+
+    number: int
+    source: int
+    row: Row
+    best: bool
+    times: float | None
+
+    @property
+    def share(self) -> float:
+        """Bytes held, as a share of the full cache's."""
+        return share(self.row)
+
+    @property
+    def quality(self) -> float:
+        """The score; for a loss, what it is over the full cache's."""
+        return quality(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """All that can be compared with each other: one task, in one setting, at one length."""
+
+    task: str
+    setting: str
+    length: int
+    points: tuple[Point, ...]
+
+    @property
+    def lower(self) -> bool:
+        """Whether a lower score is the better one."""
+        return self.task in LOWER
+
+    @property
+    def frontier(self) -> tuple[Point, ...]:
+        """The points that no other is better than, from fewest bytes to most."""
+        sign = 1 if self.lower else -1
+        best = [point for point in self.points if point.best]
+        return tuple(sorted(best, key=lambda p: (p.share, sign * p.quality)))
+
+
+def share(row: Row) -> float:
+    """Bytes held, as a share of the full cache's."""
+    return row.kv_bytes / row.full_bytes
+
+
+def quality(row: Row) -> float:
+    """The score; for a loss, what it is over the full cache's."""
+    return row.score - row.full_score if row.task in LOWER else row.score
+
+
+def pareto(places: Sequence[Place], *, lower: bool) -> tuple[bool, ...]:
+    """Say of each place whether it is on the frontier.
+
+    It is unless another one holds no more and is no worse, and is better in one of both. Of equal
+    ones all are, or none is.
+
+    Args:
+        places: shares of bytes held, and qualities.
+        lower: whether a lower quality is the better one.
+    """
+    sign = 1 if lower else -1
+    found = [(held, sign * quality) for held, quality in places]
+    return tuple(
+        not any(o[0] <= one[0] and o[1] <= one[1] and o != one for o in found) for one in found
+    )
+
+
+def panels(sources: Sequence[Source]) -> tuple[Panel, ...]:
+    """Bring the rows of all files together by what they can be compared in, in their order."""
+    groups: dict[tuple[str, str, int], list[tuple[int, Row]]] = {}
+    for i, source in enumerate(sources):
+        for row in source.report.rows:
+            groups.setdefault((row.task, row.setting, row.length), []).append((i, row))
+    numbers = numbered(sources)
+    return tuple(
+        Panel(task, setting, length, _points(group, numbers))
+        for (task, setting, length), group in groups.items()
+    )
+
+
+def numbered(sources: Sequence[Source]) -> dict[tuple[int, str], int]:
+    """Number the policies of every file, by file and name, from 1 in their order."""
+    named = ((i, row.policy) for i, source in enumerate(sources) for row in source.report.rows)
+    return {key: number for number, key in enumerate(dict.fromkeys(named), start=1)}
+
+
+def _points(
+    group: Sequence[tuple[int, Row]], numbers: dict[tuple[int, str], int]
+) -> tuple[Point, ...]:
+    lower = group[0][1].task in LOWER
+    best = pareto([(share(row), quality(row)) for _, row in group], lower=lower)
+    full = {source: row.seconds for source, row in group if row.policy == FULL}
+    return tuple(
+        Point(
+            number=numbers[source, row.policy],
+            source=source,
+            row=row,
+            best=on,
+            times=_over(row.seconds, full.get(source, 0.0)),
+        )
+        for (source, row), on in zip(group, best, strict=True)
+    )
+
+
+def _over(seconds: float, full: float) -> float | None:
+    return seconds / full if seconds > 0 and full > 0 else None

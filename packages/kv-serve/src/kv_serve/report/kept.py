@@ -1,0 +1,124 @@
+"""Tokens that each head of each layer keeps, as a heat map."""
+
+from collections.abc import Sequence
+from itertools import chain
+from statistics import fmean
+from typing import Final
+
+from kv_serve.evaluate.report import Layers
+from kv_serve.report.markup import NOTHING, Markup, join, tag, text
+from kv_serve.report.read import Source
+from kv_serve.report.table import Column, number, table
+
+WIDTH: Final = 400
+_LEFT: Final = 34
+_TOP: Final = 22
+_ROW: Final = 14
+_ABOUT = (
+    "Tokens in the cache after the prompt, mean over the samples: a row for each layer, a column "
+    "for each of its KV heads. The stronger the colour, the more; the strongest is the most that "
+    "one head of that policy keeps."
+)
+
+
+def kept(sources: Sequence[Source]) -> Markup:
+    """Draw a map for each policy of each file that says it; nothing if none does."""
+    several = len(sources) > 1
+    found = [
+        (f"{policy} ({source.name})" if several else policy, layers)
+        for source in sources
+        for policy, layers in source.report.kept.items()
+    ]
+    if not found:
+        return NOTHING
+    return join(tag("p", None, text(_ABOUT)), *(_policy(name, layers) for name, layers in found))
+
+
+def _policy(name: str, layers: Layers) -> Markup:
+    most = max(len(heads) for heads in layers)
+    columns = [Column("layer"), *(Column(f"head {head}") for head in range(most))]
+    rows = [
+        [
+            number(layer, "d"),
+            *(number(heads[i] if i < len(heads) else None, ",.1f") for i in range(most)),
+        ]
+        for layer, heads in enumerate(layers)
+    ]
+    title = f"Tokens per layer and head: {name}"
+    return tag(
+        "article",
+        None,
+        tag("h3", None, text(name)),
+        tag("figure", None, heat(name, layers), _summary(layers)),
+        tag(
+            "details",
+            None,
+            tag("summary", None, text("All numbers")),
+            table(title, columns, rows),
+        ),
+    )
+
+
+def heat(name: str, layers: Layers) -> Markup:
+    """Draw amounts, one cell each; what has most is opaque.
+
+    Args:
+        name: read out in place of the picture.
+        layers: for each layer its heads' amounts, none negative.
+    """
+    most = max(map(max, layers)) or 1.0
+    wide = max(len(heads) for heads in layers)
+    size = (WIDTH - _LEFT - 2) / wide
+    cells = (
+        _cell(layer, head, amount, amount / most, size)
+        for layer, heads in enumerate(layers)
+        for head, amount in enumerate(heads)
+    )
+    height = _TOP + _ROW * len(layers) + 2
+    return tag(
+        "svg",
+        {"class": "heat", "viewBox": f"0 0 {WIDTH} {height}", "role": "img"}
+        | {"aria-label": f"tokens per layer and head of {name}"},
+        *(_words(_LEFT + (head + 0.5) * size, 15, str(head), "middle") for head in _some(wide, 16)),
+        _words(2, 15, "head", "start"),
+        *(
+            _words(_LEFT - 5, _TOP + (layer + 0.5) * _ROW + 4, str(layer), "end")
+            for layer in _some(len(layers), 40)
+        ),
+        *cells,
+    )
+
+
+def _cell(layer: int, head: int, amount: float, part: float, size: float) -> Markup:
+    words = f"layer {layer}, head {head}: {amount:,.1f} tokens"
+    return tag(
+        "rect",
+        {
+            "class": "cell",
+            "x": _LEFT + head * size,
+            "y": _TOP + layer * _ROW,
+            "width": size,
+            "height": _ROW,
+            "fill-opacity": part,
+            "data-name": f"layer {layer}, head {head}",
+            "data-facts": f"{amount:,.1f} tokens",
+        },
+        tag("title", None, text(words)),
+    )
+
+
+def _summary(layers: Layers) -> Markup:
+    amounts = list(chain.from_iterable(layers))
+    words = (
+        f"Least {min(amounts):,.1f}, mean {fmean(amounts):,.1f}, most {max(amounts):,.1f} tokens."
+    )
+    return tag("figcaption", None, text(words))
+
+
+def _some(count: int, most: int) -> range:
+    """Give as many of 0 to `count` - 1, at equal distances, as there is room for."""
+    return range(0, count, -(-count // most))
+
+
+def _words(x: float, y: float, words: str, anchor: str) -> Markup:
+    return tag("text", {"x": x, "y": y, "text-anchor": anchor}, text(words))

@@ -1,0 +1,66 @@
+"""Reading the result files of `kv-serve eval` that go on one page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kv_serve.evaluate.report import Report
+
+
+class ReadError(ValueError):
+    """A file that cannot go on the page; the message is a sentence that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A result file: what the page calls it, and what it says."""
+
+    name: str
+    report: Report
+
+
+def read(paths: Sequence[Path]) -> tuple[Source, ...]:
+    """Read result files of one model, in their order.
+
+    A file is called by its name alone where no other has the same, else by its path.
+
+    Raises:
+        ReadError: a file cannot be read, is no result of `kv-serve eval` or has no rows; two are
+            the same file or of different models; or there is none.
+    """
+    if not paths:
+        raise ReadError("there is no file to report on; name what `kv-serve eval --json` wrote")
+    reports = [_read(path) for path in paths]
+    for i, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:i]]:
+            raise ReadError(f"the file {path} is named twice; name each file once")
+        if reports[i].model != reports[0].model:
+            raise ReadError(
+                f"{path} is of the model {reports[i].model}, and {paths[0]} is of "
+                f"{reports[0].model}; a page compares policies on one model, so make a page of each"
+            )
+    names = [path.name for path in paths]
+    return tuple(
+        Source(path.name if names.count(path.name) == 1 else str(path), report)
+        for path, report in zip(paths, reports, strict=True)
+    )
+
+
+def _read(path: Path) -> Report:
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except OSError as error:
+        raise ReadError(f"the result file {path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ReadError(
+            f"{path} is no result of `kv-serve eval`: {error}; give a file that its option --json "
+            "named, of a run that finished"
+        ) from None
+    if not report.rows:
+        raise ReadError(
+            f"{path} has no rows, so nothing was measured; give the result of a run of "
+            "`kv-serve eval` with at least one task"
+        )
+    return report

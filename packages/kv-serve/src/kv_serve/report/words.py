@@ -1,0 +1,44 @@
+"""How tasks, settings and numbers are said."""
+
+from typing import Final
+
+from kv_serve.report.frontier import Panel, Point
+
+_SCORES: Final = {
+    "needle": "right answers, share (higher is better)",
+    "multikey": "right answers, share (higher is better)",
+    "agreement": "tokens equal to the full cache's, share (higher is better)",
+    "nll": "nats per token over full (lower is better)",
+}
+HELD: Final = "bytes held, % of the full cache"
+TIMES: Final = "seconds, over those of full (lower is better)"
+
+
+def score_axis(task: str) -> str:
+    """Say what the axis of a task's quality shows, and which direction is better."""
+    return _SCORES.get(task, "score (higher is better)")
+
+
+def title(panel: Panel) -> str:
+    """Name a panel."""
+    return f"{panel.task}, {panel.setting}, {panel.length:,} tokens"
+
+
+def name(point: Point, files: tuple[str, ...]) -> str:
+    """Name a point by its policy, and by its file where there are several."""
+    return f"{point.row.policy} ({files[point.source]})" if len(files) > 1 else point.row.policy
+
+
+def facts(point: Point, *, loss: bool) -> tuple[str, ...]:
+    """Say what was measured of a point."""
+    row = point.row
+    unit = " nats per token" if loss else ""
+    samples = "1 sample" if row.samples == 1 else f"{row.samples:,} samples"
+    times = () if point.times is None else (f"{point.times:.2f} of full's seconds",)
+    return (
+        f"score {row.score:.3f}{unit}, full {row.full_score:.3f}",
+        f"{point.share:.1%} of the full cache",
+        f"{row.kv_bytes:,.0f} bytes",
+        samples,
+        *times,
+    )
