@@ -10,7 +10,8 @@ from kv_serve.cli.console import check_writable, refuse, refusing, remark
 
 def report(
     files: Annotated[
-        list[Path], typer.Argument(help="Results of `kv-serve eval`, all of one model.")
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Results of `kv-serve eval`, all of one model."),
     ],
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
     png: Annotated[

@@ -8,9 +8,9 @@ from kv_serve.report.labels import Box, Spot, spots
 from kv_serve.report.markup import NOTHING, Markup, join, tag, text
 from kv_serve.report.scale import Axis
 
-WIDTH: Final = 400  # units of the picture; a page scales it to the width that there is
-HEIGHT: Final = 300
-PLOT: Final[Box] = (50, 30, 388, 256)
+WIDTH: Final = 400.0  # units of the picture; a page scales it to the width that there is
+HEIGHT: Final = 300.0
+PLOT: Final[Box] = (50.0, 30.0, 388.0, 256.0)
 SHAPES: Final = (  # by file; "" is a circle
     "",
     "M-4.2,-4.2H4.2V4.2H-4.2Z",
@@ -67,7 +67,7 @@ def chart(
     found = spots(places, [mark.label for mark in marks], PLOT)
     return tag(
         "svg",
-        {"class": "chart", "viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "group"}
+        {"class": "chart", "viewBox": f"0 0 {WIDTH:g} {HEIGHT:g}", "role": "group"}
         | {"aria-label": title},
         frame(x, y),
         _rule(rule, x, y),
@@ -92,7 +92,7 @@ def frame(x: Axis, y: Axis) -> Markup:
         {"class": "frame"},
         *pieces,
         _words("middle", (left + right) / 2, HEIGHT - 8, x.label),
-        _words("start", 4, 14, y.label),
+        _words("start", 4.0, 14.0, y.label),
     )
 
 

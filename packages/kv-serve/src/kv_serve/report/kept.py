@@ -10,10 +10,10 @@ from kv_serve.report.markup import NOTHING, Markup, join, tag, text
 from kv_serve.report.read import Source
 from kv_serve.report.table import Column, number, table
 
-WIDTH: Final = 400
-_LEFT: Final = 34
-_TOP: Final = 22
-_ROW: Final = 14
+WIDTH: Final = 400.0
+_LEFT: Final = 34.0
+_TOP: Final = 22.0
+_ROW: Final = 14.0
 _ABOUT = (
     "Tokens in the cache after the prompt, mean over the samples: a row for each layer, a column "
     "for each of its KV heads. The stronger the colour, the more; the strongest is the most that "
@@ -77,10 +77,13 @@ def heat(name: str, layers: Layers) -> Markup:
     height = _TOP + _ROW * len(layers) + 2
     return tag(
         "svg",
-        {"class": "heat", "viewBox": f"0 0 {WIDTH} {height}", "role": "img"}
+        {"class": "heat", "viewBox": f"0 0 {WIDTH:g} {height:g}", "role": "img"}
         | {"aria-label": f"tokens per layer and head of {name}"},
-        *(_words(_LEFT + (head + 0.5) * size, 15, str(head), "middle") for head in _some(wide, 16)),
-        _words(2, 15, "head", "start"),
+        *(
+            _words(_LEFT + (head + 0.5) * size, 15.0, str(head), "middle")
+            for head in _some(wide, 16)
+        ),
+        _words(2.0, 15.0, "head", "start"),
         *(
             _words(_LEFT - 5, _TOP + (layer + 0.5) * _ROW + 4, str(layer), "end")
             for layer in _some(len(layers), 40)

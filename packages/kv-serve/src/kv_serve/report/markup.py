@@ -5,7 +5,7 @@ from html import escape
 from typing import Final, NewType
 
 Markup = NewType("Markup", str)  # type checkers keep plain text out of where markup is wanted
-Value = str | float | None
+Value = str | float | int | None
 
 NOTHING: Final = Markup("")
 _VOID: Final = frozenset({"meta", "br"})
@@ -37,5 +37,5 @@ def join(*pieces: Markup) -> Markup:
     return Markup("".join(pieces))
 
 
-def _value(value: str | float) -> str:
+def _value(value: str | float | int) -> str:
     return value if isinstance(value, str) else f"{round(value, 2):g}"

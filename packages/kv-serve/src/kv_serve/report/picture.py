@@ -23,9 +23,7 @@ COLOURS: Final = ("#0b6b63", "#b3410e", "#5b3fa6", "#1f5fb4", "#a01f6a", "#6a5b0
 def missing() -> str | None:
     """Say why no picture can be drawn, if so."""
     if find_spec("matplotlib") is None:
-        return (
-            "drawing needs matplotlib: `pip install kv-serve[plot]`, or do without --png and --svg"
-        )
+        return "--png and --svg need matplotlib: `pip install kv-serve[plot]`, or leave them out"
     return None
 
 

@@ -84,7 +84,7 @@ def _chart(name: str, layers: Spectra) -> Markup:
     middle = [median(values[i] for *_, values in lines if i < len(values)) for i in range(longest)]
     return tag(
         "svg",
-        {"class": "chart", "viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img"}
+        {"class": "chart", "viewBox": f"0 0 {WIDTH:g} {HEIGHT:g}", "role": "img"}
         | {"aria-label": f"singular values of {name}, of {len(lines)} heads"},
         frame(x, y),
         *(_line(values, x, y, "head", f"layer {layer}, head {i}") for layer, i, values in lines),
@@ -94,8 +94,9 @@ def _chart(name: str, layers: Spectra) -> Markup:
 
 def _line(values: Sequence[float], x: Axis, y: Axis, kind: str, words: str) -> Markup:
     left, top, right, bottom = PLOT
+    logs = (math.log10(max(value, FLOOR)) for value in values)
     points = " ".join(
-        f"{x.place(i, left, right):.1f},{y.place(math.log10(max(value, FLOOR)), bottom, top):.1f}"
-        for i, value in enumerate(values, 1)
+        f"{x.place(float(i), left, right):.1f},{y.place(log, bottom, top):.1f}"
+        for i, log in enumerate(logs, 1)
     )
     return tag("polyline", {"class": kind, "points": points}, tag("title", None, text(words)))

@@ -20,7 +20,7 @@ class Cell:
     """What a cell shows, and what it is sorted by; None comes last in both directions."""
 
     shown: str
-    value: str | float | None
+    value: str | float | int | None
 
 
 def word(shown: str) -> Cell:
@@ -28,7 +28,7 @@ def word(shown: str) -> Cell:
     return Cell(shown, shown)
 
 
-def number(value: float | None, form: str) -> Cell:
+def number(value: float | int | None, form: str) -> Cell:
     """Make a cell of a number in a format of Python's; a dash where there is none."""
     return Cell("\N{EN DASH}", None) if value is None else Cell(minus(format(value, form)), value)
 
