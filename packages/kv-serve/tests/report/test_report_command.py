@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_written(
         result_file, tmp_path / "large.json", "--out", out
     )
     assert "missing.json cannot be read" in refused(tmp_path / "missing.json", "--out", out)
-    assert "Missing argument 'FILE...'" in refused("--out", out)
+    assert "Missing argument 'FILE'" in refused("--out", out)
     assert not out.parent.exists()
 
 

@@ -11,7 +11,7 @@ from kv_serve.cli.console import check_writable, refuse, refusing, remark
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Results of `kv-serve eval`, all of one model."),
+        typer.Argument(metavar="FILE", help="Results of `kv-serve eval`, all of one model."),
     ],
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
     png: Annotated[
@@ -23,9 +23,8 @@ def report(
 ) -> None:
     """Write a page of what policies cost in answers and save in bytes.
 
-    The page is one HTML file that fetches nothing: the frontier of quality against bytes held, the
-    seconds, and tables. It has a map of the tokens that heads keep, and singular values, where a
-    file says them.
+    The page is one HTML file that fetches nothing, with the frontier of quality against bytes held,
+    the seconds, tables, and how to run it again.
     """
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}

@@ -48,8 +48,8 @@ def _panel(panel: Panel, files: tuple[str, ...]) -> Markup:
         "article",
         None,
         tag("h3", None, text(called)),
-        tag("figure", None, picture),
         _unequal(panel),
+        tag("figure", None, picture),
         _table(panel, files),
     )
 
