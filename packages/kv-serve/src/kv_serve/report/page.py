@@ -8,7 +8,7 @@ from typing import Final
 
 from kv_serve.report.frontier import panels
 from kv_serve.report.kept import kept
-from kv_serve.report.markup import Markup, tag, text
+from kv_serve.report.markup import Markup, join, tag, text
 from kv_serve.report.quality import quality
 from kv_serve.report.read import Source
 from kv_serve.report.run import run
@@ -16,6 +16,7 @@ from kv_serve.report.spectra import spectra
 from kv_serve.report.speed import speed
 
 TITLE: Final = "Quality against bytes held"
+STYLES: Final = ("page.css", "parts.css", "media.css")  # the last ones change the first
 
 
 def page(sources: Sequence[Source]) -> bytes:
@@ -60,7 +61,7 @@ def page(sources: Sequence[Source]) -> bytes:
 
 
 def _head(title: str) -> Markup:
-    style, script = _own("page.css"), _own("page.js")
+    style, script = join(*map(_own, STYLES)), _own("page.js")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
     return tag(
         "head",
