@@ -81,6 +81,16 @@ def wheel(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+def wheels(session: nox.Session) -> None:
+    """Builds all wheels and tries them together, in minutes; `wheel` runs a package's tests too."""
+    paths = {name: built(session, name) for name in PACKAGES}
+    given = [str(path) for path in paths.values()]
+    install(session, *given, "--no-sources", *flags("--reinstall-package", paths))
+    check_siblings(session, PACKAGES, from_wheels=True)
+    session.run("python", str(ROOT / "tools" / "wheels.py"), *given, env=variables(session))
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Checks style, format, the arrows between packages, and that source files stay short."""
     install(session, groups=("lint",))

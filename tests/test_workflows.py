@@ -60,7 +60,7 @@ def test_all_that_must_be_true_before_a_change_lands_is_run() -> None:
     wanted = re.search(r"for sessions in ([\w ]+);", (ROOT / ".ci" / "run").read_text())
     assert wanted is not None
     tests = next(path for path in WORKFLOWS if path.stem == "tests")
-    assert sessions_named(tests) == {*wanted[1].split()}
+    assert sessions_named(tests) >= {*wanted[1].split()}
 
 
 @each_workflow
