@@ -78,13 +78,25 @@ def test_json_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm",
     ]
     assert found["versions"]["torch"] == torch.__version__
-    assert [each["name"] for each in found["backends"]] == ["reference", "torch", "cpu"]
+    assert [each["name"] for each in found["backends"]] == ["reference", "torch", "cpu", "triton"]
     assert found["native"] == {
         **{"compiled": ["plain", "avx2"], "runnable": ["plain"], "chosen": "plain"},
         "forced": None,
     }
     hint = {"what": "torch uses 4 threads on 2 cores, so they wait for each other"}
     assert {**hint, "remedy": "set OMP_NUM_THREADS=2", "broken": False} in found["problems"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_backend_for_a_device_that_is_not_there_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be(monkeypatch)
+    found = diagnose()
+    states = {each.name: each for each in found.backends}
+    assert states["triton"].missing
+    assert states["triton"].failure is None
+    assert not [each for each in found.problems if "triton" in each.what]
 
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

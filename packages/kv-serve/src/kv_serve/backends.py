@@ -14,6 +14,7 @@ from kv_attention.backends import load
 AUTO: Final = "auto"
 PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own, which an extra installs
 
+TRITON: Final = frozenset({"triton"})  # backends that need it
 IN_TORCH: Final = frozenset({"torch", "reference"})  # backends whose pages torch writes too
 
 log = logging.getLogger("kv_serve")
@@ -80,6 +81,8 @@ def remedy(name: str) -> str:
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return f"pip install 'kv-serve[{name}]'"
+    if name in TRITON and find_spec("triton") is None:
+        return "pip install 'kv-attention[triton]'"
     return "`kv-serve doctor` says what is wrong"
 
 

@@ -160,22 +160,35 @@ def _backends() -> Iterator[BackendState]:
         yield BackendState(name, backend.about, backend.missing(), _failure(name))
 
 
+def _device(backend: str) -> str | None:
+    """Give a device that a backend is made for; None: this machine has none."""
+    import torch
+
+    from kv_attention import BACKENDS
+
+    if "cuda" not in BACKENDS[backend].devices:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else None
+
+
 def _failure(backend: str) -> str | None:
     """Say how a backend that can be used fails on a prompt and a step, beside the reference."""
     import torch
 
     from kv_attention import BACKENDS
 
-    if BACKENDS[backend].missing() is not None:
+    device = _device(backend)
+    if device is None or BACKENDS[backend].missing() is not None:
         return None
     try:
-        right = torch.allclose(_attended(backend), _attended("reference"), rtol=NEAR, atol=NEAR)
+        found, wanted = _attended(backend, device), _attended("reference", device)
+        right = torch.allclose(found, wanted, rtol=NEAR, atol=NEAR)
     except Exception as error:  # native code may fail in any way
         return f"{type(error).__name__}: {error}"
     return None if right else "its results are not those of the reference"
 
 
-def _attended(backend: str) -> "Tensor":
+def _attended(backend: str, device: str) -> "Tensor":
     import torch
 
     from kv_policy import CacheShape, parse
@@ -183,12 +196,12 @@ def _attended(backend: str) -> "Tensor":
 
     draw = torch.Generator().manual_seed(0)
     shape = CacheShape(1, 2, 2, 64, 64, torch.float32)
-    cache = TieredCache(parse("k8v4"), shape, backend=backend)
+    cache = TieredCache(parse("k8v4"), shape, device=device, backend=backend)
     outs = []
     for length in (40, 1):
-        cache.begin(torch.ones(1, length, dtype=torch.bool))
-        q = torch.randn(1, 2, 2, length, 64, generator=draw)
-        k, v = torch.randn(2, 1, 2, length, 64, generator=draw)
+        cache.begin(torch.ones(1, length, dtype=torch.bool, device=device))
+        q = torch.randn(1, 2, 2, length, 64, generator=draw).to(device)
+        k, v = torch.randn(2, 1, 2, length, 64, generator=draw).to(device)
         outs.append(cache.attend(0, q, k, v, 0.125))
     return torch.cat(outs, dim=3)
 
@@ -201,6 +214,8 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
         if package is not None and find_spec(package) is None:
             what = f"{each.about}: not installed, so torch serves"
             yield Problem(what, remedy(each.name), broken=False)
+        elif _device(each.name) is None:
+            continue  # there is no such device that it could be used for
         elif each.missing is not None:
             yield Problem(f"backend {each.name} cannot be used: {each.missing}", _again(each))
         elif each.failure is not None:
@@ -209,8 +224,10 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
 def _again(state: BackendState) -> str:
     """What mends a backend: another choice, or another build of what it runs on."""
-    from kv_serve.backends import PACKAGES
+    from kv_serve.backends import PACKAGES, TRITON
 
+    if state.name in TRITON:
+        return "pip install --upgrade 'kv-attention[triton]'"
     if state.name not in PACKAGES:
         return "pip install --force-reinstall --no-deps torch"
     if "KV_CPU_ISA" in os.environ:
