@@ -35,15 +35,15 @@ def provide() -> None:
     sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/tests/support"))]
     if find_spec("jaxtyping") is None:
-        shaped = ModuleType("jaxtyping")
-        for name in SHAPES:
-            setattr(shaped, name, _Shaped)
-        shaped.__getattr__ = lambda name: _Shaped  # type: ignore[method-assign]
-        sys.modules["jaxtyping"] = shaped
+        _stand_in("jaxtyping", dict.fromkeys(SHAPES, _Shaped))
     if find_spec("msgspec") is None:
-        described = ModuleType("msgspec")
-        described.Meta = _Meta  # type: ignore[attr-defined]
-        sys.modules["msgspec"] = described
+        _stand_in("msgspec", {"Meta": _Meta})
+
+
+def _stand_in(name: str, members: dict[str, object]) -> None:
+    module = ModuleType(name)
+    vars(module).update(members)
+    sys.modules[name] = module
 
 
 provide()

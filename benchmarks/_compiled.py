@@ -85,15 +85,12 @@ def compiled(launch: Launch, architecture: int) -> dict[str, object]:
         Path(file.name).write_bytes(made.asm["cubin"])
         usage = _run("cuobjdump", "-res-usage", file.name)
         code = _run("nvdisasm", "-c", file.name)
-    registers, stack, static, local = (
-        int(re.search(rf"\b{name}:(\d+)", usage)[1])  # type: ignore[index]
-        for name in ("REG", "STACK", "SHARED", "LOCAL")
-    )
+    used = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     spilled = len(re.findall(r"\b(?:STL|LDL)\b", code))
     return {
-        "registers": registers,
-        "spills": spilled + stack + local,
-        "shared": max(int(made.metadata.shared), static if static > 1024 else 0),
+        "registers": used["REG"],
+        "spills": spilled + used["STACK"] + used["LOCAL"],
+        "shared": int(made.metadata.shared),
         "shared_most": SHARED[architecture],
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "tensor_core": len(re.findall(r"\b(?:HMMA|HGMMA|IMMA)\b", code)),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,6 +50,19 @@ def versions() -> dict[str, str]:
         if name in NAMED or name.startswith("kv-"):
             found[name] = distribution.version
     return dict(sorted(found.items()))
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Reads the rows of another benchmark's result.
+
+    Raises:
+        FileNotFoundError: it has not been run.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path}, which this goes by, is not there: run {name} first")
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
 
 
 def write(

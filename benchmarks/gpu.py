@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import _bare  # noqa: F401  (before what it makes importable)
@@ -63,8 +64,6 @@ class Clock:
     def turns(self, work: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
         """Median seconds of each, all in turn; a pass is a graph of itself, where there are any."""
         if self.device == "cpu":
-            from time import perf_counter
-
             found: dict[str, list[float]] = {name: [] for name in work}
             for _ in range(2):
                 for name, do in work.items():

@@ -11,7 +11,6 @@ What transformers scored is taken from `vllm_quality`'s result: the same samples
 95 %, of mean differences sample by sample.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -36,10 +35,7 @@ def under_transformers() -> dict[str, list[float]]:
     Raises:
         FileNotFoundError: the benchmark `vllm_quality` has not been run.
     """
-    path = _result.RESULTS / "vllm_quality.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path}, which has what transformers scored: run vllm_quality")
-    rows = json.loads(path.read_text())["rows"]
+    rows = _result.rows_of("vllm_quality")
     (found,) = (row for row in rows if row.get("task") == "nll" and row["kind"] == "transformers")
     return {name: scores for name, scores in found.items() if isinstance(scores, list)}
 

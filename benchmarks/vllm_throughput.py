@@ -15,7 +15,6 @@ multikey by the rule of `kv_serve.calibrate.loss`.
 Rows of kind `parts` say where the time goes, from runs of their own.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -84,10 +83,7 @@ def losing() -> dict[str, set[str]]:
     Raises:
         FileNotFoundError: the benchmark `vllm_quality` has not been run.
     """
-    path = _result.RESULTS / "vllm_quality.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path}, which says what policies lose: run vllm_quality first")
-    measured = json.loads(path.read_text())["rows"]
+    measured = _result.rows_of("vllm_quality")
     scores = {row["way"]: row for row in measured if row["kind"] == "vllm"}
     stock = scores.pop(BF16)
     return {

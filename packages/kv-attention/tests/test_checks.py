@@ -131,20 +131,17 @@ def test_a_backend_whose_package_is_not_there_says_so(case):
             case(1, L=1).attend(backend="cpu")
 
 
-def with_native(patch, reason, name="cpu"):
+def with_native(patch, reason):
     """Let a native backend be there, or not be usable for a reason."""
-    native = replace(BACKENDS[name], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
-    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, name: native})
+    native = replace(BACKENDS["cpu"], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
+    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, "cpu": native})
 
 
 def test_the_fastest_backend_for_a_device_is_chosen():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
         assert choose_backend("cpu") == Choice("cpu", {})
-        with_native(patch, None, "triton")
-        assert choose_backend(torch.device("cuda", 1)) == Choice("triton", {})
-        with_native(patch, "torch finds no GPU", "triton")
-        assert choose_backend("cuda") == Choice("torch", {"triton": "torch finds no GPU"})
+        assert choose_backend(torch.device("cuda", 1)) == Choice("torch", {})
         with_native(patch, "it was not built")
         assert choose_backend("cpu") == Choice("torch", {"cpu": "it was not built"})
         assert choose_backend("meta") == Choice("torch", {})

@@ -10,11 +10,8 @@ import torch
 from attention_cases import Case
 from attention_judge import assert_same_observation, assert_same_output
 from kv_attention import Attended, DenseTokens, attend
-from kv_attention.backends import BACKENDS
 from kv_policy import Observe, PagedTokens
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(BACKENDS["triton"].missing() is not None, reason="no kernels here")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 MANY = {

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton")
 from kv_attention.gpu.reading import WIDEN
 
 

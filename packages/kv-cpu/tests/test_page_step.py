@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kv_paging import PagePool, RaggedTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
-from page_cases import DTYPES, Both, codecs, vectors
+from page_cases import codecs, twins
+from page_twins import DTYPES, Twins, vectors
 
 SHAPE = (2, 3, 2)  # layers, sequences, heads
 STREAMS = 12
@@ -17,7 +18,7 @@ STREAMS = 12
 class Program:
     """Prompts, steps and beams at random, with all pages looked at after each."""
 
-    def __init__(self, both: Both, tiers: int, dims: tuple[int, int], seed: int) -> None:
+    def __init__(self, both: Twins, tiers: int, dims: tuple[int, int], seed: int) -> None:
         self.both, self.tiers, self.dims, self.next = both, tiers, dims, 0
         self.random = torch.Generator().manual_seed(seed)
 
@@ -64,9 +65,9 @@ class Program:
             self.both.check()
 
 
-def plain(forms: list[TokenFormat], tokens: int) -> Both:
+def plain(forms: list[TokenFormat], tokens: int) -> Twins:
     layouts = fit(forms, tokens, True, True)
-    return Both(lambda pool: Tiers(pool, layouts, *SHAPE), layouts[0].nbytes)
+    return twins(lambda pool: Tiers(pool, layouts, *SHAPE), layouts[0].nbytes)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -103,7 +104,7 @@ def test_heads_of_several_kinds(isa, tokens):
     def make(pool: PagePool) -> RaggedTiers:
         return RaggedTiers(pool, by_kind, kind, 3)
 
-    Program(Both(make, layouts[0].nbytes), 2, (8, 6), tokens).run(12)
+    Program(twins(make, layouts[0].nbytes), 2, (8, 6), tokens).run(12)
 
 
 def test_candidates_in_float64_are_encoded_by_torch(isa):
@@ -114,7 +115,7 @@ def test_candidates_in_float64_are_encoded_by_torch(isa):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_streams_in_threads(isa, threads):
     layouts = fit([integers(6, 6, 8), integers(6, 6, 4)], 2, True, True)
-    both = Both(lambda pool: Tiers(pool, layouts, 20, 10, 3), layouts[0].nbytes)
+    both = twins(lambda pool: Tiers(pool, layouts, 20, 10, 3), layouts[0].nbytes)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     g = torch.Generator().manual_seed(0)

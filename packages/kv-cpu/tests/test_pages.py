@@ -10,7 +10,8 @@ from kv_cpu import pages as native
 from kv_paging import torch_kernels
 from kv_policy import PageLayout, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
-from page_cases import DTYPES, FORMATS, one_store, strided, vectors
+from page_cases import FORMATS, one_store
+from page_twins import DTYPES, strided, vectors
 
 LAWS = settings(max_examples=30, deadline=None, derandomize=True)
 BOTH = frozenset({"keys", "values"})
@@ -67,7 +68,7 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
             (a, b), (c, d) = both.do("weakest_all", until)
             assert torch.equal(a, c)
             assert torch.equal(b, d)
-        longest = both.each["cpu"].longest
+        longest = both.each[1].longest
         both.do("set_layer_scores", 0, torch.randn(3, longest + 1, generator=g).double())
         both.check()
         both.do("set_scores", named, torch.randn(2, longest, generator=g))
@@ -146,7 +147,7 @@ def test_nan_stays_nan(isa):
     for to in DTYPES:
         store = one_store(PageLayout.sized(TokenFormat(RawCodec(40, to), RawCodec(40, to)), 2), 1)
         store.do("append", torch.arange(1), x, -x, torch.ones(1, 3, dtype=torch.bool))
-        read = store.each["cpu"].read_layer(0, BOTH)
+        read = store.each[1].read_layer(0, BOTH)
         assert read.key.isnan().all()
         assert read.value.isnan().all()
 

@@ -1,10 +1,7 @@
 """Page kernels in Triton next to those in torch: every byte of every page is the same."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,37 +10,17 @@ from torch import Tensor
 from kv_paging import RaggedTiers, Tiers, fit, torch_kernels, triton_kernels
 from kv_paging.kernels import chosen, declined
 from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy.interpreter import SWITCH
 from kv_quant import ChannelCodec
 from kv_quant.integer import IntegerCodec
-from triton_cases import (
-    DEVICE,
-    DTYPES,
-    NAMED,
-    SWITCH,
-    Both,
-    Program,
-    cannot,
-    form,
-    one_store,
-    strided,
-    vectors,
-)
+from page_twins import DTYPES, strided, vectors
+from triton_cases import DEVICE, NAMED, Both, Program, form, one_store
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 BOTH = frozenset({"keys", "values"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _triton() -> Iterator[None]:
-    """Triton's kernels are to be had while the tests of this file run."""
-    reason = cannot()
-    if reason is not None:
-        pytest.skip(reason)
-    with patch.dict(os.environ, SWITCH):
-        yield
 
 
 # Keys, values, their dimensions, tokens of a page: each kind of number, whole vectors and groups
@@ -296,6 +273,7 @@ def test_what_is_not_for_these_kernels_goes_to_torch() -> None:
     known = PageLayout.sized(form("8", "4", 5, 3), 2)
     assert declined("triton", known, DEVICE) is None
     assert chosen(known, DEVICE, "triton") is triton_kernels
+    assert chosen(known, torch.device("cuda")) is torch_kernels  # by name only, on a GPU too
     wide = PageLayout.sized(form("8", "4", 1025, 3), 2)
     assert declined("triton", wide, DEVICE) == "vectors of more than 1024 dimensions"
     assert chosen(wide, DEVICE, "triton") is torch_kernels
@@ -304,15 +282,15 @@ def test_what_is_not_for_these_kernels_goes_to_torch() -> None:
 
 
 def test_without_a_gpu_it_says_what_is_missing(monkeypatch) -> None:
-    monkeypatch.delenv(triton_kernels.INTERPRET, raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
     layout = PageLayout.sized(form("8", "4", 5, 3), 2)
     assert triton_kernels.declined(layout, torch.device("cpu")) == "pages on cpu"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    reason = "there is no GPU, and TRITON_INTERPRET is not set"
+    reason = "torch finds no GPU, and TRITON_INTERPRET is not set"
     assert declined("triton", layout, DEVICE) == reason
     with pytest.raises(ValueError, match=f"'triton' cannot be used here: {reason}"):
         chosen(layout, DEVICE, "triton")
-    monkeypatch.setattr("kv_paging.triton_kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("kv_policy.interpreter.find_spec", lambda name: None)
     assert declined("triton", layout, DEVICE) == "the package triton is not installed"
 
 
@@ -321,6 +299,7 @@ def test_triton_is_imported_by_who_uses_it() -> None:
 import sys, torch
 from kv_paging import PagePool, TokenStore, triton_kernels
 from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy.interpreter import SWITCH
 codec = RawCodec(2, torch.float16)
 layout = PageLayout.sized(TokenFormat(codec, codec), 2)
 TokenStore(PagePool(layout.nbytes), layout, 1, 1, 1)

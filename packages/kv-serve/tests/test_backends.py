@@ -44,7 +44,7 @@ def test_a_cpu_is_served_natively_where_it_can_be(
     native(None)
     assert backend_for("cpu") == "cpu"
     assert str(serving("cpu")) == "cpu avx2"
-    assert serving("cpu", "torch") == serving("meta") == Serving("torch")
+    assert serving("cpu", "torch") == serving("cuda") == Serving("torch")
     assert TieredCache(parse("k8v4"), SHAPE).backend == "cpu"
     assert TieredCache(parse("k8v4"), SHAPE, backend="torch").backend == "torch"
     assert not caplog.records

@@ -14,7 +14,7 @@ from torch import Tensor
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.tokens import Attended, DenseTokens
-from kv_policy import Observe, PagedTokens
+from kv_policy import Observe, PagedTokens, interpreter
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class Choice:
 
 
 NATIVE: Final = "kv_cpu"  # a package of its own: it is built, and need not be there
-FASTER: Final = ("cpu", "triton")  # than torch, the fastest first
+FASTER: Final = ("cpu",)  # than torch, the fastest first
 
 
 def _native() -> Any:
@@ -107,9 +107,9 @@ BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
             ),
             Backend(
                 "triton",
-                "kernels for GPUs, torch for vectors of more than 256 dimensions",
+                "kernels for GPUs, torch for the rest; only by name, until a GPU has timed them",
                 lambda: gpu.attend,
-                gpu.missing,
+                interpreter.missing,
                 ("cuda",),
             ),
         )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens
+from kv_attention import Attended, DenseTokens, compiled
 from kv_attention.checks import longest_of
 from kv_policy import Observe, PagedTokens
 from kv_policy.described import NUMBERS, described
@@ -26,23 +26,10 @@ def refused(
     """Say why native code does not take these tensors; None if it does."""
     if q.device.type != "cpu":
         return f"tensors on {q.device.type}"
-    if q.dtype not in NUMBERS:
-        return f"queries in {q.dtype}; native code computes in float32"
-    if torch.is_grad_enabled() and q.requires_grad:
-        return "gradients are asked for"
-    if max(q.shape[4], value_dim) > MOST_DIM:
-        return f"vectors of more than {MOST_DIM} dimensions"
-    for part in pages:
-        reason = described(part.layout).declined
-        if reason is not None:
-            return reason
     for tokens in dense:
-        if not all(
-            x.dtype in NUMBERS and (x.stride(-1) == 1 or x.shape[-1] == 1)
-            for x in (tokens.key, tokens.value)
-        ):
-            return "plain tokens in float64, or with numbers that are not consecutive"
-    return None
+        if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
+            return "plain tokens with numbers that are not consecutive"
+    return compiled.refused(q, pages, dense, value_dim, MOST_DIM)
 
 
 def parts(

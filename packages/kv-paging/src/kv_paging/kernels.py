@@ -119,7 +119,9 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "torch": "kv_paging.torch_kernels",
     }
 )
-PREFERRED: Final = ("cpu", "triton", "torch")  # the first that can is chosen where none is named
+# By type of device, the first that can is chosen where none is named. Kernels in Triton are only
+# taken by name, until a GPU has timed them.
+PREFERRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"cpu": ("cpu",)})
 
 
 def chosen(layout: PageLayout, device: torch.device, name: str | None = None) -> PageKernels:
@@ -132,7 +134,7 @@ def chosen(layout: PageLayout, device: torch.device, name: str | None = None) ->
     """
     if name is not None and (reason := _missing(name)) is not None:
         raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
-    for each in PREFERRED if name is None else (name,):
+    for each in PREFERRED.get(device.type, ()) if name is None else (name,):
         if declined(each, layout, device) is None:
             return _load(each)
     return _load("torch")

@@ -5,9 +5,7 @@ stored as it is. Nothing waits for the device. Triton is
 imported by what is called and not before.
 """
 
-import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Final
 
 import torch
@@ -20,6 +18,7 @@ from kv_paging.tokens import Stored, Vectors
 from kv_paging.work import Work
 from kv_policy import PagedTokens, PageLayout
 from kv_policy.described import NUMBERS, described
+from kv_policy.interpreter import interpreted, missing
 
 __all__ = [
     "close_up",
@@ -34,22 +33,12 @@ __all__ = [
     "write",
 ]
 
-INTERPRET: Final = "TRITON_INTERPRET"  # set, before triton is imported, kernels run without a GPU
 _MOST_DIM: Final = 1024  # a row of it still fits into a tile
-
-
-def missing() -> str | None:
-    """Say why Triton cannot be used on this machine; None if it can. Triton is not imported."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if not _interpreted() and not torch.cuda.is_available():
-        return f"there is no GPU, and {INTERPRET} is not set"
-    return None
 
 
 def declined(layout: PageLayout, device: torch.device) -> str | None:
     """Say why pages of a layout are not for these kernels; None if they are."""
-    if device.type != "cuda" and not _interpreted():
+    if device.type != "cuda" and not interpreted():
         return f"pages on {device.type}"
     if max(layout.format.key.dim, layout.format.value.dim) > _MOST_DIM:
         return f"vectors of more than {_MOST_DIM} dimensions"
@@ -151,7 +140,3 @@ def step(pool: PagePool, works: Sequence[Work]) -> None:
 
 def _known(*vectors: Tensor) -> bool:
     return all(x.dtype in NUMBERS for x in vectors)
-
-
-def _interpreted() -> bool:
-    return os.environ.get(INTERPRET, "").lower() in {"1", "true", "on", "yes", "y"}

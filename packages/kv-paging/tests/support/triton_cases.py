@@ -1,77 +1,21 @@
-"""The same operations on two caches: pages in torch on the CPU, and in Triton.
+"""Caches whose pages Triton's kernels write beside those that torch does on the CPU.
 
-Where there is a GPU, Triton's kernels are compiled and run there. Elsewhere its interpreter runs
-them; it is switched on here while triton is imported, and by the fixture `triton` for one test at a
-time, so that no other test is given these kernels.
+Where there is a GPU, the kernels are compiled and run there. Elsewhere Triton's interpreter runs
+them, which tests/conftest.py switches on before anything imports triton.
 """
 
-import importlib.util
-import os
-import sys
-from collections.abc import Callable, Iterator
-from unittest.mock import patch
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kv_paging import PagePool, RaggedTiers, Stored, Tiers, TokenStore
-from kv_paging.kernels import MODULES
-from kv_paging.triton_kernels import INTERPRET
 from kv_policy import DROP, NOBODY, Codec, PageLayout, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
+from page_twins import DTYPES, Twins, vectors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SWITCH = {} if DEVICE.type == "cuda" else {INTERPRET: "1"}
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAMED = dict(zip(("float32", "float16", "bfloat16"), DTYPES, strict=True))
-EDGES = [
-    *(0.0, -0.0, 1e-10, -1e-10, 2**-24, -(2**-24), 2**-25, 1e-40, -1e-40, 6.1e-5, -6.2e-5),
-    *(1.0, -1.0, 1 + 2**-11, 32752.0, -32752.0, 32753.0, 65504.0, -65519.0, 65520.0, 3e38, -3e38),
-]
-STRANGE = [torch.inf, -torch.inf, torch.nan]
-
-
-def cannot() -> str | None:
-    """Say why Triton's kernels cannot be tested in this process."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if SWITCH and importlib.util.find_spec("numpy") is None:
-        return "triton's interpreter needs numpy"
-    with patch.dict(os.environ, SWITCH):
-        there = "triton" in sys.modules
-        import kv_paging.gpu.step  # noqa: F401
-        from kv_paging.gpu.counts import total
-
-    interpreted = type(total).__name__ == "InterpretedFunction"
-    if interpreted != bool(SWITCH) or (there and SWITCH and not _all_interpreted()):
-        return "triton was imported before this test could choose its interpreter"
-    return None
-
-
-def _all_interpreted() -> bool:
-    import triton.language as tl
-
-    return type(tl.sum).__name__ == "InterpretedFunction"
-
-
-def vectors(generator: torch.Generator, *shape: int, strange: bool = False) -> Tensor:
-    """Numbers of all sizes, some of them at the edges; whole rows may be equal."""
-    x = torch.randn(shape, generator=generator)
-    x = x * torch.pow(10.0, torch.randint(-9, 5, (*shape[:-1], 1), generator=generator))
-    edges = torch.tensor(EDGES + (STRANGE if strange else []))
-    drawn = edges[torch.randint(0, len(edges), shape, generator=generator)]
-    x = x.where(torch.rand(shape, generator=generator) < 0.8, drawn)
-    flat = torch.rand((*shape[:-1], 1), generator=generator) < 0.1
-    return torch.where(flat, x[..., :1].expand(shape), x)
-
-
-def strided(x: Tensor, way: int) -> Tensor:
-    """The same numbers, otherwise in memory."""
-    if way == 1:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if way == 2:
-        return x.repeat_interleave(2, dim=-1)[..., ::2]
-    return x
 
 
 def same(first: object, second: object) -> None:
@@ -93,26 +37,16 @@ def same(first: object, second: object) -> None:
         assert first == second
 
 
-class Both:
-    """A cache under each kind of page kernels; what is done to one is done to the other."""
+class Both(Twins):
+    """Twins that are alike after everything that is done to both."""
 
     def __init__(self, make: Callable[[PagePool], TokenStore | Tiers | RaggedTiers], nbytes: int):
-        self.pools = [
-            PagePool(nbytes, poison=True, kernels="torch"),
-            PagePool(nbytes, poison=True, kernels="triton", device=DEVICE),
-        ]
-        self.each = [make(pool) for pool in self.pools]
-
-    @property
-    def stores(self) -> Iterator[tuple[TokenStore, TokenStore]]:
-        parts = [[one] if isinstance(one, TokenStore) else list(one.parts) for one in self.each]
-        return zip(*parts, strict=True)
+        super().__init__(make, nbytes, "triton", DEVICE)
 
     def do(self, name: str, *arguments: object) -> object:
         """Do it to both, see that both give the same, and give that."""
-        first = getattr(self.each[0], name)(*arguments)
-        there = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments]
-        same(first, getattr(self.each[1], name)(*there))
+        first, second = super().do(name, *arguments)
+        same(first, second)
         self.check()
         return first
 
@@ -122,19 +56,6 @@ class Both:
             pool.reserve(256)
             for store in one.stores:
                 store.widen(32)
-
-    def check(self) -> None:
-        """All bytes are the same, and the tables, the lengths and the free pages."""
-        first, second = self.pools
-        assert torch.equal(first.data, second.data.cpu())
-        assert torch.equal(first.ring.ids[:-1], second.ring.ids[:-1].cpu())  # the last is nobody's
-        assert int(first.ring.start) == int(second.ring.start)
-        assert int(first.ring.count) == int(second.ring.count)
-        for a, b in self.stores:
-            assert a.kernels.__name__ == MODULES["torch"]
-            assert b.kernels.__name__ == MODULES["triton"]
-            assert torch.equal(a.length, b.length.cpu())
-            assert torch.equal(a.pages(), b.pages().cpu())
 
 
 def one_store(layout: PageLayout, streams: int = 3) -> Both:

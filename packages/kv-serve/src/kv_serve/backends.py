@@ -13,9 +13,7 @@ from kv_attention.backends import load
 
 AUTO: Final = "auto"
 PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own, which an extra installs
-
-TRITON: Final = frozenset({"triton"})  # backends that need it
-IN_TORCH: Final = frozenset({"torch", "reference"})  # backends whose pages torch writes too
+WRITTEN_BY: Final = {"torch": "torch", "reference": "torch", "triton": "triton"}
 
 log = logging.getLogger("kv_serve")
 
@@ -52,7 +50,7 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
 
 def page_kernels(backend: str) -> str | None:
     """Give the name of what writes the pages that a backend reads; None: the fastest that can."""
-    return "torch" if backend in IN_TORCH else None
+    return WRITTEN_BY.get(backend)
 
 
 def expect_known(name: str) -> None:
@@ -81,8 +79,6 @@ def remedy(name: str) -> str:
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return f"pip install 'kv-serve[{name}]'"
-    if name in TRITON and find_spec("triton") is None:
-        return "pip install 'kv-attention[triton]'"
     return "`kv-serve doctor` says what is wrong"
 
 

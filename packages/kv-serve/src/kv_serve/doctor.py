@@ -224,9 +224,9 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
 def _again(state: BackendState) -> str:
     """What mends a backend: another choice, or another build of what it runs on."""
-    from kv_serve.backends import PACKAGES, TRITON
+    from kv_serve.backends import PACKAGES
 
-    if state.name in TRITON:
+    if state.name == "triton":
         return "pip install --upgrade 'kv-attention[triton]'"
     if state.name not in PACKAGES:
         return "pip install --force-reinstall --no-deps torch"

