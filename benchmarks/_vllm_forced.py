@@ -3,44 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Any
 
-import torch
 from _vllm_engine import Room
 from _vllm_ways import options
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from kv_serve.tasks import Sample
-
-FORCED = "forced"  # the key of a request's extra arguments
-
-
-class Forced(AdapterLogitsProcessor):
-    """Lets a request generate the tokens that its extra arguments name.
-
-    vLLM's log-probabilities are those before any such processor.
-    """
-
-    def is_argmax_invariant(self) -> bool:
-        """It changes which token is taken."""
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        """Give what puts the next token above all others; None for requests that name none."""
-        tokens = (params.extra_args or {}).get(FORCED)
-        if tokens is None:
-            return None
-
-        def only(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            logits.fill_(-torch.inf)
-            logits[tokens[len(output_ids)]] = 0.0
-            return logits
-
-        return only
+from kv_serve.vllm.forcing import FORCED, Forced
 
 
 def nats(way: str, room: Room, samples: Sequence[Sample]) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.tasks import Sample, found
+from kv_serve.tasks import Sample, found_share
 
 Z: float = 1.959964  # of a normal distribution's middle 95 %
 
@@ -25,7 +25,7 @@ def scores(way: str, room: Room, tasks: Mapping[str, Sequence[Sample]]) -> dict[
             if sample.target_ids:
                 return _nats(output, sample)
             text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
-            return float(found(text, sample.answer))
+            return found_share(text, sample.answers)
 
         return {
             task: [score(sample, f"{task}.{i}") for i, sample in enumerate(samples)]
@@ -56,14 +56,6 @@ def _nats(output: RequestOutput, sample: Sample) -> float:
     assert logprobs is not None
     pairs = zip(logprobs[-count:], sample.target_ids, strict=True)
     return -mean(each[token].logprob for each, token in pairs)
-
-
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The Wilson interval of 95 % for a share."""
-    share, z2 = hits / count, Z * Z
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -23,9 +23,10 @@ from _evaluation import evaluated
 from _vllm_engine import Room
 from _vllm_load import raw_token_bytes
 from _vllm_process import Row, Rows, apart
-from _vllm_quality import interval, scores, wilson
+from _vllm_quality import interval, scores
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
+from kv_serve.evaluate.intervals import of_mean
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.specs import FULL, read_specs
 from kv_serve.models import LoadedModel, load_model
@@ -90,7 +91,7 @@ def compared(task: str, mine: list[float], stock: list[float]) -> Row:
     if task == "nll":
         low, high = interval([a - b for a, b in zip(mine, stock, strict=True)])
         return {"score": mean(mine), "over_stock": [low, high]}
-    return {"score": mean(mine), "interval": list(wilson(round(sum(mine)), len(mine)))}
+    return {"score": mean(mine), "interval": of_mean(mine)}
 
 
 def measure(policies: list[str], basis: Path | None, *, quick: bool) -> tuple[Rows, list[Row]]:

@@ -103,7 +103,7 @@ class Show:
         return Demo(
             model=self.loaded.name,
             prompt_tokens=self.sample.length,
-            needle=self.sample.answer,
+            needle=self.sample.answers[0],
             depth=self.sample.depth,
             outcomes=outcomes,
         )
@@ -123,7 +123,7 @@ class Show:
         return Outcome(
             policy=spec,
             needle=spoken,
-            needle_right=found(spoken, sample.answer),
+            needle_right=found(spoken, sample.answers[0]),
             chat=reply,
             chat_right=NAMED in reply,
             kv_bytes=size.kv_bytes,

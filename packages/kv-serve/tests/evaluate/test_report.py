@@ -9,6 +9,7 @@ import pytest
 from kv_serve.backends import Serving
 from kv_serve.evaluate import provenance
 from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.evaluate.machine import machine
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.report import Report, rows
 from kv_serve.evaluate.specs import FULL
@@ -44,6 +45,8 @@ def test_the_file_is_as_documented(journal: Journal, tmp_path: Path) -> None:
         model="tiny",
         commit="c0ffee",
         versions={"torch": "2"},
+        settings={"seed": 3, "text": "a"},
+        machine={"cores": 2},
         attention=Serving("cpu", "avx2"),
         rows=rows(PLAN, journal),
     ).write(path)
@@ -52,14 +55,19 @@ def test_the_file_is_as_documented(journal: Journal, tmp_path: Path) -> None:
         "model": "tiny",
         "commit": "c0ffee",
         "versions": {"torch": "2"},
+        "settings": {"seed": 3, "text": "a"},
+        "machine": {"cores": 2},
         "attention": {"backend": "cpu", "instructions": "avx2"},
         "rows": [
             {
                 **{"policy": "full", **same, "score": 1.0, "full_score": 1.0},
+                "score_interval": pytest.approx([0.34, 1.0], abs=0.005),
                 **{"kv_bytes": 1000.5, "full_bytes": 1000.5, "seconds": 3.0},
             },
             {
                 **{"policy": "k8v4", **same, "score": 0.5, "full_score": 1.0},
+                "score_interval": pytest.approx([0.0945, 0.9055], abs=0.0001),
+                "change_interval": pytest.approx([-0.8982, 0.3982], abs=0.0001),
                 **{"kv_bytes": 403.5, "full_bytes": 1000.5, "seconds": 4.5},
             },
         ],
@@ -129,3 +137,10 @@ def test_versions_name_what_is_under_a_result() -> None:
     found = provenance.versions()
     assert {"python", "torch", "transformers", "kv-serve", "kv-policy", "kv-quant"} <= set(found)
     assert list(found) == sorted(found)
+
+
+def test_the_machine_is_described() -> None:
+    found = machine()
+    assert {"system", "processor", "cores", "threads"} <= set(found)
+    assert json.loads(json.dumps(found)) == found
+    assert found["cores"] >= 1

@@ -12,14 +12,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kv_serve.evaluate.caches import held, make_cache
 from kv_serve.evaluate.decode import answer, ends_of, nats, read
 from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import SETTINGS, TASKS, Plan
+from kv_serve.evaluate.plan import SETTINGS, Plan
 from kv_serve.evaluate.report import rows
 from kv_serve.evaluate.runner import run
 from kv_serve.evaluate.specs import FULL
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import Sample, TaskError, Text
 
-PLAN = Plan((FULL, "raw"), TASKS, SETTINGS, length=400, samples=3, batch=2, continuation=9)
+SOME = ("needle", "multikey", "nll", "agreement")
+PLAN = Plan((FULL, "raw"), SOME, SETTINGS, length=400, samples=3, batch=2, continuation=9)
 SMALL = replace(PLAN, tasks=("needle", "nll"), settings=("agnostic",), length=300)
 TEXT_ONLY = replace(PLAN, tasks=("nll", "agreement"), policies=(FULL,), length=60)
 
@@ -198,7 +199,8 @@ def test_a_needle_is_found_when_its_number_is_said(
 ) -> None:
     plan = replace(PLAN, tasks=("needle",), settings=("agnostic",), policies=(FULL,), samples=4)
     samples = plan.samples_of(loaded, text, "needle", "agnostic")
-    said = [f" It is {samples[0].answer}.", "No.", samples[3].answer[:-1], f"{samples[3].answer}"]
+    (first,), (last,) = samples[0].answers, samples[3].answers
+    said = [f" It is {first}.", "No.", last[:-1], last]
     entries = list(run(scripted(loaded, said.__getitem__), plan, text, journal))
     assert [loaded.tokenizer.decode(list(e.tokens)) for e in entries] == said
     assert [e.score for e in entries] == [1.0, 0.0, 0.0, 1.0]
@@ -284,7 +286,7 @@ def test_a_score_that_is_not_finite_is_an_error(
         next(going)
 
 
-@pytest.mark.parametrize("name", ["length", "samples", "batch", "continuation"])
+@pytest.mark.parametrize("name", ["length", "samples", "seeds", "batch", "continuation"])
 def test_a_plan_needs_at_least_one_of_everything(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
         replace(PLAN, **{name: 0})
@@ -301,7 +303,7 @@ def test_what_a_result_depends_on_is_in_its_identity(loaded: LoadedModel, text: 
     identity = PLAN.identity(loaded, text)
     assert identity["fingerprint"] == loaded.fingerprint
     assert identity["dtype"] == "torch.float32"
-    for name in ("length", "samples", "seed", "batch", "continuation"):
+    for name in ("length", "samples", "seed", "seeds", "batch", "continuation"):
         changed = replace(PLAN, **{name: getattr(PLAN, name) + 1})
         assert changed.identity(loaded, text) != identity
     assert PLAN.identity(loaded, Text("sentences", ("Others.",))) != identity
@@ -314,6 +316,36 @@ def test_samples_follow_from_the_seed(loaded: LoadedModel, text: Text) -> None:
 
     assert samples(PLAN) == samples(replace(PLAN))
     assert samples(PLAN) != samples(replace(PLAN, seed=1))
+    both = zip(samples(PLAN), samples(replace(PLAN, seed=1)), strict=True)
+    assert samples(replace(PLAN, seeds=2)) == [one + other for one, other in both]
+
+
+def test_several_seeds_are_summed_up_in_one_row(
+    loaded: LoadedModel, text: Text, journal: Journal
+) -> None:
+    plan = replace(PLAN, tasks=("nll",), seeds=2, length=60)
+    entries = list(run(loaded, plan, text, journal))
+    assert [e.sample for e in entries if e.policy == FULL] == [0, 1, 2, 3, 4, 5]
+    full, raw = rows(plan, journal)
+    assert (raw.samples, raw.seed, raw.seeds) == (6, 0, 2)
+    scores = [e.score for e in entries if e.policy == FULL]
+    assert full.score == pytest.approx(sum(scores) / 6)
+    assert full.score_interval is not None
+    assert min(scores) < full.score_interval[0] < full.score < full.score_interval[1] < max(scores)
+    assert full.change_interval is None
+    assert raw.change_interval == pytest.approx((0, 0), abs=1e-5)
+
+
+def test_a_host_that_reads_the_whole_prompt_first_has_no_agnostic_question() -> None:
+    plan = replace(PLAN, split=False)
+    assert plan.pairs == (
+        ("needle", "aware"),
+        ("multikey", "aware"),
+        ("nll", "agnostic"),
+        ("agreement", "agnostic"),
+    )
+    with pytest.raises(ValueError, match="needle can only be asked with its question inside"):
+        replace(plan, settings=("agnostic",))
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:

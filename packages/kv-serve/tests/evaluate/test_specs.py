@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_policy import UnknownPolicyError
-from kv_serve.evaluate.specs import FULL, read_spec, read_specs, split_specs
+from kv_serve.evaluate.specs import FULL, expand, read_spec, read_specs, split_specs
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,9 @@ from kv_serve.evaluate.specs import FULL, read_spec, read_specs, split_specs
         ),
         ("a:x=1,b+c,d:y=2,z=3", ["a:x=1", "b+c", "d:y=2,z=3"]),
         (r"a:path=one\,two,b", [r"a:path=one\,two", "b"]),
+        ("a:x={1,2},y=3,b", ["a:x={1,2},y=3", "b"]),
+        ("a:x={1,b,c}+{d,e},f", ["a:x={1,b,c}+{d,e}", "f"]),
+        (r"a:path=x\{y,b", [r"a:path=x\{y", "b"]),
         ("a,,b", ["a", "", "b"]),
         ("x=1", ["x=1"]),
     ],
@@ -68,3 +71,33 @@ def test_a_policy_named_twice_is_refused() -> None:
 def test_an_unknown_policy_lists_what_there_is() -> None:
     with pytest.raises(UnknownPolicyError, match=r"'nope'; installed policies: .*k8v4.*`full`"):
         read_specs(["nope"])
+
+
+@pytest.mark.parametrize(
+    ("grid", "specs"),
+    [
+        ("k8v4", ["k8v4"]),
+        ("a:rate={2,4,8}+k8v4", ["a:rate=2+k8v4", "a:rate=4+k8v4", "a:rate=8+k8v4"]),
+        ("{a,b}:x={1,2}", ["a:x=1", "a:x=2", "b:x=1", "b:x=2"]),
+        ("a:x={1}", ["a:x=1"]),
+        (r"a:path=\{y\},x={1,2}", [r"a:path=\{y\},x=1", r"a:path=\{y\},x=2"]),
+    ],
+)
+def test_a_grid_stands_for_every_choice(grid: str, specs: list[str]) -> None:
+    assert expand(grid) == specs
+
+
+@pytest.mark.parametrize("grid", ["a:x={1,2", "a:x=1}", "a:x={1,{2,3}}", "}{"])
+def test_a_brace_needs_its_other(grid: str) -> None:
+    with pytest.raises(ValueError, match="has a brace without its other"):
+        expand(grid)
+
+
+def test_grids_are_read_into_policies() -> None:
+    found = read_specs(["kv-compress:rate={2,4}+k{8,4}v4,k4v2"])
+    assert found == (FULL, *map(read_spec, expand("kv-compress:rate={2,4}+k{8,4}v4")), "k4v2")
+    assert len(found) == 6
+    with pytest.raises(ValueError, match="the policy k8v4 is named twice"):
+        read_specs(["k{8,4}v4,k8v4"])
+    with pytest.raises(ValueError, match="has an empty place"):
+        read_specs(["{k8v4,}"])

@@ -174,6 +174,7 @@ def test_tables_can_be_sorted(one: Node) -> None:
         ("no.", "number", "col"),
         ("policy", "text", "col"),
         ("score", "number", "col"),
+        ("95 %", "text", "col"),
         ("over full", "number", "col"),
         ("% of full", "number", "col"),
         ("bytes", "number", "col"),
@@ -183,10 +184,10 @@ def test_tables_can_be_sorted(one: Node) -> None:
     ]
     row = list(next(r for r in table.all("tr") if "k4v4" in r.text).all("td"))
     assert [cell.text for cell in row] == [
-        *("3", "k4v4", "0.800", "\N{MINUS SIGN}0.200", "50.0", "500", "10", "5.0", "no")
+        *("3", "k4v4", "0.800", "", "\N{MINUS SIGN}0.200", "50.0", "500", "10", "5.0", "no")
     ]
     assert [cell["data-value"] for cell in row] == [
-        *("3", "k4v4", "0.8", repr(0.8 - 1.0), "50.0", "500.0", "10", "5.0", "no")
+        *("3", "k4v4", "0.8", "", repr(0.8 - 1.0), "50.0", "500.0", "10", "5.0", "no")
     ]
     for cells in (heads, row):
         kinds = [head["data-sort"] for head in heads]
@@ -204,7 +205,7 @@ def test_a_wide_table_scrolls_in_a_box_that_has_the_focus(one: Node) -> None:
 
 def test_what_was_not_measured_is_a_dash(one: Node) -> None:
     second = list(one.all("table"))[1]
-    cells = [list(row.all("td"))[7] for row in second.one("tbody").all("tr")]
+    cells = [list(row.all("td"))[8] for row in second.one("tbody").all("tr")]
     assert [(cell.text, cell["data-value"]) for cell in cells] == [("\N{EN DASH}", "")] * 3
 
 
@@ -324,6 +325,20 @@ def test_what_was_run_can_be_run_again(one: Node) -> None:
         "kv-serve eval --model tiny --policy k8v4 --policy k2v2 --task nll "
         "--length 200 --samples 6 --seed 0 --json FILE",
     ]
+
+
+def test_a_command_names_seeds_and_settings() -> None:
+    settings = {"text": "a.txt 1f", "host": "vllm", "batch": 2, "continuation": 9, "seed": 4}
+    rows = (row("k8v4", 1, 400, samples=6, seed=4, seeds=3, score_interval=(0.61, 1.0)),)
+    html = tree(page([source(*rows, settings=settings, machine={"cores": 2})]))
+    run = html.one("section", id="run")
+    facts = dict(zip((n.text for n in run.all("dt")), (n.text for n in run.all("dd")), strict=True))
+    assert facts["seed"] == "4 to 6"
+    assert facts["settings"] == "text a.txt 1f, host vllm, batch 2, continuation 9"
+    assert facts["machine"] == "cores 2"
+    command = run.one("code").text
+    assert "--samples 2 --seed 4 --seeds 3 --host vllm --batch 2 --continuation 9 --json" in command
+    assert "0.610 to 1.000" in next(html.all("table")).text
 
 
 def test_a_command_is_safe_in_a_shell() -> None:

@@ -25,14 +25,14 @@ def test_prompts_have_their_length_and_one_answer(length, samples, seed, task) -
     for one, other in zip(aware, agnostic, strict=True):
         assert length - 16 < one.length <= length
         assert one.prompt_ids + one.question_ids == other.prompt_ids + other.question_ids
-        assert one.answer == other.answer
+        assert one.answers[0] == other.answers[0]
         assert len(one.question_ids) == 1
         prompt, question = shown(other)
-        assert prompt.count(one.answer) == 1
-        assert one.answer not in question
+        assert prompt.count(one.answers[0]) == 1
+        assert one.answers[0] not in question
         assert "What is" in question
         assert "What is" not in prompt
-        assert len(one.answer) == len(set(one.answer)) == 7
+        assert len(one.answers[0]) == len(set(one.answers[0])) == 7
         assert (one.setting, other.setting) == ("aware", "agnostic")
         assert not one.target_ids
         assert one.stop
@@ -45,13 +45,13 @@ def test_needle_stands_in_the_template_at_its_depth() -> None:
     for sample in samples:
         prompt, question = shown(sample)
         assert prompt.startswith("<|user|>A special magic number is hidden")
-        hidden = f" The special magic number is {sample.answer}. "
+        hidden = f" The special magic number is {sample.answers[0]}. "
         assert hidden in f"{prompt} "
         assert question == (
             "\n\nWhat is the special magic number?<|end|><|assistant|>\nThe special magic number is"
         )
         body = prompt.partition("\n\n")[2]
-        assert body.index(sample.answer) / len(body) == pytest.approx(sample.depth, abs=0.04)
+        assert body.index(sample.answers[0]) / len(body) == pytest.approx(sample.depth, abs=0.04)
 
 
 def test_seeds_change_numbers_and_places() -> None:
@@ -59,7 +59,7 @@ def test_seeds_change_numbers_and_places() -> None:
         needle(TOKENIZER, TEXT, length=1500, samples=3, setting="aware", seed=seed)
         for seed in (0, 1)
     )
-    assert not {s.answer for s in first} & {s.answer for s in second}
+    assert not {s.answers[0] for s in first} & {s.answers[0] for s in second}
     bodies = {shown(s)[0].partition("\n\n")[2][:40] for s in (*first, *second)}
     assert len(bodies) > 3
 
@@ -74,7 +74,7 @@ def test_multikey_asks_for_each_in_turn(keys: int) -> None:
         numbers = {part.split()[0]: part.split()[2].rstrip(".") for part in parts}
         assert len(numbers) == len(set(numbers.values())) == keys
         key = question.partition("number for ")[2].partition("?")[0]
-        assert numbers[key] == sample.answer
+        assert numbers[key] == sample.answers[0]
         assert question.endswith(f"The special magic number for {key} is")
         asked.append(list(numbers).index(key))
     assert asked == [i % keys for i in range(8)]
@@ -95,7 +95,7 @@ def test_text_without_full_stops_still_hides_a_number() -> None:
     depths = []
     for sample in needle(TOKENIZER, text, length=6000, samples=5, setting="agnostic"):
         body = shown(sample)[0].partition("\n\n")[2]
-        depths.append(body.index(sample.answer) / len(body))
+        depths.append(body.index(sample.answers[0]) / len(body))
     assert depths == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
 
 

@@ -32,7 +32,7 @@ def test_nll_windows_are_stretches_of_the_text(length, samples, seed, continuati
         if bos:
             assert window[0] == tokenizer.bos_token_id
             window = window[1:]
-        assert (sample.setting, sample.new_tokens, sample.answer) == ("agnostic", 0, "")
+        assert (sample.setting, sample.new_tokens, sample.answers) == ("agnostic", 0, ())
         begin = TEXT.body.index(tokenizer.decode(window))
         ends.append(begin + len(window))
     if samples * (length + continuation) < 10_000:  # short windows recur in so plain a text

@@ -44,17 +44,21 @@ def machine_of(device: torch.device) -> Machine:
         return Machine("interpreter", 5, False)
     about = torch.cuda.get_device_properties(device)
     name = f"sm_{about.major}{about.minor}"
-    per_processor = int(_data()["programs"].get(name, _data()["programs"]["default"]))
+    programs = tuned()["programs"]
+    per_processor = int(programs.get(name, programs["default"]))
     asm = torch.version.hip is None
     return Machine(name, per_processor * about.multi_processor_count, asm)
 
 
 def tiling(machine: Machine, kernel: str, part: Part) -> Tiling:
     """Give what was found best for such tokens on such a device, or a sane default."""
-    return _tiling(machine.architecture, kernel, _class_of(part))
+    data = tuned()["tiles"]
+    found = data.get(machine.architecture, {}).get(kernel, {})
+    mine = found.get(class_of(part), {})
+    return Tiling(**{**data["default"][kernel], **found.get("default", {}), **mine})
 
 
-def _class_of(part: Part) -> str:
+def class_of(part: Part) -> str:
     """The bits of keys and values, and the wider of the two: what decides how a kernel does."""
     names = [f"{form[2]}" if form[0] == 0 else "plain" for form in (part.key, part.value)]
     where = "pages" if part.paged else "dense"
@@ -62,12 +66,10 @@ def _class_of(part: Part) -> str:
 
 
 @cache
-def _tiling(architecture: str, kernel: str, kind: str) -> Tiling:
-    data = _data()["tiles"]
-    found = data.get(architecture, {}).get(kernel, {})
-    return Tiling(**{**data["default"][kernel], **found.get("default", {}), **found.get(kind, {})})
+def tuned() -> Any:
+    """Read what `benchmarks/gpu_tune.py` found.
 
-
-@cache
-def _data() -> Any:
+    `programs` are those of a decode step for each multiprocessor, by architecture; `tiles` are
+    fields of `Tiling` by architecture, kernel and class of tokens, over those of `default`.
+    """
     return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())

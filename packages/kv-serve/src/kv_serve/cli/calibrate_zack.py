@@ -213,7 +213,7 @@ def _search(
         return search
     make, served = caches_by(loaded, backend)
     measured = {"commit": commit(), "attention": str(served), **versions()}
-    identity = samples.plans[0].identity(loaded, text) | measured
+    identity: dict[str, object] = {**samples.plans[0].identity(loaded, text), **measured}
     identity["read"] = reading.identity(loaded, text)
     journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
     if sentence:

@@ -35,8 +35,9 @@ def demo(
         show = Show(loaded, default_text(), length)
     console = out()
     console.print(
-        f"The number {show.sample.answer} is hidden in a text of {show.sample.length:,} tokens, "
-        f"and SmolLM2 is asked for it. Then a chat, both turns in one cache: {' '.join(TURNS)}",
+        f"The number {show.sample.answers[0]} is hidden in a text of {show.sample.length:,} "
+        "tokens, and SmolLM2 is asked for it. Then a chat, both turns in one cache: "
+        f"{' '.join(TURNS)}",
         highlight=False,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

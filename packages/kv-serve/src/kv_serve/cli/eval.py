@@ -1,13 +1,14 @@
 """`kv-serve eval`: what policies cost in answers and save in bytes, as a JSON file."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import INTERRUPTED, check_writable, out, progress, refusing, remark
+from kv_serve.cli.console import check_writable, refuse, refusing
+from kv_serve.cli.evaluation import Tell, Work, finish
+from kv_serve.cli.host import expect_vllm
 from kv_serve.cli.options import (
     BackendOption,
     DeviceOption,
@@ -20,10 +21,12 @@ from kv_serve.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_serve.evaluate.caches import MakeCache
-    from kv_serve.evaluate.journal import Journal
+    from kv_serve.evaluate.harness_tasks import Harness
+    from kv_serve.evaluate.journal import Finished, Journal
     from kv_serve.evaluate.plan import Plan
-    from kv_serve.evaluate.report import Row
     from kv_serve.models import LoadedModel
     from kv_serve.tasks import Text
 
@@ -33,6 +36,9 @@ class Task(StrEnum):
 
     NEEDLE = "needle"
     MULTIKEY = "multikey"
+    PASSKEY = "passkey"
+    VARIABLE_TRACKING = "variable-tracking"
+    COMMON_WORDS = "common-words"
     NLL = "nll"
     AGREEMENT = "agreement"
 
@@ -45,36 +51,57 @@ class Where(StrEnum):
     BOTH = "both"
 
 
+class Host(StrEnum):
+    """What runs the model."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
 def evaluate(
     policy: Annotated[
         list[str],
         typer.Option(
             help="Policies to compare, between commas or as repeated options, for example "
             "k8v4,snapkv:budget=1024,window=32+k8v4. A comma starts the next policy when no `=` "
-            "follows before the next comma, `+` or `:`. `full`, transformers' own cache, is always "
+            "follows before the next comma, `+` or `:`. Choices between braces stand for a policy "
+            "each: 'kv-compress:rate={2,4,8}+k8v4'. `full`, transformers' own cache, is always "
             "run, and may stand alone."
         ),
     ],
+    json: Annotated[Path, typer.Option(help="Where the result goes.")],
     task: Annotated[
-        list[Task],
+        list[Task] | None,
         typer.Option(
-            help="needle: find one number hidden in a text. multikey: one of four. nll: nats per "
-            "token of a true continuation. agreement: share of greedy tokens equal to the full "
+            help="needle: find one number hidden in a text. multikey: one of four. passkey: one in "
+            "a text that says the same over and over. variable-tracking: which variables got a "
+            "value through others. common-words: the ten most frequent words of a list. nll: nats "
+            "per token of a true continuation. agreement: share of greedy tokens equal to the full "
             "cache's. May be repeated."
         ),
-    ],
-    json: Annotated[Path, typer.Option(help="Where the result goes.")],
+    ] = None,
     model: ModelOption = None,
     setting: Annotated[
         Where,
         typer.Option(
             help="Whether the question is inside the compressed prompt (aware) or comes after it "
-            "(agnostic); nll and agreement have no question and are always agnostic."
+            "(agnostic); nll and agreement have no question and are always agnostic. Under vLLM a "
+            "question is always inside."
         ),
     ] = Where.BOTH,
+    host: Annotated[
+        Host,
+        typer.Option(
+            help="What runs the model: transformers, or vllm, with an engine for each policy. "
+            "There `full` is vLLM's own cache, and bytes are those of the blocks that are held."
+        ),
+    ] = Host.TRANSFORMERS,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 2000,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts of each task and setting.")] = 10,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Prompts of each task, setting and seed.")
+    ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of numbers, places and windows.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -87,6 +114,30 @@ def evaluate(
     continuation: Annotated[
         int, typer.Option(min=1, help="Tokens that nll scores after each prompt.")
     ] = 256,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A task of lm-eval, as `lm-eval ls tasks` lists them, for the first --samples of "
+            "its documents. Needs kv-serve[lm-eval]. May be repeated."
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Examples before a question of lm-eval; else the task's own."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TASK=FILE: a JSON or JSON-lines file of a task's documents, in place of a "
+            "download by lm-eval. May be repeated."
+        ),
+    ] = None,
+    tasks_folder: Annotated[
+        Path | None, typer.Option(help="A folder that describes more tasks for lm-eval.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Put prompts of lm-eval into the model's chat template.")
+    ] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
@@ -96,87 +147,93 @@ def evaluate(
     The same options give the same samples. Each finished sample is kept in FILE.partial at once: a
     run that was interrupted goes on from there when it is started again.
     """
+    from kv_serve.evaluate.harness_tasks import Harness, expect_installed, read_data
     from kv_serve.evaluate.plan import SETTINGS, Plan
     from kv_serve.evaluate.specs import read_specs
     from kv_serve.tasks import default_text, read_text
 
+    if not task and not lm_eval:
+        refuse("name what to measure: --task, as in --task needle, or --lm-eval TASK")
     with refusing(ValueError):
         plan = Plan(
             policies=read_specs(policy),
-            tasks=tuple(dict.fromkeys(t.value for t in task)),
+            tasks=tuple(dict.fromkeys(t.value for t in task or ())),
             settings=tuple(s for s in SETTINGS if setting in (s, Where.BOTH)),
             length=length,
             samples=samples,
             seed=seed,
+            seeds=seeds,
             batch=batch,
             continuation=continuation,
+            split=host is Host.TRANSFORMERS,
+        )
+        harness = Harness(
+            tasks=tuple(dict.fromkeys(lm_eval or ())),
+            samples=samples,
+            shots=shots,
+            seed=seed,
+            data=read_data(data or (), lm_eval or ()),
+            folder=tasks_folder,
+            chat=chat,
         )
         source = default_text() if text is None else read_text(text)
+        if harness.tasks:
+            expect_installed()
     check_writable(json)
+    if host is Host.VLLM:
+        if backend != "auto" or device is not None:
+            refuse(
+                "--backend and --device are for transformers; vLLM attends by its own backend and "
+                "finds its device, so leave them out with --host vllm"
+            )
+        if harness.tasks:
+            refuse("--lm-eval is for transformers; lm-eval has a vLLM of its own")
+        expect_vllm()
+        loaded = load_model(model, dtype, "cpu")  # for its tokenizer and its identity
+        finish(loaded, [_samples(loaded, plan, source, host, None)], json, None)
+        return
     expect_backend(backend)
-    _evaluate(load_model(model, dtype, device), plan, source, json, backend)
-
-
-def _evaluate(loaded: "LoadedModel", plan: "Plan", text: "Text", path: Path, backend: str) -> None:
-    from kv_serve.evaluate.journal import open_journal
-    from kv_serve.evaluate.provenance import commit, versions
-    from kv_serve.evaluate.report import Report, rows
-
+    loaded = load_model(model, dtype, device)
     make, served = caches_by(loaded, backend)
-    code, under = commit(), versions()
-    partial = path.with_name(path.name + ".partial")
-    measured = {"commit": code, "versions": under, "attention": str(served)}
-    settings = plan.identity(loaded, text) | measured
-    journal, sentence = open_journal(partial, settings)
-    if sentence:
-        remark(sentence)
-    try:
-        _run(loaded, plan, text, journal, make)
-    except KeyboardInterrupt:
-        remark(
-            f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
-            "command again to go on from there."
-        )
-        raise typer.Exit(INTERRUPTED) from None
-    found = rows(plan, journal)
-    report = Report(model=loaded.name, commit=code, versions=under, attention=served, rows=found)
-    report.write(path)
-    journal.remove()
-    _show(found)
-    remark(f"Written to {path}.")
+    works = [_samples(loaded, plan, source, host, make)] if plan.tasks else []
+    if harness.tasks:
+        works.append(_documents(loaded, harness, plan.policies, make))
+    finish(loaded, works, json, served)
 
 
-def _run(
-    loaded: "LoadedModel", plan: "Plan", text: "Text", journal: "Journal", make: "MakeCache"
-) -> None:
-    from kv_serve.evaluate.runner import run
+def _samples(
+    loaded: "LoadedModel", plan: "Plan", text: "Text", host: Host, make: "MakeCache | None"
+) -> Work:
+    """Samples of our own tasks; where nothing makes caches they are for vLLM."""
+    from kv_serve.evaluate import runner, under_vllm
+    from kv_serve.evaluate.report import kept, rows
 
-    total = len(plan.pairs) * len(plan.policies) * plan.samples
-    with refusing(ValueError), progress() as shown:
-        bar = shown.add_task("making the samples", total=total)
-        for entry in run(loaded, plan, text, journal, make):
-            words = f"{entry.task}, {entry.setting}: {entry.policy}"
-            shown.update(bar, advance=1, description=words)
+    def run(journal: "Journal", tell: Tell) -> "Iterator[Finished]":
+        if make is None:
+            return under_vllm.run(loaded, plan, text, journal)
+        return runner.run(loaded, plan, text, journal, make)
+
+    return Work(
+        settings=plan.identity(loaded, text) | {"host": host.value},
+        total=len(plan.pairs) * len(plan.policies) * plan.each,
+        run=run,
+        rows=lambda journal: rows(plan, journal),
+        kept=lambda journal: kept(plan, journal),
+    )
 
 
-def _show(rows: "Sequence[Row]") -> None:
-    from rich.markup import escape
-    from rich.table import Table
+def _documents(
+    loaded: "LoadedModel", harness: "Harness", policies: tuple[str, ...], make: "MakeCache"
+) -> Work:
+    """Documents of lm-eval's tasks."""
+    from kv_serve.evaluate.harness_tasks import run
+    from kv_serve.evaluate.provenance import model_identity
+    from kv_serve.evaluate.report import harness_rows
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("policy", "task", "setting"):
-        table.add_column(name)
-    for name in ("score", "full", "KV bytes", "of full", "seconds"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            escape(row.policy),
-            row.task,
-            row.setting,
-            f"{row.score:.3f}",
-            f"{row.full_score:.3f}",
-            f"{row.kv_bytes:,.0f}",
-            f"{row.kv_bytes / row.full_bytes:.3f}",
-            f"{row.seconds:.1f}",
-        )
-    out().print(table)
+    return Work(
+        settings=model_identity(loaded) | harness.identity(),
+        total=None,
+        run=lambda journal, tell: run(loaded, harness, policies, journal, make, tell),
+        rows=lambda journal: harness_rows(harness, policies, journal),
+        kept=lambda journal: {},
+    )

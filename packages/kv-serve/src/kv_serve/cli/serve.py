@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kv_serve.cli.console import refuse, refusing, remark
+from kv_serve.cli.host import expect_vllm
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -35,7 +36,7 @@ def serve(
         typer.echo(USAGE)
     if policy is not None:
         _expect_policy(policy)
-    _expect_vllm(policy)
+    expect_vllm(policies=policy is not None)
     if wants_help:
         _options(given)
     if not given:
@@ -58,22 +59,6 @@ def _expect_policy(text: str) -> None:
 
     with refusing(ValueError):
         parse(text)
-
-
-def _expect_vllm(policy: str | None) -> None:
-    from kv_serve.vllm import versions
-
-    found = versions.installed()
-    if found is None:
-        refuse(
-            "vLLM is not installed here, and it is what serves: install kv-serve into the "
-            f"environment of one, {versions.SERVED}"
-        )
-    if policy is not None and not versions.is_served(found):
-        refuse(
-            f"policies are served in {versions.SERVED}, and this is vLLM {found}; install one of "
-            "those, or leave --policy out"
-        )
 
 
 def _folder(model: str) -> str:

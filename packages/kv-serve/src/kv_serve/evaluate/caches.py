@@ -10,15 +10,21 @@ from kv_serve.evaluate.specs import FULL
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+Kept = tuple[tuple[int, ...], ...]  # tokens of each layer's KV heads
 MakeCache = Callable[["PreTrainedModel", str], "Cache"]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a cache holds, beside what an uncompressed one takes for the same tokens, in bytes."""
+    """What a cache holds, beside what an uncompressed one takes for the same tokens, in bytes.
+
+    `kept` are the tokens kept by layer and KV head of one sequence after another; none are named
+    of a cache that keeps all in any case.
+    """
 
     kv_bytes: int
     full_bytes: int
+    kept: tuple[Kept, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -49,7 +55,12 @@ def held(cache: "Cache") -> Held:
 
     if isinstance(cache, CompressedCache):
         report = cache.memory()
-        return Held(report.total_bytes, report.full_bytes)
+        kept = report.tokens.transpose(0, 1).tolist()
+        return Held(
+            report.total_bytes,
+            report.full_bytes,
+            tuple(tuple(map(tuple, layers)) for layers in kept),
+        )
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     tensors = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
     size = sum(t.nbytes for t in tensors)

@@ -19,6 +19,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int  # what an uncompressed cache takes for it
     seconds: float
     tokens: tuple[int, ...] = ()  # what was generated
+    kept: tuple[tuple[int, ...], ...] = ()  # tokens after the prompt, by layer and KV head
+    length: int = 0  # tokens of the prompt, where it is not the one that was asked for
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -81,6 +83,14 @@ class Journal:
     def get(self, policy: str, task: str, setting: str, sample: int) -> Finished | None:
         """Give a finished sample, or None."""
         return self._entries.get((policy, task, setting, sample))
+
+    def of(self, policy: str, prefix: str) -> list[Finished]:
+        """Give the finished samples of a policy in the tasks whose names begin so, in order."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.policy == policy and entry.task.startswith(prefix)
+        ]
 
     def append(self, entries: Iterable[Finished]) -> None:
         """Keep finished samples, on disk in one piece and here."""

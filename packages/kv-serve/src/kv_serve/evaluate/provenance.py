@@ -40,15 +40,19 @@ def versions() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def subject(loaded: "LoadedModel", text: "Text") -> dict[str, object]:
-    """Name the model and the text that a result is about."""
+def model_identity(loaded: "LoadedModel") -> dict[str, str | int]:
+    """Name the model that a result is about, its numbers and its device."""
     return {
         "model": loaded.name,
         "fingerprint": loaded.fingerprint,
         "dtype": str(loaded.model.dtype),
         "device": loaded.model.device.type,
-        "text": f"{text.name} {text.digest}",
     }
+
+
+def subject(loaded: "LoadedModel", text: "Text") -> dict[str, str | int]:
+    """Name the model and the text that a result is about."""
+    return model_identity(loaded) | {"text": f"{text.name} {text.digest}"}
 
 
 def _git(folder: str, *arguments: str) -> str | None:

@@ -1,6 +1,6 @@
 """What an evaluation found, as rows and as a JSON file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Final
@@ -8,6 +8,8 @@ from typing import Annotated, Final
 import msgspec
 
 from kv_serve.backends import Serving
+from kv_serve.evaluate.harness_tasks import PREFIX, Harness
+from kv_serve.evaluate.intervals import Interval, of_change, of_mean
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.specs import FULL
@@ -22,17 +24,24 @@ Layers = Annotated[tuple[Amounts, ...], SOME]  # per layer and KV head an amount
 Spectra = Annotated[tuple[Annotated[tuple[Amounts, ...], SOME], ...], SOME]  # and here several
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy on one task: means over the samples, and the seconds all of them took."""
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One policy on one task: means over the samples, and the seconds all of them took.
+
+    Intervals hold the true mean 95 times of 100, as `kv_serve.evaluate.intervals` says; there is
+    none of a single figure.
+    """
 
     policy: str
     task: str
     setting: str
     length: Natural
-    samples: Natural
-    seed: int
+    samples: Natural  # of all seeds
+    seed: int  # the first of them
+    seeds: Natural = 1
     score: float  # share of right answers or of equal tokens; for nll nats per token
     full_score: float
+    score_interval: Interval | None = None
+    change_interval: Interval | None = None  # of score - full_score, sample by sample
     kv_bytes: Amount  # held after the prompt
     full_bytes: Whole
     seconds: Amount  # 0: nobody measured them
@@ -48,6 +57,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: the name that it was asked for by.
         commit: what `kv_serve.evaluate.provenance.commit` says of the code.
         versions: of Python and of the packages that a result may depend on.
+        settings: what the samples follow from: the model's fingerprint, its numbers and device, the
+            text, lengths and seeds, as `kv_serve.evaluate.plan.Plan.identity` gives them.
+        machine: what it was measured on, as `kv_serve.evaluate.machine.machine` says.
         attention: what attended over compressed caches.
         rows: one for each task, setting and policy.
         kept: tokens that a policy's cache holds after the prompt, mean over the samples: for each
@@ -59,9 +71,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     commit: str
     versions: Mapping[str, str]
+    settings: Mapping[str, str | int] = {}  # msgspec gives every report a fresh one
+    machine: Mapping[str, str | int | float] = {}
     attention: Serving | None = None
     rows: tuple[Row, ...]
-    kept: Mapping[str, Layers] = {}  # msgspec gives every report a fresh one
+    kept: Mapping[str, Layers] = {}
     spectra: Mapping[str, Spectra] = {}
 
     def write(self, path: Path) -> None:
@@ -72,28 +86,68 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def rows(plan: Plan, journal: Journal) -> tuple[Row, ...]:
     """Sum up a journal that has every sample of the plan, in the plan's order."""
     return tuple(
-        _row(plan, _samples(plan, journal, spec, *pair), _samples(plan, journal, FULL, *pair))
+        _row(
+            _samples(plan, journal, spec, *pair),
+            _samples(plan, journal, FULL, *pair),
+            plan.length,
+            plan.seed,
+            plan.seeds,
+        )
         for pair in plan.pairs
         for spec in plan.policies
     )
 
 
+def harness_rows(harness: Harness, policies: Sequence[str], journal: Journal) -> tuple[Row, ...]:
+    """Sum up a journal that has every task of lm-eval: a row for each of its figures and policy."""
+    found = []
+    for task in harness.tasks:
+        full = journal.of(FULL, f"{PREFIX}{task}:")
+        for name in dict.fromkeys(entry.task for entry in full):
+            before = [entry for entry in full if entry.task == name]
+            for spec in policies:
+                mine = [entry for entry in journal.of(spec, name) if entry.task == name]
+                found.append(_row(mine, before, before[0].length, harness.seed, 1))
+    return tuple(found)
+
+
+def kept(plan: Plan, journal: Journal) -> dict[str, Layers]:
+    """Give the tokens that each policy's cache holds after a prompt, mean over all samples.
+
+    Policies of which nobody counted them are left out.
+    """
+    found = {}
+    for spec in plan.policies:
+        entries = [entry for pair in plan.pairs for entry in _samples(plan, journal, spec, *pair)]
+        each = [entry.kept for entry in entries if entry.kept]
+        if each:
+            found[spec] = tuple(
+                tuple(fmean(heads) for heads in zip(*layer, strict=True))
+                for layer in zip(*each, strict=True)
+            )
+    return found
+
+
 def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
-    found = [journal.get(spec, task, setting, i) for i in range(plan.samples)]
+    found = [journal.get(spec, task, setting, i) for i in range(plan.each)]
     return [entry for entry in found if entry is not None]
 
 
-def _row(plan: Plan, samples: list[Finished], full: list[Finished]) -> Row:
+def _row(samples: list[Finished], full: list[Finished], length: int, seed: int, seeds: int) -> Row:
     first = samples[0]
+    scores, before = [s.score for s in samples], [s.score for s in full]
     return Row(
         policy=first.policy,
         task=first.task,
         setting=first.setting,
-        length=plan.length,
+        length=length,
         samples=len(samples),
-        seed=plan.seed,
-        score=fmean(s.score for s in samples),
-        full_score=fmean(s.score for s in full),
+        seed=seed,
+        seeds=seeds,
+        score=fmean(scores),
+        full_score=fmean(before),
+        score_interval=of_mean(scores),
+        change_interval=None if first.policy == FULL else of_change(scores, before),
         kv_bytes=fmean(s.kv_bytes for s in samples),
         full_bytes=fmean(s.full_bytes for s in samples),
         seconds=sum(s.seconds for s in samples),

@@ -3,7 +3,6 @@
 A prompt is read once for several policies; each then answers by itself.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -14,9 +13,10 @@ from kv_serve.evaluate.caches import MakeCache, held, make_cache
 from kv_serve.evaluate.decode import answer, ends_of, nats, read
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.scored import Said, finished
 from kv_serve.evaluate.shared import read_prompt
 from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import Sample, TaskError, Text, agreement_share, found
+from kv_serve.tasks import Sample, Text
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -45,13 +45,11 @@ def run(
         TaskError: a task cannot be made from the plan, or is longer than the model reads.
         ValueError: a policy is refused for this model.
     """
-    work = [(t, s, plan.samples_of(loaded, text, t, s)) for t, s in plan.pairs]
-    for _, _, samples in work:
-        _check_length(loaded, samples)
+    work = plan.made(loaded, text)
     for spec in plan.policies:
         make(loaded.model, spec)  # whatever is refused is refused before the first sample
-    for task, _, samples in work:
-        size = plan.batch_of(task)
+    for samples in work:
+        size = plan.batch_of(samples[0].task)
         for start in range(0, len(samples), size):
             chosen = samples[start : start + size]
             for specs in _together(plan.policies, together):
@@ -113,52 +111,22 @@ def _ask(
     began = time.perf_counter() - shared
     size = held(cache)
     logits = read(model, cache, torch.tensor([s.question_ids for s in samples]))
-    tokens: tuple[tuple[int, ...], ...] = ((),) * len(samples)
+    spoken: tuple[tuple[int, ...], ...] = ((),) * len(samples)
+    surprise: list[float | None] = [None] * len(samples)
     if first.target_ids:
         targets = torch.tensor([s.target_ids for s in samples])
-        scores = nats(model, cache, logits, targets).tolist()
+        surprise = nats(model, cache, logits, targets).tolist()
     else:
         ends = ends_of(model) if first.stop else ()
-        tokens = answer(model, cache, logits, first.new_tokens, ends)
-        scores = [
-            _score(loaded, sample, said, reference.tokens if reference else said)
-            for sample, said, reference in zip(samples, tokens, references, strict=True)
-        ]
+        spoken = answer(model, cache, logits, first.new_tokens, ends)
     seconds = (time.perf_counter() - began) / len(samples)
-    for score in scores:
-        if not math.isfinite(score):
-            raise FloatingPointError(
-                f"{spec} gave a score of {score} on {first.task}: the model's output is not finite"
-            )
-    return [
-        Finished(
-            policy=spec,
-            task=sample.task,
-            setting=sample.setting,
-            sample=start + i,
-            score=score,
-            kv_bytes=round(size.kv_bytes / len(samples)),
-            full_bytes=round(size.full_bytes / len(samples)),
-            seconds=seconds,
-            tokens=said,
-        )
-        for i, (sample, score, said) in enumerate(zip(samples, scores, tokens, strict=True))
+    kv_bytes, full_bytes = (round(n / len(samples)) for n in (size.kv_bytes, size.full_bytes))
+    kept = size.kept or ((),) * len(samples)
+    said = [
+        Said(tokens, of, kv_bytes, full_bytes, seconds, stay)
+        for tokens, of, stay in zip(spoken, surprise, kept, strict=True)
     ]
-
-
-def _score(
-    loaded: "LoadedModel", sample: Sample, said: tuple[int, ...], reference: tuple[int, ...]
-) -> float:
-    if sample.answer:
-        return float(found(str(loaded.tokenizer.decode(list(said))), sample.answer))
-    return agreement_share(said, reference)
-
-
-def _check_length(loaded: "LoadedModel", samples: Sequence[Sample]) -> None:
-    limit = getattr(loaded.model.config, "max_position_embeddings", None)
-    longest = max(s.length + len(s.target_ids) + s.new_tokens for s in samples)
-    if limit is not None and longest > limit:
-        raise TaskError(
-            f"{samples[0].task} at this length takes up to {longest:,} tokens with what comes "
-            f"after the prompt; the model {loaded.name} reads {limit:,}, so ask for fewer"
-        )
+    return [
+        finished(loaded, spec, start + i, *each)
+        for i, each in enumerate(zip(samples, said, references, strict=True))
+    ]

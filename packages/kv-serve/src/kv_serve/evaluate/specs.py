@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import product
 from typing import Final
 
 from kv_policy import UnknownPolicyError, parse
@@ -10,6 +11,8 @@ from kv_policy.part import split
 FULL: Final = "full"  # transformers' own cache, which every other one is compared with
 
 _NAME_ENDS = re.compile(r"[+:,]")
+_OPENS, _CLOSES = re.compile(r"(?<!\\)\{"), re.compile(r"(?<!\\)\}")
+_CHOICE = re.compile(r"(?<!\\)\{([^{}]*)(?<!\\)\}")
 
 
 def split_specs(text: str) -> list[str]:
@@ -17,7 +20,8 @@ def split_specs(text: str) -> list[str]:
 
     A comma starts a new text form when what follows, up to the next `+`, `:`, `,` or the end, holds
     no `=`: then it is a policy's name, else one more parameter of the policy before. A comma
-    behind a backslash belongs to a value, as in `parse`.
+    behind a backslash belongs to a value, as in `parse`, and one between braces to a choice, as in
+    `expand`.
 
     >>> split_specs("full,snapkv:budget=1024,window=32+k8v4,k4v2")
     ['full', 'snapkv:budget=1024,window=32+k8v4', 'k4v2']
@@ -25,22 +29,45 @@ def split_specs(text: str) -> list[str]:
     found: list[str] = []
     for piece in split(text, ","):
         names = "=" not in _NAME_ENDS.split(piece, maxsplit=1)[0]
-        if names or not found:
+        if not found or (names and not _is_open(found[-1])):
             found.append(piece)
         else:
             found[-1] += f",{piece}"
     return [spec.strip() for spec in found]
 
 
+def expand(spec: str) -> list[str]:
+    """Give every text form that a grid stands for: one for each choice between braces.
+
+    A brace behind a backslash belongs to a value.
+
+    >>> expand("kv-compress:rate={2,4}+k{8,4}v4")[1:]
+    ['kv-compress:rate=2+k4v4', 'kv-compress:rate=4+k8v4', 'kv-compress:rate=4+k4v4']
+
+    Raises:
+        ValueError: a brace has no other, or stands inside of others.
+    """
+    pieces = _CHOICE.split(spec)
+    if any(_OPENS.search(text) or _CLOSES.search(text) for text in pieces[::2]):
+        raise ValueError(
+            f"{spec!r} has a brace without its other; write choices as in rate={{2,4,8}}, or a "
+            "backslash before a brace that belongs to a value"
+        )
+    choices = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
 def read_specs(texts: Iterable[str]) -> tuple[str, ...]:
     """Read lists of text forms into canonical ones, `full` first, whether it was named or not.
+
+    Grids stand for all their policies.
 
     Raises:
         ValueError: an empty piece, a policy that is named twice, or whatever `parse` refuses.
     """
     found = [FULL]
     for text in texts:
-        for spec in split_specs(text):
+        for spec in (one for grid in split_specs(text) for one in expand(grid)):
             if not spec:
                 raise ValueError(
                     f"{text!r} has an empty place where a policy should be; write names between "
@@ -68,3 +95,7 @@ def read_spec(spec: str) -> str:
     except UnknownPolicyError as error:
         own = f"`{FULL}`, alone, names transformers' own cache"
         raise UnknownPolicyError(f"{error}; {own}") from None
+
+
+def _is_open(text: str) -> bool:
+    return len(_OPENS.findall(text)) > len(_CLOSES.findall(text))

@@ -66,6 +66,11 @@ def _mark(point: Point, panel: Panel, files: tuple[str, ...]) -> Mark:
     )
 
 
+def interval(of: tuple[float, float] | None) -> str:
+    """Write where the true mean is, 95 times of 100; nothing where nobody knows."""
+    return "" if of is None else f"{of[0]:.3f} to {of[1]:.3f}"
+
+
 def _unequal(panel: Panel) -> Markup:
     """Warn where points are not of the same samples."""
     found = {(point.row.samples, point.row.seed): None for point in panel.points}
@@ -83,6 +88,7 @@ def _table(panel: Panel, files: tuple[str, ...]) -> Markup:
         Column("policy", number=False),
         *([Column("file", number=False)] if several else []),
         Column("score"),
+        Column("95 %", number=False),
         Column("over full"),
         Column("% of full"),
         Column("bytes"),
@@ -101,6 +107,7 @@ def _row(point: Point, file: str | None) -> list[Cell]:
         word(row.policy),
         *([] if file is None else [word(file)]),
         number(row.score, ".3f"),
+        word(interval(row.score_interval)),
         number(row.score - row.full_score, "+.3f"),
         number(100 * point.share, ".1f"),
         number(row.kv_bytes, ",.0f"),

@@ -1,18 +1,20 @@
 """What was run, so that it can be run again."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from kv_serve.evaluate.plan import WITHOUT_QUESTION
 from kv_serve.evaluate.report import Report, Row
 from kv_serve.evaluate.specs import FULL
 from kv_serve.report.markup import Markup, join, tag, text
 from kv_serve.report.read import Source
 
-_QUESTIONS: Final = frozenset({"needle", "multikey"})  # the tasks that have two settings
+_OPTIONS: Final = ("host", "batch", "continuation")  # that settings name as the command does
+_SAID: Final = frozenset({"model", "length", "samples", "seed", "seeds"})  # in other places
 _ABOUT = (
-    "A result file does not say which text, numbers, device, batch and continuation it was "
-    "measured with: where those were not the defaults, name them as well."
+    "A text other than the default, and numbers or a device that were asked for, have to be named "
+    "as well."
 )
 
 
@@ -22,34 +24,40 @@ def run(sources: Sequence[Source]) -> Markup:
 
 
 def commands(report: Report) -> tuple[str, ...]:
-    """Write the commands that measure a report's rows, one for each length, samples and seed.
+    """Write the commands that measure a report's rows, one for each length, samples and seeds.
 
-    >>> from kv_serve.evaluate.report import Report, Row
+    >>> from kv_serve.evaluate.plan import WITHOUT_QUESTION
+    from kv_serve.evaluate.report import Report, Row
     >>> row = Row(policy="k8v4", task="nll", setting="agnostic", length=9, samples=2, seed=0,
     ...     score=1.0, full_score=1.0, kv_bytes=1.0, full_bytes=2.0, seconds=0.0)
     >>> print(*commands(Report(model="m", commit="", versions={}, rows=(row,))))
     kv-serve eval --model m --policy k8v4 --task nll --length 9 --samples 2 --seed 0 --json FILE
     """
-    groups: dict[tuple[int, int, int], list[Row]] = {}
+    groups: dict[tuple[int, int, int, int], list[Row]] = {}
     for row in report.rows:
-        groups.setdefault((row.length, row.samples, row.seed), []).append(row)
-    return tuple(_command(report.model, rows) for rows in groups.values())
+        groups.setdefault((row.length, row.samples, row.seed, row.seeds), []).append(row)
+    return tuple(_command(report, rows) for rows in groups.values())
 
 
-def _command(model: str, rows: Sequence[Row]) -> str:
+def _command(report: Report, rows: Sequence[Row]) -> str:
     policies = [p for p in dict.fromkeys(row.policy for row in rows) if p != FULL] or [FULL]
-    settings = {row.setting for row in rows if row.task in _QUESTIONS}
+    settings = {row.setting for row in rows if row.task not in WITHOUT_QUESTION}
     first = rows[0]
-    words = ["kv-serve", "eval", "--model", model]
+    words = ["kv-serve", "eval", "--model", report.model]
     for policy in policies:
         words += ["--policy", policy]
     for task in dict.fromkeys(row.task for row in rows):
         words += ["--task", task]
     if len(settings) == 1:
         words += ["--setting", *settings]
-    words += ["--length", f"{first.length}", "--samples", f"{first.samples}"]
-    words += ["--seed", f"{first.seed}", "--json", "FILE"]
-    return shlex.join(words)
+    words += ["--length", f"{first.length}", "--samples", f"{first.samples // first.seeds}"]
+    words += ["--seed", f"{first.seed}"]
+    if first.seeds > 1:
+        words += ["--seeds", f"{first.seeds}"]
+    for name in _OPTIONS:
+        if name in report.settings:
+            words += [f"--{name}", f"{report.settings[name]}"]
+    return shlex.join([*words, "--json", "FILE"])
 
 
 def _file(source: Source) -> Markup:
@@ -62,16 +70,26 @@ def _file(source: Source) -> Markup:
         "tasks": _all(f"{row.task} ({row.setting})" for row in report.rows),
         "length": _all(f"{row.length:,} tokens" for row in report.rows),
         "samples": _all(f"{row.samples:,}" for row in report.rows),
-        "seed": _all(str(row.seed) for row in report.rows),
+        "seed": _all(_seeds(row) for row in report.rows),
+        "settings": _named(report.settings, leave=_SAID),
+        "machine": _named(report.machine),
         "versions": _all(f"{name} {version}" for name, version in report.versions.items()),
     }
     return tag(
         "article",
         {"class": "whole"},
         tag("h3", None, text(source.name)),
-        tag("dl", None, *(_fact(name, value) for name, value in facts.items())),
+        tag("dl", None, *(_fact(name, value) for name, value in facts.items() if value)),
         *(tag("pre", {"tabindex": "0"}, tag("code", None, text(c))) for c in commands(report)),
     )
+
+
+def _seeds(row: Row) -> str:
+    return str(row.seed) if row.seeds == 1 else f"{row.seed} to {row.seed + row.seeds - 1}"
+
+
+def _named(values: Mapping[str, object], leave: Iterable[str] = ()) -> str:
+    return _all(f"{name} {value}" for name, value in values.items() if name not in leave)
 
 
 def _fact(name: str, value: str) -> Markup:

@@ -1,8 +1,9 @@
-"""What a compressed cache is asked: prompts with hidden numbers, and windows of plain text."""
+"""What a compressed cache is asked: prompts that hide answers, and windows of plain text."""
 
-from kv_serve.tasks.hidden import multikey, needle
+from kv_serve.tasks.counting import common_words
+from kv_serve.tasks.hidden import multikey, needle, passkey, variable_tracking
 from kv_serve.tasks.sample import Sample, Setting, TaskError, TaskName
-from kv_serve.tasks.scoring import agreement_share, found, nats_per_token
+from kv_serve.tasks.scoring import agreement_share, found, found_share, nats_per_token
 from kv_serve.tasks.text import Text, default_text, read_text
 from kv_serve.tasks.windows import agreement, nll
 
@@ -14,11 +15,15 @@ __all__ = [
     "Text",
     "agreement",
     "agreement_share",
+    "common_words",
     "default_text",
     "found",
+    "found_share",
     "multikey",
     "nats_per_token",
     "needle",
     "nll",
+    "passkey",
     "read_text",
+    "variable_tracking",
 ]

@@ -1,16 +1,19 @@
-"""Retrieval: numbers hidden in a long text, one of them asked for.
+"""Retrieval: sentences hidden in a long text, of which one or all are asked for.
 
-The idea is the needle-in-a-haystack test (Kamradt, 2023) and its variant with several keyed needles
-(RULER, arXiv:2404.06654); the wording is our own.
+The ideas are the needle-in-a-haystack test (Kamradt, 2023), its variant with several keyed needles
+and variable tracking (RULER, arXiv:2404.06654), and passkey retrieval (Mohtashami and Jaggi,
+arXiv:2305.16300); the wording is our own.
 """
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.prompt import Frame, Haystack, fit
-from kv_serve.tasks.sample import Sample, Setting, TaskError, TaskName
+from kv_serve.tasks.prompt import Haystack
+from kv_serve.tasks.puzzle import Puzzle, posed
+from kv_serve.tasks.sample import Sample, Setting, TaskError
 from kv_serve.tasks.text import Text
 
 if TYPE_CHECKING:
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
 
 DIGITS = 7
 NEW_TOKENS = 16
-SLACK = 16  # tokens that the last prompt of a text may fall short of its length
 KEYS = ("harbor", "violin", "meadow", "glacier", "lantern", "orchard", "compass", "pepper")
 
 INTRO = "A special magic number is hidden in the text below. Find it and remember it."
@@ -31,15 +33,22 @@ KEYED_NEEDLE = "The special magic number for {key} is {number}."
 KEYED_QUESTION = "What is the special magic number for {key}?"
 KEYED_ANSWER = "The special magic number for {key} is"
 
+PASS_INTRO = "A pass key stands somewhere in the dull text below. Find it and remember it."
+PASS_NEEDLE = "The pass key is {number}. Remember it: {number} is the pass key."
+PASS_QUESTION = "What is the pass key?"
+PASS_ANSWER = "The pass key is"
+NOISE = "The road is long. The rain falls. The clouds go by. We walk there and we walk back again."
 
-@dataclass(frozen=True, slots=True)
-class _Puzzle:
-    intro: str
-    hidden: tuple[tuple[float, str], ...]
-    question: str
-    opening: str
-    answer: str
-    depth: float
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ"  # no vowels, so that no name is a word
+NAME_LETTERS = 4
+TRACK_INTRO = (
+    "Assignments to variables are hidden in the text below. Follow them and remember them."
+)
+TRACK_FIRST = "VAR {name} = {number}."
+TRACK_NEXT = "VAR {name} = VAR {before}."
+TRACK_QUESTION = "Which variables have the value {number}, directly or through other variables?"
+TRACK_ANSWER = "The variables that have the value {number} are"
+TOKENS_OF_NAME = 8  # that a name and a comma take at most
 
 
 def needle(
@@ -66,13 +75,15 @@ def needle(
     Raises:
         TaskError: the length leaves no room for the wording, or the text is too short for it.
     """
+    haystack = Haystack.of(text)
     puzzles = []
     for i in range(samples):
         random_ = random.Random(f"needle {seed} {i}")
         number, depth = _number(random_), (i + 0.5) / samples
         hidden = ((depth, NEEDLE.format(number=number)),)
-        puzzles.append(_Puzzle(INTRO, hidden, QUESTION, ANSWER, number, depth))
-    return _samples("needle", tokenizer, text, length, setting, seed, puzzles)
+        begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
+        puzzles.append(_hiding(haystack, begin, hidden, INTRO, QUESTION, ANSWER, (number,), depth))
+    return posed("needle", tokenizer, puzzles, length=length, setting=setting)
 
 
 def multikey(
@@ -103,12 +114,13 @@ def multikey(
     """
     if not 2 <= keys <= len(KEYS):
         raise TaskError(f"keys={keys}: multikey hides 2 to {len(KEYS)} numbers")
+    haystack = Haystack.of(text)
     puzzles = []
     for i in range(samples):
         random_ = random.Random(f"multikey {seed} {i}")
         names = random_.sample(KEYS, keys)
         numbers = [_number(random_) for _ in names]
-        depths = [(j + 0.1 + 0.8 * random_.random()) / keys for j in range(keys)]
+        depths = _spread(random_, keys)
         hidden = tuple(
             (depth, KEYED_NEEDLE.format(key=name, number=number))
             for depth, name, number in zip(depths, names, numbers, strict=True)
@@ -116,10 +128,112 @@ def multikey(
         asked = i % keys
         question = KEYED_QUESTION.format(key=names[asked])
         opening = KEYED_ANSWER.format(key=names[asked])
+        begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
+        answers, depth = (numbers[asked],), depths[asked]
         puzzles.append(
-            _Puzzle(KEYED_INTRO, hidden, question, opening, numbers[asked], depths[asked])
+            _hiding(haystack, begin, hidden, KEYED_INTRO, question, opening, answers, depth)
         )
-    return _samples("multikey", tokenizer, text, length, setting, seed, puzzles)
+    return posed("multikey", tokenizer, puzzles, length=length, setting=setting)
+
+
+def passkey(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    length: int,
+    samples: int,
+    setting: Setting,
+    seed: int = 0,
+) -> tuple[Sample, ...]:
+    """Prompts with one number, said twice, in a text that repeats a few sentences over and over.
+
+    Args:
+        tokenizer: As for `needle`.
+        length: As for `needle`.
+        samples: As for `needle`.
+        setting: As for `needle`.
+        seed: Of the numbers.
+
+    Raises:
+        TaskError: the length leaves no room for the wording.
+    """
+    haystack = Haystack.of(Text("of passkey", (NOISE,) * max(length, 1)))
+    puzzles = []
+    for i in range(samples):
+        number, depth = _number(random.Random(f"passkey {seed} {i}")), (i + 0.5) / samples
+        hidden = ((depth, PASS_NEEDLE.format(number=number)),)
+        asked = (PASS_INTRO, PASS_QUESTION, PASS_ANSWER)
+        puzzles.append(_hiding(haystack, 0, hidden, *asked, (number,), depth))
+    return posed("passkey", tokenizer, puzzles, length=length, setting=setting)
+
+
+def variable_tracking(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Text,
+    *,
+    length: int,
+    samples: int,
+    setting: Setting,
+    seed: int = 0,
+    hops: int = 4,
+) -> tuple[Sample, ...]:
+    """Prompts in which a variable gets a number and others get it from one another; all are asked.
+
+    The assignments stand in equal parts of the text, in order, and the score is the share of the
+    `hops + 1` names that the answer has.
+
+    Args:
+        tokenizer: As for `needle`.
+        text: As for `needle`.
+        length: As for `needle`.
+        samples: As for `needle`.
+        setting: As for `needle`.
+        seed: As for `needle`.
+        hops: How often the value is handed on, at least 1.
+
+    Raises:
+        TaskError: as for `needle`, or `hops` is out of range.
+    """
+    if hops < 1:
+        raise TaskError(f"hops={hops}: variable-tracking hands a value on at least once")
+    haystack = Haystack.of(text)
+    puzzles = []
+    for i in range(samples):
+        random_ = random.Random(f"variable-tracking {seed} {i}")
+        names, number = _names(random_, hops + 1), _number(random_)
+        first = TRACK_FIRST.format(name=names[0], number=number)
+        rest = [TRACK_NEXT.format(name=name, before=before) for before, name in pairwise(names)]
+        hidden = tuple(zip(_spread(random_, hops + 1), (first, *rest), strict=True))
+        question = TRACK_QUESTION.format(number=number)
+        opening = TRACK_ANSWER.format(number=number)
+        begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
+        asked = (TRACK_INTRO, question, opening)
+        room = TOKENS_OF_NAME * len(names)
+        puzzles.append(_hiding(haystack, begin, hidden, *asked, names, 0.0, room))
+    return posed("variable-tracking", tokenizer, puzzles, length=length, setting=setting)
+
+
+def _hiding(
+    haystack: Haystack,
+    begin: int,
+    hidden: Sequence[tuple[float, str]],
+    intro: str,
+    question: str,
+    opening: str,
+    answers: tuple[str, ...],
+    depth: float,
+    new_tokens: int = NEW_TOKENS,
+) -> Puzzle:
+    return Puzzle(
+        intro=intro,
+        body=partial(haystack.with_hidden, begin, hidden=hidden),
+        available=len(haystack.words) - begin,
+        source=haystack.name,
+        question=question,
+        opening=opening,
+        answers=answers,
+        depth=depth,
+        new_tokens=new_tokens,
+    )
 
 
 def _number(random_: random.Random) -> str:
@@ -127,65 +241,14 @@ def _number(random_: random.Random) -> str:
     return "".join(random_.sample("123456789", DIGITS))
 
 
-def _samples(
-    task: TaskName,
-    tokenizer: "PreTrainedTokenizerBase",
-    text: Text,
-    length: int,
-    setting: Setting,
-    seed: int,
-    puzzles: Sequence[_Puzzle],
-) -> tuple[Sample, ...]:
-    if not puzzles:
-        raise TaskError(f"samples=0: {task} needs at least 1")
-    frame, haystack = Frame.of(tokenizer), Haystack.of(text)
-    return tuple(
-        _sample(task, frame, haystack, length, setting, random.Random(f"text {seed} {i}"), puzzle)
-        for i, puzzle in enumerate(puzzles)
-    )
+def _spread(random_: random.Random, count: int) -> list[float]:
+    """Depths in equal parts of a text, one a part and never at the edge of it."""
+    return [(j + 0.1 + 0.8 * random_.random()) / count for j in range(count)]
 
 
-def _sample(
-    task: TaskName,
-    frame: Frame,
-    haystack: Haystack,
-    length: int,
-    setting: Setting,
-    random_: random.Random,
-    puzzle: _Puzzle,
-) -> Sample:
-    begin = haystack.choose(random_, length)
-    question = f"\n\n{puzzle.question}{frame.tail}{puzzle.opening}"
-
-    def encode(count: int) -> tuple[list[int], list[int]]:
-        body = haystack.with_hidden(begin, count, puzzle.hidden)
-        return frame.encode(f"{frame.head}{puzzle.intro}\n\n{body}", question)
-
-    def cost(count: int) -> int:
-        return sum(map(len, encode(count)))
-
-    available = len(haystack.words) - begin
-    count = fit(cost, length, available)
-    if count < 0:
-        raise TaskError(
-            f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
-            " tokenizer; ask for more"
-        )
-    prompt, rest = encode(count)
-    total = len(prompt) + len(rest)
-    if count == available and total < length - SLACK:
-        raise TaskError(
-            f"the text {haystack.name} gives a prompt of {total} tokens, fewer than"
-            f" length={length}; give a longer text"
-        )
-    if setting == "aware":
-        prompt, rest = [*prompt, *rest[:-1]], rest[-1:]
-    return Sample(
-        task=task,
-        setting=setting,
-        prompt_ids=tuple(prompt),
-        question_ids=tuple(rest),
-        answer=puzzle.answer,
-        depth=puzzle.depth,
-        new_tokens=NEW_TOKENS,
-    )
+def _names(random_: random.Random, count: int) -> tuple[str, ...]:
+    """Names that all differ."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(random_.sample(LETTERS, NAME_LETTERS))] = None
+    return tuple(found)

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Setting = Literal["aware", "agnostic"]
-TaskName = Literal["needle", "multikey", "nll", "agreement"]
+TaskName = Literal[
+    "needle",
+    "multikey",
+    "passkey",
+    "variable-tracking",
+    "common-words",
+    "nll",
+    "agreement",
+]
 
 
 class TaskError(ValueError):
@@ -26,7 +34,8 @@ class Sample:
         prompt_ids: Token ids whose keys and values are compressed.
         question_ids: Token ids fed after that; the last one predicts the first token of the answer.
         target_ids: The true continuation, for `nll`; empty otherwise.
-        answer: The digits to be found in the generated text; empty where there is no such answer.
+        answers: The numbers or words to be found in the generated text; the score is the share of
+            them that are. Empty where there is no such answer.
         depth: Where the answer stands, from 0 at the start of the text to 1 at its end.
         new_tokens: How many tokens to generate at most; 0 for `nll`.
         stop: Whether generation ends at the model's end-of-text token.
@@ -37,7 +46,7 @@ class Sample:
     prompt_ids: tuple[int, ...] = field(repr=False)
     question_ids: tuple[int, ...] = field(repr=False)
     target_ids: tuple[int, ...] = field(default=(), repr=False)
-    answer: str = ""
+    answers: tuple[str, ...] = ()
     depth: float = 0.0
     new_tokens: int = 0
     stop: bool = True

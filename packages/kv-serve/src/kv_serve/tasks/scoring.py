@@ -11,9 +11,24 @@ _SEPARATOR = re.compile(r"(?<=\d)[,_\u00a0 ](?=\d{3}(?!\d))")
 
 
 def found(generated: str, answer: str) -> bool:
-    """Whether the whole number stands in the generated text, thousands separators ignored."""
-    plain = re.compile(rf"(?<!\d){re.escape(answer)}(?!\d)")
+    """Whether the whole number or word stands in the generated text.
+
+    Thousands separators of a number are ignored, and whether letters of a word are capital ones.
+    """
+    edge = r"\d" if answer.isdigit() else r"\w"
+    plain = re.compile(rf"(?<!{edge}){re.escape(answer)}(?!{edge})", re.IGNORECASE)
     return any(plain.search(text) for text in (generated, _SEPARATOR.sub("", generated)))
+
+
+def found_share(generated: str, answers: Sequence[str]) -> float:
+    """The share of the answers that stand in the generated text, from 0 to 1.
+
+    Raises:
+        ValueError: there is no answer.
+    """
+    if not answers:
+        raise ValueError("a share of answers needs at least one of them")
+    return sum(found(generated, answer) for answer in answers) / len(answers)
 
 
 def nats_per_token(logits: Float[Tensor, "L V"], targets: Int[Tensor, " L"]) -> float:

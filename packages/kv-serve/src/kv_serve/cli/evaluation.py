@@ -1,0 +1,121 @@
+"""Running an evaluation from a terminal: a bar, what is kept when it ends early, and a table."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from kv_serve.cli.console import INTERRUPTED, out, progress, refusing, remark
+
+if TYPE_CHECKING:
+    from kv_serve.backends import Serving
+    from kv_serve.evaluate.journal import Finished, Journal
+    from kv_serve.evaluate.report import Layers, Row
+    from kv_serve.models import LoadedModel
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Samples to be finished.
+
+    Attributes:
+        settings: what they follow from.
+        total: how many there are; None where nobody knows before they are made.
+        run: finishes them, those that the journal has at once; it may tell what it is at.
+        rows: sums up a journal that has them all.
+        kept: gives the tokens that heads keep, by policy.
+    """
+
+    settings: Mapping[str, str | int]
+    total: int | None
+    run: "Callable[[Journal, Tell], Iterator[Finished]]"
+    rows: "Callable[[Journal], tuple[Row, ...]]"
+    kept: "Callable[[Journal], Mapping[str, Layers]]"
+
+
+def finish(
+    loaded: "LoadedModel", works: Sequence[Work], path: Path, served: "Serving | None"
+) -> None:
+    """Finish all samples, write the JSON file, and show its rows as a table."""
+    from kv_serve.evaluate.journal import open_journal
+    from kv_serve.evaluate.machine import machine
+    from kv_serve.evaluate.provenance import commit, versions
+    from kv_serve.evaluate.report import Report
+
+    code, under = commit(), versions()
+    partial = path.with_name(path.name + ".partial")
+    settings = {name: value for work in works for name, value in work.settings.items()}
+    measured = {"commit": code, "versions": under, "attention": str(served)}
+    journal, sentence = open_journal(partial, {**settings, **measured})
+    if sentence:
+        remark(sentence)
+    try:
+        _run(works, journal)
+    except KeyboardInterrupt:
+        remark(
+            f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
+            "command again to go on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    found = tuple(row for work in works for row in work.rows(journal))
+    report = Report(
+        model=loaded.name,
+        commit=code,
+        versions=under,
+        settings=settings,
+        machine=machine(),
+        attention=served,
+        rows=found,
+        kept={name: layers for work in works for name, layers in work.kept(journal).items()},
+    )
+    report.write(path)
+    journal.remove()
+    _show(found)
+    remark(f"Written to {path}.")
+
+
+def _run(works: Sequence[Work], journal: "Journal") -> None:
+    totals = [work.total for work in works]
+    total = None if None in totals else sum(each for each in totals if each is not None)
+    with refusing(ValueError), progress() as shown:
+        bar = shown.add_task("making the samples", total=total)
+
+        def tell(words: str) -> None:
+            shown.update(bar, description=words)
+
+        for work in works:
+            for entry in work.run(journal, tell):
+                tell(f"{entry.task}, {entry.setting}: {entry.policy}")
+                shown.update(bar, advance=1)
+
+
+def _show(rows: "Sequence[Row]") -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("policy", "task", "setting"):
+        table.add_column(name)
+    for name in ("score", "95 %", "full", "KV bytes", "of full", "seconds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            escape(row.policy),
+            row.task,
+            row.setting,
+            f"{row.score:.3f}",
+            _interval(row.score_interval),
+            f"{row.full_score:.3f}",
+            f"{row.kv_bytes:,.0f}",
+            f"{row.kv_bytes / row.full_bytes:.3f}",
+            f"{row.seconds:.1f}",
+        )
+    out().print(table)
+
+
+def _interval(of: tuple[float, float] | None) -> str:
+    return "" if of is None else f"{of[0]:.3f} to {of[1]:.3f}"

@@ -1,0 +1,237 @@
+"""Tasks of lm-eval, run under every policy, as finished samples beside those of our own tasks."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from kv_serve.evaluate.caches import MakeCache
+from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.tasks import TaskError
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from kv_serve.evaluate.harness import Asked
+    from kv_serve.models import LoadedModel
+
+PREFIX: Final = "lm-eval:"  # of the names of such tasks in a result
+AWARE: Final = "aware"  # questions stand where the task's own prompt has them, inside
+INSTALL: Final = "pip install 'kv-serve[lm-eval]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """Which tasks of lm-eval are asked, and how.
+
+    Attributes:
+        tasks: names that lm-eval knows.
+        samples: how many documents of each, from its first on.
+        shots: examples before each question; None for what the task says.
+        seed: of the choice of examples.
+        data: files that documents are read from, in place of a download, by task.
+        folder: where more tasks are described; None for lm-eval's own alone.
+        chat: whether prompts are put into the model's chat template.
+    """
+
+    tasks: tuple[str, ...]
+    samples: int
+    shots: int | None = None
+    seed: int = 0
+    data: Mapping[str, Path] | None = None
+    folder: Path | None = None
+    chat: bool = False
+
+    def identity(self) -> dict[str, str | int]:
+        """What results depend on."""
+        from importlib.metadata import version
+
+        files = {task: str(path) for task, path in (self.data or {}).items()}
+        return {
+            "lm_eval": version("lm-eval"),
+            "lm_eval_samples": self.samples,
+            "lm_eval_shots": "" if self.shots is None else self.shots,
+            "lm_eval_seed": self.seed,
+            "lm_eval_data": str(files),
+            "lm_eval_chat": int(self.chat),
+        }
+
+
+def expect_installed() -> None:
+    """Refuse where there is no lm-eval.
+
+    Raises:
+        TaskError: it is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise TaskError(f"lm-eval is not installed, and it is what asks such tasks: {INSTALL}")
+
+
+def read_data(given: Iterable[str], tasks: Iterable[str]) -> dict[str, Path]:
+    """Read which task's documents are in which file, from `TASK=FILE`.
+
+    Raises:
+        TaskError: one is not of that form, names no task that is asked, or a file that is not.
+    """
+    asked, found = set(tasks), {}
+    for each in given:
+        task, equal, name = each.partition("=")
+        if not equal or not name:
+            raise TaskError(f"--data {each} is not of the form TASK=FILE, as in gsm8k=test.jsonl")
+        if task not in asked:
+            raise TaskError(f"--data {each} is for the task {task}, which --lm-eval does not name")
+        path = Path(name)
+        if not path.is_file():
+            raise TaskError(f"--data {each}: there is no file {path}")
+        found[task] = path.resolve()
+    return found
+
+
+def run(
+    loaded: "LoadedModel",
+    harness: Harness,
+    policies: Sequence[str],
+    journal: Journal,
+    make: MakeCache,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Iterator[Finished]:
+    """Ask every task under every policy; give the samples of a task when all are there.
+
+    What the journal has of a task under a policy is given at once, and not run again. `tell` gets
+    to know what is being done.
+
+    Raises:
+        TaskError: lm-eval is not installed or has no task of a name, it cannot be read, or a score
+            of it is none of single documents.
+    """
+    manager = _manager(harness, tell)
+    for task in harness.tasks:
+        for spec in policies:
+            known = journal.of(spec, f"{PREFIX}{task}:")
+            if not known:
+                known = _asked(loaded, harness, manager, task, spec, make, tell)
+                journal.append(known)
+            yield from known
+
+
+def _manager(harness: Harness, tell: Callable[[str], None]) -> "TaskManager":
+    """What finds the tasks; lm-eval's own, thousands of files, are read if one of them is asked."""
+    from lm_eval.tasks import TaskManager
+
+    if harness.folder is not None:
+        found = TaskManager(include_path=str(harness.folder), include_defaults=False)
+        if {*harness.tasks} <= {*found.all_tasks}:
+            return found
+    tell("reading what tasks lm-eval has")
+    found = TaskManager(include_path=None if harness.folder is None else str(harness.folder))
+    unknown = [task for task in harness.tasks if task not in found.all_tasks]
+    if unknown:
+        raise TaskError(
+            f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists what there is"
+        )
+    return found
+
+
+def _asked(
+    loaded: "LoadedModel",
+    harness: Harness,
+    manager: "TaskManager",
+    task: str,
+    spec: str,
+    make: MakeCache,
+    tell: Callable[[str], None],
+) -> list[Finished]:
+    from lm_eval import simple_evaluate
+
+    from kv_serve.evaluate.harness import CompressedLM
+
+    took: list[Asked] = []
+
+    def done(asked: "Asked") -> None:
+        took.append(asked)
+        tell(f"{PREFIX}{task}: {spec}, {len(took):,} requests")
+
+    model = CompressedLM(loaded, spec, make, done)
+    try:
+        found: dict[str, Any] = simple_evaluate(
+            model=model,
+            tasks=[_described(task, harness)],
+            num_fewshot=harness.shots,
+            limit=harness.samples,
+            apply_chat_template=harness.chat,
+            fewshot_as_multiturn=harness.chat,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=True,
+            random_seed=harness.seed,
+            numpy_random_seed=harness.seed,
+            torch_random_seed=harness.seed,
+            fewshot_random_seed=harness.seed,
+        )
+    except OSError as error:  # all that a hub and files fail with
+        raise TaskError(
+            f"lm-eval cannot read the documents of {task}: {type(error).__name__}: {error}; name a "
+            f"local file of them, as in --data {task}=FILE"
+        ) from error
+    return _finished(task, spec, found, took)
+
+
+def _described(task: str, harness: Harness) -> str | dict[str, Any]:
+    """The name of a task; where documents come from a file, with all of its splits there."""
+    path = (harness.data or {}).get(task)
+    if path is None:
+        return task
+    splits = dict.fromkeys(("train", "validation", "test", "dev"), str(path))
+    return {
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": splits},
+    }
+
+
+def _finished(
+    task: str, spec: str, found: dict[str, Any], took: "Sequence[Asked]"
+) -> list[Finished]:
+    """One sample for each document and each figure that lm-eval has of it.
+
+    A document may be several requests, so bytes and seconds are means over all of the task's.
+    """
+    if not took:
+        raise TaskError(f"lm-eval found no documents of {task}")
+    samples = [one for every in found["samples"].values() for one in every]
+    length, kv_bytes, full_bytes = (
+        round(fmean(values))
+        for values in zip(*((a.length, a.kv_bytes, a.full_bytes) for a in took), strict=True)
+    )
+    return [
+        Finished(
+            policy=spec,
+            task=f"{PREFIX}{task}:{metric}{_filter(one)}",
+            setting=AWARE,
+            sample=int(one["doc_id"]),
+            score=_number(task, metric, one[metric]),
+            kv_bytes=kv_bytes,
+            full_bytes=full_bytes,
+            seconds=sum(asked.seconds for asked in took) / len(samples),
+            length=max(length, 1),
+        )
+        for one in samples
+        for metric in one["metrics"]
+    ]
+
+
+def _filter(one: dict[str, Any]) -> str:
+    name = one.get("filter", "none")
+    return "" if name == "none" else f",{name}"
+
+
+def _number(task: str, metric: str, value: object) -> float:
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise TaskError(
+        f"{metric} of {task} is a figure of all documents together, not of each; such tasks cannot "
+        "be compared sample by sample (for perplexity there is the task nll)"
+    )

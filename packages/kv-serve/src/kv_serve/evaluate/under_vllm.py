@@ -1,0 +1,88 @@
+"""The samples of an evaluation under vLLM: one engine for each policy, one sample at a time.
+
+vLLM reads a prompt to its end before any of it is compressed, so a question stands inside the
+prompt, and the token after the prompt comes from an uncompressed cache; all others come from what
+was kept. `full` is vLLM's own cache.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.scored import Said, finished
+from kv_serve.evaluate.specs import FULL
+from kv_serve.tasks import Sample, Text
+
+if TYPE_CHECKING:
+    from kv_serve.models import LoadedModel
+    from kv_serve.vllm.asking import Engine
+
+Numbered = tuple[int, Sample]
+ROOM = 512  # tokens beside those of a prompt that has not been compressed yet
+
+
+def run(loaded: "LoadedModel", plan: Plan, text: Text, journal: Journal) -> Iterator[Finished]:
+    """Finish every sample under every policy, `full` before the others; give each as it is there.
+
+    Samples that the journal has are given at once and not run again.
+
+    Args:
+        loaded: the model, whose tokenizer makes the samples.
+        plan: of questions inside their prompts.
+        text: where prompts are cut from.
+        journal: takes every sample as it is finished.
+
+    Raises:
+        TaskError: a task cannot be made from the plan, or is longer than the model reads.
+        ValueError: vLLM refuses a policy for this model.
+        RuntimeError: an engine ended before it had answered.
+    """
+    from kv_serve.vllm.asking import replies
+
+    work = [numbered for samples in plan.made(loaded, text) for numbered in enumerate(samples)]
+    token_bytes = raw_token_bytes(loaded)
+    for spec in plan.policies:
+        known = [_known(journal, spec, each) for each in work]
+        yield from (entry for entry in known if entry is not None)
+        missing = [each for each, entry in zip(work, known, strict=True) if entry is None]
+        if not missing:
+            continue
+        asked = [sample for _, sample in missing]
+        engine = _engine(loaded, spec, asked, token_bytes)
+        for (i, sample), reply in zip(missing, replies(engine, asked), strict=True):
+            full_bytes = sample.length * token_bytes
+            said = Said(reply.tokens, reply.nats, reply.kv_bytes, full_bytes, reply.seconds)
+            reference = None if spec == FULL else _known(journal, FULL, (i, sample))
+            entry = finished(loaded, spec, i, sample, said, reference)
+            journal.append([entry])
+            yield entry
+
+
+def raw_token_bytes(loaded: "LoadedModel") -> int:
+    """Bytes that keys and values of one token take in all layers, uncompressed."""
+    from kv_serve.hf.support import cache_shape
+
+    shape = cache_shape(loaded.model)
+    dims = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
+    return dims * shape.dtype.itemsize
+
+
+def _engine(
+    loaded: "LoadedModel", spec: str, samples: Sequence[Sample], token_bytes: int
+) -> "Engine":
+    from kv_serve.vllm.asking import Engine
+
+    longest = max(s.length + len(s.target_ids) + s.new_tokens for s in samples)
+    return Engine(
+        model=str(loaded.folder),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        policy=None if spec == FULL else spec,
+        kv_bytes=(2 * longest + ROOM) * token_bytes,
+        longest=longest,
+    )
+
+
+def _known(journal: Journal, spec: str, numbered: Numbered) -> Finished | None:
+    i, sample = numbered
+    return journal.get(spec, sample.task, sample.setting, i)

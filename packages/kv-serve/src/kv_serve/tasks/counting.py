@@ -1,0 +1,101 @@
+"""Counting: the words that stand most often in a list.
+
+The idea is common words extraction (RULER, arXiv:2404.06654); the wording is our own. Unlike a
+needle, the answer is spread over the whole prompt.
+"""
+
+import random
+from typing import TYPE_CHECKING
+
+from kv_serve.tasks.puzzle import Puzzle, posed
+from kv_serve.tasks.sample import Sample, Setting, TaskError
+from kv_serve.tasks.text import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INTRO = "Below is a numbered list of words. Some words stand in it far more often than the others."
+QUESTION = "Which {count} words stand most often in the list?"
+OPENING = "The {count} words that stand most often in the list are:"
+RARE = 3  # times that other words stand there, as in RULER
+TOKENS_OF_WORD = 8  # that a word and a number before it take at most
+WORD_LETTERS = range(4, 10)
+
+
+def common_words(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Text,
+    *,
+    length: int,
+    samples: int,
+    setting: Setting,
+    seed: int = 0,
+    common: int = 10,
+    often: int = 30,
+) -> tuple[Sample, ...]:
+    """Prompts that are lists of words, in which `common` of them stand `often` times and others 3.
+
+    The score is the share of the common words that the answer has. The words are those of the
+    text; how many rare ones there are follows from the length.
+
+    Args:
+        tokenizer: The model's; its chat template is used where it has one.
+        text: Whose words they are: plain ones of 4 to 9 letters.
+        length: Tokens of prompt and question; a prompt falls short by a few words at most.
+        samples: How many prompts.
+        setting: Whether the question is in the compressed prompt or comes after it.
+        seed: Of the words and of their order.
+        common: How many words stand often, at least 1.
+        often: How often they do, more than 3 times.
+
+    Raises:
+        TaskError: a number is out of range, the length leaves no room for the common words, or the
+            text has too few words for it.
+    """
+    if common < 1 or often <= RARE:
+        raise TaskError(
+            f"common={common}, often={often}: common-words asks for at least 1 word, that stands"
+            f" more than {RARE} times"
+        )
+    words = sorted({word for word in _words(text) if len(word) in WORD_LETTERS})
+    if len(words) <= common:
+        raise TaskError(
+            f"the text {text.name} has {len(words)} plain words of 4 to 9 letters; common-words"
+            f" needs more than {common}"
+        )
+    puzzles = []
+    for i in range(samples):
+        random_ = random.Random(f"common-words {seed} {i}")
+        drawn = random_.sample(words, len(words))
+        answers, rare = tuple(drawn[:common]), drawn[common:]
+        order = random_.random()
+
+        def body(
+            count: int,
+            answers: tuple[str, ...] = answers,
+            rare: list[str] = rare,
+            order: float = order,
+        ) -> str:
+            listed = [*answers * often, *rare[:count] * RARE]
+            random.Random(order).shuffle(listed)
+            return " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1))
+
+        puzzles.append(
+            Puzzle(
+                intro=INTRO,
+                body=body,
+                available=len(rare),
+                source=text.name,
+                question=QUESTION.format(count=common),
+                opening=OPENING.format(count=common),
+                answers=answers,
+                depth=0.5,
+                new_tokens=TOKENS_OF_WORD * common,
+            )
+        )
+    return posed("common-words", tokenizer, puzzles, length=length, setting=setting)
+
+
+def _words(text: Text) -> set[str]:
+    found = {word for paragraph in text.paragraphs for word in paragraph.split()}
+    return {word for word in found if word.isascii() and word.isalpha() and word.islower()}
