@@ -69,12 +69,13 @@ def _file(source: Source) -> Markup:
         "article",
         {"class": "whole"},
         tag("h3", None, text(source.name)),
-        tag("dl", None, *(_fact(name, value) for name, value in facts.items())),
+        tag("dl", None, *(fact(name, value) for name, value in facts.items())),
         *(tag("pre", {"tabindex": "0"}, tag("code", None, text(c))) for c in commands(report)),
     )
 
 
-def _fact(name: str, value: str) -> Markup:
+def fact(name: str, value: str) -> Markup:
+    """Write a line of a list of facts."""
     return join(tag("dt", None, text(name)), tag("dd", None, text(value)))
 
 
