@@ -64,11 +64,15 @@ def test_in_a_pipe_there_is_a_table_of_tokens(folder: Path) -> None:
     tokens = rows(result.stdout, "token")
     assert len(tokens) == 60
     assert tokens[0] == ["0", "'T'", "##########", "100.0%", "100.0%"]
-    assert tokens[2] == ["2", "'e'", "..........", "0.0%", "0.0%"]
+    assert tokens[2] == ["2", "'e'", "----------", "0.0%", "0.0%"]
     assert tokens[59] == ["59", "'.'", "##########", "100.0%", "100.0%"]
     held = rows(result.stdout, "held")
     assert held[0] == ["raw", "12.0", "20.0%", f"{48 * 72:,}"]
     assert held[1] == ["not", "kept", "48.0", "80.0%"]
+    assert held[6][:5] == ["held", "in", "all", "12.0", "20.0%"]
+    assert held[7] == ["an", "uncompressed", "cache", "60.0", "100.0%", f"{4 * 60 * 64:,}"]
+    ratio = int(held[6][5].replace(",", "")) / (4 * 60 * 64)
+    assert f"\n{ratio:.3f} of the bytes of an uncompressed cache\n" in result.stdout
     assert rows(result.stdout, "layer") == [["0", "12", "12"], ["1", "12", "12"]]
 
 
@@ -90,7 +94,7 @@ def test_one_place_may_be_shown_alone(folder: Path) -> None:
     assert "held as raw window by" in result.stdout
     assert anywhere[43][-4:] == ["##########", "100.0%", "100.0%", "0.0%"]
     assert [row[-4:] for row in window[43:45]] == [
-        ["..........", "0.0%", "100.0%", "0.0%"],
+        ["----------", "0.0%", "100.0%", "0.0%"],
         ["##########", "100.0%", "0.0%", "100.0%"],
     ]
     screen = done(*command, "--place", "raw window", env=COLOURS).stdout

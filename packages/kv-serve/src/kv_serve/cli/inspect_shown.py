@@ -13,10 +13,10 @@ from kv_serve.inspection.record import LEVELS, Inspection, Token, level
 
 SHADES: Final = (  # of tokens that no head keeps, that some keep, and that all keep
     ("no head", "dim"),
-    ("under a third", "black on #d5f1ed"),
-    ("under two thirds", "black on #93d8cd"),
-    ("under all", "black on #4bb3a5"),
-    ("all heads", "bold white on #0b6b63"),
+    ("under a third", "#1b1f24 on #d5f1ed"),
+    ("under two thirds", "#1b1f24 on #93d8cd"),
+    ("under all", "#1b1f24 on #4bb3a5"),
+    ("all heads", "bold #ffffff on #0b6b63"),
 )
 HEADS: Final = 16  # columns of a table, at most
 _BREAK: Final = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
@@ -42,7 +42,7 @@ def show(found: Inspection, place: int | None = None) -> None:
         console.print(_tokens(found, held, place))
     console.print()
     console.print(_places(found))
-    _say(console, _sum(found))
+    _say(console, f"{found.ratio:.3f} of the bytes of an uncompressed cache")
     console.print()
     console.print(_layers(found, console))
 
@@ -100,7 +100,7 @@ def _tokens(found: Inspection, held: str, place: int | None) -> Table:
 
 def _bar(share: float) -> str:
     filled = level(share)
-    return "#" * filled + "." * (LEVELS - filled)
+    return "#" * filled + "-" * (LEVELS - filled)
 
 
 def _shares(found: Inspection, token: Token, first: float) -> list[str]:
@@ -114,20 +114,19 @@ def _places(found: Inspection) -> Table:
     table.add_column("held as")
     for name in ("tokens per head", "of all", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(place.name, place.tokens, f"{place.bytes:,}") for place in found.places]
-    for name, tokens, nbytes in (*rows, ("not kept", found.missing, "")):
-        table.add_row(
-            escape(name), f"{tokens / found.streams:,.1f}", f"{tokens / every:.1%}", nbytes
-        )
+
+    def add(name: str, tokens: int, nbytes: str) -> None:
+        mean, share = f"{tokens / found.streams:,.1f}", f"{tokens / every:.1%}"
+        table.add_row(escape(name), mean, share, nbytes)
+
+    for place in found.places:
+        add(place.name, place.tokens, f"{place.bytes:,}")
+    add("not kept", found.missing, "")
+    for words, nbytes in found.beside.items():
+        table.add_row(words, "", "", f"{nbytes:,}")
+    add("held in all", every - found.missing, f"{found.kv_bytes:,}")
+    add("an uncompressed cache", every, f"{found.full_bytes:,}")
     return table
-
-
-def _sum(found: Inspection) -> str:
-    beside = [f"{words} {nbytes:,}" for words, nbytes in found.beside.items()]
-    return (
-        f"{found.kv_bytes:,} bytes held, {found.ratio:.3f} of the full {found.full_bytes:,}; "
-        f"beside the tokens: {', '.join(beside)}"
-    )
 
 
 def _layers(found: Inspection, console: Console) -> Table:

@@ -112,7 +112,6 @@ def heat(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = N
 def _cell(at: tuple[int, int], looks: tuple[float, float], amount: str, held: str | None) -> Markup:
     """Draw a cell of some width and opacity at a layer and head."""
     (layer, head), (size, part) = at, looks
-    known = {"data-held": held, "data-layer": layer, "data-head": head}
     return tag(
         "rect",
         {
@@ -124,8 +123,10 @@ def _cell(at: tuple[int, int], looks: tuple[float, float], amount: str, held: st
             "fill-opacity": part,
             "data-name": f"layer {layer}, head {head}",
             "data-facts": amount,
-        }
-        | ({} if held is None else known),
+            "data-held": held,
+            "data-layer": None if held is None else layer,
+            "data-head": None if held is None else head,
+        },
         tag("title", None, text(f"layer {layer}, head {head}: {amount}")),
     )
 
