@@ -24,7 +24,7 @@ PAGES = sorted(
     for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md"))
     if re.search(r"^```python|^\$ kv-serve", path.read_text(), re.MULTILINE)
 )
-WITH_MODEL = {"README.md", "docs/tutorial.md", "packages/kv-serve/README.md"}
+WITH_MODEL = {"README.md", "docs/inspect.md", "docs/tutorial.md", "packages/kv-serve/README.md"}
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -354,10 +354,10 @@ def test_the_choices_are_those_of_the_tasks() -> None:
 
 # all
 
+COMMANDS = ("demo", "doctor", "eval", "generate", "inspect", "policies", "report")
 
-@pytest.mark.parametrize(
-    "command", [(), ("policies",), ("generate",), ("eval",), ("report",), ("demo",), ("doctor",)]
-)
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_says_what_there_is(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -376,5 +376,5 @@ def test_help_and_version_do_not_import_torch() -> None:
 
 def test_commands_without_arguments_show_help() -> None:
     for output in (run().output, run("--help").stdout):
-        for command in ("Usage", "demo", "generate", "eval", "report", "policies", "doctor"):
+        for command in ("Usage", *COMMANDS):
             assert command in output

@@ -9,6 +9,7 @@ from kv_serve.cli.demo import demo
 from kv_serve.cli.doctor import doctor
 from kv_serve.cli.eval import evaluate
 from kv_serve.cli.generate import generate
+from kv_serve.cli.inspect import inspect
 from kv_serve.cli.policies import policies
 from kv_serve.cli.report import report
 from kv_serve.cli.serve import CONTEXT, serve
@@ -24,6 +25,7 @@ app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("generate")(generate)
 app.command("eval")(evaluate)
+app.command("inspect")(inspect)
 app.command("policies")(policies)
 app.command("report")(report)
 app.command("serve", context_settings=CONTEXT, add_help_option=False)(serve)

@@ -1,6 +1,5 @@
 """`kv-serve generate`: text from a model over a compressed cache."""
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +17,7 @@ from kv_serve.cli.options import (
     expect_backend,
     load_model,
 )
+from kv_serve.cli.prompts import in_chat, longest, read_prompt
 from kv_serve.cli.streaming import TimedStreamer
 
 if TYPE_CHECKING:
@@ -111,14 +111,7 @@ def _stream(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    pieces = []
-    if file is not None:
-        try:
-            pieces.append(sys.stdin.read() if str(file) == "-" else file.read_text("utf-8"))
-        except OSError as error:
-            refuse(f"the prompt file {file} cannot be read: {error.strerror}")
-        except UnicodeDecodeError as error:
-            refuse(f"the prompt file {file} is not UTF-8 text: {error.reason} at {error.start}")
+    pieces = [] if file is None else [read_prompt(file)]
     pieces.append(prompt or "")
     text = "\n\n".join(piece.strip() for piece in pieces if piece.strip())
     if not text:
@@ -129,21 +122,14 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def _tokens(loaded: "LoadedModel", text: str, *, raw: bool) -> "Tensor":
     import torch
 
-    tokenizer = loaded.tokenizer
     if not raw:
-        if not tokenizer.chat_template:
-            refuse(
-                f"the model {loaded.name} has no chat template; continue the text as it is with "
-                "--raw"
-            )
-        chat = [{"role": "user", "content": text}]
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    ids = tokenizer.encode(text, add_special_tokens=raw)
+        text = in_chat(loaded, text, "continue the text as it is with --raw")
+    ids = loaded.tokenizer.encode(text, add_special_tokens=raw)
     return torch.tensor([ids], device=loaded.model.device)
 
 
 def _check_length(loaded: "LoadedModel", prompt: int, new: int) -> None:
-    limit = getattr(loaded.model.config, "max_position_embeddings", None)
+    limit = longest(loaded)
     if limit is not None and prompt + new > limit:
         refuse(
             f"the prompt has {prompt:,} tokens and --max-new-tokens is {new:,}; the model "

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, refuse, refusing, remark
+from kv_serve.cli.console import check_writable, refuse, refusing
+from kv_serve.cli.targets import expect_apart, write_all
 
 
 def report(
@@ -28,7 +29,7 @@ def report(
     """
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}
-    _expect_apart(files, named)
+    expect_apart(files, "a result", named)
     from kv_serve.report.picture import missing
 
     reason = missing() if png or svg else None
@@ -40,7 +41,6 @@ def report(
         sources = read(files)
     for option, path in named.items():
         check_writable(path, option)
-    from kv_serve.files import write_whole
     from kv_serve.report.page import page
     from kv_serve.report.picture import picture
 
@@ -49,20 +49,4 @@ def report(
         made.append((png, picture(sources, "png")))
     if svg is not None:
         made.append((svg, picture(sources, "svg")))
-    for path, data in made:
-        try:
-            write_whole(path, data)
-        except OSError as error:
-            refuse(f"{path} cannot be written: {error.strerror}")
-        remark(f"Written to {path}.")
-
-
-def _expect_apart(files: list[Path], named: dict[str, Path]) -> None:
-    """Refuse two outputs in one file, and one in the place of an input."""
-    taken: dict[Path, str] = {}
-    for option, path in named.items():
-        if path.resolve() in {file.resolve() for file in files}:
-            refuse(f"{option} names {path}, which is a result to read; name another file")
-        other = taken.setdefault(path.resolve(), option)
-        if other != option:
-            refuse(f"{option} and {other} both name {path}; give each a file of its own")
+    write_all(made)

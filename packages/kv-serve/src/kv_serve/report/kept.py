@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Final
+from typing import Final, TypeAlias
 
 from kv_serve.evaluate.report import Layers
 from kv_serve.report.markup import NOTHING, Markup, join, tag, text
@@ -19,6 +19,7 @@ _ABOUT = (
     "for each of its KV heads. The stronger the colour, the more; the strongest is the most that "
     "one head of that policy keeps."
 )
+Held: TypeAlias = Sequence[Sequence[str]]  # of each layer and head, where its tokens are
 
 
 def kept(sources: Sequence[Source]) -> Markup:
@@ -31,16 +32,25 @@ def kept(sources: Sequence[Source]) -> Markup:
     ]
     if not found:
         return NOTHING
-    return join(tag("p", None, text(_ABOUT)), *(_policy(name, layers) for name, layers in found))
+    return join(tag("p", None, text(_ABOUT)), *(kept_by(name, layers) for name, layers in found))
 
 
-def _policy(name: str, layers: Layers) -> Markup:
+def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = None) -> Markup:
+    """Draw the map of one policy, with a table of its numbers.
+
+    Args:
+        name: of the policy.
+        layers: for each layer its heads' tokens.
+        form: of the numbers, as Python's formats are written.
+        held: for each layer and head what a script is to know of it, as `data-held` of its cell;
+            `data-layer` and `data-head` stand beside it.
+    """
     most = max(len(heads) for heads in layers)
     columns = [Column("layer"), *(Column(f"head {head}") for head in range(most))]
     rows = [
         [
             number(layer, "d"),
-            *(number(heads[i] if i < len(heads) else None, ",.1f") for i in range(most)),
+            *(number(heads[i] if i < len(heads) else None, form) for i in range(most)),
         ]
         for layer, heads in enumerate(layers)
     ]
@@ -49,7 +59,7 @@ def _policy(name: str, layers: Layers) -> Markup:
         "article",
         None,
         tag("h3", None, text(name)),
-        tag("figure", None, heat(name, layers), _summary(layers)),
+        tag("figure", None, heat(name, layers, form=form, held=held), _summary(layers, form)),
         tag(
             "details",
             None,
@@ -59,18 +69,25 @@ def _policy(name: str, layers: Layers) -> Markup:
     )
 
 
-def heat(name: str, layers: Layers) -> Markup:
+def heat(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = None) -> Markup:
     """Draw amounts, one cell each; what has most is opaque.
 
     Args:
         name: read out in place of the picture.
         layers: for each layer its heads' amounts, none negative.
+        form: of the amounts, as Python's formats are written.
+        held: as of `kept_by`.
     """
     most = max(map(max, layers)) or 1.0
     wide = max(len(heads) for heads in layers)
     size = (WIDTH - _LEFT - 2) / wide
     cells = (
-        _cell(layer, head, amount, amount / most, size)
+        _cell(
+            (layer, head),
+            (size, amount / most),
+            f"{amount:{form}} tokens",
+            None if held is None else held[layer][head],
+        )
         for layer, heads in enumerate(layers)
         for head, amount in enumerate(heads)
     )
@@ -92,8 +109,9 @@ def heat(name: str, layers: Layers) -> Markup:
     )
 
 
-def _cell(layer: int, head: int, amount: float, part: float, size: float) -> Markup:
-    words = f"layer {layer}, head {head}: {amount:,.1f} tokens"
+def _cell(at: tuple[int, int], looks: tuple[float, float], amount: str, held: str | None) -> Markup:
+    """Draw a cell of some width and opacity at a layer and head."""
+    (layer, head), (size, part) = at, looks
     return tag(
         "rect",
         {
@@ -104,17 +122,19 @@ def _cell(layer: int, head: int, amount: float, part: float, size: float) -> Mar
             "height": _ROW,
             "fill-opacity": part,
             "data-name": f"layer {layer}, head {head}",
-            "data-facts": f"{amount:,.1f} tokens",
+            "data-facts": amount,
+            "data-held": held,
+            "data-layer": None if held is None else layer,
+            "data-head": None if held is None else head,
         },
-        tag("title", None, text(words)),
+        tag("title", None, text(f"layer {layer}, head {head}: {amount}")),
     )
 
 
-def _summary(layers: Layers) -> Markup:
+def _summary(layers: Layers, form: str) -> Markup:
     amounts = list(chain.from_iterable(layers))
-    words = (
-        f"Least {min(amounts):,.1f}, mean {fmean(amounts):,.1f}, most {max(amounts):,.1f} tokens."
-    )
+    least, most = (format(amount, form) for amount in (min(amounts), max(amounts)))
+    words = f"Least {least}, mean {fmean(amounts):,.1f}, most {most} tokens."
     return tag("figcaption", None, text(words))
 
 

@@ -79,7 +79,7 @@ def _file(source: Source) -> Markup:
         "article",
         {"class": "whole"},
         tag("h3", None, text(source.name)),
-        tag("dl", None, *(_fact(name, value) for name, value in facts.items() if value)),
+        tag("dl", None, *(fact(name, value) for name, value in facts.items() if value)),
         *(tag("pre", {"tabindex": "0"}, tag("code", None, text(c))) for c in commands(report)),
     )
 
@@ -92,7 +92,8 @@ def _named(values: Mapping[str, object], leave: Iterable[str] = ()) -> str:
     return _all(f"{name} {value}" for name, value in values.items() if name not in leave)
 
 
-def _fact(name: str, value: str) -> Markup:
+def fact(name: str, value: str) -> Markup:
+    """Write a line of a list of facts."""
     return join(tag("dt", None, text(name)), tag("dd", None, text(value)))
 
 

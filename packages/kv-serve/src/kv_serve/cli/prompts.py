@@ -1,0 +1,35 @@
+"""Where the text that a model reads comes from, and how long it may be."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_serve.cli.console import refuse
+
+if TYPE_CHECKING:
+    from kv_serve.models import LoadedModel
+
+
+def read_prompt(file: Path) -> str:
+    """Read a UTF-8 text, or standard input for `-`; refuse what cannot be read."""
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+    except OSError as error:
+        refuse(f"the prompt file {file} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        refuse(f"the prompt file {file} is not UTF-8 text: {error.reason} at {error.start}")
+
+
+def in_chat(loaded: "LoadedModel", text: str, otherwise: str) -> str:
+    """Put a text into the model's chat template; refuse, with what to do, where there is none."""
+    tokenizer = loaded.tokenizer
+    if not tokenizer.chat_template:
+        refuse(f"the model {loaded.name} has no chat template; {otherwise}")
+    chat = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def longest(loaded: "LoadedModel") -> int | None:
+    """Give how many tokens a model reads, if it says so."""
+    limit: int | None = getattr(loaded.model.config, "max_position_embeddings", None)
+    return limit

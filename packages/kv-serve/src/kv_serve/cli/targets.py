@@ -1,0 +1,36 @@
+"""The files that a command writes: apart from each other and from what it reads, and whole."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kv_serve.cli.console import refuse, remark
+
+
+def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -> None:
+    """Refuse two outputs in one file, and one in the place of an input.
+
+    Args:
+        inputs: files that are read.
+        what: they are, as the sentence says it: `a result`.
+        named: the outputs by the option that names each.
+    """
+    read = {file.resolve() for file in inputs}
+    taken: dict[Path, str] = {}
+    for option, path in named.items():
+        if path.resolve() in read:
+            refuse(f"{option} names {path}, which is {what} to read; name another file")
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            refuse(f"{option} and {other} both name {path}; give each a file of its own")
+
+
+def write_all(made: Iterable[tuple[Path, bytes]]) -> None:
+    """Write files, each whole or not at all, and say so; refuse where one cannot be written."""
+    from kv_serve.files import write_whole
+
+    for path, data in made:
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            refuse(f"{path} cannot be written: {error.strerror}")
+        remark(f"Written to {path}.")
