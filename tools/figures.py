@@ -137,8 +137,8 @@ def basis(row: Row) -> str:
     parts: list[str] = []
     for i, (what, colour) in enumerate((("key", MARK), ("value", OTHER))):
         parts += _spectrum(row[what], f"{what}s", 40 + 235 * i, colour)
-        parts += _ranks(row[f"{what}_ranks"], f"{what}s", 520 + 75 * i, row["dims"], colour)
-    return svg(660, 246, f"{row['policy']}: singular values, and dimensions kept", parts)
+        parts += _ranks(row[f"{what}_ranks"], f"{what}s", 510 + 85 * i, row["dims"], colour)
+    return svg(680, 246, f"{row['policy']}: singular values, and dimensions kept", parts)
 
 
 def _spectrum(found: Mapping[str, str], what: str, left: float, colour: str) -> list[str]:
@@ -174,7 +174,7 @@ def _ranks(rows: Sequence[str], what: str, left: float, dims: int, colour: str) 
         frame(left, 26, 60, 180),
         heat(ranks, dims, (left, 26), (wide, high), colour),
         words(left + 30, 222, _span(ranks), "middle"),
-        words(left + 30, 238, "by layer, head", "middle"),
+        words(left + 30, 238, "layer, head", "middle"),
     ]
 
 
