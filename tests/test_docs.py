@@ -187,7 +187,7 @@ def test_commands_are_found_in_blocks_whole() -> None:
         "eval --policy k8v4 --task nll --jsn a.json",
         "eval --policy k8v4 --task no --json a.json",
         "eval --policy k8v5 --task nll --json a.json",
-        "eval --policy k8v4 --json a.json",
+        "calibrate zack --tokens 4096",
         "generate --policy zack:file=F,rat=0.3 hello",
         "serve MODEL --policy k8v4+k4v2",
     ],
