@@ -115,8 +115,17 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Builds the documentation; a broken link or reference fails. `-- serve` serves it."""
     install(session, groups=("docs",))
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # mkdocs is held below 2
-    session.run("mkdocs", *(session.posargs or ("build", "--strict")), env=quiet)
+    mkdocs(session, *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "tools.links", "site")
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Opens the documentation in Chromium, which must be there; `-- FOLDER` keeps pictures."""
+    install(session, "playwright>=1.50", groups=("docs",))
+    mkdocs(session)
+    session.run("python", "-m", "tools.browser", "site", *session.posargs)
 
 
 @nox.session
@@ -135,7 +144,7 @@ def bench(session: nox.Session) -> None:
         session.notify("bench-vllm", session.posargs)
         return
     more = ("triton",) if "# environment: triton" in lines else ()
-    install(session, *editable(PACKAGES), *more, groups=("model",))
+    install(session, *editable(PACKAGES, EXAMPLES), *more, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
 
 
@@ -193,6 +202,12 @@ def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
     pytest(session, "packages/kv-serve/tests/vllm", workers=1)  # an engine takes all cores
+
+
+def mkdocs(session: nox.Session, *arguments: str) -> None:
+    """Runs mkdocs; without arguments it builds the site, strictly."""
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # mkdocs is held below 2
+    session.run("mkdocs", *(arguments or ("build", "--strict")), env=quiet)
 
 
 def install(

@@ -2,12 +2,14 @@
 
 The `python` blocks of a page run in order in one namespace. A `text` block right behind one is what
 it prints. In a `console` block each line with `$ kv-serve` is run, and the lines behind it are what
-it prints. `...` stands for anything.
+it prints. `...` stands for anything. Every other `kv-serve` of a page is read by the command's own
+parser. `py` blocks are run elsewhere.
 """
 
 import contextlib
 import doctest
 import io
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,18 +17,26 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer import Exit
+from typer.main import get_command
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md"))
-    if re.search(r"^```python|^\$ kv-serve", path.read_text(), re.MULTILINE)
-)
-WITH_MODEL = {"README.md", "docs/inspect.md", "docs/tutorial.md", "packages/kv-serve/README.md"}
+from kv_policy import load
+from kv_policy.part import split
+from kv_serve.cli import app
+from kv_serve.evaluate.specs import read_specs
+from tools.pages import ROOT, blocks, commands, inline, pages
+
+PAGES = {page: (ROOT / page).read_text() for page in pages()}
+SHOWN = [page for page in PAGES if re.search(r"^```python|^\$ kv-serve", PAGES[page], re.M)]
+CALLED = [page for page in PAGES if "kv-serve " in PAGES[page]]
+NEEDS_MODEL = re.compile(r"\bload_model\(\)|^\$ kv-serve (calibrate|inspect)", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# Where `py` blocks are compared or run: in tests/test_third_party.py, and inside vLLM.
+ELSEWHERE = {"docs/tutorials/method.md", "docs/tutorials/serve.md"}
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,8 @@ class Run:
 
 
 def runs(text: str) -> Iterator[Run]:
-    blocks = list(BLOCK.finditer(text))
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+    found = list(BLOCK.finditer(text))
+    for block, after in zip(found, [*found[1:], None], strict=True):
         language, body = block.groups()
         line = text[: block.start()].count("\n") + 2
         if language == "python":
@@ -77,15 +87,72 @@ def check(text: str, page: str, folder: Path) -> None:
             assert right, f"{page}:{run.line}:\n{checker.output_difference(example, got, FLAGS)}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=[pytest.mark.model] if p in WITH_MODEL else []) for p in PAGES],
-)
+def reach(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words name, as far as they do, and what is left of them."""
+    command = get_command(app)
+    while words and words[0] in getattr(command, "commands", ()):
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def read_command(words: list[str]) -> None:
+    """Let the command's parser read its arguments, and look its policies up."""
+    command, rest = reach(words)
+    assert not hasattr(command, "commands") or not rest or rest[0].startswith("-"), words
+    with contextlib.suppress(Exit):  # that is --help
+        command.make_context("kv-serve", list(rest))
+    for option, value in itertools.pairwise(rest):
+        if option == "--policy":
+            look_up(value)
+
+
+def look_up(policies: str) -> None:
+    if not re.search(r"\b(file|profile)=", policies):
+        read_specs([policies])
+        return
+    for part in split(policies, "+"):  # the file is not there
+        name, _, options = part.partition(":")
+        known = {parameter.name for parameter in load(name).parameters()}
+        assert {each.partition("=")[0] for each in options.split(",") if each} <= known
+
+
+def marked(page: str) -> Any:
+    """A page, left out where its blocks need the real model and there is none."""
+    needs = NEEDS_MODEL.search(PAGES[page])
+    return pytest.param(page, marks=[pytest.mark.model] if needs else [])
+
+
+@pytest.mark.parametrize("page", list(map(marked, SHOWN)))
 def test_a_page_shows_what_happens(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check((ROOT / page).read_text(), page, tmp_path)
+    check(PAGES[page], page, tmp_path)
+
+
+@pytest.mark.parametrize("page", CALLED)
+def test_every_command_is_one_that_its_parser_reads(page: str) -> None:
+    for line, words in commands(PAGES[page]):
+        try:
+            read_command(words)
+        except Exception as error:
+            raise AssertionError(f"{page}:{line}: kv-serve {' '.join(words)}: {error}") from error
+
+
+@pytest.mark.parametrize("page", CALLED)
+def test_options_in_running_text_exist(page: str) -> None:
+    for line, words in inline(PAGES[page]):
+        command, rest = reach(words)
+        known = {name for parameter in command.params for name in parameter.opts}
+        if command.name == "serve":
+            continue  # all other options are vLLM's
+        named = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert named - {"--help"} <= known, f"{page}:{line}: {words}"
+
+
+def test_python_that_is_not_run_here_is_tested_elsewhere() -> None:
+    found = {page for page in PAGES if any(b.language == "py" for b in blocks(PAGES[page]))}
+    assert found == ELSEWHERE
 
 
 def test_blocks_share_names_and_their_output_is_compared(tmp_path: Path) -> None:
@@ -100,3 +167,32 @@ def test_an_error_names_its_page_and_line(tmp_path: Path) -> None:
         check("text\n\n```python\n\n1 / 0\n```\n", "page.md", tmp_path)
     last = caught.traceback[-1]
     assert (str(last.path).rsplit("/", 1)[-1], last.lineno + 1) == ("page.md", 5)
+
+
+def test_commands_are_found_in_blocks_whole() -> None:
+    page = (
+        "```bash\nkv-serve eval --policy k8v4 \\\n    --task nll  # why\n"
+        "OMP=1 kv-serve doctor | cat\n```\n\n1. In a list:\n\n"
+        "   ```console\n   $ kv-serve demo\n   3 of 3\n   ```\n\n"
+        "```py\nkv-serve no\n```\n"
+    )
+    found = [words for _, words in commands(page)]
+    assert found == [["eval", "--policy", "k8v4", "--task", "nll"], ["doctor"], ["demo"]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "evaluate --policy k8v4",
+        "eval --policy k8v4 --task nll --jsn a.json",
+        "eval --policy k8v4 --task no --json a.json",
+        "eval --policy k8v5 --task nll --json a.json",
+        "calibrate zack --tokens 4096",
+        "generate --policy zack:file=F,rat=0.3 hello",
+        "serve MODEL --policy k8v4+k4v2",
+    ],
+)
+def test_a_command_that_would_be_refused_is_noticed(wrong: str) -> None:
+    with pytest.raises(Exception, match=r"\w") as caught:
+        read_command(wrong.split())
+    assert not isinstance(caught.value, AttributeError)

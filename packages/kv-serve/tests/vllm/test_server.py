@@ -28,7 +28,7 @@ SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(1 << 27), "--
 SELECTED = "kv-compress:rate=2+k8v4"
 KV = "vllm:kv_serve_"  # how the names of our metrics begin
 PROMPT = list(range(10, 410))
-GUIDE = Path(__file__).parents[4] / "docs" / "serving.md"
+GUIDE = Path(__file__).parents[4] / "docs" / "tutorials" / "serve.md"
 
 
 @dataclass(frozen=True)

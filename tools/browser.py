@@ -1,0 +1,159 @@
+"""Opens the built site in Chromium, and looks for what a reader would stumble over.
+
+`nox -s browser` builds the site and runs this. It needs a Chromium (Debian: `apt-get install
+chromium`), so it is run by hand. Every page is opened wide and narrow, light and dark: nothing may
+be wider than the window, no image may be missing, the console is silent, and nothing is fetched
+from elsewhere. The first page fits one screen, and the search finds a method.
+"""
+
+import argparse
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SIZES: Final = ((1280, 800), (390, 844))
+SCHEMES: Final = {"light": "default", "dark": "slate"}  # as Material calls them
+SHOWN: Final = (
+    "",
+    "tutorials/serve/",
+    "explanation/formats/",
+    "explanation/vllm/",
+    "methods/snapkv/",
+    "methods/formats/",
+    "methods/zack/",
+    "methods/think/",
+    "benchmarks/",
+)
+SOUGHT: Final = ("snapkv", "methods/snapkv/")
+WIDER: Final = "document.documentElement.scrollWidth - window.innerWidth"
+MISSING: Final = "[...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
+SCHEME: Final = "document.body.getAttribute('data-md-color-scheme')"
+BOTTOM: Final = "document.querySelector('.md-content__inner').lastElementChild"
+END: Final = f"Math.ceil({BOTTOM}.getBoundingClientRect().bottom)"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files, and says nothing of it."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """Serves the site, which its search needs; gives the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def addresses(site: Path) -> list[str]:
+    """Names the pages, relative to the site."""
+    found = (path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
+    return sorted("" if name == "." else f"{name}/" for name in found)
+
+
+def watch(page: "Page", root: str, found: list[str]) -> None:
+    """Notes what the console says and what is fetched from elsewhere."""
+
+    def console(kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            found.append(f"the console says: {text}")
+
+    def request(url: str) -> None:
+        if not url.startswith((root, "data:", "blob:")):
+            found.append(f"{url} is fetched")
+
+    page.on("console", lambda message: console(message.type, message.text))
+    page.on("pageerror", lambda error: found.append(f"a script fails: {error}"))
+    page.on("request", lambda sent: request(sent.url))
+
+
+def looked_at(
+    browser: "Browser", root: str, pages: list[str], pictures: Path | None
+) -> Iterator[str]:
+    """Opens all pages in all sizes and schemes; says what is wrong."""
+    for width, height in SIZES:
+        for scheme, name in SCHEMES.items():
+            context = browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme=scheme
+            )
+            page, heard = context.new_page(), list[str]()
+            watch(page, root, heard)
+            for address in pages:
+                heard.clear()
+                page.goto(root + address, wait_until="load")
+                where = f"/{address} at {width}, {scheme}"
+                if (wider := page.evaluate(WIDER)) > 0:
+                    heard.append(f"it is {wider} pixels wider than the window")
+                heard += [f"{source} is not shown" for source in page.evaluate(MISSING)]
+                if page.evaluate(SCHEME) != name:
+                    heard.append("the scheme is another one")
+                if not address and width > 1000 and (end := page.evaluate(END)) > height:
+                    heard.append(f"it ends at {end}, below the first screen")
+                if pictures is not None and address in SHOWN:
+                    named = address.strip("/").replace("/", "-") or "start"
+                    page.screenshot(path=pictures / f"{named}-{width}-{scheme}.png")
+                yield from (f"{where}: {sentence}" for sentence in dict.fromkeys(heard))
+            yield from sought(page, root, width)
+            context.close()
+
+
+def sought(page: "Page", root: str, width: int) -> Iterator[str]:
+    """Searches for a method."""
+    word, address = SOUGHT
+    page.goto(root, wait_until="load")
+    if width < 1000:
+        page.locator("label.md-header__button[for='__search']").first.click()
+    page.locator("input.md-search__input").first.click()
+    page.keyboard.type(word)
+    try:
+        page.wait_for_selector(f".md-search-result a[href*='{address}']", timeout=10_000)
+    except Exception as error:  # of a kind that playwright alone knows
+        yield f"the search at {width} does not find {word}: {str(error).splitlines()[0]}"
+
+
+def chromium() -> str | None:
+    """Finds a Chromium on this machine."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def main() -> int:
+    """Prints what is wrong; the exit status is 1 if anything is, 2 if there is no Chromium."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("site", type=Path, help="the folder that mkdocs has built")
+    parser.add_argument("pictures", type=Path, nargs="?", help="where pictures of some pages go")
+    given = parser.parse_args()
+    program = chromium()
+    if program is None:
+        print(f"no Chromium is on the path, by any of the names {', '.join(NAMES)}")
+        return 2
+    from playwright.sync_api import sync_playwright
+
+    if given.pictures is not None:
+        given.pictures.mkdir(parents=True, exist_ok=True)
+    pages = addresses(given.site)
+    with served(given.site) as root, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        found = list(looked_at(browser, root, pages, given.pictures))
+        browser.close()
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    times = len(SIZES) * len(SCHEMES)
+    print(f"{len(pages)} pages, {times} times each: {len(found) or 'nothing'} to mend")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

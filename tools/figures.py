@@ -1,0 +1,239 @@
+"""The pictures of the documentation, drawn from results of benchmarks.
+
+`python -m tools.figures` writes them; the tests fail where one is not as it would be drawn.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tools.drawing import INK, MARK, OTHER, band, box, frame, heat, line, svg, words
+
+ROOT: Final = Path(__file__).parent.parent
+RESULTS: Final = ROOT / "benchmarks" / "results"
+IMAGES: Final = ROOT / "docs" / "images"
+SOURCES: Final = ("vllm_capacity", "vllm_quality", "method_figures")
+START: Final = IMAGES / "start.svg"
+METHODS: Final = IMAGES / "methods"
+# What the first page compares: the name in the results, and in the picture.
+WAYS: Final = {
+    "bf16": "bf16, stock",
+    "fp8": "fp8, stock",
+    "k8v4": "k8v4",
+    "k4v2": "k4v2",
+    "kv_compress_rate_4_k8v4": "kv-compress:rate=4+k8v4",
+}
+
+Row = Mapping[str, Any]
+
+
+def result(name: str) -> dict[str, Any]:
+    """Reads a benchmark's result."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def measured() -> dict[str, tuple[int, int, int]]:
+    """Gives what the first page shows of each way: tokens, needles, and numbers of several."""
+    capacity, quality = result("vllm_capacity"), result("vllm_quality")["summary"]
+    tokens = {row["way"]: row["tokens"] for row in capacity["rows"] if row["kind"] == "size"}
+    return {
+        way: (
+            tokens[way],
+            round(16 * quality[f"needle_{way}"]),
+            round(16 * quality[f"multikey_{way}"]),
+        )
+        for way in WAYS
+    }
+
+
+def start() -> str:
+    """Draws how many tokens vLLM holds in 1 GiB, beside what is still found in long prompts."""
+    found = measured()
+    most = max(tokens for tokens, *_ in found.values())
+    parts = [
+        words(190, 16, "tokens that vLLM says it holds", bold=True),
+        words(190, 32, "in 1 GiB of keys and values"),
+        words(610, 16, "one number", "end", bold=True),
+        words(610, 32, "found, of 16", "end"),
+        words(715, 16, "one of four", "end", bold=True),
+        words(715, 32, "found, of 16", "end"),
+    ]
+    for i, (way, (tokens, needle, multikey)) in enumerate(found.items()):
+        y = 42 + 25 * i
+        length = 260 * tokens / most
+        parts += [
+            words(180, y + 15, WAYS[way], "end"),
+            box(190, y + 2, length, 17, INK if "stock" in WAYS[way] else MARK),
+            words(196 + length, y + 15, f"{tokens:,}"),
+            words(610, y + 15, str(needle), "end"),
+            words(715, y + 15, str(multikey), "end"),
+        ]
+    return svg(720, 44 + 25 * len(found), "What vLLM holds in 1 GiB, and what is found", parts)
+
+
+def spoken() -> str:
+    """Says what that picture shows, for those who do not see it."""
+    shown = [
+        f"{WAYS[way]} {tokens:,} tokens, {needle} and {multikey}"
+        for way, (tokens, needle, multikey) in measured().items()
+    ]
+    return (
+        "Tokens that vLLM says it holds in 1 GiB, and numbers found of 16, one hidden and one of "
+        f"four: {'; '.join(shown)}."
+    )
+
+
+def numbers(text: str) -> list[float]:
+    """Reads a row of numbers, which results hold as text so that a row is one line."""
+    return [float(each) for each in text.split()]
+
+
+def kept(row: Row) -> str:
+    """Draws where the tokens lie that a method keeps, by layer, and how many each head keeps."""
+    rows = [numbers(each) for each in row["kept"]]
+    heads = [numbers(each) for each in row["heads"]]
+    tokens, layers, count = row["tokens"], len(rows), len(heads[0])
+    wide, high = 448 / len(rows[0]), 6.0
+    bottom = 26 + high * layers
+    parts = [
+        *_layers(layers, high),
+        words(34, 16, row["counted"]),
+        frame(34, 26, 448, high * layers),
+        heat(rows, row["bin"] * count, (34, 26), (wide, high)),
+        *(_tick(34 + 448 * i / 4, bottom, f"{tokens * i // 4:,}") for i in range(5)),
+        words(258, bottom + 32, "position in the text", "middle"),
+        words(520, 16, "of each KV head"),
+        frame(520, 26, 24 * count, high * layers),
+        heat(heads, max(map(max, heads)) or 1, (520, 26), (24, high), OTHER),
+        *(_tick(532 + 24 * head, bottom, str(head)) for head in range(count)),
+        words(520 + 12 * count, bottom + 32, _span(heads), "middle"),
+    ]
+    return svg(660, bottom + 40, f"{row['policy']}: {row['counted']}", parts)
+
+
+def channels(row: Row) -> str:
+    """Draws which channels of keys heads keep, by layer."""
+    rows = [numbers(each) for each in row["key"]]
+    high = 6.0
+    bottom = 26 + high * len(rows)
+    dims = len(rows[0])
+    parts = [
+        *_layers(len(rows), high),
+        words(34, 16, f"KV heads, of {row['heads']}, that keep a channel of keys"),
+        frame(34, 26, 576, high * len(rows)),
+        heat(rows, row["heads"], (34, 26), (576 / dims, high)),
+        *(_tick(34 + 576 * i / 4, bottom, str(dims * i // 4)) for i in range(5)),
+        words(322, bottom + 32, "channel", "middle"),
+    ]
+    return svg(660, bottom + 40, f"{row['policy']}: channels of keys that are stored", parts)
+
+
+def basis(row: Row) -> str:
+    """Draws the spectra of all heads, and how many dimensions each of them keeps."""
+    parts: list[str] = []
+    for i, (what, colour) in enumerate((("key", MARK), ("value", OTHER))):
+        parts += _spectrum(row[what], f"{what}s", 40 + 235 * i, colour)
+        parts += _ranks(row[f"{what}_ranks"], f"{what}s", 510 + 85 * i, row["dims"], colour)
+    return svg(680, 246, f"{row['policy']}: singular values, and dimensions kept", parts)
+
+
+def _spectrum(found: Mapping[str, str], what: str, left: float, colour: str) -> list[str]:
+    """Draws the median and the middle 80 % of heads' singular values, on a scale of powers."""
+    low, middle, high = (numbers(found[name]) for name in ("low", "median", "high"))
+    count = len(middle)
+
+    def place(i: int, value: float) -> tuple[float, float]:
+        down = -math.log10(max(value, 1e-3)) / 3
+        return left + 200 * i / (count - 1), 26 + 180 * min(1.0, down)
+
+    lines = [[place(i, value) for i, value in enumerate(each)] for each in (low, middle, high)]
+    return [
+        words(left, 16, f"singular values of {what}"),
+        frame(left, 26, 200, 180),
+        band(lines[2], lines[0], colour),
+        line(lines[1], colour),
+        *(words(left - 5, 30 + 60 * i, text, "end") for i, text in enumerate(_POWERS)),
+        *(_tick(left + 100 * i, 206, str(max(1, count * i // 2))) for i in range(3)),
+        words(left + 100, 238, "dimension", "middle"),
+    ]
+
+
+_POWERS: Final = ("1", ".1", ".01")
+
+
+def _ranks(rows: Sequence[str], what: str, left: float, dims: int, colour: str) -> list[str]:
+    """Draws how many dimensions each head of each layer keeps."""
+    ranks = [numbers(each) for each in rows]
+    wide, high = 60 / len(ranks[0]), 180 / len(ranks)
+    return [
+        words(left, 16, f"kept, {what}"),
+        frame(left, 26, 60, 180),
+        heat(ranks, dims, (left, 26), (wide, high), colour),
+        words(left + 30, 222, _span(ranks), "middle"),
+        words(left + 30, 238, "layer, head", "middle"),
+    ]
+
+
+def formats(rows: Sequence[Row]) -> str:
+    """Draws what codes of so many bits lose of keys and of values."""
+    parts = [
+        words(150, 16, "bytes", "end"),
+        words(165, 16, "relative error of keys (upper bar) and values (lower bar)"),
+    ]
+    most = max(max(row["key_error"], row["value_error"] or 0) for row in rows)
+    for i, row in enumerate(rows):
+        y = 26 + 34 * i
+        parts += [
+            words(0, y + 20, row["codec"]),
+            words(150, y + 20, f"{row['bytes']:g}", "end"),
+            *_error(row["key_error"], most, y + 3, MARK),
+            *_error(row["value_error"], most, y + 17, OTHER),
+        ]
+    return svg(660, 26 + 34 * len(rows), "Bytes and errors of the codes of formats", parts)
+
+
+def _error(error: float | None, most: float, y: float, colour: str) -> list[str]:
+    if error is None:
+        return []
+    length = 420 * error / most
+    return [box(165, y, length, 12, colour), words(171 + length, y + 10, f"{100 * error:.1f} %")]
+
+
+def _layers(count: int, high: float) -> list[str]:
+    """Numbers the layers, each tenth of them."""
+    return [words(29, 26 + high * i + 8, str(i), "end") for i in range(0, count, 10)]
+
+
+def _tick(x: float, bottom: float, text: str) -> str:
+    return words(x, bottom + 16, text, "middle")
+
+
+def _span(rows: Sequence[Sequence[float]]) -> str:
+    least, most = (round(f(map(f, rows))) for f in (min, max))
+    return str(least) if least == most else f"{least:,} to {most:,}"
+
+
+def pictures() -> dict[Path, str]:
+    """Draws all of them."""
+    drawn = {START: start()}
+    rows = result("method_figures")["rows"]
+    for row in rows:
+        if row["kind"] in _DRAW:
+            drawn[METHODS / f"{row['method']}.svg"] = _DRAW[row["kind"]](row)
+    drawn[METHODS / "formats.svg"] = formats([row for row in rows if row["kind"] == "format"])
+    return drawn
+
+
+_DRAW: Final = {"kept": kept, "basis": basis, "channels": channels}
+
+
+if __name__ == "__main__":
+    METHODS.mkdir(parents=True, exist_ok=True)
+    for path, picture in pictures().items():
+        if not path.exists() or path.read_text() != picture:
+            path.write_text(picture)
+            print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
