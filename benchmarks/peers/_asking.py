@@ -45,6 +45,9 @@ Read = Callable[[Sequence[str], Tensor], Mapping[str, Reading | Exception]]  # m
 def load(folder: str) -> Any:
     """Load the model, with the attention that all environments have."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True

@@ -2,8 +2,11 @@
 
 Two backends at the bits they offer, groups of 64 elements, which are a head's vector here, and the
 newest 128 generated tokens raw: what transformers does by itself. Its documents advise axis 1 for
-hqq. hqq fails at lengths that do not pack, so it gets the last tokens of such a prompt after the
-rest, and they stay raw.
+hqq, at which hqq's 3 bits fail on a cache, so those are at axis 0. Its 4 and 2 bits fail at lengths
+that do not pack, so the last tokens of such a prompt come after the rest, and stay raw.
+
+quanto compiles a part of itself at its first use, which takes minutes. If that is interrupted, a
+file `lock` stays in its folder `extensions/cpp/build`, and later runs wait for ever: delete it.
 """
 
 import re
@@ -18,7 +21,7 @@ from _work import FULL, Work, put, rows_out, versions
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 
-PACKED = {"hqq4": 4, "hqq3": 10, "hqq2": 4}  # tokens that hqq packs together
+PACKED = {"hqq4": 4, "hqq2": 4}  # tokens that hqq packs together
 
 
 def made(model: Any, way: str) -> Any:
@@ -27,7 +30,7 @@ def made(model: Any, way: str) -> Any:
         return DynamicCache(config=model.config)
     match = re.fullmatch(r"(quanto|hqq)(\d)", way)
     assert match is not None
-    axis = 1 if match[1] == "hqq" else 0
+    axis = 1 if way in PACKED else 0
     bits = int(match[2])
     return QuantizedCache(match[1], model.config, nbits=bits, axis_key=axis, axis_value=axis)
 
