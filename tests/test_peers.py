@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _choose import Candidate, best, interval, winner
+from _choose import Candidate, best, winner
 from _held import Held, held
 from _partial import Partial
 from _samples import asks
@@ -18,6 +18,7 @@ from _ways import WAYS, asked, claimed
 from _work import FULL, Ask, Cell, Work, checked, named, put
 from torch import nn
 
+from kv_serve.evaluate.intervals import of_change
 from kv_serve.tasks import Sample
 
 ROW = {
@@ -66,13 +67,6 @@ def test_the_winner_is_the_higher_or_for_nats_the_lower() -> None:
     assert winner(0.5, 0.25, least=True) == "peer"
     assert winner(0.25, 0.5, least=True) == "ours"
     assert winner(0.1 + 0.2, 0.3) == "equal"
-
-
-def test_an_interval_is_of_differences_sample_by_sample() -> None:
-    assert interval((3.0, 5.0), (2.0, 4.0)) == (1.0, 1.0)
-    low, high = interval((1.0, 0.0), (0.0, 0.0))
-    assert (low + high) / 2 == pytest.approx(0.5)
-    assert high - low == pytest.approx(2 * 1.959964 * 0.5)
 
 
 class Wrapped(torch.Tensor):
@@ -205,7 +199,7 @@ def test_rows_are_gone_on_with_and_a_line_cut_off_is_dropped(tmp_path: Path) -> 
 
 
 def sample(answer: str) -> Sample:
-    return Sample("needle", "aware", (1,), (2,), answer=answer, new_tokens=4)
+    return Sample("needle", "aware", (1,), (2,), answers=(answer,), new_tokens=4)
 
 
 def answers(partial: Partial, environment: str, way: str, tokens: list[int], share: int) -> None:
@@ -253,7 +247,7 @@ def test_what_is_hidden_is_held(table: list[dict[str, object]]) -> None:
     assert (half["peer_way"], half["peer"]) == ("kvpress: snapkv:keep=0.25", 0.0)
     assert half["freed_way"] == "kvpress: adakv-expected-attention:keep=0.25"
     assert half["winner"] == "ours"
-    assert half["difference"] == [1.0, 1.0]
+    assert half["difference"] == of_change((1.0, 1.0), (0.0, 0.0))
     assert figures(list(chosen.values())) == {
         "needle_aware_ours_50": 1.0,
         "needle_aware_best_peer_50": 0.0,

@@ -1,14 +1,13 @@
 """The rule by which ours and a peer are chosen, the same for both."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Final, Literal
 
 BUDGETS: Final = (0.5, 0.25, 0.125)  # shares of an uncompressed cache
 ROUNDING: Final = 0.001  # of an uncompressed cache; presses round to whole tokens
-Z: Final = 1.959964  # of a normal distribution's middle 95 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,3 @@ def winner(ours: float, peer: float, *, least: bool = False) -> Literal["ours", 
     if math.isclose(ours, peer, abs_tol=1e-9):
         return "equal"
     return "ours" if (ours < peer) == least else "peer"
-
-
-def interval(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float]:
-    """The interval of 95 % of the mean difference, sample by sample."""
-    found = [a - b for a, b in zip(ours, peer, strict=True)]
-    half = Z * stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
-    return fmean(found) - half, fmean(found) + half

@@ -59,7 +59,7 @@ def digest(samples: Samples) -> str:
     """16 hexadecimal digits that tell other samples apart."""
     plain = {
         " ".join(name): [
-            [s.prompt_ids, s.question_ids, s.target_ids, s.new_tokens, s.stop, s.answer]
+            [s.prompt_ids, s.question_ids, s.target_ids, s.new_tokens, s.stop, s.answers]
             for s in each
         ]
         for name, each in samples.items()

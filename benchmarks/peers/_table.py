@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from _choose import BUDGETS, Candidate, best, interval, winner
+from _choose import BUDGETS, Candidate, best, winner
 from _partial import Partial
 from _samples import CellName, Samples
 from _ways import REFERENCE, WAYS, asked, claimed
 from _work import FULL, Row
 
-from kv_serve.tasks import Sample, agreement_share, found
+from kv_serve.evaluate.intervals import of_change
+from kv_serve.tasks import Sample, agreement_share, found_share
 
 OURS = "ours"
 LEAST = frozenset({"nll"})  # tasks whose score is the better the lower it is
@@ -23,8 +24,8 @@ def score(sample: Sample, row: Row, full: Row, decode: Decode) -> float:
     """
     if sample.target_ids:
         return float(row["nats"] - full["nats"])
-    if sample.answer:
-        return float(found(decode(row["tokens"]), sample.answer))
+    if sample.answers:
+        return found_share(decode(row["tokens"]), sample.answers)
     return agreement_share(row["tokens"], full["tokens"])
 
 
@@ -97,7 +98,7 @@ def choices(table: Sequence[Row], cell: CellName) -> list[Row]:
                 f"{side}_way": f"{chosen.environment}: {chosen.way}",
                 f"{side}_held": chosen.held,
             }
-        row["difference"] = list(interval(mine.scores, peer.scores))
+        row["difference"] = of_change(mine.scores, peer.scores)  # 95 % of the mean
         row["winner"] = winner(mine.score, peer.score, least=least)
         found.append(row)
     return found
