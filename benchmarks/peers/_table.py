@@ -1,0 +1,137 @@
+"""From rows of samples to scores, to the choice at each budget, to figures."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from _choose import BUDGETS, Candidate, best, winner
+from _partial import Partial
+from _samples import CellName, Samples
+from _ways import REFERENCE, WAYS, asked, claimed
+from _work import FULL, Row
+
+from kv_serve.evaluate.intervals import of_change
+from kv_serve.tasks import Sample, agreement_share, found_share
+
+OURS = "ours"
+LEAST = frozenset({"nll"})  # tasks whose score is the better the lower it is
+Decode = Callable[[Sequence[int]], str]
+
+
+def score(sample: Sample, row: Row, full: Row, decode: Decode) -> float:
+    """1 or 0 for a number, the share of equal tokens, or nats per token over the full cache.
+
+    `full` is the row of the uncompressed cache of the same program.
+    """
+    if sample.target_ids:
+        return float(row["nats"] - full["nats"])
+    if sample.answers:
+        return found_share(decode(row["tokens"]), sample.answers)
+    return agreement_share(row["tokens"], full["tokens"])
+
+
+def missing(partial: Partial, cell: CellName, samples: int, quick: bool) -> list[str]:
+    """What a cell still lacks, in words."""
+    lacking = []
+    for environment in WAYS:
+        ways = asked(environment, cell[1], quick=quick)
+        keys = {(way, *cell, i) for way in ways for i in range(samples)}
+        if count := len(keys - partial.done(environment)):
+            lacking.append(f"{' '.join(cell)}: {count} of {len(keys)} rows of {environment}")
+    return lacking
+
+
+def ways(partial: Partial, samples: Samples, cell: CellName, decode: Decode) -> list[Row]:
+    """A row for each way that answered a whole cell, with its scores, or with why it failed."""
+    table: list[Row] = []
+    places = range(len(samples[cell]))
+    for environment in WAYS:
+        rows = partial.rows[environment]
+        full_rows = partial.rows[REFERENCE.get(environment, environment)]
+        for way in dict.fromkeys(key[0] for key in rows):
+            each = [rows[way, *cell, i] for i in places if (way, *cell, i) in rows]
+            if len(each) < len(places):
+                continue
+            head: Row = {"environment": environment, "way": way}
+            head |= {"task": cell[0], "setting": cell[1]}
+            failed = [row["error"] for row in each if "error" in row]
+            if failed:
+                table.append({"kind": "failed", **head, "samples": len(failed), "why": failed[0]})
+                continue
+            full = [full_rows[FULL, *cell, i] for i in places]
+            given = zip(samples[cell], each, full, strict=True)
+            scores = [score(sample, row, base, decode) for sample, row, base in given]
+            table.append({"kind": "way", **head, "score": fmean(scores), **_held(each)})
+            table[-1]["scores"] = scores
+            if samples[cell][0].target_ids:
+                table[-1]["nats"] = fmean(row["nats"] for row in each)
+    return table
+
+
+def _held(rows: Sequence[Row]) -> Row:
+    """What a way holds; `held` is the most of any sample, by whichever count is the higher."""
+    return {
+        "held": max(max(r["kv_bytes"], r["storage_bytes"]) / r["full_bytes"] for r in rows),
+        "accounted": fmean(r["kv_bytes"] / r["full_bytes"] for r in rows),
+        "storages": fmean(r["storage_bytes"] / r["full_bytes"] for r in rows),
+    }
+
+
+def choices(table: Sequence[Row], cell: CellName) -> list[Row]:
+    """For each budget the best of ours and the best of the peers, and which is better.
+
+    `freed` is the best of the peers if those that hide tokens held only what they do not hide.
+    """
+    least = cell[0] in LEAST
+    rows = [row for row in table if row["kind"] == "way" and row["way"] != FULL]
+    ours = [_candidate(row) for row in rows if row["environment"] == OURS]
+    peers = [_candidate(row) for row in rows if row["environment"] != OURS]
+    freed = [_candidate(row, claimed(row["way"])) for row in rows if row["environment"] != OURS]
+    found: list[Row] = []
+    for budget in BUDGETS:
+        mine, peer, other = (best(each, budget, least=least) for each in (ours, peers, freed))
+        if mine is None or peer is None or other is None:
+            continue
+        row: Row = {"kind": "choice", "task": cell[0], "setting": cell[1], "budget": budget}
+        for side, chosen in (("ours", mine), ("peer", peer), ("freed", other)):
+            row |= {
+                side: chosen.score,
+                f"{side}_way": f"{chosen.environment}: {chosen.way}",
+                f"{side}_held": chosen.held,
+            }
+        row["difference"] = of_change(mine.scores, peer.scores)  # 95 % of the mean
+        row["winner"] = winner(mine.score, peer.score, least=least)
+        found.append(row)
+    return found
+
+
+def _candidate(row: Row, held: float | None = None) -> Candidate:
+    share = row["held"] if held is None else held
+    return Candidate(row["environment"], row["way"], tuple(row["scores"]), share)
+
+
+def figures(chosen: Sequence[Row]) -> dict[str, float]:
+    """The scores at each budget; of nll, nats per token over the full cache."""
+    found: dict[str, float] = {}
+    for row in chosen:
+        name, budget = f"{row['task']}_{row['setting']}", int(100 * row["budget"])
+        found[f"{name}_ours_{budget}"] = row["ours"]
+        found[f"{name}_best_peer_{budget}"] = row["peer"]
+    return found
+
+
+def environments(partial: Partial) -> list[Row]:
+    """What was installed, with which commits rows were measured, and the minutes that they took."""
+    return [
+        {
+            "kind": "environment",
+            "environment": name,
+            "versions": partial.versions.get(name, {}),
+            "commits": sorted(partial.commits[name]),
+            "minutes": _minutes(partial.rows[name]),
+        }
+        for name in WAYS
+    ]
+
+
+def _minutes(rows: Mapping[tuple[str, str, str, int], Row]) -> float:
+    return round(sum(row.get("seconds", 0.0) for row in rows.values()) / 60, 1)
