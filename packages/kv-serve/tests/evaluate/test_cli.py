@@ -176,7 +176,12 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     result = run("eval", *options, "--policy", specs, *tasks, "--json", path)
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
-    assert list(found) == ["model", "commit", "versions", "attention", "rows"]
+    assert list(found) == [
+        *("model", "commit", "versions", "settings", "machine", "attention", "rows", "kept")
+    ]
+    assert found["settings"]["length"] == 200
+    assert found["settings"]["host"] == "transformers"
+    assert found["machine"]["cores"] >= 1
     assert found["versions"]["kv-serve"]
     assert found["attention"] == asdict(serving("cpu"))
     canonical = ["full", "k8v4", "snapkv:budget=64,window=16+k8v4"]
@@ -186,14 +191,22 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
         ("nll", "agnostic"),
         ("agreement", "agnostic"),
     ]
+    # All tokens of every prompt, the last of which is fed after the others; the mean of 8 samples.
+    assert set(found["kept"]) == {*canonical[1:]}
+    full, some = (found["kept"][spec] for spec in canonical[1:])
+    assert {len(layer) for layer in full} == {2}
+    assert len(full) == 2
+    assert all(150 < heads < 200 for layer in full for heads in layer)
+    assert {heads for layer in some for heads in layer} == {64.0}
     rows = found["rows"]
     assert [(r["task"], r["setting"], r["policy"]) for r in rows] == [
         (*pair, spec) for pair in pairs for spec in canonical
     ]
     for row in rows:
+        change = ("change_interval",) if row["policy"] != "full" else ()
         assert list(row) == [
             *("policy", "task", "setting", "length", "samples", "seed", "score", "full_score"),
-            *("kv_bytes", "full_bytes", "seconds"),
+            *("score_interval", *change, "kv_bytes", "full_bytes", "seconds"),
         ]
         assert (row["length"], row["samples"], row["seed"]) == (200, 2, 5)
         assert row["seconds"] > 0
