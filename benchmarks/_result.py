@@ -1,7 +1,6 @@
 """How a benchmark's result is written: one JSON file that says what was measured, and where."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -22,24 +21,6 @@ def commit(root: Path = ROOT) -> str:
     describe = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     command = ("git", "-C", str(root), *describe)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def machine() -> dict[str, object]:
-    """Describes the machine: processor, cores, memory in GiB, GPU if there is one."""
-    import torch
-
-    described: dict[str, object] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        described["memory_gib"] = round(size / 2**30, 1)
-    if torch.cuda.is_available():
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
 
 
 def versions() -> dict[str, str]:
@@ -82,6 +63,8 @@ def write(
     if quick:
         print(f"{name}: a quick run, nothing is written", file=sys.stderr)
         return None
+    from kv_serve.evaluate.machine import machine
+
     result = {
         "name": name,
         "commit": measured or commit(),
@@ -94,12 +77,3 @@ def write(
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     return path
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

@@ -81,7 +81,7 @@ class Wrapped(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *given: object) -> None:
-        raise NotImplementedError
+        raise AssertionError("bytes are those of what it is made of; nothing is computed")
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_codes", "_scale"], None

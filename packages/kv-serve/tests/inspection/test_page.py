@@ -9,7 +9,7 @@ import pytest
 from inspected import HELD, TEXTS, inspection
 from kv_serve.inspection.page import page
 from kv_serve.inspection.record import LEVELS, level
-from result_files import Node, tree
+from result_files import Node, facts, tree
 
 
 @pytest.fixture
@@ -118,10 +118,7 @@ def test_bytes_add_up(one: Node) -> None:
 
 
 def test_what_was_run_is_said(one: Node) -> None:
-    run = one.one("section", id="run")
-    names = [node.text for node in run.all("dt")]
-    facts = dict(zip(names, [node.text for node in run.all("dd")], strict=True))
-    assert facts == {
+    assert facts(one.one("section", id="run")) == {
         "model": "tiny",
         "policy": "k8v4:window=2",
         "attention": "cpu avx2",

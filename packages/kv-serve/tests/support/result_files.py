@@ -76,6 +76,12 @@ class Node:
         )
 
 
+def facts(section: Node) -> dict[str, str]:
+    """Read the list of terms and what they mean that is inside an element."""
+    names, values = ([node.text for node in section.all(kind)] for kind in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
+
+
 class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
