@@ -17,31 +17,20 @@ Rows of kind `parts` say where the time goes, from runs of their own.
 
 from functools import partial
 from pathlib import Path
-from statistics import mean
 
-import _result
 from _vllm_engine import Room, ran
-from _vllm_load import Load, raw_token_bytes
+from _vllm_load import Load
 from _vllm_parts import parts
 from _vllm_process import Row, Rows, apart
+from _vllm_served import HELD, best, headline, losing, ratio, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
-from kv_serve.calibrate.loss import loss
-
-HELD = 4  # requests of mean length, when they end
 LONG = Load("long", 16, (1024, 4096), (1024, 1280))
 SHORT = Load("short", 16, (1024, 4096), (256, 256))
 PARTS = Load("parts", 8, (1024, 4096), (128, 128))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
 FIRST = ("kv-compress:rate=2+k8v4", "kv-compress:rate=4+k8v4")
 OTHERS = ("k8v4", "k4v4", "leankv", "kv-compress:rate=8+k8v4", "kv-compress:rate=4+{zack}+k8v4")
-GROUPS = {"lossless": 0.0, "loss5": 0.05}  # what of an answer task's score may be lost
-TASKS = ("needle", "multikey")
-
-
-def room_of(load: Load, *, compiled: bool) -> Room:
-    """The memory of a load, the same for all."""
-    return Room(int(HELD * load.mean) * raw_token_bytes(), load.longest, compiled=compiled)
 
 
 def measure(policies: list[str], basis: Path | None, *, compiled: bool, quick: bool) -> Rows:
@@ -68,53 +57,11 @@ def measure(policies: list[str], basis: Path | None, *, compiled: bool, quick: b
     return rows
 
 
-def ratio(rows: list[Row], load: str, way: str, over: str) -> float:
-    """The mean of the ratios of the rounds that both ran in."""
-    found: dict[str, dict[object, float]] = {way: {}, over: {}}
-    for row in rows:
-        if row["kind"] == "served" and row["load"] == load and row["way"] in found:
-            found[str(row["way"])][row["round"]] = float(str(row["tokens_per_s"]))
-    return mean(mine / found[over][i] for i, mine in found[way].items())
-
-
-def losing() -> dict[str, set[str]]:
-    """By group, the policies that lose no more than it allows, under vLLM.
-
-    Raises:
-        FileNotFoundError: the benchmark `vllm_quality` has not been run.
-    """
-    measured = _result.rows_of("vllm_quality")
-    scores = {row["way"]: row for row in measured if row["kind"] == "vllm"}
-    stock = scores.pop(BF16)
-    return {
-        group: {
-            way
-            for way, mine in scores.items()
-            if all(loss(mine[task], stock[task], task).within(allowed) for task in TASKS)
-        }
-        for group, allowed in GROUPS.items()
-    }
-
-
-def best(rows: list[Row], load: str, groups: dict[str, set[str]]) -> list[Row]:
-    """For each group the policy that serves the most tokens a second."""
-    ways = {str(row["way"]) for row in rows if row["kind"] == "served"} - {BF16, FP8}
-    found: list[Row] = []
-    for group, names in groups.items():
-        mine = {way: ratio(rows, load, way, BF16) for way in sorted(names & ways)}
-        if mine:
-            found.append({"kind": "best", "group": group, "way": max(mine, key=mine.__getitem__)})
-    return found
-
-
 def figures(rows: list[Row]) -> dict[str, float]:
     """For each group of policies the best one, over stock; and all of them, by load."""
     served = [row for row in rows if row["kind"] == "served"]
     loads = list(dict.fromkeys(str(row["load"]) for row in served))
-    found = {}
-    for row in (row for row in rows if row["kind"] == "best"):
-        for over in (BF16, FP8):
-            found[f"{row['group']}_vs_{over}"] = ratio(rows, loads[0], str(row["way"]), over)
+    found = headline(rows, loads[0])
     for load in loads:
         for way in dict.fromkeys(str(row["way"]) for row in served if row["load"] == load):
             if way != BF16:

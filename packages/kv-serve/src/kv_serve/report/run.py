@@ -26,8 +26,7 @@ def run(sources: Sequence[Source]) -> Markup:
 def commands(report: Report) -> tuple[str, ...]:
     """Write the commands that measure a report's rows, one for each length, samples and seeds.
 
-    >>> from kv_serve.evaluate.plan import WITHOUT_QUESTION
-    from kv_serve.evaluate.report import Report, Row
+    >>> from kv_serve.evaluate.report import Report, Row
     >>> row = Row(policy="k8v4", task="nll", setting="agnostic", length=9, samples=2, seed=0,
     ...     score=1.0, full_score=1.0, kv_bytes=1.0, full_bytes=2.0, seconds=0.0)
     >>> print(*commands(Report(model="m", commit="", versions={}, rows=(row,))))
