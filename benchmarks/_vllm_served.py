@@ -1,7 +1,5 @@
 """What a run of many requests under several caches comes to, as ratios and the best of a group."""
 
-from statistics import mean
-
 import _result
 from _vllm_engine import Room
 from _vllm_load import Load, raw_token_bytes
@@ -20,14 +18,18 @@ def room_of(load: Load, *, compiled: bool) -> Room:
     return Room(int(HELD * load.mean) * raw_token_bytes(), load.longest, compiled=compiled)
 
 
-def ratio(rows: list[Row], load: str, way: str, over: str) -> float:
-    """The mean of the ratios of the rounds that both ran in."""
-    found: dict[str, dict[object, float]] = {way: {}, over: {}}
-    for row in rows:
-        if row["kind"] == "served" and row["load"] == load and row["way"] in found:
-            found[str(row["way"])][row["round"]] = float(str(row["tokens_per_s"]))
-    both = found[way].keys() & found[over].keys()
-    return mean(found[way][i] / found[over][i] for i in both)
+def rates(rows: list[Row]) -> dict[str, float]:
+    """Output tokens a second of every cache."""
+    return {
+        str(row["way"]): float(str(row["tokens_per_s"])) for row in rows if row["kind"] == "served"
+    }
+
+
+def over_bf16(rows: list[Row]) -> dict[str, float]:
+    """How many times the tokens a second of stock bf16 every other cache gives."""
+    found = rates(rows)
+    stock = found.pop(BF16)
+    return {f"{way}_vs_bf16": rate / stock for way, rate in found.items()}
 
 
 def losing() -> dict[str, set[str]]:
@@ -49,21 +51,22 @@ def losing() -> dict[str, set[str]]:
     }
 
 
-def best(rows: list[Row], load: str, groups: dict[str, set[str]]) -> list[Row]:
-    """For each group the policy that serves the most tokens a second."""
-    ways = {str(row["way"]) for row in rows if row["kind"] == "served"} - {BF16, FP8}
-    found: list[Row] = []
-    for group, names in groups.items():
-        mine = {way: ratio(rows, load, way, BF16) for way in sorted(names & ways)}
-        if mine:
-            found.append({"kind": "best", "group": group, "way": max(mine, key=mine.__getitem__)})
-    return found
+def best(rows: list[Row], groups: dict[str, set[str]]) -> list[Row]:
+    """For each group the policy that gives the most tokens a second."""
+    found = rates(rows)
+    ways = found.keys() - {BF16, FP8}
+    return [
+        {"kind": "best", "group": group, "way": max(sorted(names & ways), key=found.__getitem__)}
+        for group, names in groups.items()
+        if names & ways
+    ]
 
 
-def headline(rows: list[Row], load: str) -> dict[str, float]:
+def headline(rows: list[Row]) -> dict[str, float]:
     """The best of each group over each of vLLM's own caches."""
+    found = rates(rows)
     return {
-        f"{row['group']}_vs_{over}": ratio(rows, load, str(row["way"]), over)
+        f"{row['group']}_vs_{over}": found[str(row["way"])] / found[over]
         for row in rows
         if row["kind"] == "best"
         for over in (BF16, FP8)

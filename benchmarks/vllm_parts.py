@@ -1,0 +1,53 @@
+# environment: vllm
+"""Where the time of a stock vLLM goes on a CPU, by part, with its own caches and with ours.
+
+SmolLM2-135M. Rows of kind `parts` are shares of a run, whose engine is watched while it serves;
+those of kind `served` are tokens a second with short answers, of 256 tokens, where reading prompts
+takes most of the time, by runs that are not watched. Memory is as in `vllm_throughput`, and so are
+the figures: a policy's tokens a second over those of stock bf16.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from _vllm_engine import ran
+from _vllm_load import Load
+from _vllm_parts import parts
+from _vllm_process import Rows, apart
+from _vllm_served import HELD, over_bf16, room_of
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+
+SHORT = Load("short", 16, (1024, 4096), (256, 256))
+PARTS = Load("parts", 8, (1024, 4096), (128, 128))
+QUICK = Load("quick", 6, (128, 256), (24, 32))
+POLICIES = (
+    *("k8v4", "k4v4", "leankv"),
+    *(f"kv-compress:rate={rate}+k8v4" for rate in (2, 4, 8)),
+    "{zack}+kv-compress:rate=4+k8v4",
+)
+
+
+def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
+    """Let all serve the same requests, then watch each."""
+    ways = (BF16, FP8, *with_basis(policies, basis))
+    short, some = (QUICK, QUICK) if quick else (SHORT, PARTS)
+    asked = {"ways": ways, "loads": str((short, some)), "held": HELD}
+    rows = Rows("vllm_parts", asked, quick=quick)
+    for kind, load, work in (("served", short, ran), ("parts", some, parts)):
+        room = room_of(load, compiled=False)
+        about = {"load": load.name, "requests": load.requests, "kv_bytes": room.kv_bytes}
+        for way in ways:
+            key = {"kind": kind, "way": figure(way), **about}
+            rows.measured(key, partial(apart, work, way, room, load.asks()))
+    return rows
+
+
+def main() -> None:
+    """Run everything and write the result."""
+    given = arguments(__doc__, POLICIES).parse_args()
+    rows = measure(given.policies, given.basis, quick=given.quick)
+    rows.finish(over_bf16(rows.rows))
+
+
+if __name__ == "__main__":
+    main()
