@@ -28,7 +28,15 @@ from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
 from kv_paging import PagePool, Tiers, fit, triton_kernels
 from kv_paging.work import Choice, Tokens
-from kv_policy import CacheShape, Observe, PagedTokens, PageLayout, TokenFormat, load
+from kv_policy import (
+    CacheShape,
+    Observe,
+    PagedTokens,
+    PageLayout,
+    RunningMean,
+    TokenFormat,
+    load,
+)
 
 BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 4, 8, 4, 128, 16, 2048
 BITS = (8, 4, 2, 1)
@@ -119,6 +127,8 @@ def pages(name: str) -> None:
     triton_kernels.copy_pages(pool.padded, every, every)
     triton_kernels.read(whole, every, 2 * TOKENS, frozenset({"keys", "values"}))
     triton_kernels.rescore(whole, every, score)
+    before = torch.zeros_like(every)
+    triton_kernels.average(whole, every, before, score, score.long(), RunningMean())
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
     tier = torch.zeros(streams, dtype=torch.uint8)
     new = Tokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])

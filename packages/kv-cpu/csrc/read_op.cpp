@@ -173,6 +173,39 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
+// Lets the scores of the slots go on as means over queries: what those of a pass gave is mass [n, L],
+// how many of them counted is seen, and the tokens that there were before it is before [n], -1 for a
+// stream that is left alone. A token's past counts as at most `last` queries; -1: as all there were.
+// Past the end of a stream its last page has zeros, as page_rescore leaves it.
+void page_average(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
+                  Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last) {
+  STD_TORCH_CHECK(numbers.size() == kTierNumbers && mass.dim() == 2, "a tier has ", kTierNumbers,
+                  " numbers, and what was given two dimensions");
+  const int64_t slots = mass.size(1);
+  const Chosen chosen(data, table, numbers, length, streams, slots);
+  const Tier& tier = chosen.tier;
+  STD_TORCH_CHECK(tier.score >= 0 && tier.position >= 0, "pages hold no scores, or no positions");
+  const auto* given = data_of<float>(mass, ScalarType::Float, chosen.count * slots, "mass");
+  const auto* counted = data_of<int64_t>(seen, ScalarType::Long, chosen.count * slots, "seen");
+  const Integers tokens = integers_of(before, chosen.count, "tokens before");
+  const int64_t most = last < 0 ? INT64_MAX : last;
+  for_all(chosen.count, kWorth / (20 * slots + 1), [&](int64_t i) {
+    chosen.over_pages(i, tier.score, [&](uint8_t* page, int64_t slot, int64_t held) {
+      const int64_t at = i * slots + slot;
+      std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));
+      for (int64_t row = 0; row < held && tokens[i] >= 0; ++row) {
+        const int64_t position = load<int32_t>(page + tier.position + 4 * row);
+        if (position < 0) continue;
+        uint8_t* score = page + tier.score + 4 * row;
+        const auto past = float(std::clamp<int64_t>(tokens[i] - 1 - position, 0, most));
+        const float queries = std::max(past + float(counted[at + row]), 1.0f);
+        const float mean = (load<float>(score) * past + given[at + row]) / queries;
+        std::memcpy(score, &mean, 4);
+      }
+    });
+  });
+}
+
 }  // namespace
 }  // namespace kv
 
@@ -186,10 +219,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "page_rescore(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
       "Tensor score) -> ()");
+  m.def(
+      "page_average(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "Tensor before, Tensor mass, Tensor seen, int last) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
   m.impl("page_read", TORCH_BOX(&kv::page_read));
   m.impl("page_weakest", TORCH_BOX(&kv::page_weakest));
   m.impl("page_rescore", TORCH_BOX(&kv::page_rescore));
+  m.impl("page_average", TORCH_BOX(&kv::page_average));
 }

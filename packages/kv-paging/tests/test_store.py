@@ -10,7 +10,7 @@ from kv_paging import PagePool, PoolExhausted, TokenStore, torch_kernels
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.kernels import declined
 from kv_paging.reference import ReferenceStore, stored
-from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
 
 FORMAT = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.bfloat16))
 LAYOUT = PageLayout.sized(FORMAT, 4, scores=True, positions=True)
@@ -296,6 +296,20 @@ def test_scores_where_pages_hold_none() -> None:
         some.weakest(some.streams())
     with pytest.raises(ValueError, match="scores=True"):
         some.set_scores(some.streams(), score)
+    given = torch.zeros(4, dtype=torch.long), score[:4], score[:4].long(), RunningMean()
+    with pytest.raises(ValueError, match="scores=True"):
+        some.average_layer(0, *given)
+    scored = make(PageLayout.sized(FORMAT, 4, scores=True))
+    with pytest.raises(ValueError, match="positions=True"):
+        scored.average_layer(0, *given)
+
+
+def test_means_of_fewer_slots_than_there_are_refused() -> None:
+    some = make()
+    fill(some, 5)
+    given = torch.zeros(4, dtype=torch.long), torch.zeros(4, 4), torch.zeros(4, 4).long()
+    with pytest.raises(ValueError, match="mass"):
+        some.average_layer(0, *given, RunningMean())
 
 
 def test_shapes_are_checked_without_a_type_checker_too() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import LayerView, Observe, protect
+from kv_policy import LayerView, Observe, RunningMean, protect
 from lawful import Good, refusal
 
 
@@ -74,6 +74,20 @@ class Normalized(Good):
         return protect(norm / norm.sum(1, keepdim=True).clamp(min=1), view, first=self.sinks)
 
 
+class Averaged(Good):
+    """Says that scores are means, and gives others."""
+
+    @property
+    def averages(self) -> RunningMean:
+        return RunningMean()
+
+
+class Watched(Averaged):
+    @property
+    def observe(self) -> Observe:
+        return Observe(skip=1, generated=True)
+
+
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
@@ -87,6 +101,8 @@ class Normalized(Good):
         (Clings, "so it would be protected for good"),
         (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
         (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
+        (Averaged, "then observe must have generated=True and skip=1"),
+        (Watched, "is not the mean that averages says"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )

@@ -16,10 +16,11 @@ from kv_cpu.library import chosen, missing
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout
+from kv_policy import PagedTokens, PageLayout, RunningMean
 from kv_policy.described import NUMBERS, described
 
 __all__ = [
+    "average",
     "close_up",
     "copy_pages",
     "declined",
@@ -153,6 +154,30 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     """
     torch.ops.kv_cpu.page_rescore(
         *_tier(pages), pages.length, streams.contiguous(), *_scores(score)
+    )
+
+
+def average(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    before: Int[Tensor, " S"],
+    mass: Float[Tensor, "S L"],
+    seen: Int[Tensor, "S L"],
+    mean: RunningMean,
+) -> None:
+    """Let scores go on as a mean.
+
+    Raises:
+        RuntimeError: a table names a page that is not there; nothing was written.
+    """
+    torch.ops.kv_cpu.page_average(
+        *_tier(pages),
+        pages.length,
+        streams.contiguous(),
+        before.contiguous(),
+        mass.float().contiguous(),
+        seen.long().contiguous(),
+        -1 if mean.last is None else mean.last,
     )
 
 

@@ -20,6 +20,7 @@ from kv_policy import (
     LayerView,
     Observe,
     PlanView,
+    RunningMean,
     Selecting,
     Step,
     StepView,
@@ -165,6 +166,11 @@ class LeanKV(Selecting):
     def decode(self) -> Literal["grow", "step"]:
         """Algorithm 1, every step."""
         return "step"
+
+    @property
+    def averages(self) -> RunningMean:
+        """What `score` says of generated queries."""
+        return RunningMean(self.last)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Average the attention from the queries after a token, those of this pass included.

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from kv_policy import LayerView
+from kv_policy import LayerView, RunningMean
 
 
 def running_mean(
@@ -19,6 +19,4 @@ def running_mean(
     assert view.seen is not None
     fresh = view.fresh[:, :1].sum(-1, keepdim=True)  # every head has as many
     before = view.length[:, None, None] - fresh
-    past = (before - 1 - view.position).clamp_(min=0, max=last).float()
-    total = (score * past).add_(view.mass)
-    return total.div_(past.add_(view.seen).clamp_(min=1)).masked_fill_(view.position < 0, 0)
+    return RunningMean(last).go_on(score, view.position, before, view.mass, view.seen)

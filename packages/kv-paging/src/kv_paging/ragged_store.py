@@ -11,7 +11,7 @@ from kv_paging.checks import expect_shape
 from kv_paging.kinds import Kinds
 from kv_paging.store import TokenStore
 from kv_paging.tokens import NONE, Stored, Vectors
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, RunningMean
 
 
 class RaggedStore:
@@ -118,6 +118,27 @@ class RaggedStore:
                 span = self._kinds.span(kind, layer)
                 if span.start < span.stop:
                     member.set_layers_scores(span, mine[self._rows(kind, layer)])
+
+    def average_layer(
+        self,
+        layer: int,
+        before: Int[Tensor, " S"],
+        mass: Float[Tensor, "S L"],
+        seen: Int[Tensor, "S L"],
+        mean: RunningMean,
+    ) -> None:
+        """Let the scores of a layer's tokens go on as a mean, as TokenStore does.
+
+        Raises:
+            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
+        """
+        streams = self._kinds.sequences * self._kinds.kind.shape[1]
+        expect_shape("mass", mass, streams, None)
+        for kind, member in enumerate(self.members):
+            span = self._kinds.span(kind, layer)
+            if span.start < span.stop:
+                rows = self._rows(kind, layer)
+                member.average_layers(span, before[rows], mass[rows], seen[rows], mean)
 
     def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.

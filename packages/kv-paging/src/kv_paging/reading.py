@@ -7,7 +7,7 @@ from kv_paging.checks import expect_cover, expect_shape
 from kv_paging.moves import Segment, take
 from kv_paging.streams import Streams
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors, read_tokens
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, RunningMean
 
 
 class Readable(Streams):
@@ -111,6 +111,47 @@ class Readable(Streams):
         expect_cover("score", score.shape[1], self.longest)
         self.kernels.rescore(self.whole(), streams, score[:, : self.longest])
 
+    def average_layer(
+        self,
+        layer: int,
+        before: Int[Tensor, " S"],
+        mass: Float[Tensor, "S L"],
+        seen: Int[Tensor, "S L"],
+        mean: RunningMean,
+    ) -> None:
+        """Let the scores of a layer's tokens, which are means over queries, go on with a pass.
+
+        Args:
+            layer: which.
+            before: for each stream, the tokens of its sequence before the pass; -1 leaves it alone.
+            mass: what the queries of the pass gave each slot, as `read_layer` has them.
+            seen: how many of the queries counted.
+            mean: which mean.
+
+        Raises:
+            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
+        """
+        self.average_layers(slice(layer, layer + 1), before, mass, seen, mean)
+
+    def average_layers(
+        self,
+        layers: slice,
+        before: Int[Tensor, " S"],
+        mass: Float[Tensor, "S L"],
+        seen: Int[Tensor, "S L"],
+        mean: RunningMean,
+    ) -> None:
+        """Let the scores of the tokens of some layers go on, as `average_layer` does."""
+        self._expect_scores()
+        self._expect_positions()
+        streams = self.streams(layers)
+        for name, x in (("mass", mass), ("seen", seen)):
+            expect_shape(name, x, streams.shape[0], None)
+            expect_cover(name, x.shape[1], self.longest)
+        expect_shape("before", before, streams.shape[0])
+        mine = mass[:, : self.longest], seen[:, : self.longest]
+        self.kernels.average(self.whole(), streams, before, *mine, mean)
+
     def weakest(self, streams: Int[Tensor, " S"]) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
         """Give the lowest score of each stream and its slot, the first of equal ones.
 
@@ -149,15 +190,19 @@ class Readable(Streams):
         self, streams: Tensor, slots: int, until: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self._expect_scores()
-        if until is not None and not self.layout.positions:
-            raise ValueError(
-                "pages of this layout hold no positions; lay them out with positions=True"
-            )
+        if until is not None:
+            self._expect_positions()
         return self.kernels.weakest(self.whole(), streams, slots, until)
 
     def _expect_scores(self) -> None:
         if not self.layout.scores:
             raise ValueError("pages of this layout hold no scores; lay them out with scores=True")
+
+    def _expect_positions(self) -> None:
+        if not self.layout.positions:
+            raise ValueError(
+                "pages of this layout hold no positions; lay them out with positions=True"
+            )
 
     def _agree_slots(
         self, wrong: Tensor, slot: Tensor, length: Tensor, *values: Tensor

@@ -19,6 +19,7 @@ from kv_paging.pool import PagePool
 from kv_paging.step import carry_out
 from kv_paging.table import PageTable, pages_for
 from kv_paging.tokens import (
+    NONE,
     Stored,
     Vectors,
     read_positions,
@@ -28,9 +29,19 @@ from kv_paging.tokens import (
     write_tokens,
 )
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout
+from kv_policy import PagedTokens, PageLayout, RunningMean
 
-__all__ = ["close_up", "copy_pages", "place", "read", "rescore", "step", "weakest", "write"]
+__all__ = [
+    "average",
+    "close_up",
+    "copy_pages",
+    "place",
+    "read",
+    "rescore",
+    "step",
+    "weakest",
+    "write",
+]
 
 _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
 
@@ -111,6 +122,22 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     page = page.where(held, len(pages.data) - 1)
     by_page = padded.view(-1, tokens)
     write_scores(pages.data, segment, page.flatten(), by_page)
+
+
+def average(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    before: Int[Tensor, " S"],
+    mass: Float[Tensor, "S L"],
+    seen: Int[Tensor, "S L"],
+    mean: RunningMean,
+) -> None:
+    """Let scores go on as a mean."""
+    held = read(pages, streams, mass.shape[1], NONE)
+    assert held.score is not None  # the caller has seen to it
+    assert held.position is not None
+    score = mean.go_on(held.score, held.position, before[:, None], mass, seen)
+    rescore(pages, streams, score.where(before[:, None] >= 0, held.score))
 
 
 def weakest(

@@ -16,11 +16,12 @@ from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, Vectors
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout
+from kv_policy import PagedTokens, PageLayout, RunningMean
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted, missing
 
 __all__ = [
+    "average",
     "close_up",
     "copy_pages",
     "declined",
@@ -109,6 +110,20 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     from kv_paging.gpu import reading
 
     reading.rescore(pages, streams, score)
+
+
+def average(
+    pages: PagedTokens,
+    streams: Int[Tensor, " S"],
+    before: Int[Tensor, " S"],
+    mass: Float[Tensor, "S L"],
+    seen: Int[Tensor, "S L"],
+    mean: RunningMean,
+) -> None:
+    """Let scores go on as a mean."""
+    from kv_paging.gpu import averaging
+
+    averaging.average(pages, streams, before, mass, seen, mean)
 
 
 def weakest(

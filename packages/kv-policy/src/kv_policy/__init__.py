@@ -28,6 +28,7 @@ from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import UnknownPolicyError, installed, load
 from kv_policy.replan import Replan
+from kv_policy.running import RunningMean
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse
@@ -63,6 +64,7 @@ __all__ = [
     "RawCodec",
     "Replan",
     "Rope",
+    "RunningMean",
     "Selecting",
     "Selector",
     "StartsCalibrator",

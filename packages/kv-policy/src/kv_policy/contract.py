@@ -17,6 +17,7 @@ from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
 from kv_policy.observe import Observe
 from kv_policy.replan import Replan
+from kv_policy.running import RunningMean
 from kv_policy.shape import CacheShape
 
 DROP: Final = 255  # the tier of a token that is let go
@@ -170,6 +171,14 @@ class Selector(Protocol):
     @property
     def replan(self) -> Replan:
         """When `plan` runs again while tokens are generated."""
+        ...
+
+    @property
+    def averages(self) -> RunningMean | None:
+        """The mean that `score` gives while tokens are generated; None: it is something else.
+
+        Hosts may keep such a mean where scores lie, and ask `score` about other tokens alone.
+        """
         ...
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:

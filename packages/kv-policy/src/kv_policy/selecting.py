@@ -19,6 +19,7 @@ from kv_policy.contract import (
 from kv_policy.observe import Observe
 from kv_policy.part import Part
 from kv_policy.replan import Replan
+from kv_policy.running import RunningMean
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Selecting(Part):
     def replan(self) -> Replan:
         """Prompts only."""
         return Replan()
+
+    @property
+    def averages(self) -> RunningMean | None:
+        """Scores are no such thing, unless a method says so."""
+        return None
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Say what each token is worth; higher stays."""

@@ -18,6 +18,7 @@ from kv_policy.contract import (
 )
 from kv_policy.observe import Observe
 from kv_policy.replan import Replan
+from kv_policy.running import RunningMean
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class SortedSelector:
     def replan(self) -> Replan:
         """The evictor's."""
         return self.evictor.replan
+
+    @property
+    def averages(self) -> RunningMean | None:
+        """The evictor's, since scores are."""
+        return self.evictor.averages
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """The evictor's scores."""

@@ -44,6 +44,8 @@ def layer_groups(
     value: Tensor,
     reads: frozenset[Vectors],
     results: Sequence[Attended] = (),
+    *,
+    stored: bool = True,
 ) -> list[Group]:
     """Tokens of some layers: each store, the window, the fresh ones, in the order of attention.
 
@@ -57,6 +59,7 @@ def layer_groups(
         value: likewise.
         reads: the vectors that are looked at.
         results: what was observed of each layer, if anything was.
+        stored: whether what stores hold is among the tokens, and among the results.
     """
     parts = iter(range(len(results[0].mass) if results else 0))
 
@@ -78,9 +81,9 @@ def layer_groups(
         )
 
     groups = []
-    stored = frozenset(name for name in reads if name != "queries")
-    for tier, store in batch.held_stores:
-        held = store.read_layers(layers, stored)
+    vectors = frozenset(name for name in reads if name != "queries")
+    for tier, store in batch.held_stores if stored else ():
+        held = store.read_layers(layers, vectors)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
         mass, seen, also = observed(held.held.shape[1])

@@ -1,14 +1,14 @@
 """Letting a selector score the tokens of layers that were just attended to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import Queries, Selector
+from kv_policy import Queries, RunningMean, Selector
 from kv_serve.batch import Batch, Pass, flat
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, score_layers
@@ -47,10 +47,30 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     layers, results = slice(first, first + len(observed)), [o.result for o in observed]
-    groups = layer_groups(batch, over, layers, key, value, selector.reads, results)
+    stored = now.prompt or selector.averages is None  # else `go_on` has seen to them
+    reads = selector.reads
+    groups = layer_groups(batch, over, layers, key, value, reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
     _note(batch, over, layers, scored)
     return scored
+
+
+def go_on(batch: Batch, now: Pass, layer: int, result: Attended, mean: RunningMean) -> Attended:
+    """Let the scores of a layer's stored tokens, most of all, go on as a mean where they lie.
+
+    A sequence that brings no token was not observed, and keeps its scores.
+
+    Returns:
+        What was observed of the other tokens.
+    """
+    brings = (now.position >= 0).any(1)
+    before = (now.total - now.position.shape[1]).where(brings, -1)
+    rows = before.repeat_interleave(batch.shape.kv_heads)
+    stores = [store for _, store in batch.held_stores]
+    for store, mass, seen in zip(stores, result.mass, result.seen, strict=False):
+        store.average_layer(layer, rows, flat(mass), flat(seen), mean)
+    rest = slice(len(stores), None)
+    return replace(result, mass=result.mass[rest], seen=result.seen[rest], also=result.also[rest])
 
 
 def _note(batch: Batch, now: Pass, layers: slice, scored: Scored) -> None:

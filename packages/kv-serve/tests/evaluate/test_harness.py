@@ -59,6 +59,25 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
+LEARNED = """\
+task: kv_learned
+dataset_path: none
+training_split: train
+fewshot_split: train
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs:
+  until: ["\\n"]
+  max_gen_toks: 2
+  do_sample: false
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+RUN = LEARNED.replace("kv_learned", "kv_run") + "unsafe_code: true\nnum_fewshot: 0\n"
 
 
 class Request:
@@ -76,6 +95,8 @@ def tasks_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, described in {"said": GENERATED, "chosen": CHOSEN}.items():
         (folder / f"{name}.yaml").write_text(described.format(file=file))
+    (folder / "learned.yaml").write_text(LEARNED)
+    (folder / "run.yaml").write_text(RUN)
     return folder
 
 
@@ -181,6 +202,52 @@ def test_what_is_finished_is_not_asked_again(
     assert run(*given).exit_code == 130
     assert run(*given).exit_code == 0
     assert specs == ["full", "raw", "raw"]
+
+
+def test_a_question_is_none_of_its_own_examples(
+    folder: Path, tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval leaves the question out only where examples are of the split that is asked."""
+    contexts: list[str] = []
+
+    def noted(self: CompressedLM, requests: list[Request], disable_tqdm: bool = False) -> list[str]:
+        contexts.extend(str(request.args[0]) for request in requests)
+        self._done(Asked(1, 1, 1, 0.0))
+        return ["x"] * len(requests)
+
+    monkeypatch.setattr(CompressedLM, "generate_until", noted)
+    documents = tmp_path / "documents.jsonl"
+    result = run(
+        *("--model", folder, "--policy", "full", "--json", tmp_path / "found.json"),
+        *("--lm-eval", "kv_learned", "--tasks-folder", tasks_folder, "--shots", 4),
+        *("--data", f"kv_learned={documents}", "--samples", 5),
+    )
+    assert result.exit_code == 0, result.output
+    for document, context in zip(DOCUMENTS, contexts, strict=True):
+        questions = [f"{each['question']}" for each in DOCUMENTS]
+        assert sorted(questions) == sorted(
+            line.removesuffix(" x") for line in context.splitlines() if line
+        )
+        assert context.endswith(f"{document['question']}")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "kv_run runs the code that the model writes; --allow-code lets it"),
+        (("--allow-code", "--shots", 1), "kv_run is always asked without examples"),
+    ],
+)
+def test_what_a_task_may_not_is_refused(
+    folder: Path, tasks_folder: Path, tmp_path: Path, options: tuple[object, ...], sentence: str
+) -> None:
+    result = run(
+        *("--model", folder, "--policy", "raw", "--json", tmp_path / "x.json"),
+        *("--lm-eval", "kv_run", "--tasks-folder", tasks_folder),
+        *("--data", f"kv_run={tmp_path / 'documents.jsonl'}", *options),
+    )
+    assert result.exit_code == 2, result.output
+    assert sentence in said(result)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> S
     value = room("values" in vectors, *_vector(layout, 6))
     with on(pages.data):
         read_kernel[(blocks(count * slots, size),)](
-            *_tier(pages),
+            *tier_of(pages),
             streams.contiguous(),
             slots,
             held.view(torch.uint8),
@@ -205,7 +205,7 @@ def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
     holes = pages.holes and pages.layout.positions
     with on(pages.data):
         rescore_kernel[(blocks(every, _SLOTS),)](
-            *_tier(pages),
+            *tier_of(pages),
             streams.contiguous(),
             scores(score),
             slots,
@@ -226,7 +226,7 @@ def weakest(
     together = min(_SLOTS // many, _MOST_STREAMS)
     with on(pages.data):
         weakest_kernel[(blocks(len(streams), together),)](
-            *_tier(pages),
+            *tier_of(pages),
             streams.contiguous(),
             slots,
             None if until is None else until.contiguous(),
@@ -241,7 +241,8 @@ def weakest(
     return score, found
 
 
-def _tier(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:
+def tier_of(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:
+    """Give data, the pitch of pages, the table and its width, and lengths, as kernels take them."""
     length = pages.length[:, 0].contiguous()
     return pages.data, pages.data.stride(0), table_of(pages), pages.table.shape[-1], length
 

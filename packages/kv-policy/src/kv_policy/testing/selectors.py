@@ -21,6 +21,7 @@ from kv_policy.observe import Observe
 from kv_policy.replan import Replan
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
+from kv_policy.testing.averages import check_averages
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.views import (
     Tokens,
@@ -41,7 +42,9 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
         score = _check_scores(selector, able, tokens)
         _check_plan(selector, able, tokens, score)
     if selector.decode == "step":
-        _check_arriving(selector, able, while_decoding(selector, shape, seed=3))
+        arriving = while_decoding(selector, shape, seed=3)
+        _check_arriving(selector, able, arriving)
+        check_averages(selector, arriving)
         for seed in range(5):
             _check_step(selector, able, shape, seed)
 

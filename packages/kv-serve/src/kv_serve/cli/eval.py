@@ -138,6 +138,9 @@ def evaluate(
     chat: Annotated[
         bool, typer.Option(help="Put prompts of lm-eval into the model's chat template.")
     ] = False,
+    allow_code: Annotated[
+        bool, typer.Option(help="Let tasks of lm-eval run the code that the model writes.")
+    ] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
@@ -175,6 +178,7 @@ def evaluate(
             data=read_data(data or (), lm_eval or ()),
             folder=tasks_folder,
             chat=chat,
+            code=allow_code,
         )
         source = default_text() if text is None else read_text(text)
         if harness.tasks:

@@ -1,10 +1,12 @@
 """Tasks of lm-eval, run under every policy, as finished samples beside those of our own tasks."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_serve.evaluate.caches import MakeCache
@@ -12,6 +14,7 @@ from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.tasks import TaskError
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
     from kv_serve.evaluate.harness import Asked
@@ -34,6 +37,7 @@ class Harness:
         data: files that documents are read from, in place of a download, by task.
         folder: where more tasks are described; None for lm-eval's own alone.
         chat: whether prompts are put into the model's chat template.
+        code: whether a task may run what the model writes.
     """
 
     tasks: tuple[str, ...]
@@ -43,6 +47,7 @@ class Harness:
     data: Mapping[str, Path] | None = None
     folder: Path | None = None
     chat: bool = False
+    code: bool = False
 
     def identity(self) -> dict[str, str | int]:
         """What results depend on."""
@@ -157,7 +162,7 @@ def _asked(
     try:
         found: dict[str, Any] = simple_evaluate(
             model=model,
-            tasks=[_described(task, harness)],
+            tasks=_load(task, harness, manager),
             num_fewshot=harness.shots,
             limit=harness.samples,
             apply_chat_template=harness.chat,
@@ -165,6 +170,7 @@ def _asked(
             task_manager=manager,
             bootstrap_iters=0,
             log_samples=True,
+            confirm_run_unsafe_code=harness.code,
             random_seed=harness.seed,
             numpy_random_seed=harness.seed,
             torch_random_seed=harness.seed,
@@ -172,24 +178,51 @@ def _asked(
         )
     except OSError as error:  # all that a hub and files fail with
         raise TaskError(
-            f"lm-eval cannot read the documents of {task}: {type(error).__name__}: {error}; name a "
-            f"local file of them, as in --data {task}=FILE"
+            f"lm-eval cannot read {task} or its documents: {type(error).__name__}: {error}; a "
+            f"local file of them can be named, as in --data {task}=FILE"
         ) from error
     return _finished(task, spec, found, took)
 
 
-def _described(task: str, harness: Harness) -> str | dict[str, Any]:
-    """The name of a task; where documents come from a file, with all of its splits there."""
+def _load(task: str, harness: Harness, manager: "TaskManager") -> list["Task"]:
+    """A task and its documents, or all those of a group."""
     path = (harness.data or {}).get(task)
-    if path is None:
-        return task
+    with TemporaryDirectory() as folder:
+        name = task if path is None else _of_file(task, path, manager, Path(folder))
+        found = [*manager.load([name])["tasks"].values()]
+    for each in found:
+        if each.get_config("unsafe_code") and not harness.code:
+            raise TaskError(
+                f"{task} runs the code that the model writes; --allow-code lets it, which is best "
+                "done in a container"
+            )
+        if harness.shots and each.get_config("num_fewshot") == 0:
+            raise TaskError(f"{task} is always asked without examples; leave --shots out")
+        if path is not None and each.fewshot_cfg.samples is None:
+            # lm-eval keeps a document out of its own examples only if both are of one split
+            each.fewshot_cfg.split = each.get_config("test_split")
+    return found
+
+
+def _of_file(task: str, path: Path, manager: "TaskManager", folder: Path) -> str:
+    """Describe a task again, with all of its splits in one file; where it is described."""
+    described = manager.task_index[task].yaml_path
+    if described is None or task not in manager.all_subtasks:
+        raise TaskError(
+            f"--data {task}={path}: {task} is a group of tasks, or one that is written in Python; "
+            "name a task that a YAML file describes"
+        )
     splits = dict.fromkeys(("train", "validation", "test", "dev"), str(path))
-    return {
+    again = {
+        "include": str(described),
         "task": task,
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {"data_files": splits},
     }
+    file = folder / "task.yaml"
+    file.write_text(json.dumps(again))  # which is YAML
+    return str(file)
 
 
 def _finished(

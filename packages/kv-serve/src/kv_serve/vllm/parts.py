@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_serve.tiered import TieredCache
@@ -10,14 +11,30 @@ from kv_serve.tiered import TieredCache
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of a cache's sequences: one prompt's, or one each of those that generate."""
+    """The tokens of a cache's sequences: one prompt's, or one each of those that generate.
+
+    Rows count the tokens of the step.
+    """
 
     cache: TieredCache
-    row: Int[Tensor, "B L"]  # of each token among those of the step; -1: the sequence brings none
+    real: Bool[Tensor, "B L"]  # which places hold a token
+    source: Int[Tensor, "B L"]  # the row of each; any, where there is none
+    target: Int[Tensor, " n"]  # the rows of those there are
+    full: bool  # whether all places hold one
+
+    @classmethod
+    def of(cls, cache: TieredCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
+        """Give the part of a cache's sequences; row -1 says that a sequence brings no token.
+
+        What all layers look up is moved to the device once.
+        """
+        real = row >= 0
+        at = row.clamp(min=0).to(device)
+        return cls(cache, real.to(device), at, row[real].to(device), bool(real.all()))
 
     def begin(self, *, prompt: bool, more: bool) -> None:
         """Begin the pass of the step."""
-        self.cache.begin(self.row >= 0, prompt=prompt, more=more)
+        self.cache.begin(self.real, prompt=prompt, more=more)
 
     def attend(
         self,
@@ -29,10 +46,10 @@ class Part:
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
         """Attend, store, and write what the tokens see to their rows of `output`."""
-        row = self.row.clamp(min=0).to(query.device)
         heads = key.shape[1]
-        grouped = query[row].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        fresh = (key[row].transpose(1, 2), value[row].transpose(1, 2))
+        grouped = query[self.source].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        fresh = (key[self.source].transpose(1, 2), value[self.source].transpose(1, 2))
         out = self.cache.attend(layer, grouped, *fresh, scale)
-        real = self.row >= 0
-        output[row[real]] = out.permute(0, 3, 1, 2, 4).flatten(2, 3)[real].to(output.dtype)
+        by_token = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        found = by_token.flatten(0, 1) if self.full else by_token[self.real]
+        output.index_copy_(0, self.target, found.to(output.dtype))

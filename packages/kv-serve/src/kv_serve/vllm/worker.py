@@ -109,10 +109,11 @@ class Worker:
     def _open(self, rows: Rows) -> None:
         assert self.orders is not None, "a forward pass follows the beginning of a step"
         found: dict[str, int] = {}
+        device = self.pool.device
         for i, first in enumerate(rows.first):
             turn, begin, end = self.orders.turns[first], rows.start[i], rows.start[i + 1]
             if turn.reads:
-                part = Part(self._prompt(turn), torch.arange(begin, end)[None])
+                part = Part.of(self._prompt(turn), torch.arange(begin, end)[None], device)
                 part.begin(prompt=True, more=turn.more)
                 self.parts.append(part)
             else:
@@ -120,7 +121,7 @@ class Worker:
         if found:
             assert self.generating is not None, "who generates has been read"
             row = torch.tensor([[found.get(name, -1)] for name in self.names])
-            part = Part(self.generating, row)
+            part = Part.of(self.generating, row, device)
             part.begin(prompt=False, more=False)
             self.parts.append(part)
 
