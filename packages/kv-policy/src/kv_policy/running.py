@@ -21,7 +21,7 @@ class RunningMean:
         self,
         score: Float[Tensor, "*n L"],
         position: Int[Tensor, "*n L"],
-        before: Int[Tensor, "*#n 1"],
+        before: Int[Tensor, "*before 1"],
         mass: Float[Tensor, "*n L"],
         seen: Int[Tensor, "*n L"],
     ) -> Float[Tensor, "*n L"]:
@@ -30,7 +30,7 @@ class RunningMean:
         Args:
             score: the means so far.
             position: of the tokens, -1 for none.
-            before: tokens of the sequence before the pass.
+            before: tokens of the sequence before the pass; broadcast over `*n`.
             mass: what the queries of the pass gave, none of a token's own query in it.
             seen: how many of them counted.
         """
