@@ -78,6 +78,8 @@ metric_list:
     higher_is_better: true
 """
 RUN = LEARNED.replace("kv_learned", "kv_run") + "unsafe_code: true\nnum_fewshot: 0\n"
+OWN = LEARNED.replace("kv_learned", "kv_own") + "class: !function own.Own\n"
+OWN_CLASS = "from lm_eval.api.task import ConfigurableTask\nclass Own(ConfigurableTask): pass\n"
 
 
 class Request:
@@ -97,6 +99,9 @@ def tasks_folder(tmp_path: Path) -> Path:
         (folder / f"{name}.yaml").write_text(described.format(file=file))
     (folder / "learned.yaml").write_text(LEARNED)
     (folder / "run.yaml").write_text(RUN)
+    (folder / "own.yaml").write_text(OWN)
+    (folder / "own.py").write_text(OWN_CLASS)
+    (folder / "group.yaml").write_text("group: kv_group\ntask: [kv_said, kv_chosen]\n")
     return folder
 
 
@@ -232,19 +237,26 @@ def test_a_question_is_none_of_its_own_examples(
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("task", "options", "sentence"),
     [
-        ((), "kv_run runs the code that the model writes; --allow-code lets it"),
-        (("--allow-code", "--shots", 1), "kv_run is always asked without examples"),
+        ("kv_run", (), "kv_run runs the code that the model writes; --allow-code lets it"),
+        ("kv_run", ("--allow-code", "--shots", 1), "kv_run is always asked without examples"),
+        ("kv_own", (), "kv_own is written in Python and may find documents itself; leave --data"),
+        ("kv_group", (), "kv_group is a group of tasks, which no single file is about; leave"),
     ],
 )
 def test_what_a_task_may_not_is_refused(
-    folder: Path, tasks_folder: Path, tmp_path: Path, options: tuple[object, ...], sentence: str
+    folder: Path,
+    tasks_folder: Path,
+    tmp_path: Path,
+    task: str,
+    options: tuple[object, ...],
+    sentence: str,
 ) -> None:
     result = run(
         *("--model", folder, "--policy", "raw", "--json", tmp_path / "x.json"),
-        *("--lm-eval", "kv_run", "--tasks-folder", tasks_folder),
-        *("--data", f"kv_run={tmp_path / 'documents.jsonl'}", *options),
+        *("--lm-eval", task, "--tasks-folder", tasks_folder),
+        *("--data", f"{task}={tmp_path / 'documents.jsonl'}", *options),
     )
     assert result.exit_code == 2, result.output
     assert sentence in said(result)

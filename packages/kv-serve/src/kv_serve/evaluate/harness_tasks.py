@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "lm-eval:"  # of the names of such tasks in a result
 AWARE: Final = "aware"  # questions stand where the task's own prompt has them, inside
+WITHOUT: Final = "leave --data out, or name a task that a YAML file describes"
 INSTALL: Final = "pip install 'kv-serve[lm-eval]'"
 
 
@@ -206,16 +207,16 @@ def _load(task: str, harness: Harness, manager: "TaskManager") -> list["Task"]:
 
 def _of_file(task: str, path: Path, manager: "TaskManager", folder: Path) -> str:
     """Describe a task again, with all of its splits in one file; where it is described."""
-    described = manager.task_index[task].yaml_path
-    if described is None or task not in manager.all_subtasks:
-        raise TaskError(
-            f"--data {task}={path}: {task} is a group of tasks, or one that is written in Python; "
-            "name a task that a YAML file describes"
-        )
+    entry = manager.task_index[task]
+    if entry.kind.name == "PY_TASK":
+        raise TaskError(f"{task} is written in Python and may find documents itself; {WITHOUT}")
+    if entry.kind.name != "TASK":
+        raise TaskError(f"{task} is a group of tasks, which no single file is about; {WITHOUT}")
     splits = dict.fromkeys(("train", "validation", "test", "dev"), str(path))
     again = {
-        "include": str(described),
+        "include": str(entry.yaml_path),
         "task": task,
+        "custom_dataset": None,
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {"data_files": splits},
