@@ -19,8 +19,8 @@ class Part:
     cache: TieredCache
     real: Bool[Tensor, "B L"]  # which places hold a token
     source: Int[Tensor, "B L"]  # the row of each; any, where there is none
-    target: Int[Tensor, " n"]  # the rows of those there are
-    full: bool  # whether all places hold one
+    place: Int[Tensor, " n"]  # of those there are, counted through sequences
+    target: Int[Tensor, " n"]  # their rows
 
     @classmethod
     def of(cls, cache: TieredCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
@@ -29,8 +29,9 @@ class Part:
         What all layers look up is moved to the device once.
         """
         real = row >= 0
-        at = row.clamp(min=0).to(device)
-        return cls(cache, real.to(device), at, row[real].to(device), bool(real.all()))
+        place = real.flatten().nonzero()[:, 0]
+        found = (real, row.clamp(min=0), place, row.flatten()[place])
+        return cls(cache, *(x.to(device) for x in found))
 
     def begin(self, *, prompt: bool, more: bool) -> None:
         """Begin the pass of the step."""
@@ -50,6 +51,5 @@ class Part:
         grouped = query[self.source].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
         fresh = (key[self.source].transpose(1, 2), value[self.source].transpose(1, 2))
         out = self.cache.attend(layer, grouped, *fresh, scale)
-        by_token = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        found = by_token.flatten(0, 1) if self.full else by_token[self.real]
-        output.index_copy_(0, self.target, found.to(output.dtype))
+        by_place = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        output.index_copy_(0, self.target, by_place[self.place].to(output.dtype))
