@@ -3,11 +3,10 @@
 
 SmolLM2-135M, prompts of 1,024 to 4,096 tokens, answers of 1,024 to 1,280, engines one at a time.
 The memory holds four requests of mean length uncompressed, as where contexts are long for the
-memory that there is. All requests come at once, and half of them wait even where as many run as
-may; more than 16 at a time gain nothing on two cores, and what does not fit in the end is preempted
-and read again. A ratio is of tokens a second over the whole run; an engine that holds more of the
-requests runs half empty for longer at its end, which counts against it, so rows have the rate while
-requests waited as well.
+memory that there is. All requests come at once, and at most 16 run, so that half of them wait even
+where memory would hold more. A ratio is of tokens a second over the whole run; an engine that holds
+more of the requests runs half empty for longer at its end, which counts against it, so rows have
+the rate while requests waited as well.
 
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
 policies count as lossless, and which as losing 5 %, is what `vllm_quality` measured under vLLM, on
@@ -38,7 +37,12 @@ def measure(policies: list[str], basis: Path | None, *, compiled: bool, quick: b
     asked = {"ways": ways, "load": str(load), "room": str((HELD, TOGETHER)), "compiled": compiled}
     rows = Rows("vllm_throughput", asked, quick=quick)
     room = replace(room_of(load, compiled=compiled), together=TOGETHER)
-    about: Row = {"load": load.name, "requests": load.requests, "kv_bytes": room.kv_bytes}
+    about: Row = {
+        "load": load.name,
+        "requests": load.requests,
+        "together": room.together,
+        "kv_bytes": room.kv_bytes,
+    }
     for way in ways:
         key = {"kind": "served", "way": figure(way), **about}
         rows.measured(key, partial(apart, ran, way, room, load.asks()))
