@@ -186,7 +186,7 @@ void page_average(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   const Tier& tier = chosen.tier;
   STD_TORCH_CHECK(tier.score >= 0 && tier.position >= 0, "pages hold no scores, or no positions");
   const auto* given = data_of<float>(mass, ScalarType::Float, chosen.count * slots, "mass");
-  const auto* counted = data_of<int64_t>(seen, ScalarType::Long, chosen.count * slots, "seen");
+  const Integers counted = integers_of(seen, chosen.count * slots, "seen");
   const Integers tokens = integers_of(before, chosen.count, "tokens before");
   const int64_t most = last < 0 ? INT64_MAX : last;
   for_all(chosen.count, kWorth / (20 * slots + 1), [&](int64_t i) {

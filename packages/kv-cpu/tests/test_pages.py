@@ -78,7 +78,7 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
         seen = torch.randint(0, 4, mass.shape, generator=g)
         for last in (None, 0, 5):
             before = torch.tensor([100, -1, 3])
-            both.do("average_layer", 0, before, mass, seen, RunningMean(last))
+            both.do("average_layers", slice(0, 1), before, mass, seen, RunningMean(last))
             both.check()
     both.do("compact", named, torch.rand(2, 30, generator=g) < 0.5)
     both.check()

@@ -269,7 +269,7 @@ class World:
             assert read.position is not None
             mass = torch.rand(read.held.shape, generator=self.random)
             seen = torch.randint(0, 3, read.held.shape, generator=self.random)
-            store.average_layer(layer, before, mass, seen, mean)
+            store.average_layers(slice(layer, layer + 1), before, mass, seen, mean)
             for row, stream in enumerate(ids):
                 place = {at: slot for slot, at in enumerate(read.position[row].tolist())}
                 for i, token in enumerate(self.held[tier][stream]):

@@ -75,7 +75,7 @@ def test_tokens_are_written_read_and_moved(keys, values, key, value, tokens) -> 
     if scores and positions:
         before, seen = torch.tensor([100, -1, 3]), torch.randint(0, 4, (3, longest), generator=g)
         mass = torch.rand(3, longest, generator=g)
-        both.do("average_layer", 0, before, mass, seen, RunningMean(5))
+        both.do("average_layers", slice(0, 1), before, mass, seen, RunningMean(5))
     both.do("compact", named, torch.rand(2, 50, generator=g) < 0.5)
     both.do("select", torch.tensor([2, 2, 0, 1, 0]))
 

@@ -176,7 +176,7 @@ def average(
         streams.contiguous(),
         before.contiguous(),
         mass.float().contiguous(),
-        seen.long().contiguous(),
+        seen.contiguous(),
         -1 if mean.last is None else mean.last,
     )
 

@@ -1,6 +1,6 @@
 """One tier of heads whose vectors differ in length, seen as one store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -61,29 +61,9 @@ class RaggedStore:
 
     def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
         """Give what the streams of some layers hold, as `read_layer` does."""
-        found = [self._read_layer(layer, vectors) for layer in self._kinds.layers(layers)]
-
-        def whole(part: Callable[[Stored], Tensor | None]) -> Tensor | None:
-            each = [x for x in map(part, found) if x is not None]
-            return torch.cat(each) if each else None
-
-        return Stored(
-            torch.cat([read.held for read in found]),
-            whole(lambda read: read.score),
-            whole(lambda read: read.position),
-            whole(lambda read: read.key),
-            whole(lambda read: read.value),
-        )
-
-    def _read_layer(self, layer: int, vectors: Vectors) -> Stored:
-        heads = self._kinds.kind.shape[1]
-        found = []
-        for kind, member in enumerate(self.members):
-            span = self._kinds.span(kind, layer)
-            if span.start < span.stop:
-                read = member.read_layers(span, vectors)
-                found.append((self._rows(kind, layer), read))
-        return _joined(found, self._kinds.sequences * heads, self.longest, self._dims)
+        members = self._members(layers)
+        found = [(rows, member.read_layers(span, vectors)) for member, span, rows in members]
+        return _joined(found, self._count(layers), self.longest, self._dims)
 
     def read(self, streams: Int[Tensor, " S"], vectors: Vectors = NONE) -> Stored:
         """Give what streams hold, as TokenStore does."""
@@ -110,35 +90,26 @@ class RaggedStore:
         Raises:
             ValueError: pages hold no scores, or fewer slots than `longest` says are given.
         """
-        each = self._kinds.layers(layers)
-        streams = self._kinds.sequences * self._kinds.kind.shape[1]
-        expect_shape("score", score, streams * len(each), None)
-        for layer, mine in zip(each, score.split(streams), strict=True):
-            for kind, member in enumerate(self.members):
-                span = self._kinds.span(kind, layer)
-                if span.start < span.stop:
-                    member.set_layers_scores(span, mine[self._rows(kind, layer)])
+        expect_shape("score", score, self._count(layers), None)
+        for member, span, rows in self._members(layers):
+            member.set_layers_scores(span, score[rows])
 
-    def average_layer(
+    def average_layers(
         self,
-        layer: int,
+        layers: slice,
         before: Int[Tensor, " S"],
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
         mean: RunningMean,
     ) -> None:
-        """Let the scores of a layer's tokens go on as a mean, as TokenStore does.
+        """Let the scores of some layers' tokens go on as a mean, as TokenStore does.
 
         Raises:
             ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
         """
-        streams = self._kinds.sequences * self._kinds.kind.shape[1]
-        expect_shape("mass", mass, streams, None)
-        for kind, member in enumerate(self.members):
-            span = self._kinds.span(kind, layer)
-            if span.start < span.stop:
-                rows = self._rows(kind, layer)
-                member.average_layers(span, before[rows], mass[rows], seen[rows], mean)
+        expect_shape("mass", mass, self._count(layers), None)
+        for member, span, rows in self._members(layers):
+            member.average_layers(span, before[rows], mass[rows], seen[rows], mean)
 
     def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
@@ -161,6 +132,20 @@ class RaggedStore:
     def _dims(self) -> tuple[int, int]:
         forms = [member.layout.format for member in self.members]
         return max(f.key.dim for f in forms), max(f.value.dim for f in forms)
+
+    def _count(self, layers: slice) -> int:
+        """Streams of some layers."""
+        return len(self._kinds.layers(layers)) * self._kinds.sequences * self._kinds.kind.shape[1]
+
+    def _members(self, layers: slice) -> Iterator[tuple[TokenStore, slice, Int[Tensor, " n"]]]:
+        """Where the streams of some layers are: a store, its layers, and which of the streams."""
+        before = 0
+        for layer in self._kinds.layers(layers):
+            for kind, member in enumerate(self.members):
+                span = self._kinds.span(kind, layer)
+                if span.start < span.stop:
+                    yield member, span, before + self._rows(kind, layer)
+            before += self._count(slice(layer, layer + 1))
 
     def _rows(self, kind: int, layer: int) -> Int[Tensor, " n"]:
         """Where, among a layer's streams, those of a kind are, in the order of their own."""

@@ -111,28 +111,6 @@ class Readable(Streams):
         expect_cover("score", score.shape[1], self.longest)
         self.kernels.rescore(self.whole(), streams, score[:, : self.longest])
 
-    def average_layer(
-        self,
-        layer: int,
-        before: Int[Tensor, " S"],
-        mass: Float[Tensor, "S L"],
-        seen: Int[Tensor, "S L"],
-        mean: RunningMean,
-    ) -> None:
-        """Let the scores of a layer's tokens, which are means over queries, go on with a pass.
-
-        Args:
-            layer: which.
-            before: for each stream, the tokens of its sequence before the pass; -1 leaves it alone.
-            mass: what the queries of the pass gave each slot, as `read_layer` has them.
-            seen: how many of the queries counted.
-            mean: which mean.
-
-        Raises:
-            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
-        """
-        self.average_layers(slice(layer, layer + 1), before, mass, seen, mean)
-
     def average_layers(
         self,
         layers: slice,
@@ -141,7 +119,18 @@ class Readable(Streams):
         seen: Int[Tensor, "S L"],
         mean: RunningMean,
     ) -> None:
-        """Let the scores of the tokens of some layers go on, as `average_layer` does."""
+        """Let the scores of some layers' tokens, which are means over queries, go on with a pass.
+
+        Args:
+            layers: which.
+            before: for each stream, the tokens of its sequence before the pass; -1 leaves it alone.
+            mass: what the queries of the pass gave each slot, as `read_layers` has them.
+            seen: how many of the queries counted for it.
+            mean: which mean.
+
+        Raises:
+            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
+        """
         self._expect_scores()
         self._expect_positions()
         streams = self.streams(layers)

@@ -47,12 +47,16 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     layers, results = slice(first, first + len(observed)), [o.result for o in observed]
-    stored = now.prompt or selector.averages is None  # else `go_on` has seen to them
-    reads = selector.reads
+    reads, stored = selector.reads, mean_in(now, selector) is None  # else `go_on` has seen to them
     groups = layer_groups(batch, over, layers, key, value, reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
     _note(batch, over, layers, scored)
     return scored
+
+
+def mean_in(now: Pass, selector: Selector) -> RunningMean | None:
+    """Give the mean as which scores of stored tokens go on in their pages; None: they do not."""
+    return None if now.prompt else selector.averages
 
 
 def go_on(batch: Batch, now: Pass, layer: int, result: Attended, mean: RunningMean) -> Attended:
@@ -67,9 +71,9 @@ def go_on(batch: Batch, now: Pass, layer: int, result: Attended, mean: RunningMe
     before = (now.total - now.position.shape[1]).where(brings, -1)
     rows = before.repeat_interleave(batch.shape.kv_heads)
     stores = [store for _, store in batch.held_stores]
-    for store, mass, seen in zip(stores, result.mass, result.seen, strict=False):
-        store.average_layer(layer, rows, flat(mass), flat(seen), mean)
-    rest = slice(len(stores), None)
+    mine, rest = slice(len(stores)), slice(len(stores), None)
+    for store, mass, seen in zip(stores, result.mass[mine], result.seen[mine], strict=True):
+        store.average_layers(slice(layer, layer + 1), rows, flat(mass), flat(seen), mean)
     return replace(result, mass=result.mass[rest], seen=result.seen[rest], also=result.also[rest])
 
 

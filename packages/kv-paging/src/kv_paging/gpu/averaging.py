@@ -6,14 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_paging.gpu.bits import store_bits
-from kv_paging.gpu.numbers import blocks, numbers_of, on
-from kv_paging.gpu.reading import number_at, tier_of
-from kv_paging.gpu.rows import beside, page_at
-from kv_paging.table import pages_for
+from kv_paging.gpu.numbers import numbers_of, on
+from kv_paging.gpu.reading import (
+    SLOTS,
+    number_at,
+    over_page_ends,
+    put_scores,
+    tier_of,
+    to_page_ends,
+)
+from kv_paging.gpu.rows import page_at
 from kv_policy import PagedTokens, RunningMean
 
-_SLOTS: Final = 1024  # that a program looks at
 _ALL: Final = 2**31 - 1
 
 
@@ -37,21 +41,13 @@ def average_kernel(
     MANY: tl.constexpr,
 ):
     """Let `MANY` of all scores go on; there are zeros from a stream's end to that of its page."""
+    which, stream, slot, held, some = to_page_ends(lengths, streams, slots, count, LAYOUT, MANY)
     tokens: tl.constexpr = LAYOUT[0]
-    every = (slots + tokens - 1) // tokens * tokens
-    place = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
-    there = place < count.to(tl.int64) * every
-    which = place // every
-    slot = (place % every).to(tl.int32)
-    stream = tl.load(streams + which, there, other=0)
-    length = tl.load(lengths + stream, there, other=0)
-    some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
     page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
     row = slot % tokens
-    held = some & (slot < length)
     position = number_at(page, row, held, LAYOUT[2], LAYOUT)
     old = number_at(page, row, held, LAYOUT[1], LAYOUT).to(tl.float32, bitcast=True)
-    first = tl.load(before + which, there, other=0)
+    first = tl.load(before + which, some, other=0)
     past = first - 1 - position.to(tl.int64)
     past = tl.minimum(tl.maximum(past, 0), most).to(tl.float32)
     given = tl.load(mass + which * slots + slot, held, other=0.0)
@@ -60,9 +56,7 @@ def average_kernel(
     number = tl.where(held, tl.where(first < 0, old, mean), 0.0)
     if HOLES:
         number = tl.where(held & (position >= 0), number, float("inf"))
-    aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
-    bits = number.to(tl.int32, bitcast=True)
-    store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
+    put_scores(page, row, number, some, LAYOUT)
 
 
 def average(
@@ -74,10 +68,9 @@ def average(
     mean: RunningMean,
 ) -> None:
     """See `PageKernels.average`; one launch."""
-    tokens, slots = pages.layout.tokens, mass.shape[1]
-    every = len(streams) * pages_for(slots, tokens) * tokens
+    slots = mass.shape[1]
     with on(pages.data):
-        average_kernel[(blocks(every, _SLOTS),)](
+        average_kernel[over_page_ends(pages, streams, slots)](
             *tier_of(pages),
             streams.contiguous(),
             before.contiguous(),
@@ -88,6 +81,6 @@ def average(
             len(streams),
             numbers_of(pages),
             pages.holes,
-            _SLOTS,
+            SLOTS,
             enable_fp_fusion=False,  # so that a mean is that of the other kernels to the last bit
         )

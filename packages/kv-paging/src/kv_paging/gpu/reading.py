@@ -15,7 +15,7 @@ from kv_paging.table import pages_for
 from kv_paging.tokens import Stored, Vectors
 from kv_policy import PagedTokens
 
-_SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
+SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
 _MOST_STREAMS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
@@ -72,6 +72,35 @@ def read_kernel(
         decode(page, row, some, value, place * LAYOUT[6][1], there, LAYOUT[6], LAYOUT[4])
 
 
+@triton.jit
+@no_type_check
+def to_page_ends(lengths, streams, slots, count, LAYOUT: tl.constexpr, MANY: tl.constexpr):
+    """`MANY` of all slots, those of each stream to the end of its last page, as scores are written.
+
+    Gives the row of `streams`, the stream, the slot, whether it holds a token, and whether a page
+    of the stream has it; pages past the last of `slots` are left alone.
+    """
+    tokens: tl.constexpr = LAYOUT[0]
+    every = (slots + tokens - 1) // tokens * tokens
+    place = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
+    there = place < count.to(tl.int64) * every
+    which = place // every
+    slot = (place % every).to(tl.int32)
+    stream = tl.load(streams + which, there, other=0)
+    length = tl.load(lengths + stream, there, other=0)
+    some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
+    return which, stream, slot, some & (slot < length), some
+
+
+@triton.jit
+@no_type_check
+def put_scores(page, row, number, some, LAYOUT: tl.constexpr):
+    """Write the scores of the marked tokens."""
+    aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
+    bits = number.to(tl.int32, bitcast=True)
+    store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
+
+
 @triton.jit(do_not_specialize=["slots", "count"])
 @no_type_check
 def rescore_kernel(
@@ -89,25 +118,15 @@ def rescore_kernel(
     MANY: tl.constexpr,
 ):
     """Write the scores of `MANY` of all slots, to the end of each stream's last page."""
+    which, stream, slot, held, some = to_page_ends(lengths, streams, slots, count, LAYOUT, MANY)
     tokens: tl.constexpr = LAYOUT[0]
-    every = (slots + tokens - 1) // tokens * tokens
-    place = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
-    there = place < count.to(tl.int64) * every
-    which = place // every
-    slot = (place % every).to(tl.int32)
-    stream = tl.load(streams + which, there, other=0)
-    length = tl.load(lengths + stream, there, other=0)
-    some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
-    # Pages of the stream past the last score are left alone.
     page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
     row = slot % tokens
     number = tl.load(score + which * slots + slot, some & (slot < slots), other=0.0)
     if HOLES:
         position = number_at(page, row, some, LAYOUT[2], LAYOUT)
-        number = tl.where((slot < length) & (position >= 0), number, float("inf"))
-    aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
-    bits = number.to(tl.int32, bitcast=True)
-    store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
+        number = tl.where(held & (position >= 0), number, float("inf"))
+    put_scores(page, row, number, some, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["slots", "count"])
@@ -200,11 +219,10 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> S
 
 def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
     """See `PageKernels.rescore`; one launch."""
-    tokens, slots = pages.layout.tokens, score.shape[1]
-    every = len(streams) * pages_for(slots, tokens) * tokens
+    slots = score.shape[1]
     holes = pages.holes and pages.layout.positions
     with on(pages.data):
-        rescore_kernel[(blocks(every, _SLOTS),)](
+        rescore_kernel[over_page_ends(pages, streams, slots)](
             *tier_of(pages),
             streams.contiguous(),
             scores(score),
@@ -212,7 +230,7 @@ def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
             len(streams),
             numbers_of(pages),
             holes,
-            _SLOTS,
+            SLOTS,
         )
 
 
@@ -222,8 +240,8 @@ def weakest(
     """See `PageKernels.weakest`; one launch."""
     score = torch.empty(len(streams), dtype=torch.float32, device=pages.data.device)
     found = torch.empty(len(streams), dtype=torch.int64, device=pages.data.device)
-    many = min(_SLOTS, triton.next_power_of_2(max(slots, 1)))
-    together = min(_SLOTS // many, _MOST_STREAMS)
+    many = min(SLOTS, triton.next_power_of_2(max(slots, 1)))
+    together = min(SLOTS // many, _MOST_STREAMS)
     with on(pages.data):
         weakest_kernel[(blocks(len(streams), together),)](
             *tier_of(pages),
@@ -239,6 +257,12 @@ def weakest(
             many,
         )
     return score, found
+
+
+def over_page_ends(pages: PagedTokens, streams: Tensor, slots: int) -> tuple[int]:
+    """Give the programs of a kernel that goes by `to_page_ends`."""
+    tokens = pages.layout.tokens
+    return (blocks(len(streams) * pages_for(slots, tokens) * tokens, SLOTS),)
 
 
 def tier_of(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:

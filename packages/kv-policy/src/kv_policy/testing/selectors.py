@@ -41,10 +41,10 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
         tokens = after_prompt(selector, shape, stored, seed)
         score = _check_scores(selector, able, tokens)
         _check_plan(selector, able, tokens, score)
+    arriving = while_decoding(selector, shape, seed=3)
+    check_averages(selector, arriving)
     if selector.decode == "step":
-        arriving = while_decoding(selector, shape, seed=3)
         _check_arriving(selector, able, arriving)
-        check_averages(selector, arriving)
         for seed in range(5):
             _check_step(selector, able, shape, seed)
 
