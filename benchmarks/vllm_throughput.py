@@ -3,10 +3,10 @@
 
 SmolLM2-135M, prompts of 1,024 to 4,096 tokens, answers of 1,024 to 1,280, engines one at a time.
 The memory holds four requests of mean length uncompressed, as where contexts are long for the
-memory that there is. All requests come at once, and at most 16 run, so that half of them wait even
-where memory would hold more. A ratio is of tokens a second over the whole run; an engine that holds
-more of the requests runs half empty for longer at its end, which counts against it, so rows have
-the rate while requests waited as well.
+memory that there is. All requests come at once, and as many run as vLLM admits; a bound on how many
+may be given, the same for all. A ratio is of tokens a second over the whole run; an engine that
+holds more of the requests runs half empty for longer at its end, which counts against it, so rows
+have the rate while requests waited as well.
 
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
 policies count as lossless, and which as losing 5 %, is what `vllm_quality` measured under vLLM, on
@@ -21,22 +21,25 @@ from pathlib import Path
 from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_process import Row, Rows, apart
-from _vllm_served import HELD, best, headline, losing, over_bf16, room_of
+from _vllm_served import best, headline, losing, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
-TOGETHER = 16  # requests that run at once, at most
 POLICIES = ("kv-compress:rate=4+k8v4", "kv-compress:rate=8+k8v4")
 
 
-def measure(policies: list[str], basis: Path | None, *, compiled: bool, quick: bool) -> Rows:
+def measure(
+    policies: list[str], basis: Path | None, together: int | None, *, compiled: bool, quick: bool
+) -> Rows:
     """Let all serve the same requests, one after the other."""
     ways = (*with_basis(policies, basis), BF16, FP8)
     load = QUICK if quick else LONG
-    asked = {"ways": ways, "load": str(load), "room": str((HELD, TOGETHER)), "compiled": compiled}
+    room = room_of(load, compiled=compiled)
+    if together is not None:
+        room = replace(room, together=together)
+    asked = {"ways": ways, "load": str(load), "room": str(room)}
     rows = Rows("vllm_throughput", asked, quick=quick)
-    room = replace(room_of(load, compiled=compiled), together=TOGETHER)
     about: Row = {
         "load": load.name,
         "requests": load.requests,
@@ -55,8 +58,10 @@ def main() -> None:
     parser.add_argument(
         "--compiled", action="store_true", help="as vLLM runs by itself, not eagerly"
     )
+    parser.add_argument("--together", type=int, help="requests that run at once, at most")
     given = parser.parse_args()
-    rows = measure(given.policies, given.basis, compiled=given.compiled, quick=given.quick)
+    how = {"compiled": given.compiled, "quick": given.quick}
+    rows = measure(given.policies, given.basis, given.together, **how)
     groups = {} if given.quick else losing()  # what was measured is kept if this is missing
     rows.rows += best(rows.rows, groups)
     rows.finish(headline(rows.rows) | over_bf16(rows.rows))

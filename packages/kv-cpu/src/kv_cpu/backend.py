@@ -69,7 +69,7 @@ def attend(
     )
     out = found[0][:, :, :, None].to(q.dtype)
     first, *more = handed_out(out, found[2:], everything)
-    return replace(first, others=tuple(more))
+    return replace(first, others=tuple(more)) if more else first
 
 
 def declined(

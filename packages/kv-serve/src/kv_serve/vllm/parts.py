@@ -18,9 +18,9 @@ class Part:
 
     cache: TieredCache
     real: Bool[Tensor, "B L"]  # which places hold a token
-    source: Int[Tensor, "B L"]  # the row of each; any, where there is none
-    place: Int[Tensor, " n"]  # of those there are, counted through sequences
-    target: Int[Tensor, " n"]  # their rows
+    source: slice | Int[Tensor, " BL"]  # the row of each place; any, where there is no token
+    place: Int[Tensor, " n"] | None  # those with a token, counted through sequences; None: all
+    target: slice | Int[Tensor, " n"]  # the rows of these
 
     @classmethod
     def of(cls, cache: TieredCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
@@ -28,10 +28,18 @@ class Part:
 
         What all layers look up is moved to the device once.
         """
-        real = row >= 0
-        place = real.flatten().nonzero()[:, 0]
-        found = (real, row.clamp(min=0), place, row.flatten()[place])
-        return cls(cache, *(x.to(device) for x in found))
+        real, rows = row >= 0, row.flatten()
+        on_device = real.to(device)
+        if not real.all():
+            place = (rows >= 0).nonzero()[:, 0]
+            found = (rows.clamp(min=0), place, rows[place])
+            return cls(cache, on_device, *(x.to(device) for x in found))
+        first = int(rows[0])
+        if torch.equal(rows, torch.arange(first, first + len(rows))):
+            these = slice(first, first + len(rows))
+            return cls(cache, on_device, these, None, these)
+        those = rows.to(device)
+        return cls(cache, on_device, those, None, those)
 
     def begin(self, *, prompt: bool, more: bool) -> None:
         """Begin the pass of the step."""
@@ -47,9 +55,20 @@ class Part:
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
         """Attend, store, and write what the tokens see to their rows of `output`."""
-        heads = key.shape[1]
-        grouped = query[self.source].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        fresh = (key[self.source].transpose(1, 2), value[self.source].transpose(1, 2))
+        grouped = self._places(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
+        fresh = (self._places(key).transpose(1, 2), self._places(value).transpose(1, 2))
         out = self.cache.attend(layer, grouped, *fresh, scale)
-        by_place = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-        output.index_copy_(0, self.target, by_place[self.place].to(output.dtype))
+        self._write(out.permute(0, 3, 1, 2, 4), output)
+
+    def _places(self, x: Float[Tensor, "m H D"]) -> Float[Tensor, "B L H D"]:
+        """What places hold, without a copy where rows follow one another."""
+        here = x[self.source] if isinstance(self.source, slice) else x.index_select(0, self.source)
+        return here.view(*self.real.shape, *x.shape[1:])
+
+    def _write(self, found: Float[Tensor, "B L H G Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
+        if isinstance(self.target, slice):
+            output[self.target].view(found.shape).copy_(found)
+            return
+        rows = found.flatten(2, 3).flatten(0, 1)
+        rows = rows if self.place is None else rows.index_select(0, self.place)
+        output.index_copy_(0, self.target, rows.to(output.dtype))

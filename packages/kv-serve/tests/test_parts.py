@@ -1,0 +1,64 @@
+"""The tokens of a step, given to a cache wherever they lie among those of other requests."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_policy import parse
+from kv_serve.tiered import TieredCache
+from kv_serve.vllm.parts import Part
+from tiered_policies import SHAPE
+
+QUERIES = SHAPE.kv_heads * SHAPE.group
+
+
+def cache_of(sequences: int) -> TieredCache:
+    """Give one that has read a prompt."""
+    g = torch.Generator().manual_seed(3)
+    made = TieredCache(parse("raw"), SHAPE)
+    made.begin(torch.ones(sequences, 5, dtype=torch.bool))
+    for layer in range(SHAPE.layers):
+        lead = sequences, SHAPE.kv_heads
+        query = torch.randn(*lead, SHAPE.group, 5, SHAPE.key_dim, generator=g)
+        key, value = (
+            torch.randn(*lead, 5, dim, generator=g) for dim in (SHAPE.key_dim, SHAPE.value_dim)
+        )
+        made.attend(layer, query, key, value, 1.0)
+    return made
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), ordered=st.booleans(), extra=st.integers(0, 3), columns=st.integers(1, 3))
+def test_rows_are_those_of_the_tokens_wherever_they_lie(data, ordered, extra, columns) -> None:
+    sequences = 1 if columns > 1 else data.draw(st.integers(1, 5), label="sequences")
+    count = sequences * columns
+    rows = list(range(extra, extra + count))
+    if not ordered:
+        rows = data.draw(st.permutations(rows), label="rows")
+        rows = [-1 if data.draw(st.booleans(), label="absent") else row for row in rows]
+    row = torch.tensor(rows).view(sequences, columns)
+    g = torch.Generator().manual_seed(4)
+    # as vLLM gives them: views of one tensor, whose rows are longer than any of them
+    widths = QUERIES * SHAPE.key_dim, SHAPE.kv_heads * SHAPE.key_dim
+    widths = (*widths, SHAPE.kv_heads * SHAPE.value_dim)
+    step = torch.randn(extra + count + 1, sum(widths), generator=g)
+    heads = QUERIES, SHAPE.kv_heads, SHAPE.kv_heads
+    query, key, value = (
+        x.unflatten(1, (n, -1)) for x, n in zip(step.split(widths, 1), heads, strict=True)
+    )
+    output = torch.full((len(step), QUERIES, SHAPE.value_dim), 7.0)
+
+    ours, wanted = cache_of(sequences), cache_of(sequences)
+    part = Part.of(ours, row, torch.device("cpu"))
+    part.begin(prompt=columns > 1, more=False)
+    wanted.begin(row >= 0, prompt=columns > 1)
+    for layer in range(SHAPE.layers):
+        part.attend(layer, query, key, value, 1.0, output)
+        at = row.clamp(min=0)
+        q = query[at].unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        out = wanted.attend(layer, q, key[at].transpose(1, 2), value[at].transpose(1, 2), 1.0)
+        for b, place in (row >= 0).nonzero().tolist():
+            mine = output[row[b, place]].view(SHAPE.kv_heads, SHAPE.group, -1)
+            assert torch.equal(mine, out[b, :, :, place])
+    others = [i for i in range(len(step)) if i not in rows]
+    assert (output[others] == 7).all()
