@@ -4,9 +4,9 @@
 SmolLM2-135M, prompts of 1,024 to 4,096 tokens, answers of 1,024 to 1,280, engines one at a time.
 The memory holds four requests of mean length uncompressed, as where contexts are long for the
 memory that there is. All requests come at once, and as many run as vLLM admits; a bound on how many
-may be given, the same for all. A ratio is of tokens a second over the whole run; an engine that
-holds more of the requests runs half empty for longer at its end, which counts against it, so rows
-have the rate while requests waited as well.
+may be given, the same for all. A ratio is of tokens a second over the whole run, and every engine
+runs once. One that holds more of the requests runs half empty for longer at its end, which counts
+against it, so rows have the rate while requests waited as well.
 
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
 policies count as lossless, and which as losing 5 %, is what `vllm_quality` measured under vLLM, on
