@@ -8,7 +8,7 @@ import torch
 
 from kv_paging import PagePool, PoolExhausted, RaggedTiers
 from kv_paging.kinds import Kinds
-from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
 
 Worlds: TypeAlias = Callable[..., Any]  # the class World of conftest.py
 HEADS = [[0, 1, 0], [2, 2, 2], [1, 0, 2]]
@@ -65,6 +65,16 @@ def test_views_are_those_of_the_heads_of_a_kind(new_world: Worlds) -> None:
     assert view.table.shape[:2] == view.length.shape == (2, 2)
     assert torch.equal(view.length, store.length[0][:, [0, 2]])
     assert store.view_kind(0, 1) is None  # that layer has no head of the kind
+
+
+def test_means_need_a_row_for_each_stream(new_world: Worlds) -> None:
+    world = new_world("two tiers", shape=(3, 2, 3), heads=HEADS)
+    world.prompt()
+    store = world.tiers.stores[0]
+    mass = torch.zeros(7, store.longest)  # a row more than streams
+    before, seen = torch.zeros(7, dtype=torch.long), mass.long()
+    with pytest.raises(ValueError, match="before"):
+        store.average_layers(slice(0, 1), before, mass, seen, RunningMean())
 
 
 def test_kinds_keep_streams_apart() -> None:

@@ -107,7 +107,10 @@ class RaggedStore:
         Raises:
             ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
         """
-        expect_shape("mass", mass, self._count(layers), None)
+        count = self._count(layers)
+        expect_shape("before", before, count)
+        for name, x in (("mass", mass), ("seen", seen)):
+            expect_shape(name, x, count, None)
         for member, span, rows in self._members(layers):
             member.average_layers(span, before[rows], mass[rows], seen[rows], mean)
 
