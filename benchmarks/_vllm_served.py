@@ -1,4 +1,6 @@
-"""What a run of many requests under several caches comes to, as ratios and the best of a group."""
+"""What runs of many requests under several caches come to, as ratios and the best of a group."""
+
+from statistics import median
 
 import _result
 from _vllm_engine import Room
@@ -19,10 +21,11 @@ def room_of(load: Load, *, compiled: bool) -> Room:
 
 
 def rates(rows: list[Row]) -> dict[str, float]:
-    """Output tokens a second of every cache."""
-    return {
-        str(row["way"]): float(str(row["tokens_per_s"])) for row in rows if row["kind"] == "served"
-    }
+    """Output tokens a second of every cache, the median of its rounds."""
+    found: dict[str, list[float]] = {}
+    for row in (row for row in rows if row["kind"] == "served"):
+        found.setdefault(str(row["way"]), []).append(float(str(row["tokens_per_s"])))
+    return {way: median(each) for way, each in found.items()}
 
 
 def over_bf16(rows: list[Row]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from kv_policy import (
     PagedTokens,
     PageLayout,
     RunningMean,
+    RunningSum,
     TokenFormat,
     load,
 )
@@ -128,7 +129,8 @@ def pages(name: str) -> None:
     triton_kernels.read(whole, every, 2 * TOKENS, frozenset({"keys", "values"}))
     triton_kernels.rescore(whole, every, score)
     before = torch.zeros_like(every)
-    triton_kernels.average(whole, every, before, score, score.long(), RunningMean())
+    for running in (RunningMean(), RunningSum()):
+        triton_kernels.accumulate(whole, every, before, score, score.long(), running)
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
     tier = torch.zeros(streams, dtype=torch.uint8)
     new = Tokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])

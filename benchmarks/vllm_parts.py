@@ -3,8 +3,8 @@
 
 SmolLM2-135M. Rows of kind `parts` are shares of a run, whose engine is watched while it serves;
 those of kind `served` are tokens a second with short answers, of 256 tokens, where reading prompts
-takes most of the time, by runs that are not watched. Memory is as in `vllm_throughput`, and so are
-the figures: a policy's tokens a second over those of stock bf16.
+takes most of the time, by runs that are not watched. Memory and rounds are as in `vllm_throughput`,
+and so are the figures: a policy's tokens a second over those of stock bf16.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_parts import parts
-from _vllm_process import Rows, apart
+from _vllm_process import Rows, alternating, apart
 from _vllm_served import HELD, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
@@ -27,25 +27,27 @@ POLICIES = (
 )
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
-    """Let all serve the same requests, then watch each."""
+def measure(policies: list[str], basis: Path | None, rounds: int, *, quick: bool) -> Rows:
+    """Let all serve the same requests, in rounds, then watch each once."""
     ways = (BF16, FP8, *with_basis(policies, basis))
     short, some = (QUICK, QUICK) if quick else (SHORT, PARTS)
     asked = {"ways": ways, "loads": str((short, some)), "held": HELD}
     rows = Rows("vllm_parts", asked, quick=quick)
-    for kind, load, work in (("served", short, ran), ("parts", some, parts)):
+    for kind, load, work, times in (("served", short, ran, rounds), ("parts", some, parts, 1)):
         room = room_of(load, compiled=False)
         about = {"load": load.name, "requests": load.requests, "kv_bytes": room.kv_bytes}
-        for way in ways:
-            key = {"kind": kind, "way": figure(way), **about}
+        for i, way in alternating(ways, times):
+            key = {"kind": kind, "way": figure(way), "round": i, **about}
             rows.measured(key, partial(apart, work, way, room, load.asks()))
     return rows
 
 
 def main() -> None:
     """Run everything and write the result."""
-    given = arguments(__doc__, POLICIES).parse_args()
-    rows = measure(given.policies, given.basis, quick=given.quick)
+    parser = arguments(__doc__, POLICIES)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every engine not watched")
+    given = parser.parse_args()
+    rows = measure(given.policies, given.basis, given.rounds, quick=given.quick)
     rows.finish(over_bf16(rows.rows))
 
 

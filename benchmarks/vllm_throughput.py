@@ -1,11 +1,12 @@
 # environment: vllm
 """Output tokens a second of a stock vLLM on a CPU while requests wait: its own caches and ours.
 
-SmolLM2-135M, prompts of 1,024 to 4,096 tokens, answers of 1,024 to 1,280, engines one at a time.
+SmolLM2-135M, prompts of 1,024 to 4,096 tokens, answers of 1,024 to 1,280, engines one at a time,
+each once a round; every second round goes backwards, so that a drift of the machine hits all alike.
 The memory holds four requests of mean length uncompressed, as where contexts are long for the
 memory that there is. All requests come at once, and as many run as vLLM admits; a bound on how many
-may be given, the same for all. A ratio is of tokens a second over the whole run, and every engine
-runs once. One that holds more of the requests runs half empty for longer at its end, which counts
+may be given, the same for all. A ratio is of tokens a second over the whole run, medians of rounds.
+An engine that holds more of the requests runs half empty for longer at its end, which counts
 against it, so rows have the rate while requests waited as well.
 
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from _vllm_engine import ran
 from _vllm_load import Load
-from _vllm_process import Row, Rows, apart
+from _vllm_process import Row, Rows, alternating, apart
 from _vllm_served import best, headline, losing, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
@@ -30,9 +31,15 @@ POLICIES = ("kv-compress:rate=4+k8v4", "kv-compress:rate=8+k8v4")
 
 
 def measure(
-    policies: list[str], basis: Path | None, together: int | None, *, compiled: bool, quick: bool
+    policies: list[str],
+    basis: Path | None,
+    together: int | None,
+    rounds: int,
+    *,
+    compiled: bool,
+    quick: bool,
 ) -> Rows:
-    """Let all serve the same requests, one after the other."""
+    """Let all serve the same requests, one after the other, in rounds."""
     ways = (*with_basis(policies, basis), BF16, FP8)
     load = QUICK if quick else LONG
     room = room_of(load, compiled=compiled)
@@ -46,8 +53,8 @@ def measure(
         "together": room.together,
         "kv_bytes": room.kv_bytes,
     }
-    for way in ways:
-        key = {"kind": "served", "way": figure(way), **about}
+    for i, way in alternating(ways, rounds):
+        key = {"kind": "served", "way": figure(way), "round": i, **about}
         rows.measured(key, partial(apart, ran, way, room, load.asks()))
     return rows
 
@@ -59,9 +66,10 @@ def main() -> None:
         "--compiled", action="store_true", help="as vLLM runs by itself, not eagerly"
     )
     parser.add_argument("--together", type=int, help="requests that run at once, at most")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every engine")
     given = parser.parse_args()
     how = {"compiled": given.compiled, "quick": given.quick}
-    rows = measure(given.policies, given.basis, given.together, **how)
+    rows = measure(given.policies, given.basis, given.together, given.rounds, **how)
     groups = {} if given.quick else losing()  # what was measured is kept if this is missing
     rows.rows += best(rows.rows, groups)
     rows.finish(headline(rows.rows) | over_bf16(rows.rows))

@@ -23,7 +23,6 @@ from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, 
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
-ROUNDS = 1
 HELD = 6144  # tokens of stock in the same bytes: three or four requests
 LOAD = 0.9  # of what stock can answer
 SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it: the engine beside the server
@@ -61,14 +60,20 @@ def described(seconds: float, answers: list[Answered], target: Target) -> Row:
 
 
 def measure(
-    trace: Path, policies: list[str], basis: Path | None, target: Target, *, quick: bool
+    trace: Path,
+    policies: list[str],
+    basis: Path | None,
+    target: Target,
+    rounds: int,
+    *,
+    quick: bool,
 ) -> Rows:
     """Find the rate that stock can answer, and replay the trace at a part of it under all."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
     if quick:
-        scale, held, rounds = Scale(1 / 128, 1 / 64, longest=512, requests=24), 1024, 1
+        scale, held = Scale(1 / 128, 1 / 64, longest=512, requests=24), 1024
     else:
-        scale, held, rounds = Scale(), HELD, ROUNDS
+        scale, held = Scale(), HELD
     # Short steps, so that a prompt does not hold up the tokens of others for long.
     room = Room(held * raw_token_bytes(), scale.longest, chunk=512)
     arrivals, left_out = read_trace(trace, scale)
@@ -113,9 +118,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines of a Mooncake trace")
     parser.add_argument("--ttft", type=float, default=30.0, help="target, seconds")
     parser.add_argument("--tbt", type=float, default=0.3, help="target, seconds between tokens")
+    parser.add_argument("--rounds", type=int, default=1, help="replays under every engine")
     given = parser.parse_args()
     target = Target(given.ttft, given.tbt)
-    rows = measure(given.trace, given.policies, given.basis, target, quick=given.quick)
+    rows = measure(
+        given.trace, given.policies, given.basis, target, given.rounds, quick=given.quick
+    )
     rows.finish(figures(rows.rows, figure(given.policies[0])))
 
 

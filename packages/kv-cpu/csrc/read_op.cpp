@@ -173,12 +173,14 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
-// Lets the scores of the slots go on as means over queries: what those of a pass gave is mass [n, L],
-// how many of them counted is seen, and the tokens that there were before it is before [n], -1 for a
-// stream that is left alone. A token's past counts as at most `last` queries; -1: as all there were.
+// Lets the scores of the slots go on: what the queries of a pass gave is mass [n, L], how many of
+// them counted is seen, and the tokens that there were before it is before [n], -1 for a stream that
+// is left alone. They are sums of mass / `over`, or, where that is 0, means over queries: then a
+// token's past counts as at most `last` queries; -1: as all there were.
 // Past the end of a stream its last page has zeros, as page_rescore leaves it.
-void page_average(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
-                  Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last) {
+void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
+                  Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last,
+                  int64_t over) {
   STD_TORCH_CHECK(numbers.size() == kTierNumbers && mass.dim() == 2, "a tier has ", kTierNumbers,
                   " numbers, and what was given two dimensions");
   const int64_t slots = mass.size(1);
@@ -197,10 +199,12 @@ void page_average(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
         const int64_t position = load<int32_t>(page + tier.position + 4 * row);
         if (position < 0) continue;
         uint8_t* score = page + tier.score + 4 * row;
+        const float mass_of = given[at + row];
         const auto past = float(std::clamp<int64_t>(tokens[i] - 1 - position, 0, most));
         const float queries = std::max(past + float(counted[at + row]), 1.0f);
-        const float mean = (load<float>(score) * past + given[at + row]) / queries;
-        std::memcpy(score, &mean, 4);
+        const float next = over > 0 ? load<float>(score) + mass_of / float(over)
+                                    : (load<float>(score) * past + mass_of) / queries;
+        std::memcpy(score, &next, 4);
       }
     });
   });
@@ -220,13 +224,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "page_rescore(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
       "Tensor score) -> ()");
   m.def(
-      "page_average(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
-      "Tensor before, Tensor mass, Tensor seen, int last) -> ()");
+      "page_accumulate(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "Tensor before, Tensor mass, Tensor seen, int last, int over) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
   m.impl("page_read", TORCH_BOX(&kv::page_read));
   m.impl("page_weakest", TORCH_BOX(&kv::page_weakest));
   m.impl("page_rescore", TORCH_BOX(&kv::page_rescore));
-  m.impl("page_average", TORCH_BOX(&kv::page_average));
+  m.impl("page_accumulate", TORCH_BOX(&kv::page_accumulate));
 }

@@ -13,7 +13,7 @@ from kv_paging import PagePool
 from kv_paging.kernels import chosen
 from kv_paging.kernels import declined as declined_by
 from kv_paging.work import Choice, Tokens, Work
-from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, TokenFormat
+from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
 FORM = TokenFormat(IntegerCodec(5, 4), RawCodec(3, torch.float16))
@@ -80,8 +80,10 @@ def test_whatever_tables_and_streams_say(isa, data, reverse):
     tried(pool, [], lambda: native.write(held, streams, start, keep, x, y, score, place))
     tried(pool, [], lambda: native.close_up(held, streams, keep))
     tried(pool, [], lambda: native.rescore(held, streams, score))
-    seen, mean = torch.ones(2, 5, dtype=torch.long), RunningMean(data.draw(st.integers(0, 9)))
-    tried(pool, [], lambda: native.average(held, streams, start - 1, score.abs(), seen, mean))
+    seen, number = torch.ones(2, 5, dtype=torch.long), data.draw(st.integers(1, 9))
+    given = (held, streams, start - 1, score.abs(), seen)
+    for running in (RunningMean(number - 1), RunningSum(number)):
+        tried(pool, [], lambda running=running: native.accumulate(*given, running))
     tried(pool, [], lambda: native.read(held, streams, slots, frozenset({"keys", "values"})))
     tried(pool, [], lambda: native.weakest(held, streams, slots, start))
     source, target = some(data, 0, PAGES, 3), some(data, 0, PAGES, 3)

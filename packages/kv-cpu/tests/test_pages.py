@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_cpu import pages as native
 from kv_paging import torch_kernels
-from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
+from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant.integer import IntegerCodec
 from page_cases import FORMATS, one_store
 from page_twins import DTYPES, strided, vectors
@@ -76,9 +76,9 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
     if all(beside):
         mass = torch.rand(3, longest + 1, generator=g)
         seen = torch.randint(0, 4, mass.shape, generator=g)
-        for last in (None, 0, 5):
+        for running in (RunningMean(), RunningMean(0), RunningMean(5), RunningSum(7)):
             before = torch.tensor([100, -1, 3])
-            both.do("average_layers", slice(0, 1), before, mass, seen, RunningMean(last))
+            both.do("accumulate_layers", slice(0, 1), before, mass, seen, running)
             both.check()
     both.do("compact", named, torch.rand(2, 30, generator=g) < 0.5)
     both.check()

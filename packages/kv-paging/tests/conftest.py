@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_paging import PagePool, RaggedTiers, Tiers, fit
-from kv_policy import DROP, NOBODY, RawCodec, RunningMean, TokenFormat
+from kv_policy import DROP, NOBODY, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 
 if not torch.cuda.is_available():  # asked by triton when it is imported
@@ -259,9 +259,10 @@ class World:
                     for token in self.held[tier][stream]
                 ]
 
-    def average(self) -> None:
-        """What all tokens of a layer are worth goes on as a mean, but in some sequences."""
-        layer, mean = self.below(self.shape[0]), RunningMean((None, 0, 3)[self.below(3)])
+    def accumulate(self) -> None:
+        """What all tokens of a layer are worth goes on, but in some sequences."""
+        ways = (RunningMean(), RunningMean(0), RunningMean(3), RunningSum(), RunningSum(6))
+        layer, running = self.below(self.shape[0]), ways[self.below(len(ways))]
         ids = self.tiers.streams(slice(layer, layer + 1)).tolist()
         before = torch.randint(-1, 9, (len(ids),), generator=self.random)
         for tier, store in zip(self.tiers.tier, self.tiers.stores, strict=True):
@@ -269,22 +270,25 @@ class World:
             assert read.position is not None
             mass = torch.rand(read.held.shape, generator=self.random)
             seen = torch.randint(0, 3, read.held.shape, generator=self.random)
-            store.average_layers(slice(layer, layer + 1), before, mass, seen, mean)
+            store.accumulate_layers(slice(layer, layer + 1), before, mass, seen, running)
             for row, stream in enumerate(ids):
                 place = {at: slot for slot, at in enumerate(read.position[row].tolist())}
                 for i, token in enumerate(self.held[tier][stream]):
                     slot = place.get(token.position)  # of two stores of a tier one has it
                     if slot is None or before[row] < 0:
                         continue
-                    most = math.inf if mean.last is None else mean.last
-                    past = min(max(int(before[row]) - 1 - token.position, 0), most)
-                    total = torch.tensor(token.score) * past + mass[row, slot]
-                    score = float(total / max(past + int(seen[row, slot]), 1))
-                    self.held[tier][stream][i] = replace(token, score=score)
+                    old, new = torch.tensor(token.score), mass[row, slot]
+                    if isinstance(running, RunningSum):
+                        score = old + new / running.over
+                    else:
+                        most = math.inf if running.last is None else running.last
+                        past = min(max(int(before[row]) - 1 - token.position, 0), most)
+                        score = (old * past + new) / max(past + int(seen[row, slot]), 1)
+                    self.held[tier][stream][i] = replace(token, score=float(score))
 
     def program(self, prompts: int, operations: int) -> None:
         """Prompts, then operations at random, looked at after each; in the end all pages go."""
-        steps = ("prompt", *(["step"] * 5), "rescore", "average", "select", "clear", "trim")
+        steps = ("prompt", *(["step"] * 5), "rescore", "accumulate", "select", "clear", "trim")
         for _ in range(prompts):
             self.prompt()
         for _ in range(operations):

@@ -74,7 +74,7 @@ def test_means_need_a_row_for_each_stream(new_world: Worlds) -> None:
     mass = torch.zeros(7, store.longest)  # a row more than streams
     before, seen = torch.zeros(7, dtype=torch.long), mass.long()
     with pytest.raises(ValueError, match="before"):
-        store.average_layers(slice(0, 1), before, mass, seen, RunningMean())
+        store.accumulate_layers(slice(0, 1), before, mass, seen, RunningMean())
 
 
 def test_kinds_keep_streams_apart() -> None:

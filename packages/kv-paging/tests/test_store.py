@@ -298,10 +298,10 @@ def test_scores_where_pages_hold_none() -> None:
         some.set_scores(some.streams(), score)
     given = torch.zeros(4, dtype=torch.long), score[:4], score[:4].long(), RunningMean()
     with pytest.raises(ValueError, match="scores=True"):
-        some.average_layers(slice(0, 1), *given)
+        some.accumulate_layers(slice(0, 1), *given)
     scored = make(PageLayout.sized(FORMAT, 4, scores=True))
     with pytest.raises(ValueError, match="positions=True"):
-        scored.average_layers(slice(0, 1), *given)
+        scored.accumulate_layers(slice(0, 1), *given)
 
 
 def test_means_of_fewer_slots_than_there_are_refused() -> None:
@@ -309,7 +309,7 @@ def test_means_of_fewer_slots_than_there_are_refused() -> None:
     fill(some, 5)
     given = torch.zeros(4, dtype=torch.long), torch.zeros(4, 4), torch.zeros(4, 4).long()
     with pytest.raises(ValueError, match="mass"):
-        some.average_layers(slice(0, 1), *given, RunningMean())
+        some.accumulate_layers(slice(0, 1), *given, RunningMean())
 
 
 def test_shapes_are_checked_without_a_type_checker_too() -> None:

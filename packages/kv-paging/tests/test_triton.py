@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_paging import RaggedTiers, Tiers, fit, torch_kernels, triton_kernels
 from kv_paging.kernels import chosen, declined
-from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
+from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 from kv_quant import ChannelCodec
 from kv_quant.integer import IntegerCodec
@@ -75,7 +75,8 @@ def test_tokens_are_written_read_and_moved(keys, values, key, value, tokens) -> 
     if scores and positions:
         before, seen = torch.tensor([100, -1, 3]), torch.randint(0, 4, (3, longest), generator=g)
         mass = torch.rand(3, longest, generator=g)
-        both.do("average_layers", slice(0, 1), before, mass, seen, RunningMean(5))
+        for running in (RunningMean(5), RunningSum(7)):
+            both.do("accumulate_layers", slice(0, 1), before, mass, seen, running)
     both.do("compact", named, torch.rand(2, 50, generator=g) < 0.5)
     both.do("select", torch.tensor([2, 2, 0, 1, 0]))
 

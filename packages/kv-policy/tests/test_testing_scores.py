@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import LayerView, Observe, RunningMean, protect
+from kv_policy import LayerView, Observe, RunningMean, RunningSum, protect
 from lawful import Good, refusal
 
 
@@ -78,7 +78,7 @@ class Averaged(Good):
     """Says that scores are means, and gives others."""
 
     @property
-    def averages(self) -> RunningMean:
+    def running(self) -> RunningMean:
         return RunningMean()
 
 
@@ -86,6 +86,20 @@ class Watched(Averaged):
     @property
     def observe(self) -> Observe:
         return Observe(skip=1, generated=True)
+
+
+class Nearest(Averaged):
+    @property
+    def observe(self) -> Observe:
+        return Observe(generated=True)
+
+
+class Summed(Nearest):
+    """Says that scores are sums, and gives others."""
+
+    @property
+    def running(self) -> RunningSum:
+        return RunningSum()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +115,10 @@ class Watched(Averaged):
         (Clings, "so it would be protected for good"),
         (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
         (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
-        (Averaged, "then observe must have generated=True and skip=1"),
-        (Watched, "is not the mean that averages says"),
+        (Averaged, "then observe must have generated=True"),
+        (Nearest, "then observe must have skip=1"),
+        (Watched, "is not what running says"),
+        (Summed, "is not what running says"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )

@@ -5,33 +5,60 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kv_evict import LeanKV
+from kv_evict import H2O, KVCompress, LeanKV
+from kv_policy import Budget, KVPolicy
 from kv_serve.tiered import TieredCache
 from tiered_policies import SHAPE
 from tiered_world import one, ragged
 
 
-@dataclass(frozen=True)
-class Asked(LeanKV):
+class Silent:
     """Says nothing of its scores, so that it is asked about every token."""
 
     @property
-    def averages(self) -> None:
+    def running(self) -> None:
         return None
 
 
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("last", [None, 4])
-def test_means_in_pages_are_what_the_selector_says(window: int, last: int | None) -> None:
+@dataclass(frozen=True)
+class AskedLeanKV(Silent, LeanKV):
+    pass
+
+
+@dataclass(frozen=True)
+class AskedH2O(Silent, H2O):
+    pass
+
+
+@dataclass(frozen=True)
+class AskedKVCompress(Silent, KVCompress):
+    pass
+
+
+def leankv(last: int | None, window: int) -> list[KVPolicy]:
+    kinds = (LeanKV, AskedLeanKV)
+    more = {"high": "raw", "low": "raw", "t_high": 0.5, "t_low": 0.1}
+    return [kind(window=window, last=last, **more) for kind in kinds]
+
+
+def kv_compress(window: int | str) -> list[KVPolicy]:
+    kinds = (KVCompress, AskedKVCompress)
+    more = {"floor": 9, "skip": 4, "recent": 3, "pool": 3, "every": 4}
+    return [kind(rate=2, window=window, **more) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        *(leankv(last, window) for last in (None, 4) for window in (0, 5)),
+        [kind(budget=Budget(8, "tokens")) for kind in (H2O, AskedH2O)],
+        *(kv_compress(window) for window in (4, "full")),
+    ],
+    ids=("leankv", "leankv-5", "leankv-4", "leankv-4-5", "h2o", "kv-compress", "kv-compress-full"),
+)
+def test_scores_in_pages_are_what_the_selector_says(policies: list[KVPolicy]) -> None:
     torch.manual_seed(7)
-    caches = [
-        TieredCache(
-            kind(high="raw", low="raw", window=window, last=last, t_high=0.5, t_low=0.1),
-            SHAPE,
-            page_tokens=4,
-        )
-        for kind in (LeanKV, Asked)
-    ]
+    caches = [TieredCache(policy, SHAPE, page_tokens=4) for policy in policies]
     passes = [ragged(31, 18), *(one() for _ in range(9)), torch.tensor([[True], [False]])]
     for valid in (*passes, *(one() for _ in range(5))):
         for cache in caches:

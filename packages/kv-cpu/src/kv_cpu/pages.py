@@ -16,11 +16,11 @@ from kv_cpu.library import chosen, missing
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout, RunningMean
+from kv_policy import PagedTokens, PageLayout, Running, RunningSum
 from kv_policy.described import NUMBERS, described
 
 __all__ = [
-    "average",
+    "accumulate",
     "close_up",
     "copy_pages",
     "declined",
@@ -157,28 +157,35 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     )
 
 
-def average(
+def accumulate(
     pages: PagedTokens,
     streams: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
-    mean: RunningMean,
+    running: Running,
 ) -> None:
-    """Let scores go on as a mean.
+    """Let scores go on.
 
     Raises:
         RuntimeError: a table names a page that is not there; nothing was written.
     """
-    torch.ops.kv_cpu.page_average(
+    torch.ops.kv_cpu.page_accumulate(
         *_tier(pages),
         pages.length,
         streams.contiguous(),
         before.contiguous(),
         mass.float().contiguous(),
         seen.contiguous(),
-        -1 if mean.last is None else mean.last,
+        *_running(running),
     )
+
+
+def _running(running: Running) -> tuple[int, int]:
+    """As native code has it: the past that counts, -1 for all; a sum's divisor, 0 for a mean."""
+    if isinstance(running, RunningSum):
+        return -1, running.over
+    return -1 if running.last is None else running.last, 0
 
 
 def weakest(

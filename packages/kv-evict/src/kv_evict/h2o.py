@@ -8,7 +8,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.layer_budgets import share_of
-from kv_policy import Evictor, LayerView, Observe
+from kv_policy import Evictor, LayerView, Observe, RunningSum
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class H2O(Evictor):
     def decode(self) -> Literal["step"]:
         """Each generated token takes the place of another once the budget is full."""
         return "step"
+
+    @property
+    def running(self) -> RunningSum:
+        """What `score` adds up."""
+        return RunningSum()
 
     def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """The newest tokens, which stay whatever they got."""

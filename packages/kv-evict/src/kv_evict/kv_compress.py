@@ -20,6 +20,7 @@ from kv_policy import (
     Observe,
     PlanView,
     Replan,
+    RunningSum,
     Selector,
 )
 
@@ -148,6 +149,13 @@ class KVCompress(Evictor):
     def replan(self) -> Replan:
         """As the parameters say."""
         return Replan(self.every, self.uncompressed, self.short, self.most)
+
+    @property
+    def running(self) -> RunningSum | None:
+        """What `score` adds up while tokens are generated, where that is observed."""
+        if not self.replan.generating:
+            return None
+        return RunningSum(1 if self.window == "full" else self.window)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a token its metric."""

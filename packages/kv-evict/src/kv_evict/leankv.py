@@ -168,7 +168,7 @@ class LeanKV(Selecting):
         return "step"
 
     @property
-    def averages(self) -> RunningMean:
+    def running(self) -> RunningMean:
         """What `score` says of generated queries."""
         return RunningMean(self.last)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, Vectors
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout, RunningMean
+from kv_policy import PagedTokens, PageLayout, Running
 
 
 @runtime_checkable
@@ -91,16 +91,16 @@ class PageKernels(Protocol):
         """Write new scores slot by slot, and 0 from the L-th to the end of a stream's last page."""
         ...
 
-    def average(
+    def accumulate(
         self,
         pages: PagedTokens,
         streams: Int[Tensor, " S"],
         before: Int[Tensor, " S"],
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
-        mean: RunningMean,
+        running: Running,
     ) -> None:
-        """Let the scores of the first L slots go on as a mean, as `RunningMean.go_on` says.
+        """Let the scores of the first L slots go on, as `go_on` of `running` says.
 
         A stream before whose pass there were -1 tokens is left alone.
         """

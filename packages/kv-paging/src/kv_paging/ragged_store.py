@@ -11,7 +11,7 @@ from kv_paging.checks import expect_shape
 from kv_paging.kinds import Kinds
 from kv_paging.store import TokenStore
 from kv_paging.tokens import NONE, Stored, Vectors
-from kv_policy import PagedTokens, RunningMean
+from kv_policy import PagedTokens, Running
 
 
 class RaggedStore:
@@ -94,15 +94,15 @@ class RaggedStore:
         for member, span, rows in self._members(layers):
             member.set_layers_scores(span, score[rows])
 
-    def average_layers(
+    def accumulate_layers(
         self,
         layers: slice,
         before: Int[Tensor, " S"],
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
-        mean: RunningMean,
+        running: Running,
     ) -> None:
-        """Let the scores of some layers' tokens go on as a mean, as TokenStore does.
+        """Let the scores of some layers' tokens go on with a pass, as TokenStore does.
 
         Raises:
             ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
@@ -112,7 +112,7 @@ class RaggedStore:
         for name, x in (("mass", mass), ("seen", seen)):
             expect_shape(name, x, count, None)
         for member, span, rows in self._members(layers):
-            member.average_layers(span, before[rows], mass[rows], seen[rows], mean)
+            member.accumulate_layers(span, before[rows], mass[rows], seen[rows], running)
 
     def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.

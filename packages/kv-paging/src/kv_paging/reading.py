@@ -7,7 +7,7 @@ from kv_paging.checks import expect_cover, expect_shape
 from kv_paging.moves import Segment, take
 from kv_paging.streams import Streams
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors, read_tokens
-from kv_policy import PagedTokens, RunningMean
+from kv_policy import PagedTokens, Running
 
 
 class Readable(Streams):
@@ -111,22 +111,22 @@ class Readable(Streams):
         expect_cover("score", score.shape[1], self.longest)
         self.kernels.rescore(self.whole(), streams, score[:, : self.longest])
 
-    def average_layers(
+    def accumulate_layers(
         self,
         layers: slice,
         before: Int[Tensor, " S"],
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
-        mean: RunningMean,
+        running: Running,
     ) -> None:
-        """Let the scores of some layers' tokens, which are means over queries, go on with a pass.
+        """Let the scores of some layers' tokens, means over queries or sums, go on with a pass.
 
         Args:
             layers: which.
             before: for each stream, the tokens of its sequence before the pass; -1 leaves it alone.
             mass: what the queries of the pass gave each slot, as `read_layers` has them.
             seen: how many of the queries counted for it.
-            mean: which mean.
+            running: which mean or sum.
 
         Raises:
             ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
@@ -139,7 +139,7 @@ class Readable(Streams):
             expect_cover(name, x.shape[1], self.longest)
         expect_shape("before", before, streams.shape[0])
         mine = mass[:, : self.longest], seen[:, : self.longest]
-        self.kernels.average(self.whole(), streams, before, *mine, mean)
+        self.kernels.accumulate(self.whole(), streams, before, *mine, running)
 
     def weakest(self, streams: Int[Tensor, " S"]) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
         """Give the lowest score of each stream and its slot, the first of equal ones.

@@ -29,10 +29,10 @@ from kv_paging.tokens import (
     write_tokens,
 )
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout, RunningMean
+from kv_policy import PagedTokens, PageLayout, Running
 
 __all__ = [
-    "average",
+    "accumulate",
     "close_up",
     "copy_pages",
     "place",
@@ -124,19 +124,19 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     write_scores(pages.data, segment, page.flatten(), by_page)
 
 
-def average(
+def accumulate(
     pages: PagedTokens,
     streams: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
-    mean: RunningMean,
+    running: Running,
 ) -> None:
-    """Let scores go on as a mean."""
+    """Let scores go on."""
     held = read(pages, streams, mass.shape[1], NONE)
     assert held.score is not None  # the caller has seen to it
     assert held.position is not None
-    score = mean.go_on(held.score, held.position, before[:, None], mass, seen)
+    score = running.go_on(held.score, held.position, before[:, None], mass, seen)
     rescore(pages, streams, score.where(before[:, None] >= 0, held.score))
 
 

@@ -16,12 +16,12 @@ from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, Vectors
 from kv_paging.work import Work
-from kv_policy import PagedTokens, PageLayout, RunningMean
+from kv_policy import PagedTokens, PageLayout, Running
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted, missing
 
 __all__ = [
-    "average",
+    "accumulate",
     "close_up",
     "copy_pages",
     "declined",
@@ -112,18 +112,18 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     reading.rescore(pages, streams, score)
 
 
-def average(
+def accumulate(
     pages: PagedTokens,
     streams: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
-    mean: RunningMean,
+    running: Running,
 ) -> None:
-    """Let scores go on as a mean."""
-    from kv_paging.gpu import averaging
+    """Let scores go on."""
+    from kv_paging.gpu import accumulating
 
-    averaging.average(pages, streams, before, mass, seen, mean)
+    accumulating.accumulate(pages, streams, before, mass, seen, running)
 
 
 def weakest(

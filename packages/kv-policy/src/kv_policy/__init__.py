@@ -28,7 +28,7 @@ from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import UnknownPolicyError, installed, load
 from kv_policy.replan import Replan
-from kv_policy.running import RunningMean
+from kv_policy.running import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse
@@ -64,7 +64,9 @@ __all__ = [
     "RawCodec",
     "Replan",
     "Rope",
+    "Running",
     "RunningMean",
+    "RunningSum",
     "Selecting",
     "Selector",
     "StartsCalibrator",

@@ -17,7 +17,7 @@ from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
 from kv_policy.observe import Observe
 from kv_policy.replan import Replan
-from kv_policy.running import RunningMean
+from kv_policy.running import Running
 from kv_policy.shape import CacheShape
 
 DROP: Final = 255  # the tier of a token that is let go
@@ -174,10 +174,10 @@ class Selector(Protocol):
         ...
 
     @property
-    def averages(self) -> RunningMean | None:
-        """The mean that `score` gives while tokens are generated; None: it is something else.
+    def running(self) -> Running | None:
+        """The mean or sum that `score` gives while tokens are generated; None: something else.
 
-        Hosts may keep such a mean where scores lie, and ask `score` about other tokens alone.
+        Hosts may keep it up where scores lie, and ask `score` about other tokens alone.
         """
         ...
 

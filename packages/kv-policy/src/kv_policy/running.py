@@ -1,6 +1,7 @@
-"""Scores that are averages over queries and go on from pass to pass."""
+"""Scores that go on from pass to pass: means over queries, and sums."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -37,3 +38,37 @@ class RunningMean:
         past = (before - 1 - position).clamp_(min=0, max=self.last).float()
         total = (score * past).add_(mass)
         return total.div_(past.add_(seen).clamp_(min=1)).masked_fill_(position < 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSum:
+    """What a token is worth is the sum of what queries gave it, divided by a number.
+
+    Attributes:
+        over: the number.
+    """
+
+    over: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number.
+
+        Raises:
+            ValueError: `over` is below 1.
+        """
+        if self.over < 1:
+            raise ValueError(f"a sum is divided by over={self.over}; give 1 or more")
+
+    def go_on(
+        self,
+        score: Float[Tensor, "*n L"],
+        position: Int[Tensor, "*n L"],
+        before: Int[Tensor, "*before 1"],
+        mass: Float[Tensor, "*n L"],
+        seen: Int[Tensor, "*n L"],
+    ) -> Float[Tensor, "*n L"]:
+        """Give the sums with the queries of a pass in them; see `RunningMean.go_on`."""
+        return (score + mass / self.over).masked_fill_(position < 0, 0)
+
+
+Running: TypeAlias = RunningMean | RunningSum

@@ -19,7 +19,7 @@ from kv_policy.contract import (
 from kv_policy.observe import Observe
 from kv_policy.part import Part
 from kv_policy.replan import Replan
-from kv_policy.running import RunningMean
+from kv_policy.running import Running
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Selecting(Part):
         return Replan()
 
     @property
-    def averages(self) -> RunningMean | None:
+    def running(self) -> Running | None:
         """Scores are no such thing, unless a method says so."""
         return None
 

@@ -18,7 +18,7 @@ from kv_policy.contract import (
 )
 from kv_policy.observe import Observe
 from kv_policy.replan import Replan
-from kv_policy.running import RunningMean
+from kv_policy.running import Running
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class SortedSelector:
         return self.evictor.replan
 
     @property
-    def averages(self) -> RunningMean | None:
+    def running(self) -> Running | None:
         """The evictor's, since scores are."""
-        return self.evictor.averages
+        return self.evictor.running
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """The evictor's scores."""

@@ -15,7 +15,7 @@ from kv_serve.batch import Batch, Pass
 from kv_serve.carrying import enter, restack
 from kv_serve.groups import layer_groups
 from kv_serve.planning import Scored, plan_layers
-from kv_serve.scoring import Observed, go_on, mean_in, score
+from kv_serve.scoring import Observed, go_on, running_in, score
 from kv_serve.stepping import step
 from kv_serve.tally import Tally
 from kv_serve.turns import Turns
@@ -71,9 +71,9 @@ class KeepSelected:
         queries: Queries | None,
     ) -> None:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
-        mean = mean_in(now, self.selector)
-        if mean is not None:
-            result = go_on(batch, now, layer, result, mean)
+        running = running_in(now, self.selector)
+        if running is not None:
+            result = go_on(batch, now, layer, result, running)
         observed = Observed(key, value, result, queries)
         if not now.prompt:
             self._waiting.append(_Arrival(key, value))

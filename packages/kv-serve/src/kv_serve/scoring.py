@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import Queries, RunningMean, Selector
+from kv_policy import Queries, Running, Selector
 from kv_serve.batch import Batch, Pass, flat
 from kv_serve.groups import fresh_group, layer_groups
 from kv_serve.planning import Scored, score_layers
@@ -47,20 +47,20 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     layers, results = slice(first, first + len(observed)), [o.result for o in observed]
-    reads, stored = selector.reads, mean_in(now, selector) is None  # else `go_on` has seen to them
-    groups = layer_groups(batch, over, layers, key, value, reads, results, stored=stored)
+    stored = running_in(now, selector) is None  # else `go_on` has seen to them
+    groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
     _note(batch, over, layers, scored)
     return scored
 
 
-def mean_in(now: Pass, selector: Selector) -> RunningMean | None:
-    """Give the mean as which scores of stored tokens go on in their pages; None: they do not."""
-    return None if now.prompt else selector.averages
+def running_in(now: Pass, selector: Selector) -> Running | None:
+    """Give as what scores of stored tokens go on in their pages; None: they do not."""
+    return None if now.prompt else selector.running
 
 
-def go_on(batch: Batch, now: Pass, layer: int, result: Attended, mean: RunningMean) -> Attended:
-    """Let the scores of a layer's stored tokens, most of all, go on as a mean where they lie.
+def go_on(batch: Batch, now: Pass, layer: int, result: Attended, running: Running) -> Attended:
+    """Let the scores of a layer's stored tokens, most of all, go on where they lie.
 
     A sequence that brings no token was not observed, and keeps its scores.
 
@@ -73,7 +73,7 @@ def go_on(batch: Batch, now: Pass, layer: int, result: Attended, mean: RunningMe
     stores = [store for _, store in batch.held_stores]
     mine, rest = slice(len(stores)), slice(len(stores), None)
     for store, mass, seen in zip(stores, result.mass[mine], result.seen[mine], strict=True):
-        store.average_layers(slice(layer, layer + 1), rows, flat(mass), flat(seen), mean)
+        store.accumulate_layers(slice(layer, layer + 1), rows, flat(mass), flat(seen), running)
     return replace(result, mass=result.mass[rest], seen=result.seen[rest], also=result.also[rest])
 
 

@@ -21,8 +21,8 @@ from kv_policy.observe import Observe
 from kv_policy.replan import Replan
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
-from kv_policy.testing.averages import check_averages
 from kv_policy.testing.laws import equal, law, works
+from kv_policy.testing.running import check_running
 from kv_policy.testing.views import (
     Tokens,
     after_prompt,
@@ -42,7 +42,7 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
         score = _check_scores(selector, able, tokens)
         _check_plan(selector, able, tokens, score)
     arriving = while_decoding(selector, shape, seed=3)
-    check_averages(selector, arriving)
+    check_running(selector, arriving)
     if selector.decode == "step":
         _check_arriving(selector, able, arriving)
         for seed in range(5):

@@ -1,0 +1,101 @@
+"""Scores that go on as means over queries or as sums, where they lie."""
+
+from typing import Final, no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kv_paging.gpu.numbers import numbers_of, on
+from kv_paging.gpu.reading import (
+    SLOTS,
+    number_at,
+    over_page_ends,
+    put_scores,
+    tier_of,
+    to_page_ends,
+)
+from kv_paging.gpu.rows import page_at
+from kv_policy import PagedTokens, Running, RunningMean
+
+_ALL: Final = 2**31 - 1
+
+
+@triton.jit(do_not_specialize=["number", "slots", "count"])
+@no_type_check
+def accumulate_kernel(
+    data,
+    pitch,
+    table,
+    width,
+    lengths,
+    streams,
+    before,
+    mass,
+    seen,
+    number,
+    slots,
+    count,
+    LAYOUT: tl.constexpr,
+    MEAN: tl.constexpr,
+    HOLES: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Let `MANY` of all scores go on; there are zeros from a stream's end to that of its page.
+
+    `number` is the most queries of a token's past where scores are means, else a sum's divisor.
+    """
+    which, stream, slot, held, some = to_page_ends(lengths, streams, slots, count, LAYOUT, MANY)
+    tokens: tl.constexpr = LAYOUT[0]
+    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    row = slot % tokens
+    position = number_at(page, row, held, LAYOUT[2], LAYOUT)
+    old = number_at(page, row, held, LAYOUT[1], LAYOUT).to(tl.float32, bitcast=True)
+    first = tl.load(before + which, some, other=0)
+    given = tl.load(mass + which * slots + slot, held, other=0.0)
+    if MEAN:
+        past = first - 1 - position.to(tl.int64)
+        past = tl.minimum(tl.maximum(past, 0), number).to(tl.float32)
+        counted = tl.load(seen + which * slots + slot, held, other=0).to(tl.float32)
+        score = tl.div_rn(old * past + given, tl.maximum(past + counted, 1.0))
+    else:
+        score = old + tl.div_rn(given, tl.full(given.shape, 1.0, tl.float32) * number)
+    score = tl.where(held, tl.where(first < 0, old, score), 0.0)
+    if HOLES:
+        score = tl.where(held & (position >= 0), score, float("inf"))
+    put_scores(page, row, score, some, LAYOUT)
+
+
+def accumulate(
+    pages: PagedTokens,
+    streams: Tensor,
+    before: Tensor,
+    mass: Tensor,
+    seen: Tensor,
+    running: Running,
+) -> None:
+    """See `PageKernels.accumulate`; one launch."""
+    slots = mass.shape[1]
+    with on(pages.data):
+        accumulate_kernel[over_page_ends(pages, streams, slots)](
+            *tier_of(pages),
+            streams.contiguous(),
+            before.contiguous(),
+            mass.float().contiguous(),
+            seen.contiguous(),
+            _number(running),
+            slots,
+            len(streams),
+            numbers_of(pages),
+            isinstance(running, RunningMean),
+            pages.holes,
+            SLOTS,
+            enable_fp_fusion=False,  # so that scores are those of other kernels to the last bit
+        )
+
+
+def _number(running: Running) -> int:
+    """The most queries of a token's past that count in a mean, or a sum's divisor."""
+    if isinstance(running, RunningMean):
+        return _ALL if running.last is None else running.last
+    return running.over

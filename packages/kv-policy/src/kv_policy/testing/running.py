@@ -1,0 +1,42 @@
+"""The law of a selector whose scores go on as means over queries, or as sums."""
+
+import torch
+
+from kv_policy.contract import Selector
+from kv_policy.running import RunningSum
+from kv_policy.testing.laws import law
+from kv_policy.testing.views import Tokens
+
+
+def check_running(selector: Selector, tokens: Tokens) -> None:
+    """Check that scores of stored tokens are the mean or the sum that they are said to be.
+
+    Args:
+        selector: who says so, or that they are none.
+        tokens: what it sees when a token has arrived in each sequence.
+    """
+    running = selector.running
+    if running is None:
+        return
+    law(
+        selector.observe.generated,
+        "running says how scores go on while generating; then observe must have generated=True",
+    )
+    law(
+        isinstance(running, RunningSum) or selector.observe.skip == 1,
+        "running says that scores are means over the queries after a token; then observe must "
+        "have skip=1",
+    )
+    for layer in range(tokens.shape.layers):
+        view = tokens.layer(layer)
+        assert view.mass is not None  # generated queries are observed
+        assert view.seen is not None
+        before = view.length[:, None, None] - 1
+        want = running.go_on(view.score, view.position, before, view.mass, view.seen)
+        stored = (view.position >= 0) & ~view.fresh
+        found = selector.score(view)[stored]
+        law(
+            bool(torch.isclose(found, want[stored], rtol=1e-4, atol=1e-6).all()),
+            "score of a stored token, of which a generated query was observed, is not what "
+            "running says",
+        )
