@@ -241,4 +241,4 @@ def compile(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
-    pytest(session, "packages/kv-serve/tests/vllm", workers=1)  # an engine takes all cores
+    pytest(session, "packages/kv-serve/tests/vllm")

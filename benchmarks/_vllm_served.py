@@ -36,13 +36,13 @@ def over_bf16(rows: list[Row]) -> dict[str, float]:
 
 
 def losing() -> dict[str, set[str]]:
-    """By group, the policies that lose no more than it allows, under vLLM.
+    """By group, the policies that lose no more than it allows, in a busy engine of vLLM.
 
     Raises:
-        FileNotFoundError: the benchmark `vllm_quality` has not been run.
+        FileNotFoundError: the benchmark `vllm_loaded` has not been run.
     """
-    measured = _result.rows_of("vllm_quality")
-    scores = {row["way"]: row for row in measured if row["kind"] == "vllm"}
+    measured = _result.rows_of("vllm_loaded")
+    scores = {row["way"]: row for row in measured if row["kind"] == "loaded"}
     stock = scores.pop(BF16)
     return {
         group: {

@@ -1,0 +1,78 @@
+# environment: vllm
+"""Answers of a busy engine: a stock vLLM on a CPU whose memory is full, its own caches and ours.
+
+`vllm_quality` asks one request at a time, so memory never runs short. Here the same 16 needles and
+16 multikey prompts of 2,000 tokens, with the question inside, are asked all at once, among requests
+of 1,024 to 2,048 tokens whose answers of 512 fill the memory meanwhile. So what a policy does when
+memory is short, and what a preemption does, happens to answers that are judged. Memory is that of
+two of the longest requests uncompressed. SmolLM2-135M; a score is the share of numbers found, with
+Wilson's interval of 95 %. `vllm_throughput` takes from here which policies lose nothing.
+"""
+
+from pathlib import Path
+from statistics import mean
+from typing import Final
+
+from _vllm_engine import Room
+from _vllm_load import Load, raw_token_bytes
+from _vllm_process import Row, Rows, apart
+from _vllm_quality import answered_among
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+
+from kv_serve.evaluate.intervals import of_mean
+from kv_serve.evaluate.plan import Plan
+from kv_serve.evaluate.specs import FULL
+from kv_serve.models import load_model
+from kv_serve.tasks import Sample, TaskName, default_text
+
+TASKS: Final[tuple[TaskName, ...]] = ("needle", "multikey")
+BESIDE: Final = Load("beside", 16, (1024, 2048), (512, 512))
+QUICK: Final = Load("quick", 3, (128, 256), (32, 32))
+POLICIES: Final = ("kv-compress:rate=4+k8v4", "kv-compress:rate=4,short=true+k8v4")
+
+
+def judged(*, quick: bool) -> dict[str, tuple[Sample, ...]]:
+    """The prompts whose answers are judged, by task."""
+    loaded, text = load_model(), default_text()
+    size = {"length": 300, "samples": 2} if quick else {"samples": 16}
+    plan = Plan((FULL,), TASKS, ("aware",), **size)
+    return {task: plan.samples_of(loaded, text, task, "aware") for task in TASKS}
+
+
+def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
+    """Let every way answer the same requests."""
+    ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
+    tasks, beside = judged(quick=quick), QUICK if quick else BESIDE
+    samples = [sample for each in tasks.values() for sample in each]
+    longest = max(beside.longest, *(s.length + s.new_tokens for s in samples))
+    room = Room(2 * longest * raw_token_bytes(), longest)
+    rows = Rows("vllm_loaded", {"ways": ways, "load": str(beside), "room": str(room)}, quick=quick)
+    for way in ways:
+        key: Row = {"kind": "loaded", "way": figure(way), "kv_bytes": room.kv_bytes}
+        rows.measured(key, lambda way=way: apart(answered_among, way, room, tasks, beside.asks()))
+    return rows
+
+
+def scores(rows: list[Row]) -> list[Row]:
+    """The shares with their intervals."""
+    found: list[Row] = []
+    for row in rows:
+        for task in TASKS:
+            each = row[task]
+            assert isinstance(each, list)
+            about: Row = {"kind": "score", "task": task, "way": row["way"]}
+            found.append({**about, "score": mean(each), "interval": of_mean(each)})
+    return found
+
+
+def main() -> None:
+    """Run everything and write the result."""
+    given = arguments(__doc__, POLICIES).parse_args()
+    rows = measure(given.policies, given.basis, quick=given.quick)
+    table = scores(rows.rows)
+    rows.rows += table
+    rows.finish({f"{row['task']}_{row['way']}": float(str(row["score"])) for row in table})
+
+
+if __name__ == "__main__":
+    main()
