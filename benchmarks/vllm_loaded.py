@@ -1,12 +1,13 @@
 # environment: vllm
 """Answers of a busy engine: a stock vLLM on a CPU whose memory is full, its own caches and ours.
 
-`vllm_quality` asks one request at a time, so memory never runs short. Here the same 16 needles and
-16 multikey prompts of 2,000 tokens, with the question inside, are asked all at once, among requests
-of 1,024 to 2,048 tokens whose answers of 512 fill the memory meanwhile. So what a policy does when
-memory is short, and what a preemption does, happens to answers that are judged. Memory is that of
-two of the longest requests uncompressed. SmolLM2-135M; a score is the share of numbers found, with
-Wilson's interval of 95 %. `vllm_throughput` takes from here which policies lose nothing.
+`vllm_quality` asks one request at a time, so memory never runs short. Here the same needles and
+multikey prompts of 2,000 tokens, with the question inside, are asked all at once, among requests of
+1,024 to 2,048 tokens, half as many, whose answers of 512 fill the memory meanwhile. So what a
+policy does when memory is short, and what a preemption does, happens to answers that are judged.
+Memory is that of two of the longest requests uncompressed. SmolLM2-135M; a score is the share of
+numbers found, with Wilson's interval of 95 %. `vllm_throughput` takes from here which policies lose
+nothing.
 """
 
 from pathlib import Path
@@ -26,30 +27,38 @@ from kv_serve.models import load_model
 from kv_serve.tasks import Sample, TaskName, default_text
 
 TASKS: Final[tuple[TaskName, ...]] = ("needle", "multikey")
-BESIDE: Final = Load("beside", 16, (1024, 2048), (512, 512))
-QUICK: Final = Load("quick", 3, (128, 256), (32, 32))
-POLICIES: Final = ("kv-compress:rate=4+k8v4", "kv-compress:rate=4,short=true+k8v4")
+POLICIES: Final = (
+    "kv-compress:rate=4+k8v4",
+    "kv-compress:rate=4,short=true+k8v4",
+    "kv-compress:rate=2,short=true+k8v4",
+)
 
 
-def judged(*, quick: bool) -> dict[str, tuple[Sample, ...]]:
+def beside(samples: int, *, quick: bool) -> Load:
+    """The requests that fill the memory."""
+    lengths = ((128, 256), (32, 32)) if quick else ((1024, 2048), (512, 512))
+    return Load("beside", samples, *lengths)
+
+
+def judged(samples: int, *, quick: bool) -> dict[str, tuple[Sample, ...]]:
     """The prompts whose answers are judged, by task."""
     loaded, text = load_model(), default_text()
-    size = {"length": 300, "samples": 2} if quick else {"samples": 16}
-    plan = Plan((FULL,), TASKS, ("aware",), **size)
+    size = {"length": 300} if quick else {}
+    plan = Plan((FULL,), TASKS, ("aware",), samples=samples, **size)
     return {task: plan.samples_of(loaded, text, task, "aware") for task in TASKS}
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
+def measure(policies: list[str], basis: Path | None, samples: int, *, quick: bool) -> Rows:
     """Let every way answer the same requests."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
-    tasks, beside = judged(quick=quick), QUICK if quick else BESIDE
-    samples = [sample for each in tasks.values() for sample in each]
-    longest = max(beside.longest, *(s.length + s.new_tokens for s in samples))
+    tasks, load = judged(samples, quick=quick), beside(samples, quick=quick)
+    every = [sample for each in tasks.values() for sample in each]
+    longest = max(load.longest, *(s.length + s.new_tokens for s in every))
     room = Room(2 * longest * raw_token_bytes(), longest)
-    rows = Rows("vllm_loaded", {"ways": ways, "load": str(beside), "room": str(room)}, quick=quick)
+    rows = Rows("vllm_loaded", {"ways": ways, "load": str(load), "room": str(room)}, quick=quick)
     for way in ways:
         key: Row = {"kind": "loaded", "way": figure(way), "kv_bytes": room.kv_bytes}
-        rows.measured(key, lambda way=way: apart(answered_among, way, room, tasks, beside.asks()))
+        rows.measured(key, lambda way=way: apart(answered_among, way, room, tasks, load.asks()))
     return rows
 
 
@@ -67,8 +76,11 @@ def scores(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Run everything and write the result."""
-    given = arguments(__doc__, POLICIES).parse_args()
-    rows = measure(given.policies, given.basis, quick=given.quick)
+    parser = arguments(__doc__, POLICIES)
+    parser.add_argument("--samples", type=int, help="of each task; 16, and 2 in a quick run")
+    given = parser.parse_args()
+    samples = given.samples or (2 if given.quick else 16)
+    rows = measure(given.policies, given.basis, samples, quick=given.quick)
     table = scores(rows.rows)
     rows.rows += table
     rows.finish({f"{row['task']}_{row['way']}": float(str(row["score"])) for row in table})
