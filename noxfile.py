@@ -241,4 +241,5 @@ def compile(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
-    pytest(session, "packages/kv-serve/tests/vllm")
+    # By itself xdist leaves the files of few tests for the end, and here those take longest.
+    pytest(session, "packages/kv-serve/tests/vllm", "--no-loadscope-reorder")
