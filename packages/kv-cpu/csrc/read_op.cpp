@@ -173,6 +173,17 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
+// Adds to the scores of a page's tokens; a place without one keeps its own. Without a branch, so that
+// compilers take several at once.
+void add(uint8_t* scores, const uint8_t* positions, const float* given, float over, int64_t held) {
+  for (int64_t row = 0; row < held; ++row) {
+    const auto old = load<float>(scores + 4 * row);
+    const float sum = old + given[row] / over;
+    const float next = load<int32_t>(positions + 4 * row) < 0 ? old : sum;
+    std::memcpy(scores + 4 * row, &next, 4);
+  }
+}
+
 // Lets the scores of the slots go on: what the queries of a pass gave is mass [n, L], how many of
 // them counted is seen, and the tokens that there were before it is before [n], -1 for a stream that
 // is left alone. They are sums of mass / `over`, or, where that is 0, means over queries: then a
@@ -195,16 +206,19 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
     chosen.over_pages(i, tier.score, [&](uint8_t* page, int64_t slot, int64_t held) {
       const int64_t at = i * slots + slot;
       std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));
-      for (int64_t row = 0; row < held && tokens[i] >= 0; ++row) {
+      if (tokens[i] < 0) return;
+      if (over > 0) {
+        add(page + tier.score, page + tier.position, given + at, float(over), held);
+        return;
+      }
+      for (int64_t row = 0; row < held; ++row) {
         const int64_t position = load<int32_t>(page + tier.position + 4 * row);
         if (position < 0) continue;
         uint8_t* score = page + tier.score + 4 * row;
-        const float mass_of = given[at + row];
         const auto past = float(std::clamp<int64_t>(tokens[i] - 1 - position, 0, most));
         const float queries = std::max(past + float(counted[at + row]), 1.0f);
-        const float next = over > 0 ? load<float>(score) + mass_of / float(over)
-                                    : (load<float>(score) * past + mass_of) / queries;
-        std::memcpy(score, &next, 4);
+        const float mean = (load<float>(score) * past + given[at + row]) / queries;
+        std::memcpy(score, &mean, 4);
       }
     });
   });
