@@ -11,6 +11,7 @@ from _vllm_ways import options
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
@@ -154,26 +155,41 @@ class Ran:
         }
 
 
+def ask(engine: LLMEngine, name: str, what: Ask) -> None:
+    """Hand a request to an engine."""
+    settings = SamplingParams(temperature=0, max_tokens=what.answer, ignore_eos=True)
+    engine.add_request(name, {"prompt_token_ids": list(what.prompt)}, settings)
+
+
+def steps(engine: LLMEngine) -> Iterator[list[RequestOutput]]:
+    """Step until all is answered; give the requests that each step finished.
+
+    Raises:
+        RuntimeError: nothing came for many steps.
+    """
+    silent = 0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        silent = 0 if outputs else silent + 1
+        if silent > STUCK:
+            left = engine.get_num_unfinished_requests()
+            raise RuntimeError(f"no token came in {STUCK} steps; {left} unanswered")
+        yield [output for output in outputs if output.finished]
+
+
 def serve(engine: LLMEngine, counting: Counting, asks: Sequence[Ask]) -> Ran:
     """Ask everything at once and step until all is answered.
 
     Raises:
         RuntimeError: nothing came for many steps, or an answer is not as long as asked.
     """
-    for i, ask in enumerate(asks):
-        settings = SamplingParams(temperature=0, max_tokens=ask.answer, ignore_eos=True)
-        engine.add_request(str(i), {"prompt_token_ids": list(ask.prompt)}, settings)
+    for i, each in enumerate(asks):
+        ask(engine, str(i), each)
     found = counting.counts = Counts()
-    began, answered, silent = time.perf_counter(), 0, 0
-    full = (0.0, 0)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
+    began, full = time.perf_counter(), (0.0, 0)
+    for finished in steps(engine):
         found.steps += 1
-        silent = 0 if outputs else silent + 1
-        if silent > STUCK:
-            raise RuntimeError(f"no token came in {STUCK} steps; {len(asks) - answered} unanswered")
-        for output in (x for x in outputs if x.finished):
-            answered += 1
+        for output in finished:
             got, want = len(output.outputs[0].token_ids), asks[_number(output.request_id)].answer
             if got != want:
                 raise RuntimeError(f"request {output.request_id} has {got} of {want} tokens")

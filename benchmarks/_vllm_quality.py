@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
-from _vllm_engine import Ask, Counts, Room, started
-from transformers import AutoTokenizer
+from _vllm_engine import Ask, Counts, Room, ask, started, steps
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -21,11 +21,11 @@ def scores(way: str, room: Room, tasks: Mapping[str, Sequence[Sample]]) -> dict[
         tokenizer = AutoTokenizer.from_pretrained(room.arguments(way)["model"])
 
         def score(sample: Sample, name: str) -> float:
-            output = _asked(engine, name, sample)
+            _ask(engine, name, sample)
+            (output,) = (output for finished in steps(engine) for output in finished)
             if sample.target_ids:
                 return _nats(output, sample)
-            text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
-            return found_share(text, sample.answers)
+            return _found(output, sample, tokenizer)
 
         return {
             task: [score(sample, f"{task}.{i}") for i, sample in enumerate(samples)]
@@ -50,29 +50,17 @@ def answered_among(
         counting.counts = Counts()
         for name in sorted(turns, key=turns.__getitem__):
             if name in others:
-                ask, settings = others[name], _exactly(others[name].answer)
-                engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, settings)
+                ask(engine, name, others[name])
             else:
                 _ask(engine, name, samples[name])
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                name = output.request_id.partition("-")[0]
-                if output.finished and name in samples:
-                    text = str(tokenizer.decode(list(output.outputs[0].token_ids)))
-                    found[name] = found_share(text, samples[name].answers)
+        for output in (output for finished in steps(engine) for output in finished):
+            name = output.request_id.partition("-")[0]  # vLLM adds to it
+            if name in samples:
+                found[name] = _found(output, samples[name], tokenizer)
         counts = counting.counts
     each = {task: [found[f"{task}.{i}"] for i in range(len(s))] for task, s in tasks.items()}
     more = {"preemptions": counts.preemptions, "peak_running": counts.peak_running}
     return {**each, **more, "peak_usage": counts.peak_usage}
-
-
-def _asked(engine: LLMEngine, name: str, sample: Sample) -> RequestOutput:
-    """Run one request to its end."""
-    _ask(engine, name, sample)
-    while True:
-        for output in engine.step():
-            if output.finished:
-                return output
 
 
 def _ask(engine: LLMEngine, name: str, sample: Sample) -> None:
@@ -87,9 +75,9 @@ def _ask(engine: LLMEngine, name: str, sample: Sample) -> None:
     engine.add_request(name, {"prompt_token_ids": prompt}, settings)
 
 
-def _exactly(tokens: int) -> SamplingParams:
-    """For an answer of so many tokens, whatever they are."""
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def _found(output: RequestOutput, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> float:
+    """The share of a sample's answers in what was generated."""
+    return found_share(str(tokenizer.decode(list(output.outputs[0].token_ids))), sample.answers)
 
 
 def _nats(output: RequestOutput, sample: Sample) -> float:

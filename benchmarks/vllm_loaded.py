@@ -10,6 +10,7 @@ numbers found, with Wilson's interval of 95 %. `vllm_throughput` takes from here
 nothing.
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Final
@@ -18,7 +19,7 @@ from _vllm_engine import Room
 from _vllm_load import Load, raw_token_bytes
 from _vllm_process import Row, Rows, apart
 from _vllm_quality import answered_among
-from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
 
 from kv_serve.evaluate.intervals import of_mean
 from kv_serve.evaluate.plan import Plan
@@ -58,7 +59,7 @@ def measure(policies: list[str], basis: Path | None, samples: int, *, quick: boo
     rows = Rows("vllm_loaded", {"ways": ways, "load": str(load), "room": str(room)}, quick=quick)
     for way in ways:
         key: Row = {"kind": "loaded", "way": figure(way), "kv_bytes": room.kv_bytes}
-        rows.measured(key, lambda way=way: apart(answered_among, way, room, tasks, load.asks()))
+        rows.measured(key, partial(apart, answered_among, way, room, tasks, load.asks()))
     return rows
 
 
@@ -77,9 +78,10 @@ def scores(rows: list[Row]) -> list[Row]:
 def main() -> None:
     """Run everything and write the result."""
     parser = arguments(__doc__, POLICIES)
-    parser.add_argument("--samples", type=int, help="of each task; 16, and 2 in a quick run")
+    parser.add_argument("--samples", type=count, help="of each task; 16, and 2 in a quick run")
     given = parser.parse_args()
-    samples = given.samples or (2 if given.quick else 16)
+    usual = 2 if given.quick else 16
+    samples = usual if given.samples is None else given.samples
     rows = measure(given.policies, given.basis, samples, quick=given.quick)
     table = scores(rows.rows)
     rows.rows += table

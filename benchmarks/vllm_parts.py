@@ -15,7 +15,7 @@ from _vllm_load import Load
 from _vllm_parts import parts
 from _vllm_process import Rows, alternating, apart
 from _vllm_served import HELD, over_bf16, room_of
-from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
 
 SHORT = Load("short", 16, (1024, 4096), (256, 256))
 PARTS = Load("parts", 8, (1024, 4096), (128, 128))
@@ -45,7 +45,7 @@ def measure(policies: list[str], basis: Path | None, rounds: int, *, quick: bool
 def main() -> None:
     """Run everything and write the result."""
     parser = arguments(__doc__, POLICIES)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of every engine not watched")
+    parser.add_argument("--rounds", type=count, default=2, help="runs of every engine not watched")
     given = parser.parse_args()
     rows = measure(given.policies, given.basis, given.rounds, quick=given.quick)
     rows.finish(over_bf16(rows.rows))

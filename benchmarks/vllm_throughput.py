@@ -23,7 +23,7 @@ from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_process import Row, Rows, alternating, apart
 from _vllm_served import best, headline, losing, over_bf16, room_of
-from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
@@ -66,7 +66,7 @@ def main() -> None:
         "--compiled", action="store_true", help="as vLLM runs by itself, not eagerly"
     )
     parser.add_argument("--together", type=int, help="requests that run at once, at most")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of every engine")
+    parser.add_argument("--rounds", type=count, default=2, help="runs of every engine")
     given = parser.parse_args()
     how = {"compiled": given.compiled, "quick": given.quick}
     rows = measure(given.policies, given.basis, given.together, given.rounds, **how)

@@ -20,7 +20,7 @@ from _vllm_engine import Room
 from _vllm_load import raw_token_bytes, text_ids
 from _vllm_process import Row, Rows, alternating, apart
 from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, replayed
-from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
 
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
 HELD = 6144  # tokens of stock in the same bytes: three or four requests
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines of a Mooncake trace")
     parser.add_argument("--ttft", type=float, default=30.0, help="target, seconds")
     parser.add_argument("--tbt", type=float, default=0.3, help="target, seconds between tokens")
-    parser.add_argument("--rounds", type=int, default=1, help="replays under every engine")
+    parser.add_argument("--rounds", type=count, default=1, help="replays under every engine")
     given = parser.parse_args()
     target = Target(given.ttft, given.tbt)
     rows = measure(

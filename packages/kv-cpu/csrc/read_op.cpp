@@ -190,8 +190,8 @@ void add(uint8_t* scores, const uint8_t* positions, const float* given, float ov
 // token's past counts as at most `last` queries; -1: as all there were.
 // Past the end of a stream its last page has zeros, as page_rescore leaves it.
 void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
-                  Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last,
-                  int64_t over) {
+                     Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last,
+                     int64_t over) {
   STD_TORCH_CHECK(numbers.size() == kTierNumbers && mass.dim() == 2, "a tier has ", kTierNumbers,
                   " numbers, and what was given two dimensions");
   const int64_t slots = mass.size(1);

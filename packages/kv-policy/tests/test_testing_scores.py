@@ -102,6 +102,12 @@ class Summed(Nearest):
         return RunningSum()
 
 
+@pytest.mark.parametrize("over", [0, -3])
+def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
+    with pytest.raises(ValueError, match=f"over={over} cannot divide a sum of scores"):
+        RunningSum(over)
+
+
 @pytest.mark.parametrize(
     ("broken", "law"),
     [

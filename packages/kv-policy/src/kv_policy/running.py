@@ -42,22 +42,22 @@ class RunningMean:
 
 @dataclass(frozen=True, slots=True)
 class RunningSum:
-    """What a token is worth is the sum of what queries gave it, divided by a number.
+    """What a token is worth is the sum of what queries gave it, in parts of a number of them.
 
     Attributes:
-        over: the number.
+        over: what the sum is divided by, such as the queries of the window that began it.
     """
 
     over: int = 1
 
     def __post_init__(self) -> None:
-        """Check the number.
+        """Check the divisor.
 
         Raises:
             ValueError: `over` is below 1.
         """
         if self.over < 1:
-            raise ValueError(f"a sum is divided by over={self.over}; give 1 or more")
+            raise ValueError(f"over={self.over} cannot divide a sum of scores; give 1 or more")
 
     def go_on(
         self,

@@ -15,7 +15,6 @@ from kv_paging.gpu.reading import (
     tier_of,
     to_page_ends,
 )
-from kv_paging.gpu.rows import page_at
 from kv_policy import PagedTokens, Running, RunningMean
 
 _ALL: Final = 2**31 - 1
@@ -45,10 +44,9 @@ def accumulate_kernel(
 
     `number` is the most queries of a token's past where scores are means, else a sum's divisor.
     """
-    which, stream, slot, held, some = to_page_ends(lengths, streams, slots, count, LAYOUT, MANY)
-    tokens: tl.constexpr = LAYOUT[0]
-    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
-    row = slot % tokens
+    which, slot, page, row, held, some = to_page_ends(
+        data, pitch, table, width, lengths, streams, slots, count, LAYOUT, MANY
+    )
     position = number_at(page, row, held, LAYOUT[2], LAYOUT)
     old = number_at(page, row, held, LAYOUT[1], LAYOUT).to(tl.float32, bitcast=True)
     first = tl.load(before + which, some, other=0)

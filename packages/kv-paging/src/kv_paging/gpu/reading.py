@@ -74,11 +74,22 @@ def read_kernel(
 
 @triton.jit
 @no_type_check
-def to_page_ends(lengths, streams, slots, count, LAYOUT: tl.constexpr, MANY: tl.constexpr):
+def to_page_ends(
+    data,
+    pitch,
+    table,
+    width,
+    lengths,
+    streams,
+    slots,
+    count,
+    LAYOUT: tl.constexpr,
+    MANY: tl.constexpr,
+):
     """`MANY` of all slots, those of each stream to the end of its last page, as scores are written.
 
-    Gives the row of `streams`, the stream, the slot, whether it holds a token, and whether a page
-    of the stream has it; pages past the last of `slots` are left alone.
+    Gives the row of `streams`, the slot, its page, its row there, whether it holds a token, and
+    whether a page of the stream has it; pages past the last of `slots` are left alone.
     """
     tokens: tl.constexpr = LAYOUT[0]
     every = (slots + tokens - 1) // tokens * tokens
@@ -89,7 +100,8 @@ def to_page_ends(lengths, streams, slots, count, LAYOUT: tl.constexpr, MANY: tl.
     stream = tl.load(streams + which, there, other=0)
     length = tl.load(lengths + stream, there, other=0)
     some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
-    return which, stream, slot, some & (slot < length), some
+    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    return which, slot, page, slot % tokens, some & (slot < length), some
 
 
 @triton.jit
@@ -118,10 +130,9 @@ def rescore_kernel(
     MANY: tl.constexpr,
 ):
     """Write the scores of `MANY` of all slots, to the end of each stream's last page."""
-    which, stream, slot, held, some = to_page_ends(lengths, streams, slots, count, LAYOUT, MANY)
-    tokens: tl.constexpr = LAYOUT[0]
-    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
-    row = slot % tokens
+    which, slot, page, row, held, some = to_page_ends(
+        data, pitch, table, width, lengths, streams, slots, count, LAYOUT, MANY
+    )
     number = tl.load(score + which * slots + slot, some & (slot < slots), other=0.0)
     if HOLES:
         position = number_at(page, row, some, LAYOUT[2], LAYOUT)

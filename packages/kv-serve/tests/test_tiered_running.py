@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from kv_evict import H2O, KVCompress, LeanKV
-from kv_policy import Budget, KVPolicy
+from kv_policy import Budget, KVPolicy, LayerView
 from kv_serve.tiered import TieredCache
 from tiered_policies import SHAPE
 from tiered_world import one, ragged
@@ -47,6 +48,32 @@ def kv_compress(window: int | str) -> list[KVPolicy]:
     return [kind(rate=2, window=window, **more) for kind in kinds]
 
 
+@dataclass(frozen=True)
+class OfNewTokens(H2O):
+    """Refuses to be asked about a stored token while tokens are generated."""
+
+    def score(self, view: LayerView) -> Tensor:
+        assert not view.generated or view.fresh.all()
+        return super().score(view)
+
+
+def drawn(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A query, key and value of a layer."""
+    lead, length = (len(valid), SHAPE.kv_heads), valid.shape[1]
+    query = torch.randn(*lead, SHAPE.group, length, SHAPE.key_dim)
+    key, value = (torch.randn(*lead, length, dim) for dim in (SHAPE.key_dim, SHAPE.value_dim))
+    return query, key, value
+
+
+def test_a_selector_that_says_how_scores_go_on_is_asked_about_new_tokens_alone() -> None:
+    torch.manual_seed(7)
+    cache = TieredCache(OfNewTokens(budget=Budget(8, "tokens")), SHAPE, page_tokens=4)
+    for valid in (ragged(31, 18), *(one() for _ in range(4))):
+        cache.begin(valid)
+        for layer in range(SHAPE.layers):
+            assert cache.attend(layer, *drawn(valid), 1.0).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "policies",
     [
@@ -64,12 +91,8 @@ def test_scores_in_pages_are_what_the_selector_says(policies: list[KVPolicy]) ->
         for cache in caches:
             cache.begin(valid)
         for layer in range(SHAPE.layers):
-            lead = len(valid), SHAPE.kv_heads
-            query = torch.randn(*lead, SHAPE.group, valid.shape[1], SHAPE.key_dim)
-            key, value = (
-                torch.randn(*lead, valid.shape[1], dim) for dim in (SHAPE.key_dim, SHAPE.value_dim)
-            )
-            ours, theirs = (cache.attend(layer, query, key, value, 1.0) for cache in caches)
+            given = drawn(valid)
+            ours, theirs = (cache.attend(layer, *given, 1.0) for cache in caches)
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     batches = [cache.batch for cache in caches]
     for mine, other in zip(*(batch.stores for batch in batches), strict=True):
