@@ -1,15 +1,22 @@
 """The tokens of a step, given to a cache wherever they lie among those of other requests."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from kv_policy import parse
+from kv_policy import KVPolicy, compose, parse
 from kv_serve.tiered import TieredCache
 from kv_serve.vllm.parts import Part
-from tiered_policies import SHAPE
+from tiered_policies import POLICIES, SHAPE, Exact, Turned
 
 QUERIES = SHAPE.kv_heads * SHAPE.group
+WITHOUT_SELECTOR = {
+    "raw": parse("raw"),
+    "window": Exact(1, 5),
+    "turned": compose(Turned(), parse("raw")),
+}
 
 
 def cache_of(sequences: int) -> TieredCache:
@@ -27,6 +34,43 @@ def cache_of(sequences: int) -> TieredCache:
     return made
 
 
+def brought(tokens: int, g: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Give queries, keys and values as vLLM does: views of one tensor with longer rows."""
+    widths = QUERIES * SHAPE.key_dim, SHAPE.kv_heads * SHAPE.key_dim
+    widths = (*widths, SHAPE.kv_heads * SHAPE.value_dim)
+    whole = torch.randn(tokens, sum(widths), generator=g)
+    heads = QUERIES, SHAPE.kv_heads, SHAPE.kv_heads
+    each = zip(whole.split(widths, 1), heads, strict=True)
+    return whole, tuple(x.unflatten(1, (n, -1)) for x, n in each)
+
+
+def answers(policy: KVPolicy, *, used_again: bool) -> list[Tensor]:
+    """Read a prompt in two pieces and generate; what a layer was given may be gone after it."""
+    cache, g = TieredCache(policy, SHAPE), torch.Generator().manual_seed(4)
+    steps = [(9, True, True), (8, True, False), *([(1, False, False)] * 6)]
+    found = []
+    for tokens, prompt, more in steps:
+        part = Part.of(cache, torch.arange(tokens)[None], torch.device("cpu"))
+        part.begin(prompt=prompt, more=more)
+        for layer in range(SHAPE.layers):
+            whole, three = brought(tokens, g)
+            output = torch.empty(tokens, QUERIES, SHAPE.value_dim)
+            part.attend(layer, *three, 0.5, output)
+            found.append(output.clone())
+            if used_again:
+                whole.fill_(torch.nan)
+                output.fill_(torch.nan)
+    return found
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_SELECTOR, *POLICIES])
+def test_the_memory_of_what_a_layer_was_given_may_be_used_again_at_once(name: str) -> None:
+    policy = (WITHOUT_SELECTOR | POLICIES)[name]
+    wanted, found = (answers(policy, used_again=again) for again in (False, True))
+    for here, there in zip(found, wanted, strict=True):
+        assert torch.equal(here, there)
+
+
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), ordered=st.booleans(), extra=st.integers(0, 3), columns=st.integers(1, 3))
 def test_rows_are_those_of_the_tokens_wherever_they_lie(data, ordered, extra, columns) -> None:
@@ -37,15 +81,7 @@ def test_rows_are_those_of_the_tokens_wherever_they_lie(data, ordered, extra, co
         rows = data.draw(st.permutations(rows), label="rows")
         rows = [-1 if data.draw(st.booleans(), label="absent") else row for row in rows]
     row = torch.tensor(rows).view(sequences, columns)
-    g = torch.Generator().manual_seed(4)
-    # as vLLM gives them: views of one tensor, whose rows are longer than any of them
-    widths = QUERIES * SHAPE.key_dim, SHAPE.kv_heads * SHAPE.key_dim
-    widths = (*widths, SHAPE.kv_heads * SHAPE.value_dim)
-    step = torch.randn(extra + count + 1, sum(widths), generator=g)
-    heads = QUERIES, SHAPE.kv_heads, SHAPE.kv_heads
-    query, key, value = (
-        x.unflatten(1, (n, -1)) for x, n in zip(step.split(widths, 1), heads, strict=True)
-    )
+    step, (query, key, value) = brought(extra + count + 1, torch.Generator().manual_seed(4))
     output = torch.full((len(step), QUERIES, SHAPE.value_dim), 7.0)
 
     ours, wanted = cache_of(sequences), cache_of(sequences)

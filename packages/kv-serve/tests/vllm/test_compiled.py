@@ -1,7 +1,9 @@
 """Models that vLLM compiles, which is its default: attention is no part of what is traced."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,21 +18,37 @@ Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 COUNT = 24
 
 
-@pytest.mark.parametrize("policy", ["k8v4", "snapkv:budget=24,window=8+k8v4"])
+@pytest.fixture(params=["traced", "inductor"])
+def compiler(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let vLLM compile: by Inductor, as for its users, or only as far as to run what was traced."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    if request.param == "traced":  # as vLLM's own tests on a CPU
+        monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+        return
+    if not shutil.which("g++"):
+        pytest.skip("Inductor takes a C++ compiler, and there is no g++")
+    monkeypatch.delenv("VLLM_CPU_CI_ENV", raising=False)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+POLICIES = ["k8v4", "snapkv:budget=24,window=8+k8v4", "kv-compress:budget=24,window=8+k8v4"]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_compiled_model_gives_the_tokens_of_an_eager_one(
     start: Start,
     greedy: Greedy,
     weights: str,
     prompts: list[list[int]],
     policy: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
     from torch._dynamo.utils import counters
 
-    # vLLM's own tests on a CPU: the graph is traced as ever, and then run without a C++ compiler.
-    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     torch._dynamo.reset()
     counters.clear()
     options = {

@@ -61,8 +61,12 @@ class Part:
         self._write(out.permute(0, 3, 1, 2, 4), output)
 
     def _places(self, x: Float[Tensor, "m H D"]) -> Float[Tensor, "B L H D"]:
-        """What places hold, without a copy where rows follow one another."""
-        here = x[self.source] if isinstance(self.source, slice) else x.index_select(0, self.source)
+        """Copy what places hold: the cache keeps some of it until all layers have been attended.
+
+        A compiled model, or a graph of CUDA, uses a layer's memory again once it has attended.
+        """
+        these = self.source
+        here = x[these].clone() if isinstance(these, slice) else x.index_select(0, these)
         return here.view(*self.real.shape, *x.shape[1:])
 
     def _write(self, found: Float[Tensor, "B L H G Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
