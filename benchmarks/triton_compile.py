@@ -3,13 +3,15 @@
 
 Kernels are compiled as the first call would compile them: what they are launched with is recorded,
 and nothing is launched. Shapes are those of Llama-3.1-8B (32 query heads over 8 KV heads of 128
-dimensions, queries in bfloat16) with pages of 16 tokens. A kernel that spills registers, or needs
-more shared memory than a program may have, fails the run.
+dimensions, queries in bfloat16) with pages of 16 tokens; a few are of fewer dimensions, as under a
+basis, or of queries in float32. A kernel that spills registers, or needs more shared memory than a
+program may have, fails the run.
 """
 
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton does unless told otherwise
 os.environ.pop("TRITON_INTERPRET", None)  # what it would interpret it could not compile
@@ -36,16 +38,21 @@ from kv_policy import (
     RunningMean,
     RunningSum,
     TokenFormat,
-    load,
+    parse,
 )
 
 BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 4, 8, 4, 128, 16, 2048
+SAME = (DIM, DIM)  # dimensions of keys and of values
+RANKS = (40, 96)  # what a basis may leave of them
 BITS = (8, 4, 2, 1)
-FORMATS = ("bf16", "fp16", *(f"k{key}v{value}" for key in BITS for value in BITS))
-PAGED = ("bf16", "fp16", "k8v4", "k4v2", "k2v1", "k1v8")  # each size of keys and of values once
+PLAIN = ("bf16", "fp16", "fp32")
+GROUPED = "k4v2:group=32"  # vectors with several scales are read by code of their own
+FORMATS = (*PLAIN, *(f"k{key}v{value}" for key in BITS for value in BITS), GROUPED)
+# Each size of keys and of values once.
+PAGED = (*PLAIN, "k8v4", "k4v2", "k2v1", "k1v8", GROUPED)
 Wanted = dict[int, tuple[str, ...]]  # formats by architecture
 EVERYTHING: Wanted = {80: FORMATS, 90: FORMATS}
-QUICK: Wanted = {80: ("k8v4",), 90: ("k8v4", "k4v2", "bf16")}
+QUICK: Wanted = {80: ("k8v4",), 90: ("k8v4", "k4v2", *PLAIN, GROUPED)}
 WATCHED = {
     "last": Observe(last=32),
     "all": Observe(None, "max", power=2, skip=64),
@@ -54,17 +61,17 @@ CONSOLE = Console(stderr=True)
 Row = dict[str, object]
 
 
-def format_of(name: str) -> TokenFormat:
-    """The codecs of a format at this model's shape."""
-    formats = load(name)().formats
+def format_of(name: str, dims: tuple[int, int] = SAME) -> TokenFormat:
+    """The codecs of a format for keys and values of so many dimensions."""
+    formats = parse(name).formats
     assert formats is not None  # it is one
-    (form,) = formats.bind(CacheShape(1, HEADS, GROUP, DIM, DIM))
+    (form,) = formats.bind(CacheShape(1, HEADS, GROUP, *dims))
     return form
 
 
-def pages_of(name: str) -> PagedTokens:
+def pages_of(name: str, dims: tuple[int, int] = SAME) -> PagedTokens:
     """Pages whose bytes nobody reads."""
-    layout = PageLayout.sized(format_of(name), TOKENS)
+    layout = PageLayout.sized(format_of(name, dims), TOKENS)
     return PagedTokens(
         torch.empty(LENGTH, layout.nbytes, dtype=torch.uint8),
         torch.zeros(BATCH, HEADS, LENGTH // TOKENS, dtype=torch.int32),
@@ -74,33 +81,34 @@ def pages_of(name: str) -> PagedTokens:
     )
 
 
-def fresh(length: int) -> Part:
+def fresh(length: int, dims: tuple[int, int] = SAME, dtype: torch.dtype = torch.bfloat16) -> Part:
     """Plain tokens."""
-    key = torch.empty(BATCH, HEADS, length, DIM, dtype=torch.bfloat16)
+    key, value = (torch.empty(BATCH, HEADS, length, dim, dtype=dtype) for dim in dims)
     place = torch.zeros(BATCH, length, dtype=torch.long)
-    return dense_part(DenseTokens(key, key, place, full=True), HEADS)
+    return dense_part(DenseTokens(key, value, place, full=True), HEADS)
 
 
-def queries(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and their positions."""
-    q = torch.empty(BATCH, HEADS, GROUP, length, DIM, dtype=torch.bfloat16)
+def queries(part: Part, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries that fit the keys of a part, and their positions."""
+    q = torch.empty(BATCH, HEADS, GROUP, length, part.key[1], dtype=dtype)
     return q, torch.zeros(BATCH, length, dtype=torch.long)
 
 
-def steps(part: Part, machine: Machine) -> None:
+def steps(part: Part, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
     """A decode step that nobody observes, and one that somebody does."""
-    q, position = queries(1)
-    decode(q, position, [part], DIM, 0.1, machine)
-    done = decode(q, position, [part], DIM, 0.1, machine, watched=True)
+    q, position = queries(part, 1, dtype)
+    decode(q, position, [part], part.value[1], 0.1, machine)
+    done = decode(q, position, [part], part.value[1], 0.1, machine, watched=True)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():
         watch(done, position, [part], [place], what)
 
 
-def prompts(part: Part, machine: Machine) -> None:
+def prompts(part: Part, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
     """A chunk of a prompt over this part and itself, and what is observed of this part."""
-    q, position = queries(512)
-    found = attend_to_all(q, position, [part, fresh(512)], DIM, 0.1, machine)
+    q, position = queries(part, 512, dtype)
+    itself = fresh(512, (part.key[1], part.value[1]), dtype)
+    found = attend_to_all(q, position, [part, itself], part.value[1], 0.1, machine)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():
         rows = slice(None) if what.last is None else slice(0, what.last)
@@ -142,12 +150,20 @@ def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callab
     """Everything that launches kernels, by the format it is about."""
     for name in names:
         part = paged_part(pages_of(name), watched=True)
-        yield name, lambda part=part: steps(part, machine)
-        yield name, lambda part=part: prompts(part, machine)
+        yield name, partial(steps, part, machine)
+        yield name, partial(prompts, part, machine)
         if name in PAGED:
-            yield name, lambda name=name: pages(name)
-    yield "plain", lambda: steps(fresh(64), machine)
-    yield "plain", lambda: prompts(fresh(512), machine)
+            yield name, partial(pages, name)
+    k8v4, ranks = (paged_part(pages_of("k8v4", dims), watched=True) for dims in (SAME, RANKS))
+    bf16, single = torch.bfloat16, torch.float32
+    for name, step, prompt, dtype in (
+        ("plain", fresh(64), fresh(512), bf16),
+        ("k8v4, ranks", ranks, ranks, bf16),
+        ("k8v4, queries in float32", k8v4, k8v4, single),
+        ("plain float32", fresh(64, dtype=single), fresh(512, dtype=single), single),
+    ):
+        yield name, partial(steps, step, machine, dtype)
+        yield name, partial(prompts, prompt, machine, dtype)
 
 
 def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, Launch]]:

@@ -41,13 +41,16 @@ class Part:
     value: Form
     page: tuple[int, int, bool, int] = (1, -1, False, 1)
 
+    def products(self, q: torch.dtype, *, interpreted: bool) -> tuple[Any, ...]:
+        """The type of products with keys and with values, for queries of a dtype."""
+        return tuple(computed(form, q, bf16=not interpreted) for form in (self.key, self.value))
+
     def constants(self, q: torch.dtype, *, interpreted: bool, asm: bool) -> dict[str, Any]:
         """What a kernel that reads these tokens is compiled for, for queries of a dtype."""
-        both = (self.key, self.value)
         return {
             "PAGED": self.paged,
-            "AS": tuple(computed(form, q, bf16=not interpreted) for form in both),
-            "PADDED": tuple(padded(form[1]) for form in both),
+            "AS": self.products(q, interpreted=interpreted),
+            "PADDED": tuple(padded(form[1]) for form in (self.key, self.value)),
             "KEY": self.key,
             "PAGE": self.page,
             "ASM": asm,

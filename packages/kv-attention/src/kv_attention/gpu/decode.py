@@ -134,7 +134,7 @@ def decode_kernel(
                     value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
                     k_scale = tl.full([BLOCK], 1.0, tl.float32)
                     v_scale, k_zero, v_zero = k_scale, k_scale - 1, k_scale - 1
-                found_here = logits_of(level, back, whole, key, k_scale, k_zero, KEY)
+                found_here = logits_of(level, back, whole, key, k_scale, k_zero, KEY, "tf32x3")
                 found_here = tl.where(held[None, :], found_here, float("-inf"))
                 if WATCH:
                     there = (g < GROUP)[:, None] & (slot < width)[None, :]

@@ -46,7 +46,7 @@ def attention_of(
     plain = tl.load(rows + d[None, :] * q_strides[3], mask=asked, other=0).to(tl.float32)
     level, back = normalized(plain * unshift(d, KEY)[None, :])
     whole = tl.sum(plain, axis=1) * scale
-    logits = logits_of(level.to(AS), back * scale, whole, key, k_scale, k_zero, KEY)
+    logits = logits_of(level.to(AS), back * scale, whole, key, k_scale, k_zero, KEY, "ieee")
     mine = lse + (r.to(tl.int64) * GROUP + g) * queries + query
     found = finite(tl.load(mine, mask=at >= 0, other=0)) * LOG2E
     return tl.where(sees, tl.exp2(logits - found[:, None]), 0.0)

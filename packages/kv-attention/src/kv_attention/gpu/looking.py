@@ -90,7 +90,7 @@ def look_back(
     for part, place in zip(parts, places, strict=True):
         mass, seen, terms = _sums(part, batch, heads, what, rows.device)
         if part.width:
-            form = tiling(machine, "look_back", part)
+            form = tiling(machine, "look_back", part, rows.dtype)
             look_back_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
                 rows,
                 rows_of(rows),

@@ -157,7 +157,7 @@ def prompt_kernel(
             value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
             v_scale, v_zero = k_scale, k_zero
             sees = sees & (page[None, :] <= at[:, None])
-        logits = logits_of(level, back, whole, key, k_scale, k_zero, KEY)
+        logits = logits_of(level, back, whole, key, k_scale, k_zero, KEY, "tf32x3")
         logits = tl.where(sees, logits, float("-inf"))
         p, shrink, highest, weight = soften(logits, highest, weight)
         shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)

@@ -30,7 +30,7 @@ def attend_to_all(
     found = Partial.empty(q, value_dim)
     position = position.contiguous()
     for i, part in enumerate(parts):
-        form = tiling(machine, "prompt", part)
+        form = tiling(machine, "prompt", part, q.dtype)
         rows = max(16, min(form.queries, triton.next_power_of_2(group * length)))
         into = found.out
         if i == len(parts) - 1:

@@ -107,26 +107,27 @@ def meta_of(data, stride, page, row, there, group, FORM: tl.constexpr, ALIGN: tl
 @no_type_check
 def raw_tile(data, stride, page, row, held, d, FORM: tl.constexpr, ALIGN: tl.constexpr):
     """Plain numbers, in the type in which they are stored."""
+    SIZE: tl.constexpr = 4 if FORM[0] == 1 else 2
+    WORD: tl.constexpr = tl.uint32 if SIZE == 4 else tl.uint16
     there = held[:, None] & (d < FORM[1])[None, :]
-    if FORM[0] == 1:
-        if ALIGN % 4 == 0:
-            start = page * (stride // 4) + (FORM[4] // 4 + row * FORM[1])
-            words = data.to(tl.pointer_type(tl.uint32)) + (start[:, None] + d[None, :])
-            bits = tl.load(words, mask=there, other=0)
-        else:
-            at = FORM[4] + 4 * (row[:, None] * FORM[1] + d[None, :])
-            bits = word32(data, stride, page[:, None], at, there, ALIGN)
-        return bits.to(tl.float32, bitcast=True)
-    if ALIGN % 2 == 0:
-        start = page * (stride // 2) + (FORM[4] // 2 + row * FORM[1])
-        halves = data.to(tl.pointer_type(tl.uint16)) + (start[:, None] + d[None, :])
-        half = tl.load(halves, mask=there, other=0)
+    if ALIGN % SIZE == 0:
+        start = page * (stride // SIZE) + (FORM[4] // SIZE + row * FORM[1])
+        words = data.to(tl.pointer_type(WORD)) + (start[:, None] + d[None, :])
+        bits = tl.load(words, mask=there, other=0)
     else:
-        at = FORM[4] + 2 * (row[:, None] * FORM[1] + d[None, :])
-        half = word16(data, stride, page[:, None], at, there, ALIGN)
-    if FORM[0] == 2:
-        return half.to(tl.float16, bitcast=True)
-    return half.to(tl.bfloat16, bitcast=True)
+        at = FORM[4] + SIZE * (row[:, None] * FORM[1] + d[None, :])
+        if SIZE == 4:
+            bits = word32(data, stride, page[:, None], at, there, ALIGN)
+        else:
+            bits = word16(data, stride, page[:, None], at, there, ALIGN)
+    # One return: the compiler compares the types of all, taken or not.
+    if FORM[0] == 1:
+        numbers = bits.to(tl.float32, bitcast=True)
+    elif FORM[0] == 2:
+        numbers = bits.to(tl.float16, bitcast=True)
+    else:
+        numbers = bits.to(tl.bfloat16, bitcast=True)
+    return numbers
 
 
 @triton.jit
@@ -149,16 +150,20 @@ def paged_tile(
     """
     one = tl.full(row.shape, 1.0, tl.float32)
     if FORM[0] == 0:
-        codes = codes_tile(data, stride, page, row, held, d, FORM, AS, ASM)
+        tile = codes_tile(data, stride, page, row, held, d, FORM, AS, ASM)
         if FORM[3] >= FORM[1]:
             scale, zero = meta_of(data, stride, page, row, held, 0, FORM, ALIGN)
-            return codes, scale, zero
-        there = held[:, None] & (d < FORM[1])[None, :]
-        group = (d // FORM[3])[None, :]
-        scale, zero = meta_of(data, stride, page[:, None], row[:, None], there, group, FORM, ALIGN)
-        up = 1.0 / unshift(d, FORM)[None, :]
-        return (codes.to(tl.float32) * scale + zero * up).to(AS), one, one - 1
-    return raw_tile(data, stride, page, row, held, d, FORM, ALIGN).to(AS), one, one - 1
+        else:
+            there = held[:, None] & (d < FORM[1])[None, :]
+            group, each = (d // FORM[3])[None, :], page[:, None]
+            wide, least = meta_of(data, stride, each, row[:, None], there, group, FORM, ALIGN)
+            up = 1.0 / unshift(d, FORM)[None, :]
+            tile = (tile.to(tl.float32) * wide + least * up).to(AS)
+            scale, zero = one, one - 1
+    else:
+        tile = raw_tile(data, stride, page, row, held, d, FORM, ALIGN).to(AS)
+        scale, zero = one, one - 1
+    return tile, scale, zero
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def decode(
     rows, wide = padded(group), min(1024, triton.next_power_of_2(streams))
     logits: list[Tensor] = []
     for i, part in enumerate(parts):
-        form = tiling(machine, "decode", part)
+        form = tiling(machine, "decode", part, q.dtype)
         plan_kernel[(1,)](part.length, ends[i], streams, BLOCK=form.block, WIDE=wide, num_warps=4)
         kept = lse
         if watched:

@@ -1,6 +1,7 @@
 """How large tiles are and how many programs run: data, per architecture and kind of tokens."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -8,8 +9,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-from kv_attention.gpu.arguments import Part
+from kv_attention.gpu.arguments import Part, padded
 from kv_attention.gpu.decode import plan_kernel
 
 
@@ -50,12 +52,30 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(name, per_processor * about.multi_processor_count, asm)
 
 
-def tiling(machine: Machine, kernel: str, part: Part) -> Tiling:
+def tiling(machine: Machine, kernel: str, part: Part, q: torch.dtype) -> Tiling:
     """Give what was found best for such tokens on such a device, or a sane default."""
     data = tuned()["tiles"]
-    found = data.get(machine.architecture, {}).get(kernel, {})
-    mine = found.get(class_of(part), {})
-    return Tiling(**{**data["default"][kernel], **found.get("default", {}), **mine})
+    found: dict[str, int] = {}
+    for name in classes(part, q, interpreted=machine.interpreted):
+        for architecture in ("default", machine.architecture):
+            found |= data.get(architecture, {}).get(kernel, {}).get(name, {})
+    return Tiling(**found)
+
+
+def classes(part: Part, q: torch.dtype, *, interpreted: bool) -> Iterator[str]:
+    """Under which names to look for sizes of tiles, a later one goes over those before it.
+
+    Addresses of vectors whose length is no power of two take registers, and products in float32
+    several times those of others, so tiles are smaller there.
+    """
+    yield "default"
+    if any(padded(form[1]) != form[1] for form in (part.key, part.value)):
+        yield "uneven"
+    if tl.float32 in part.products(q, interpreted=interpreted):
+        yield "float32"
+        yield f"{class_of(part)}-float32"
+    else:
+        yield class_of(part)
 
 
 def class_of(part: Part) -> str:
@@ -70,6 +90,6 @@ def tuned() -> Any:
     """Read what `benchmarks/gpu_tune.py` found.
 
     `programs` are those of a decode step for each multiprocessor, by architecture; `tiles` are
-    fields of `Tiling` by architecture, kernel and class of tokens, over those of `default`.
+    fields of `Tiling` by architecture, kernel and one of `classes`.
     """
     return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())
