@@ -32,10 +32,10 @@ def offers(
     Args:
         score: finite, or infinite where a token is protected.
         held: tokens of this tier.
-        page: tokens in a page, or in a page of each layer and head.
+        page: tokens in a page, or in a page of each layer and head; on the host.
     """
     places, most = score.shape[-1], -(-score.shape[-1] // int(page.min()))
-    page = page[:, None] if page.ndim else page
+    page = (page[:, None] if page.ndim else page).to(score.device, non_blocking=True)
     count = held.sum(-1)
     ascending = score.masked_fill(~held, torch.inf).sort(-1).values
     number = torch.arange(most, device=score.device)

@@ -99,7 +99,8 @@ class PlanView:
     gauge: Float[Tensor, "N B H"] | None = (
         None  # what `gauge` said of the layers, if all were asked
     )
-    # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages.
+    # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages. Always on
+    # the host, so that nobody waits for it.
     page: Int[Tensor, " K"] | Int[Tensor, "K N H"] | None = None
 
 

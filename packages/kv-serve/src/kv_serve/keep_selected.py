@@ -211,7 +211,7 @@ class KeepSelected:
             now.total,
             self._budget,
             batch.window_size,
-            batch.page_tokens[..., first : first + len(arrivals), :],
+            batch.layout.page_tokens[..., first : first + len(arrivals), :],
             due,
         )
         if cuts is not None:
