@@ -13,7 +13,7 @@ from _held import Held, held
 from _partial import Partial
 from _samples import asks
 from _scripts import printed
-from _table import choices, figures, missing, ways
+from _table import choices, earlier, environments, figures, missing, of_cells, ways
 from _ways import WAYS, asked, claimed
 from _work import FULL, Ask, Cell, Work, checked, named, put
 from torch import nn
@@ -175,6 +175,14 @@ put(out, row | {{"sample": len(Work.read(Path(sys.argv[1])).cells)}})
     assert list(printed(script(tmp_path, text), work())) == [{**ROW, "sample": 1}]
 
 
+def test_scripts_that_run_together_share_the_cores(tmp_path: Path) -> None:
+    text = f"""
+import os, json
+print(json.dumps({ROW!r} | {{"sample": int(os.environ["OMP_NUM_THREADS"])}}))
+"""
+    assert [row["sample"] for row in printed(script(tmp_path, text), work(), 3)] == [3]
+
+
 def test_a_script_that_fails_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with 3"):
         list(printed(script(tmp_path, "raise SystemExit(3)"), work()))
@@ -191,7 +199,7 @@ def test_rows_are_gone_on_with_and_a_line_cut_off_is_dropped(tmp_path: Path) -> 
     again = Partial(path, {"samples": "s"})
     assert again.done("kvpress") == {("tova", *CELL, 0), ("tova", *CELL, 1)}
     assert again.versions == {"kvpress": {"torch": "2"}}
-    assert again.commits == {"kvpress": {"c1", "c2"}}
+    assert {row["commit"] for row in again.rows["kvpress"].values()} == {"c1", "c2"}
     again.take("kvpress", "c2", {**ROW, "sample": 2})
     assert len(Partial(path, {"samples": "s"}).done("kvpress")) == 3
     with pytest.raises(ValueError, match="move it away"):
@@ -265,6 +273,31 @@ def test_a_cell_says_what_it_lacks() -> None:
         for way in asked(environment, "aware", quick=False):
             answers(partial, environment, way, [1, 2], 50)
     assert not missing(partial, CELL, 2, False)
+
+
+def test_a_cell_says_with_what_it_was_measured() -> None:
+    partial = Partial(None, {})
+    row = {"way": FULL, "task": "needle", "sample": 0, "seconds": 90.0}
+    partial.take("kvpress", "later", {**row, "setting": "aware", "sample": 1})
+    partial.take("kvpress", "first", {**row, "setting": "aware"})
+    partial.take("kvpress", "other", {**row, "setting": "agnostic"})
+    partial.take("kvpress", "first", {"versions": {"kvpress": "0.5.5"}})
+    (found,) = environments(partial, ("needle", "aware"))
+    assert found["commits"] == ["first", "later"]
+    assert found["minutes"] == 3.0
+    assert found["versions"] == {"kvpress": "0.5.5"}
+
+
+def test_one_task_anew_leaves_the_others_as_they_were() -> None:
+    about = {"kind": "about", "samples": "s", "model": "m"}
+    cells = [("needle", "aware"), ("needle", "agnostic"), ("nll", "agnostic")]
+    rows = [
+        {"task": task, "setting": setting, "score": i} for i, (task, setting) in enumerate(cells)
+    ]
+    before = earlier([about, *rows], about)
+    assert of_cells(before, {cells[0], cells[2]}) == [rows[0], rows[2]]
+    with pytest.raises(ValueError, match="move it away"):
+        earlier([about, *rows], {**about, "samples": "other"})
 
 
 def test_a_quick_run_asks_each_method_once() -> None:

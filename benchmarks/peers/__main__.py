@@ -12,23 +12,28 @@ of ours stands beside the best of the peers, each chosen from its list in `_ways
 rule (`_choose.best`), on the samples that are shown. The lists are not of one length: the longer
 one has more to choose from.
 
-Rows are kept in `results/peers.partial`, and a later run goes on from there; `--only` and
-`--environment` run a part. `--finished` writes the cells that have all of their rows. `--times`
+Rows are kept in a file beside the result until all are there, and a later run goes on from it.
+`--only` asks one task anew, and what the result has of others stays in it; `--environment` runs a
+part, and `--together` environments answer at the same time. What is written is the cells, of a task
+and a setting, that have all of their rows; those that do not stay as the result had them. `--times`
 writes `peers_times` instead: seconds of reading a prompt and of a step, over those of the full
 cache in the same process, ways in turn.
 """
 
 import argparse
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from threading import Lock
 
 import _result
 from _partial import Partial
 from _samples import QUICK, TASKS, Samples, Size, asks, digest, made
 from _scripts import Run
-from _table import choices, environments, figures, missing, ways
+from _table import choices, earlier, environments, figures, missing, of_cells, ways
 from _times import clocked
-from _ways import WAYS, asked
+from _ways import LONGEST_FIRST, WAYS, asked
 from _work import Cell, Row, Work
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,33 +51,59 @@ COLUMNS = (
 
 
 def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespace) -> None:
-    """Let every environment answer what is not there yet."""
-    with Progress(*COLUMNS, console=CONSOLE) as progress:
-        for name in given.environment or WAYS:
-            cells = tuple(
-                Cell(task, setting, asked(name, setting, quick=given.quick), asks(each))
-                for (task, setting), each in samples.items()
-                if given.only in (None, task)
-            )
-            work = Work(run.model, run.ends, cells, partial.done(name))
-            left = sum(len(found) for *_, found in work.open())
-            if left:
-                bar, commit = progress.add_task(name, total=left), _result.commit()
-                for row in run.rows(name, work):
-                    partial.take(name, commit, row)
-                    progress.update(bar, advance=int("way" in row))
+    """Let environments answer what is not there yet, some at the same time.
+
+    Raises:
+        RuntimeError: a script failed; what it and the others answered is kept.
+    """
+    one_at_a_time, commit = Lock(), _result.commit()
+
+    def ask(name: str) -> None:
+        cells = tuple(
+            Cell(task, setting, asked(name, setting, quick=given.quick), asks(each))
+            for (task, setting), each in samples.items()
+            if given.only in (None, task)
+        )
+        work = Work(run.model, run.ends, cells, partial.done(name))
+        if not (left := sum(len(found) for *_, found in work.open())):
+            return
+        bar = progress.add_task(name, total=left)
+        for row in run.rows(name, work):
+            with one_at_a_time:
+                partial.take(name, commit, row)
+            progress.update(bar, advance=int("way" in row))
+
+    with (
+        Progress(*COLUMNS, console=CONSOLE) as progress,
+        ThreadPoolExecutor(given.together) as pool,
+    ):
+        started = [pool.submit(ask, name) for name in given.environment or LONGEST_FIRST]
+        try:
+            for each in as_completed(started):
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def judged(loaded: LoadedModel, samples: Samples, partial: Partial) -> tuple[list[Row], list[Row]]:
-    """The rows of the result, and those of them that are choices."""
+def judged(loaded: LoadedModel, samples: Samples, partial: Partial) -> list[Row]:
+    """The rows of the result."""
     rows: list[Row] = []
-    chosen: list[Row] = []
     for cell in samples:
         decode = lambda tokens: str(loaded.tokenizer.decode(list(tokens)))  # noqa: E731
         table = ways(partial, samples, cell, decode)
-        chosen += choices(table, cell)
+        rows += environments(partial, cell)
         rows += [{name: v for name, v in row.items() if name != "scores"} for row in table]
-    return [*environments(partial), *rows, *chosen], chosen
+        rows += choices(table, cell)
+    return rows
+
+
+def there(about: Row) -> list[Row]:
+    """The rows of the result that is there, if one is."""
+    try:
+        return earlier(_result.rows_of("peers"), about)
+    except FileNotFoundError:
+        return []
 
 
 def show(chosen: list[Row]) -> None:
@@ -89,9 +120,9 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
-    parser.add_argument("--only", choices=TASKS, help="one task, which a later run goes on from")
+    parser.add_argument("--only", choices=TASKS, help="one task; others stay")
     parser.add_argument("--environment", action="append", choices=tuple(WAYS), help="these only")
-    parser.add_argument("--finished", action="store_true", help="write the cells that are whole")
+    parser.add_argument("--together", type=int, default=2, help="environments that answer at once")
     parser.add_argument("--times", action="store_true", help="measure seconds, and no answers")
     parser.add_argument("--rounds", type=int, default=7, help="of timing")
     parser.add_argument("--environments", type=Path, required=True, help="folder; nox gives it")
@@ -103,25 +134,33 @@ def main() -> None:
     given = options()
     loaded = load_model(progress=CONSOLE.print)
     ends = tuple(sorted(ends_of(loaded.model)))
-    run = Run(str(loaded.folder), ends, given.environments)
+    threads = None if given.times else max(1, (os.cpu_count() or 1) // given.together)
+    run = Run(str(loaded.folder), ends, given.environments, threads)
     samples = made(loaded, QUICK if given.quick else Size())
     if given.times:
         summary, rows = clocked(run, samples, given.environment, 1 if given.quick else given.rounds)
         _result.write("peers_times", summary, rows, quick=given.quick)
         return
-    path = None if given.quick else _result.RESULTS / "peers.partial"
-    partial = Partial(path, {"samples": digest(samples), "model": loaded.fingerprint})
+    about: Row = {"samples": digest(samples), "model": loaded.fingerprint}
+    first: Row = {"kind": "about", **about}
+    before = [] if given.quick else there(first)
+    name = "peers.partial" if given.only is None else f"peers_{given.only}.partial"
+    partial = Partial(None if given.quick else _result.RESULTS / name, about)
     answer(run, samples, partial, given)
-    lacking = {name: missing(partial, name, len(samples[name]), given.quick) for name in samples}
+    wanted = {cell: each for cell, each in samples.items() if given.only in (None, cell[0])}
+    lacking = {c: missing(partial, c, len(each), given.quick) for c, each in wanted.items()}
     for sentence in (sentence for found in lacking.values() for sentence in found):
         print(f"missing: {sentence}", file=sys.stderr)
-    whole = {name: each for name, each in samples.items() if not lacking[name]}
-    rows, chosen = judged(loaded, whole, partial)
-    show(chosen)
-    if len(whole) == len(samples) or (whole and given.finished):
-        _result.write("peers", figures(chosen), rows, quick=given.quick)
-        if len(whole) == len(samples):
-            partial.remove()
+    whole = {cell: each for cell, each in wanted.items() if not lacking[cell]}
+    rows = judged(loaded, whole, partial)
+    show([row for row in rows if row["kind"] == "choice"])
+    if not whole:
+        return
+    rows += of_cells(before, samples.keys() - whole.keys())
+    chosen = [row for row in rows if row["kind"] == "choice"]
+    _result.write("peers", figures(chosen), [first, *rows], quick=given.quick)
+    if len(whole) == len(wanted):
+        partial.remove()
 
 
 if __name__ == "__main__":

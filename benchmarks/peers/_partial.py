@@ -22,7 +22,6 @@ class Partial:
         self._path = path
         self.rows: dict[str, dict[Key, Row]] = defaultdict(dict)
         self.versions: dict[str, dict[str, str]] = {}
-        self.commits: dict[str, set[str]] = defaultdict(set)
         if path is None:
             return
         if not path.exists():
@@ -61,4 +60,3 @@ class Partial:
             return
         key = (line["way"], line["task"], line["setting"], line["sample"])
         self.rows[environment][key] = line
-        self.commits[environment].add(line["commit"])

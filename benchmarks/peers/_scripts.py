@@ -31,6 +31,7 @@ class Run:
     model: str  # folder
     ends: tuple[int, ...]
     environments: Path
+    threads: int | None = None  # of each script; None: as many as torch likes
 
     def rows(self, name: str, work: Work) -> Iterator[Row]:
         """Start an environment's script on some work, and give its rows as they come.
@@ -41,10 +42,10 @@ class Run:
         session, script = SCRIPTS[name]
         own = session is None
         python = sys.executable if own else str(self.environments / session / "bin" / "python")
-        yield from printed((python, str(HERE / script)), work)
+        yield from printed((python, str(HERE / script)), work, self.threads)
 
 
-def printed(command: tuple[str, ...], work: Work) -> Iterator[Row]:
+def printed(command: tuple[str, ...], work: Work, threads: int | None = None) -> Iterator[Row]:
     """Run a command with a file of work behind it, and give the rows that it prints.
 
     Raises:
@@ -55,9 +56,10 @@ def printed(command: tuple[str, ...], work: Work) -> Iterator[Row]:
         path = Path(folder) / "work.json"
         work.write(path)
         given = (*command, str(path))
-        process = subprocess.Popen(
-            given, stdout=subprocess.PIPE, text=True, env={**os.environ, **OFFLINE}
-        )
+        env = {**os.environ, **OFFLINE}
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
+        process = subprocess.Popen(given, stdout=subprocess.PIPE, text=True, env=env)
         with process:
             assert process.stdout is not None
             try:

@@ -1,6 +1,6 @@
 """From rows of samples to scores, to the choice at each budget, to figures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import fmean
 
 from _choose import BUDGETS, Candidate, best, winner
@@ -119,19 +119,40 @@ def figures(chosen: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def environments(partial: Partial) -> list[Row]:
-    """What was installed, with which commits rows were measured, and the minutes that they took."""
-    return [
-        {
-            "kind": "environment",
-            "environment": name,
-            "versions": partial.versions.get(name, {}),
-            "commits": sorted(partial.commits[name]),
-            "minutes": _minutes(partial.rows[name]),
-        }
-        for name in WAYS
-    ]
+def environments(partial: Partial, cell: CellName) -> list[Row]:
+    """What was installed, with which commits a cell was measured, and the minutes that it took."""
+    found: list[Row] = []
+    for name in WAYS:
+        rows = [row for key, row in partial.rows[name].items() if key[1:3] == cell]
+        if rows:
+            found.append(
+                {
+                    "kind": "environment",
+                    "environment": name,
+                    "task": cell[0],
+                    "setting": cell[1],
+                    "versions": partial.versions.get(name, {}),
+                    "commits": sorted({row["commit"] for row in rows}),
+                    "minutes": round(sum(row.get("seconds", 0.0) for row in rows) / 60, 1),
+                }
+            )
+    return found
 
 
-def _minutes(rows: Mapping[tuple[str, str, str, int], Row]) -> float:
-    return round(sum(row.get("seconds", 0.0) for row in rows.values()) / 60, 1)
+def earlier(rows: Sequence[Row], about: Row) -> list[Row]:
+    """The rows of an earlier result without the first, which says what it is about.
+
+    Raises:
+        ValueError: it is of other samples or of another model.
+    """
+    first, *others = rows
+    if first != about:
+        raise ValueError(
+            f"the result that is there is of {first}, and asked is {about}: move it away"
+        )
+    return others
+
+
+def of_cells(rows: Sequence[Row], cells: Collection[CellName]) -> list[Row]:
+    """Those rows that are of some cells."""
+    return [row for row in rows if (row["task"], row["setting"]) in cells]

@@ -64,6 +64,7 @@ WAYS: Final[dict[str, tuple[str, ...]]] = {
     "kvpress": (FULL, *_presses()),
     "kvzip": tuple(f"{KVZIP}:keep={kept}" for kept in KEPT),
 }
+LONGEST_FIRST: Final = ("kvpress", "ours", "quantized", "kvzip", "vllm")
 REFERENCE: Final = {"kvzip": "kvpress"}  # whose full cache is compared with, where not its own
 # What is timed: one of each kind. What engines take is in the benchmarks of vLLM.
 TIMED: Final[dict[str, tuple[str, ...]]] = {
