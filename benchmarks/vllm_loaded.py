@@ -30,8 +30,7 @@ from kv_serve.tasks import Sample, TaskName, default_text
 TASKS: Final[tuple[TaskName, ...]] = ("needle", "multikey")
 POLICIES: Final = (
     "kv-compress:rate=4+k8v4",
-    "kv-compress:rate=4,short=true+k8v4",
-    "kv-compress:rate=2,short=true+k8v4",
+    *(f"kv-compress:rate={rate},short=true+k8v4" for rate in (2, 2.5, 3, 4, 6)),
 )
 
 
@@ -78,9 +77,9 @@ def scores(rows: list[Row]) -> list[Row]:
 def main() -> None:
     """Run everything and write the result."""
     parser = arguments(__doc__, POLICIES)
-    parser.add_argument("--samples", type=count, help="of each task; 16, and 2 in a quick run")
+    parser.add_argument("--samples", type=count, help="of each task; 64, and 2 in a quick run")
     given = parser.parse_args()
-    usual = 2 if given.quick else 16
+    usual = 2 if given.quick else 64
     samples = usual if given.samples is None else given.samples
     rows = measure(given.policies, given.basis, samples, quick=given.quick)
     table = scores(rows.rows)

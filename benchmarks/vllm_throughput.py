@@ -27,7 +27,7 @@ from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
-POLICIES = ("kv-compress:rate=4,short=true+k8v4", "kv-compress:rate=4+k8v4")
+POLICIES = tuple(f"kv-compress:rate={rate},short=true+k8v4" for rate in (2, 4, 6, 8))
 
 
 def measure(
