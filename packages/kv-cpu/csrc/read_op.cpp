@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kWorth = 1 << 15;  // bytes to read or write that are worth another thread
 constexpr int64_t kAhead = 8;        // pages
+constexpr int64_t kLine = 64;        // bytes that memory gives at once
 
 template <typename T>
 T load(const void* from) {
@@ -20,6 +21,13 @@ T load(const void* from) {
   std::memcpy(&x, from, sizeof x);
   return x;
 }
+
+// Bytes of a page, from the first to before the last.
+struct Span {
+  int64_t first, last;
+};
+
+Span scores_of(const Tier& tier) { return {tier.score, tier.score + 4 * tier.tokens}; }
 
 // Some streams of a tier, and how many of their first slots are looked at.
 struct Chosen {
@@ -40,12 +48,16 @@ struct Chosen {
   }
 
   // f(page, slot, count of the slots from there in that page) over the held slots of streams[i].
-  // Pages lie anywhere, so what will be read at `offset` of those to come is asked for early.
+  // Pages lie anywhere, so what will be looked at in those to come is asked for early.
   template <typename F>
-  void over_pages(int64_t i, int64_t offset, const F& f) const {
+  void over_pages(int64_t i, Span span, const F& f) const {
     for (int64_t slot = 0; slot < held[i]; slot += tier.tokens) {
       const int64_t later = slot + kAhead * tier.tokens;
-      if (later < held[i]) __builtin_prefetch(tier.page(stream[i], later) + offset);
+      if (later < held[i]) {
+        const uint8_t* page = tier.page(stream[i], later);
+        for (int64_t at = span.first; at < span.last; at += kLine) __builtin_prefetch(page + at);
+        __builtin_prefetch(page + span.last - 1);
+      }
       f(tier.page(stream[i], slot), slot, std::min(tier.tokens, held[i] - slot));
     }
   }
@@ -71,7 +83,7 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   for_all(chosen.count, kWorth / (slots * width + 1), [&](int64_t i) {
     uint8_t* to = first + i * slots * width;
     const int64_t codes = chosen.tier.code[which];
-    chosen.over_pages(i, codes, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, {codes, codes + 1}, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         uint8_t* at = to + (slot + row) * width;
         if (format.number == Number::kCodes)
@@ -108,7 +120,7 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
     std::fill(held + at, held + end, true);
     std::fill(held + end, held + stop, false);
     const int64_t first = score ? tier.score : position ? tier.position : 0;
-    chosen.over_pages(i, first, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, {first, first + 1}, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       if (score) std::memcpy(score + at + slot, page + tier.score, 4 * tokens);
       if (!position) return;
       for (int64_t row = 0; row < tokens; ++row)
@@ -140,7 +152,7 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
     float least = INFINITY;
     int64_t at = -1;
-    chosen.over_pages(i, tier.score, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, scores_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         const float score = load<float>(page + tier.score + 4 * row);
         if (at >= 0 && (score >= least || std::isnan(least))) continue;
@@ -165,7 +177,7 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   const auto* given =
       data_of<float>(score, ScalarType::Float, chosen.count * slots, "scores");
   for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
-    chosen.over_pages(i, tier.score, [&](uint8_t* page, int64_t slot, int64_t) {
+    chosen.over_pages(i, scores_of(tier), [&](uint8_t* page, int64_t slot, int64_t) {
       const int64_t known = std::clamp<int64_t>(slots - slot, 0, tier.tokens);
       if (known) std::memcpy(page + tier.score, given + i * slots + slot, 4 * known);
       std::memset(page + tier.score + 4 * known, 0, 4 * (tier.tokens - known));
@@ -202,8 +214,10 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
   const Integers counted = integers_of(seen, chosen.count * slots, "seen");
   const Integers tokens = integers_of(before, chosen.count, "tokens before");
   const int64_t most = last < 0 ? INT64_MAX : last;
+  const Span both{std::min(tier.score, tier.position),
+                  std::max(tier.score, tier.position) + 4 * tier.tokens};
   for_all(chosen.count, kWorth / (20 * slots + 1), [&](int64_t i) {
-    chosen.over_pages(i, tier.score, [&](uint8_t* page, int64_t slot, int64_t held) {
+    chosen.over_pages(i, both, [&](uint8_t* page, int64_t slot, int64_t held) {
       const int64_t at = i * slots + slot;
       std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));
       if (tokens[i] < 0) return;
