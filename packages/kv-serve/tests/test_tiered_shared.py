@@ -117,7 +117,7 @@ def test_a_joined_sequence_brings_its_pages_and_its_budget() -> None:
     room.check(mine, other, third)
     for _ in range(8):
         room.read(mine, 1)
-    assert mine.compress()
+    assert mine.compress() == [0, 1, 2]
     assert tokens(mine) == [BUDGET * HEADS, 24 * HEADS, BUDGET * HEADS]
     room.check(mine)
     room.read(other, 16)  # which was left empty, and reads its next prompt under its own budget
@@ -164,10 +164,55 @@ def test_compressing_gives_back_all_pages_beyond_the_budget(text: str, window: i
     assert tokens(cache) == [(BUDGET + window) * HEADS]
     assert used - room.pool.used == 16 * HEADS // PAGE
     room.check(cache)
-    assert cache.compress()  # with nothing to let go of
+    assert cache.compress() == []  # there is nothing to let go of
     assert tokens(cache) == [(BUDGET + window) * HEADS]
     room.read(cache, 1)
     room.check(cache)
+
+
+def test_no_more_sequences_are_compressed_than_free_the_pages_that_are_short() -> None:
+    room = Room()
+    cache, other, third = room.prompt(40), room.prompt(36, 24), room.prompt(28)
+    cache.join(other)
+    cache.join(third)
+    for _ in range(8):
+        room.read(cache, 1)
+    before = tokens(cache)
+    assert before == [(BUDGET + 8) * HEADS, (24 + 8) * HEADS, (BUDGET + 8) * HEADS]
+    each = 8 * HEADS // PAGE  # pages that one of them has beyond its budget
+    used = room.pool.used
+    assert cache.compress(pages=3 * each + 1) == []  # all together have fewer
+    assert (tokens(cache), room.pool.used) == (before, used)
+    assert cache.compress(pages=each) == [0]
+    assert used - room.pool.used == each
+    assert cache.compress(pages=each + 1) == [1, 2]
+    assert tokens(cache) == [BUDGET * HEADS, 24 * HEADS, BUDGET * HEADS]
+    assert cache.compress() == []
+    room.check(cache)
+
+
+@pytest.mark.parametrize("text", [SHORT, f"{SHORT},layers=even", f"{SHORT}+k8v8:window=8"])
+def test_how_many_sequences_are_planned_at_once_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    found = []
+    for places in (1 << 20, 1):
+        monkeypatch.setattr("kv_serve.replanning._TOGETHER", places)
+        room = Room(text)
+        cache = room.prompt(40)
+        for tokens_seen in (36, 28):
+            cache.join(room.prompt(tokens_seen))
+        for _ in range(12):
+            room.read(cache, 1)
+        before = sum(tokens(cache))
+        assert cache.compress() == [0, 1, 2]
+        assert sum(tokens(cache)) < before
+        room.check(cache)
+        (store,) = cache.batch.stores
+        held = store.read(store.streams(), frozenset({"keys", "values"}))
+        found.append((held.held, held.position, held.score, held.key, held.value))
+    for together, alone in zip(*found, strict=True):
+        assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("text", [COMPRESS, "snapkv:budget=12,window=4", "k8v8:window=8", "k8v4"])

@@ -61,6 +61,29 @@ def test_a_sequence_that_is_too_large_alone_is_planned_alone() -> None:
     assert turns.next([50, 1]) == [0]
 
 
+def test_where_pages_are_short_the_oldest_plans_come_first_until_enough_is_gained() -> None:
+    turns = Turns(Replan(short=True))
+    turns.prompt(4)
+    turns.done([0, 1])
+    turns.step(4)
+    turns.done([2, 3])
+    turns.step(4)
+    sizes, gains = [9, 9, 9, 9], [3, 0, 2, 4]
+    assert turns.short(sizes, gains, 1) == [0]
+    assert turns.short(sizes, gains, 3) == [0]
+    assert turns.short(sizes, gains, 4) == [0, 2]  # the second has nothing to give
+    assert turns.short(sizes, gains, 100) == [0, 2, 3]
+    assert turns.short(sizes, [0] * 4, 1) == []
+    assert not turns.waiting  # nobody became due
+
+
+def test_where_pages_are_short_a_plan_still_takes_no_more_than_it_may() -> None:
+    turns = Turns(Replan(short=True, most=14))
+    turns.prompt(3)
+    turns.done([0, 1, 2])
+    assert turns.short([9, 5, 1], [2, 2, 1], 100) == [0, 1]
+
+
 def test_turns_follow_their_sequences() -> None:
     turns = Turns(Replan(every=1, most=1))
     turns.prompt(3)

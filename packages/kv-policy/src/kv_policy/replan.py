@@ -9,12 +9,13 @@ class Replan:
 
     Sequences that are due are planned oldest plan first, those that were never planned before all
     others. A sequence that would take a plan beyond `most` waits for the next forward pass, and
-    keeps all its tokens until then; one that has more alone is planned alone.
+    keeps all its tokens until then; one that has more alone is planned alone. Where pages are short
+    no more sequences are planned than free what is short, in the same order.
     """
 
     every: int = 0  # plan all sequences after so many forward passes that generate; 0: never
     uncompressed: int = 0  # plan all once so many tokens of the batch came after a plan; 0: never
-    short: bool = False  # plan all when the pool has no page left for a step
+    short: bool = False  # plan when the pool has no page left for a step
     most: int | None = None  # tokens over all layers and heads that one plan takes; None: any
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from kv_serve.rings import Rings, Window
 
 __all__ = ["Batch", "Pass", "flat", "grid"]
 
+_ALL = slice(None)
+
 
 @dataclass
 class Batch:
@@ -93,11 +95,6 @@ class Batch:
         return self.layout.page_tokens.to(self.seen.device)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes that a token of the first tier takes over all layers and heads."""
-        return self.layout.token_bytes
-
-    @property
     def stores(self) -> tuple[TokenStore | RaggedStore, ...]:
         """Where tokens lie, in the order attention sees them; a tier may have two."""
         return self.tiers.stores
@@ -148,17 +145,25 @@ class Batch:
         """The raw window, once it holds something."""
         return self.window if self.columns else None
 
-    def sizes(self, now: Pass) -> list[int]:
-        """Tokens of each sequence over all layers and heads, those of the pass included."""
+    def sizes(self, now: Pass | None = None) -> list[int]:
+        """Tokens of each sequence in all tiers, layers and heads; those of a pass included."""
         held = self.tiers.counts().sum((0, 1, 3))
-        fresh = (now.position >= 0).sum(1) * self.shape.layers * self.shape.kv_heads
-        sizes: list[int] = (held + fresh).tolist()
+        if now is not None:
+            held = held + (now.position >= 0).sum(1) * self.shape.layers * self.shape.kv_heads
+        sizes: list[int] = held.tolist()
         return sizes
 
-    def streams(self, layer: int | None = None) -> Int[Tensor, " S"]:
-        """Stream numbers of one layer, or of all; the same in every tier."""
-        where = slice(None) if layer is None else slice(layer, layer + 1)
-        return self.stores[0].streams(where)
+    @property
+    def a_page_each(self) -> int:
+        """How many pages are one for each stream: each head of each layer of each sequence."""
+        return len(self.seen) * self.shape.layers * self.shape.kv_heads
+
+    def streams(
+        self, layers: slice = _ALL, sequences: Int[Tensor, " D"] | slice = _ALL
+    ) -> Int[Tensor, " S"]:
+        """Stream numbers of sequences in layers, a layer's after another's; alike in all tiers."""
+        every = self.stores[0].streams(layers).view(-1, len(self.seen), self.shape.kv_heads)
+        return every[:, sequences].flatten()
 
     def by_head(self, x: Int[Tensor, "B S"]) -> Int[Tensor, "B H S"]:
         """One row per KV head."""
@@ -238,11 +243,7 @@ class Batch:
         Raises:
             ValueError: another layout, pool or sort of window; nothing has changed.
         """
-        if self.layout != other.layout:
-            raise ValueError(
-                "the batches lay out their pages differently; both need one policy, one shape and "
-                "pages of one size"
-            )
+        self.layout.expect_same(other.layout)
         if self.window is not None and other.window is not None:
             self.window.expect_join(other.window)
         self.tiers.join(other.tiers)

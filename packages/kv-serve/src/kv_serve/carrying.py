@@ -3,25 +3,29 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy import DROP, FRESH
 from kv_serve.batch import Batch, Pass, flat
-from kv_serve.planning import Scored
+from kv_serve.planning import Group, Scored
 
 
 def restack(
-    batch: Batch, layer: int, scored: Scored, plan: Sequence[UInt8[Tensor, "B H _"]]
+    batch: Batch,
+    streams: Int[Tensor, " S"],
+    groups: Sequence[Group],
+    plan: Sequence[UInt8[Tensor, "B H _"]],
 ) -> None:
-    """Drop and downgrade stored tokens; whole pages return to the pool.
+    """Drop and downgrade what streams hold; whole pages return to the pool.
+
+    What is downgraded is decoded for all of the streams at once, so give few where that happens.
 
     Raises:
         ValueError: the plan sends a stored token back to an earlier tier.
     """
-    streams = batch.streams(layer)
     moved = []
-    for group, tier in zip(scored.groups, plan, strict=True):
+    for group, tier in zip(groups, plan, strict=True):
         if group.store is None:
             continue
         held = group.position >= 0
@@ -61,7 +65,7 @@ def enter(
     tier = flat(torch.cat([plan[i] for i in loose], -1))
     score = flat(torch.cat([scores[i] for i in loose], -1))
     position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
-    streams = batch.streams(layer)
+    streams = batch.streams(slice(layer, layer + 1))
     for index in range(batch.tiers.tiers):
         batch.tiers.append(index, streams, key, value, tier == index, score, position)
     if batch.window is not None:

@@ -43,7 +43,7 @@ def layer_groups(
     key: Tensor,
     value: Tensor,
     reads: frozenset[Vectors],
-    results: Sequence[Attended] = (),
+    results: Sequence[Attended],
     *,
     stored: bool = True,
 ) -> list[Group]:
@@ -58,10 +58,10 @@ def layer_groups(
         key: what the pass brings to them.
         value: likewise.
         reads: the vectors that are looked at.
-        results: what was observed of each layer, if anything was.
+        results: what was observed of each layer, maybe nothing.
         stored: whether what stores hold is among the tokens, and among the results.
     """
-    parts = iter(range(len(results[0].mass) if results else 0))
+    parts = iter(range(len(results[0].mass)))
 
     def observed(slots: int) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
         """What was seen of the next part, over so many slots of each layer."""

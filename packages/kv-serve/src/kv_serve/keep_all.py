@@ -39,7 +39,8 @@ class KeepAll:
             return
         key, value, position = self._leaving(batch, now, layer, key, value)
         keep = flat(batch.by_head(position)) >= 0
-        batch.tiers.append(0, batch.streams(layer), flat(key), flat(value), keep, None, None)
+        streams = batch.streams(slice(layer, layer + 1))
+        batch.tiers.append(0, streams, flat(key), flat(value), keep, None, None)
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Store one token per sequence, for all layers at once."""
@@ -60,9 +61,9 @@ class KeepAll:
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Nothing here is per sequence."""
 
-    def compress(self, batch: Batch) -> bool:
+    def compress(self, batch: Batch, pages: int | None = None) -> list[int]:
         """Every token stays: nothing can be given up."""
-        return False
+        return []
 
     @staticmethod
     def _leaving(

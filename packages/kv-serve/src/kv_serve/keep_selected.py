@@ -1,6 +1,6 @@
 """Storing under a selector: score, plan, and move tokens between tiers, pages and oblivion."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,9 +12,10 @@ from kv_attention import Attended
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
 from kv_serve.batch import Batch, Pass
+from kv_serve.budgets import resolved
 from kv_serve.carrying import enter, restack
-from kv_serve.groups import layer_groups
 from kv_serve.planning import Scored, plan_layers
+from kv_serve.replanning import replan
 from kv_serve.scoring import Observed, go_on, running_in, score
 from kv_serve.stepping import step
 from kv_serve.tally import Tally
@@ -104,18 +105,25 @@ class KeepSelected:
     def after(self, batch: Batch) -> None:
         """Plan the sequences whose turn it is, where the pass was not itself a plan."""
         if not self._prompted and self._turns.waiting:
-            self._again(batch)
+            self._again(batch, self._turns.next(batch.sizes()))
             if batch.pool.free > batch.pool.used:  # a prompt that had waited left more than stays
                 batch.settle()
 
-    def compress(self, batch: Batch) -> bool:
-        """Plan all sequences now, because pages are short; False if the policy never does."""
+    def compress(self, batch: Batch, pages: int | None = None) -> list[int]:
+        """Plan sequences because pages are short, as `TieredCache.compress` says."""
         if not self.selector.replan.short:
-            return False
-        self._turns.all_due()
-        while self._turns.waiting:
-            self._again(batch)
-        return True
+            return []
+        if pages is None:
+            return sorted(i for some in self._short_of(batch, None) for i in some)
+        tokens, until = batch.layout.tokens_of(pages), batch.pool.free + pages
+        if sum(self._gains(batch, batch.sizes())) < tokens:
+            return []
+        planned: list[int] = []
+        for some in self._short_of(batch, tokens):
+            planned += some
+            if batch.pool.free >= until:
+                break
+        return sorted(planned)
 
     def join(self, other: "KeepSelected") -> None:
         """Let the sequences of another batch follow mine; the prompts of both have ended."""
@@ -130,10 +138,40 @@ class KeepSelected:
             self.budgets = own + (other.budgets or (None,) * len(theirs[0]))
         self._turns.join(other._turns)
 
-    def _again(self, batch: Batch) -> None:
+    def _again(self, batch: Batch, sequences: list[int]) -> None:
+        """Plan stored tokens of sequences anew, by the scores they carry."""
         with self.tally.timed():
-            self._plan_stored(batch)
-        self._planned_all()
+            self._budget = self._resolve(batch, batch.seen)
+            cuts = replan(self.selector, batch, sequences, self._budget)
+            if cuts is not None:
+                rows = torch.tensor(sequences, dtype=torch.long, device=cuts.device)
+                self._keep_cuts(batch, slice(None), rows, cuts)
+        self._turns.done(sequences)
+        self.tally.plans += 1
+
+    def _short_of(self, batch: Batch, tokens: int | None) -> Iterator[list[int]]:
+        """Plan sequences, as many at a time as should let go of so many tokens, all if None.
+
+        KV-Compress, section 4.2.3: the one whose plan is oldest comes first.
+        """
+        done: set[int] = set()
+        while True:
+            sizes = batch.sizes()
+            gains = [0 if i in done else n for i, n in enumerate(self._gains(batch, sizes))]
+            chosen = self._turns.short(sizes, gains, tokens)
+            if not chosen:
+                return
+            self._again(batch, chosen)
+            done.update(chosen)
+            yield chosen
+
+    def _gains(self, batch: Batch, sizes: list[int]) -> list[int]:
+        """How many of its tokens each sequence has beyond its budget, over layers and heads."""
+        if self.selector.budget is None:  # how many go is known to the plan alone
+            return sizes
+        heads = batch.shape.layers * batch.shape.kv_heads
+        may = (self._resolve(batch, batch.seen) * heads).tolist()
+        return [max(0, has - most) for has, most in zip(sizes, may, strict=True)]
 
     def _plan_prompts(
         self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]
@@ -147,29 +185,6 @@ class KeepSelected:
     def _planned_all(self) -> None:
         self._turns.done(self._planned)
         self.tally.plans += bool(self._planned)
-
-    def _plan_stored(self, batch: Batch) -> None:
-        """Plan stored tokens anew, by the scores they carry."""
-        shape, sequences = batch.shape, len(batch.seen)
-        now = Pass(batch.seen.new_full((sequences, 0), -1), batch.seen)
-        self._planned = self._turns.next(batch.sizes(now))
-        lead = (sequences, shape.kv_heads, 0)
-        reads = self.selector.reads
-        key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=batch.seen.device)
-        value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=batch.seen.device)
-        arrivals = [
-            _Arrival(
-                key,
-                value,
-                Scored.carried(layer_groups(batch, now, slice(i, i + 1), key, value, reads)),
-            )
-            for i in range(shape.layers)
-        ]
-        if self.selector.scope == "model":
-            self._plan(batch, now, 0, arrivals)
-        else:
-            for layer, arrival in enumerate(arrivals):
-                self._plan(batch, now, layer, [arrival])
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Let budgets and turns follow their sequences."""
@@ -215,33 +230,25 @@ class KeepSelected:
             due,
         )
         if cuts is not None:
-            if self._cuts is None:
-                self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
-            mine = self._cuts[:, first : first + len(arrivals)]
-            mine[:, :, slice(None) if due is None else due] = cuts
+            self._keep_cuts(batch, slice(first, first + len(arrivals)), due, cuts)
         held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            restack(batch, first + i, scored[i], plan)
+            restack(batch, batch.streams(slice(first + i, first + i + 1)), scored[i].groups, plan)
             enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers take about as much, and growing once is cheaper than growing often.
             each = max(0, batch.pool.used - held) // len(arrivals)
             batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
 
+    def _keep_cuts(
+        self, batch: Batch, layers: slice, due: Int[Tensor, " D"] | None, cuts: Tensor
+    ) -> None:
+        if self._cuts is None:
+            self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
+        self._cuts[:, layers][:, :, slice(None) if due is None else due] = cuts
+
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """Budgets of the sequences, in tokens per head."""
-        token_bytes = batch.token_bytes
-        least = max(1, self.selector.protected)
-        own = self.selector.budget
-        if own is None:
-            return total
-        if self.budgets is None:
-            return own.resolve(total, token_bytes, least)
-        rows = [
-            (asked or own).resolve(total[i : i + 1], token_bytes, least)
-            for i, asked in enumerate(self.budgets)
-        ]
-        return torch.cat(rows)
+        return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)
 
     def _decode(self, batch: Batch, now: Pass, arrivals: Sequence[_Arrival]) -> None:
         """Store one fresh token per sequence, for all layers at once."""
@@ -264,9 +271,8 @@ class KeepSelected:
         try:
             self._store(batch, now, *rows)
         except PoolExhausted:
-            if not self.selector.replan.short:
+            if not (self.selector.replan.short and self._make_room(batch, now, *rows)):
                 raise
-            self._make_room(batch, now, *rows)
 
     def _store(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
         """Let one token enter each stream; nothing has changed if the pool has no page for it."""
@@ -280,14 +286,12 @@ class KeepSelected:
             self._cuts = torch.zeros(lead, device=now.total.device)
         step(batch, self.selector, self._budget, self._cuts, now, *rows)
 
-    def _make_room(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
-        """Plan sequences until the pool has the pages that a step takes, or none is left."""
-        self._turns.all_due()
-        while True:
-            self._again(batch)
+    def _make_room(self, batch: Batch, now: Pass, *rows: Tensor) -> bool:
+        """Plan sequences until the pool has the pages that a step takes; False: it never has."""
+        for _ in self._short_of(batch, batch.layout.tokens_of(batch.a_page_each)):
             try:
                 self._store(batch, now, *rows)
-                return
             except PoolExhausted:
-                if not self._turns.waiting:
-                    raise
+                continue
+            return True
+        return False

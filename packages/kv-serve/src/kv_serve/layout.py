@@ -59,6 +59,22 @@ class Layout:
         """Bytes that a token of the first tier takes over all layers and heads."""
         return round(sum(self.pages[k][0].token_bytes for layer in self.kind for k in layer))
 
+    def tokens_of(self, pages: int) -> int:
+        """About how many tokens of the first tier so many pages hold, whosever they are."""
+        return pages * int(self.page_tokens[0].sum()) // self.page_tokens[0].numel()
+
+    def expect_same(self, other: "Layout") -> None:
+        """Refuse pages that are laid out in another way.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self != other:
+            raise ValueError(
+                "the batches lay out their pages differently; both need one policy, one shape and "
+                "pages of one size"
+            )
+
     def window_pages(self, kind: int) -> int:
         """Pages that a raw window takes for each layer and head of a kind."""
         if not self.window:

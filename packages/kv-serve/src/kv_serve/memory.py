@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging import PagePool, RaggedTiers, Tiers
+from kv_serve.layout import Layout
 from kv_serve.rings import Window
 
 
@@ -68,6 +70,12 @@ class MemoryReport:
             page_bytes=page,
             tokens=tokens,
         )
+
+    @classmethod
+    def empty(cls, layout: Layout, basis_bytes: int) -> "MemoryReport":
+        """Report of a cache before its first token."""
+        none = torch.zeros(layout.shape.layers, 0, layout.shape.kv_heads, dtype=torch.long)
+        return cls(0, 0, 0, 0, 0, 0, 0, basis_bytes, 0, 0, 0, layout.page_bytes, none)
 
     @property
     def pages_held_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """From stored and fresh tokens to what a selector sees, and back from its plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,11 @@ class Group:
     also: Mapping[str, Float[Tensor, "B H S"]] = field(default_factory=dict)
     key: Float[Tensor, "B H S D"] | None = None
     value: Float[Tensor, "B H S Dv"] | None = None
+
+    def of(self, rows: slice) -> "Group":
+        """Give some rows, of what a plan looks at."""
+        score = None if self.score is None else self.score[rows]
+        return Group(self.position[rows], self.tier, self.fresh, self.store, score)
 
 
 @dataclass(frozen=True)
@@ -166,30 +171,37 @@ def plan_layers(
             [torch.nn.functional.pad(p[rows], (0, width - p.shape[-1]), value=fill) for p in parts]
         )
 
-    position, aside = stack([s.position for s in scored], -1), None
-    score = stack([s.score for s in scored], 0.0)
-    if window:
-        held_raw = position >= (length[rows] - window).clamp(min=0)[None, :, None, None]
-        aside = score.masked_fill(~held_raw, 0).sum(-1)
-        position = position.masked_fill(held_raw, -1)
     gauges = [s.gauge[rows] for s in scored if s.gauge is not None]
     view = PlanView(
         shape=shape,
         first_layer=first_layer,
-        score=score,
-        position=position,
+        score=stack([s.score for s in scored], 0.0),
+        position=stack([s.position for s in scored], -1),
         tier=stack([s.tier for s in scored], DROP),
         length=length[rows],
         budget=budget[rows],
-        aside=aside,
         gauge=torch.stack(gauges) if len(gauges) == len(scored) else None,
         page=page,
     )
-    plan = torch.where(position >= 0, selector.plan(view), DROP)
-    cuts = selector.cuts(view) if selector.decode == "step" else None
+    plan, cuts = planned(selector, view, window)
     if due is not None:
         plan = _stay(scored, length, window, width).index_copy(1, due, plan)
     return split(plan), cuts
+
+
+def planned(
+    selector: Selector, view: PlanView, window: int
+) -> tuple[UInt8[Tensor, "N B H L"], Float[Tensor, "K N B H"] | None]:
+    """Let a selector plan all but the tokens of a raw window; give its cuts, if it has some."""
+    if window:
+        held_raw = view.position >= (view.length - window).clamp(min=0)[None, :, None, None]
+        view = replace(
+            view,
+            position=view.position.masked_fill(held_raw, -1),
+            aside=view.score.masked_fill(~held_raw, 0).sum(-1),
+        )
+    plan = torch.where(view.position >= 0, selector.plan(view), DROP)
+    return plan, selector.cuts(view) if selector.decode == "step" else None
 
 
 def _stay(

@@ -1,6 +1,7 @@
 """What a cache refuses of a policy, in sentences."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kv_policy import Budget, CacheShape, KVPolicy
 from kv_serve.batch import Batch
@@ -26,13 +27,29 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
         )
 
 
-def check_goes_on(batch: Batch, sequences: int, columns: int) -> None:
-    """Refuse a pass that does not go on from what is held.
+def refuse_unfinished(layer: int, layers: int) -> NoReturn:
+    """Refuse a pass that begins before the one before it has ended.
 
     Raises:
-        ValueError: another batch size than before, or a sequence that goes on without ever having
-            had a token.
+        RuntimeError: always.
     """
+    raise RuntimeError(
+        f"the forward pass before this one stopped at layer {layer} of {layers}, so the cache "
+        "holds a part of it; call reset() and start anew"
+    )
+
+
+def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
+    """Refuse a pass over nothing, or that does not go on from what is held.
+
+    Raises:
+        ValueError: no columns, another batch size than before, or a sequence that goes on without
+            ever having had a token.
+    """
+    if columns == 0 or sequences == 0:
+        raise ValueError("the prompt is empty; give at least one sequence of at least one token")
+    if batch is None:
+        return
     if sequences != len(batch.seen):
         raise ValueError(
             f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use one "

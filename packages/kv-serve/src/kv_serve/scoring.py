@@ -67,9 +67,7 @@ def go_on(batch: Batch, now: Pass, layer: int, result: Attended, running: Runnin
     Returns:
         What was observed of the other tokens.
     """
-    brings = (now.position >= 0).any(1)
-    before = (now.total - now.position.shape[1]).where(brings, -1)
-    rows = before.repeat_interleave(batch.shape.kv_heads)
+    rows = now.before.repeat_interleave(batch.shape.kv_heads)
     stores = [store for _, store in batch.held_stores]
     mine, rest = slice(len(stores)), slice(len(stores), None)
     for store, mass, seen in zip(stores, result.mass[mine], result.seen[mine], strict=True):

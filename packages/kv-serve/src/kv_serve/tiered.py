@@ -15,6 +15,7 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_paging import PagePool
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
+from kv_serve import refusals
 from kv_serve.attending import attended
 from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
@@ -23,7 +24,6 @@ from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
-from kv_serve.refusals import check_budgets, check_goes_on, check_reads, shared_out
 from kv_serve.tally import Tally
 
 
@@ -65,7 +65,7 @@ class TieredCache:
         """
         if pages is not None and pages < 1:
             raise ValueError(f"a pool of {pages} pages holds nothing; give 1 or more, or None")
-        check_reads(policy, shape)
+        refusals.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self._device, self._pages, self._pool = torch.device(device), pages, pool
         self.tally = tally or Tally()
@@ -75,7 +75,7 @@ class TieredCache:
         )
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
-        check_budgets(policy, self._budgets)
+        refusals.check_budgets(policy, self._budgets)
         self.followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
 
@@ -83,7 +83,7 @@ class TieredCache:
         """Make an empty cache like this one, with the same bases and pool, but for the budget."""
         made = copy(self)
         made.followers, made._budgets = (), None if budget is None else (budget,)
-        check_budgets(self.policy, made._budgets)
+        refusals.check_budgets(self.policy, made._budgets)
         made.reset()
         return made
 
@@ -122,17 +122,10 @@ class TieredCache:
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
         """
         if self._pass is not None:
-            raise RuntimeError(
-                f"the forward pass before this one stopped at layer {self._next_layer} of "
-                f"{self.shape.layers}, so the cache holds a part of it; call reset() and start anew"
-            )
+            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
         sequences, columns = valid.shape
-        if columns == 0 or sequences == 0:
-            raise ValueError(
-                "the prompt is empty; give at least one sequence of at least one token"
-            )
+        refusals.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
-        check_goes_on(batch, sequences, columns)
         count = valid.long().cumsum(-1)
         position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
         given = columns != 1 if prompt is None else prompt
@@ -143,7 +136,7 @@ class TieredCache:
             follower.begin(valid, prompt=given, more=more)
 
     def _allocate(self, sequences: int) -> Batch:
-        budgets = shared_out(self._budgets, sequences)
+        budgets = refusals.shared_out(self._budgets, sequences)
         selector = self.policy.selector
         self._keeper = (
             KeepAll() if selector is None else KeepSelected(selector, budgets, self.tally)
@@ -260,9 +253,17 @@ class TieredCache:
             self.batch.release()
         self.reset()
 
-    def compress(self) -> bool:
-        """Plan sequences now, as the policy does when pages are short; False if it never does."""
-        return self.batch is not None and self._keeper.compress(self.batch)
+    def compress(self, pages: int | None = None) -> list[int]:
+        """Plan sequences now, as the policy does when pages are short.
+
+        Args:
+            pages: to free, about, by few sequences, the oldest plan first; where all together
+                would not free so many, none is planned. None: all above their budgets are planned.
+
+        Returns:
+            The sequences that were planned; none if the policy never does, see `Replan.short`.
+        """
+        return [] if self.batch is None else self._keeper.compress(self.batch, pages)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
@@ -294,7 +295,6 @@ class TieredCache:
     def memory(self) -> MemoryReport:
         """Count what is held, by name."""
         basis = 0 if self.bases is None else self.bases.nbytes
-        if self.batch is not None:
-            return self.batch.memory(self.shape.token_bytes, basis)
-        none = torch.zeros(self.shape.layers, 0, self.layout.shape.kv_heads, dtype=torch.long)
-        return MemoryReport(0, 0, 0, 0, 0, 0, 0, basis, 0, 0, 0, self.layout.page_bytes, none)
+        if self.batch is None:
+            return MemoryReport.empty(self.layout, basis)
+        return self.batch.memory(self.shape.token_bytes, basis)

@@ -1,6 +1,6 @@
 """Whose turn it is to be planned: all that are due, or as many as one plan may take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kv_policy import Replan
 
@@ -48,15 +48,37 @@ class Turns:
 
     def next(self, sizes: Sequence[int]) -> list[int]:
         """Name the sequences of the next plan, given the tokens of each over layers and heads."""
-        chosen: list[int] = []
-        total = 0
-        due = [i for i, due in enumerate(self._due) if due]
-        for i in sorted(due, key=lambda i: self._planned[i]):
-            total += sizes[i]
-            if chosen and self.replan.most is not None and total > self.replan.most:
+        return self._within(self._oldest(i for i, due in enumerate(self._due) if due), sizes)
+
+    def short(self, sizes: Sequence[int], gains: Sequence[int], wanted: int | None) -> list[int]:
+        """Name sequences to plan because pages are short, due or not; none if nothing is gained.
+
+        Args:
+            sizes: tokens of each over layers and heads.
+            gains: how many of them a plan would let go of.
+            wanted: as many gained are enough; None: all that there are.
+        """
+        enough: list[int] = []
+        gained = 0
+        for i in self._oldest(i for i, gain in enumerate(gains) if gain > 0):
+            if wanted is not None and gained >= wanted:
                 break
-            chosen.append(i)
-        return sorted(chosen)
+            gained += gains[i]
+            enough.append(i)
+        return self._within(enough, sizes)
+
+    def _oldest(self, sequences: Iterable[int]) -> list[int]:
+        """Sort by when they were planned; those that never were come first."""
+        return sorted(sequences, key=lambda i: self._planned[i])
+
+    def _within(self, sequences: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Take the first ones, as many as one plan may."""
+        most, total = self.replan.most, 0
+        for count, i in enumerate(sequences):
+            total += sizes[i]
+            if count and most is not None and total > most:
+                return sorted(sequences[:count])
+        return sorted(sequences)
 
     def done(self, planned: Sequence[int]) -> None:
         """Note that these were planned."""

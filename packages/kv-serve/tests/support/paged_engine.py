@@ -99,6 +99,7 @@ class Engine:
     finished: list[str] = field(default_factory=list)
     preemptions: int = 0
     shorts: int = 0
+    compressed: int = 0  # requests, each time
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -216,9 +217,9 @@ class Engine:
         self.shorts += orders.short
         with torch.inference_mode():
             self.worker.begin(orders)
-            if orders.short:
-                for name in self.worker.names:
-                    self._named(name).alone.compress()
+            for name in self.worker.compressed:
+                self._named(name).alone.compress()
+            self.compressed += len(self.worker.compressed)
             if orders.turns:
                 self._attend(orders)
             reports = self.worker.end()

@@ -52,7 +52,7 @@ class World:
         if batch is None:
             return count[..., :400].repeat_interleave(SHAPE.kv_heads // heads, 1) > 0
         for store in batch.stores:
-            read = store.read(batch.streams(layer))
+            read = store.read(batch.streams(slice(layer, layer + 1)))
             place = read.position.long().masked_fill(~read.held, 400)
             count.scatter_add_(
                 -1,

@@ -62,6 +62,17 @@ def test_every_request_sees_and_holds_what_it_would_alone(
         assert engine.shorts
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_as_many_requests_as_free_what_is_short_are_compressed(
+    engine_class: "type[Engine]", late: bool
+) -> None:
+    # Small pages: what has been generated since a plan is worth some of each head.
+    engine = room(engine_class, parse(COMPRESS), 150, late=late, block_tokens=4)
+    soak(engine, 9, 50, random.Random(2))
+    assert engine.compressed
+    assert engine.preemptions  # where all together had too little to give
+
+
 def test_heads_with_ranks_of_their_own(engine_class: "type[Engine]") -> None:
     engine = room(engine_class, compose(parse(COMPRESS), RAGGED), 100)
     soak(engine, 7, 50, random.Random(1))

@@ -40,6 +40,7 @@ class Worker:
     names: list[str] = field(default_factory=list)  # of the sequences that generate
     orders: Orders | None = None
     parts: list[Part] = field(default_factory=list)  # of the step
+    compressed: set[str] = field(default_factory=set)  # when the step began
     answered: bool = False
 
     @classmethod
@@ -74,9 +75,10 @@ class Worker:
         self.orders, self.parts = orders, []
         again = (turn.request for turn in orders.turns.values() if turn.computed == 0)
         self._drop({*orders.gone, *again})
-        self.answered = orders.short
-        if orders.short and self.generating is not None:
-            self.generating.compress()
+        self.answered, self.compressed = orders.short, set()
+        if orders.short and self.generating is not None and self.generating.batch is not None:
+            room = self.generating.batch.a_page_each
+            self.compressed = {self.names[i] for i in self.generating.compress(room)}
 
     def attend(
         self,
@@ -100,8 +102,8 @@ class Worker:
         orders, self.orders = self.orders, None
         assert orders is not None, "a step that ends has begun"
         names = {turn.request for turn in orders.turns.values()}
-        # What was compressed need not be part of the step.
-        told = {name: each for name, each in self._told() if orders.short or name in names}
+        names |= self.compressed  # which need not be part of the step
+        told = {name: each for name, each in self._told() if name in names}
         batches = [batch for _, batch in self._held()]
         measured = None if self.meter is None else self.meter.step(self.pool, batches)
         return Reports(orders.step, told, self.answered, measured)

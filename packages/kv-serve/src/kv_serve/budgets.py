@@ -1,0 +1,35 @@
+"""How many tokens sequences may keep."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kv_policy import Budget, Selector
+
+
+def resolved(
+    selector: Selector,
+    budgets: Sequence[Budget | None] | None,
+    total: Int[Tensor, " B"],
+    token_bytes: int,
+) -> Int[Tensor, " B"]:
+    """Give the budgets of sequences, in tokens per head: their own, or the selector's.
+
+    Args:
+        selector: whose budget it is; one without keeps every token.
+        budgets: of the sequences, None for the selector's; None: none has one of its own.
+        total: tokens that were seen.
+        token_bytes: bytes of a token over all layers and heads.
+    """
+    own, least = selector.budget, max(1, selector.protected)
+    if own is None:
+        return total
+    if budgets is None:
+        return own.resolve(total, token_bytes, least)
+    rows = [
+        (asked or own).resolve(total[i : i + 1], token_bytes, least)
+        for i, asked in enumerate(budgets)
+    ]
+    return torch.cat(rows)

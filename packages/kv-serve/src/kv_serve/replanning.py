@@ -1,0 +1,100 @@
+"""Planning what is stored anew, by the scores that tokens carry: some sequences of a batch."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_policy import FRESH, PlanView, Selector
+from kv_serve.batch import Batch, grid
+from kv_serve.carrying import restack
+from kv_serve.planning import Group, Scored, planned
+
+_TOGETHER: Final = 1 << 20  # places that are planned at once, which bounds the memory it takes
+
+
+def replan(
+    selector: Selector, batch: Batch, sequences: Sequence[int], budget: Int[Tensor, " B"]
+) -> Float[Tensor, "K N D H"] | None:
+    """Plan sequences, all layers at once where these share a budget, and carry it out.
+
+    A sequence is planned as it would be alone, so how many are planned at once changes nothing.
+
+    Args:
+        selector: who plans.
+        batch: what is held; nothing else of it is read.
+        sequences: D of them.
+        budget: tokens per head, of every sequence of the batch.
+
+    Returns:
+        What the selector's `cuts` said of these sequences, if it is asked.
+    """
+    layers, together = batch.shape.layers, 1 if selector.scope == "layer" else batch.shape.layers
+    longest = max((store.longest for _, store in batch.held_stores), default=1)
+    few = max(1, _TOGETHER // (together * batch.shape.kv_heads * longest))
+    found = []
+    for i in range(0, len(sequences), few):
+        rows = torch.tensor(sequences[i : i + few], device=batch.seen.device)
+        each = (
+            _replan(selector, batch, slice(first, first + together), rows, budget[rows])
+            for first in range(0, layers, together)
+        )
+        cuts = [x for x in each if x is not None]
+        if cuts:
+            found.append(torch.cat(cuts, 1))
+    return torch.cat(found, 2) if found else None
+
+
+def _replan(
+    selector: Selector,
+    batch: Batch,
+    layers: slice,
+    rows: Int[Tensor, " D"],
+    budget: Int[Tensor, " D"],
+) -> Float[Tensor, "K n D H"] | None:
+    groups = _held(batch, layers, rows)
+    scored, count = Scored.carried(groups), layers.stop - layers.start
+
+    def by_layer(x: Tensor) -> Tensor:
+        return x.view(count, len(rows), *x.shape[1:])
+
+    view = PlanView(
+        shape=batch.shape,
+        first_layer=layers.start,
+        score=by_layer(scored.score),
+        position=by_layer(scored.position),
+        tier=by_layer(scored.tier),
+        length=batch.seen[rows],
+        budget=budget,
+        page=batch.layout.page_tokens[..., layers, :],
+    )
+    plan, cuts = planned(selector, view, batch.window_size)
+    parts = scored.split(plan.flatten(0, 1))
+    streams = batch.streams(layers, rows).view(-1, batch.shape.kv_heads)
+    # What goes to another tier is decoded on its way, a layer at a time.
+    step = len(streams) if selector.tiers == 1 else len(rows)
+    for i in range(0, len(streams), step):
+        some = slice(i, i + step)
+        mine, kept = [group.of(some) for group in groups], [part[some] for part in parts]
+        restack(batch, streams[some].flatten(), mine, kept)
+    return cuts
+
+
+def _held(batch: Batch, layers: slice, rows: Int[Tensor, " D"]) -> list[Group]:
+    """What some sequences hold in stores and the window; one layer's rows after another's."""
+    heads, groups = batch.shape.kv_heads, []
+    streams = batch.streams(layers, rows)
+    for tier, store in batch.held_stores:
+        held = store.read(streams)
+        assert held.position is not None  # a selector's pages have both
+        assert held.score is not None
+        position, score = grid(held.position, heads), grid(held.score, heads)
+        groups.append(Group(position, tier, fresh=False, store=store, score=score))
+    raw = batch.held_window
+    if raw is not None:
+        position = batch.by_head(raw.position[rows].repeat(layers.stop - layers.start, 1))
+        carried = raw.scores_of(layers)[:, rows].flatten(0, 1) if raw.has_scores else None
+        groups.append(Group(position, FRESH, fresh=False, score=carried))
+    return groups
