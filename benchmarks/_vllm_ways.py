@@ -67,18 +67,6 @@ def with_basis(ways: Sequence[str], basis: Path | None) -> tuple[str, ...]:
     return tuple(canonical(way) for way in named)
 
 
-def count(text: str) -> int:
-    """Read how often something is done.
-
-    Raises:
-        argparse.ArgumentTypeError: it is less than once.
-    """
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is nothing to measure; give 1 or more")
-    return number
-
-
 def arguments(description: str | None, default: Sequence[str]) -> argparse.ArgumentParser:
     """The options that all benchmarks of engines have."""
     parser = argparse.ArgumentParser(description=description)

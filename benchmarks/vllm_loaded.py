@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Final
 
+from _arguments import count
 from _vllm_engine import Room
 from _vllm_load import Load, raw_token_bytes
 from _vllm_process import Row, Rows, apart
 from _vllm_quality import answered_among
-from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 from kv_serve.evaluate.intervals import of_mean
 from kv_serve.evaluate.plan import Plan
@@ -30,7 +31,7 @@ from kv_serve.tasks import Sample, TaskName, default_text
 TASKS: Final[tuple[TaskName, ...]] = ("needle", "multikey")
 POLICIES: Final = (
     "kv-compress:rate=4+k8v4",
-    *(f"kv-compress:rate={rate},short=true+k8v4" for rate in (2, 2.5, 3, 4, 6)),
+    *(f"kv-compress:rate={rate},short=true+k8v4" for rate in (2, 4, 6, 8)),
 )
 
 

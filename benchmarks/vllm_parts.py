@@ -10,12 +10,13 @@ and so are the figures: a policy's tokens a second over those of stock bf16.
 from functools import partial
 from pathlib import Path
 
+from _arguments import count
 from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_parts import parts
 from _vllm_process import Rows, alternating, apart
 from _vllm_served import HELD, over_bf16, room_of
-from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 SHORT = Load("short", 16, (1024, 4096), (256, 256))
 PARTS = Load("parts", 8, (1024, 4096), (128, 128))

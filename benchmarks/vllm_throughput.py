@@ -19,11 +19,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from _arguments import count
 from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_process import Row, Rows, alternating, apart
 from _vllm_served import best, headline, losing, over_bf16, room_of
-from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from statistics import quantiles
 
+from _arguments import count
 from _vllm_engine import Room
 from _vllm_load import raw_token_bytes, text_ids
 from _vllm_process import Row, Rows, alternating, apart
 from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, replayed
-from _vllm_ways import BF16, FP8, arguments, count, figure, with_basis
+from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
 HELD = 6144  # tokens of stock in the same bytes: three or four requests

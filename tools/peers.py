@@ -41,21 +41,13 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def named(way: str) -> str:
-    """Names a way with its program, as in `kvpress: tova:keep=0.5`; ours without.
-
-    >>> named("kvzip: kvzip:keep=0.5"), named("ours: k8v4")
-    ('kvpress `kvzip:keep=0.5`', '`k8v4`')
-    """
+    """Names a way of "ENVIRONMENT: WAY" with the program that it is of; ours without one."""
     environment, _, spec = way.partition(": ")
     return f"`{spec}`" if environment == "ours" else f"{PROGRAMS[environment]} `{spec}`"
 
 
 def percent(share: float) -> str:
-    """Writes a budget.
-
-    >>> percent(0.125), percent(0.5)
-    ('12.5 %', '50 %')
-    """
+    """Writes a budget, as in `12.5 %`."""
     return f"{100 * share:g} %"
 
 

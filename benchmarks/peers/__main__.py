@@ -28,6 +28,7 @@ from pathlib import Path
 from threading import Lock
 
 import _result
+from _arguments import count
 from _partial import Partial
 from _samples import QUICK, TASKS, Samples, Size, asks, digest, made
 from _scripts import Run
@@ -122,9 +123,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--only", choices=TASKS, help="one task; others stay")
     parser.add_argument("--environment", action="append", choices=tuple(WAYS), help="these only")
-    parser.add_argument("--together", type=int, default=2, help="environments that answer at once")
+    parser.add_argument(
+        "--together", type=count, default=2, help="environments that answer at once"
+    )
     parser.add_argument("--times", action="store_true", help="measure seconds, and no answers")
-    parser.add_argument("--rounds", type=int, default=7, help="of timing")
+    parser.add_argument("--rounds", type=count, default=7, help="of timing")
     parser.add_argument("--environments", type=Path, required=True, help="folder; nox gives it")
     return parser.parse_args()
 

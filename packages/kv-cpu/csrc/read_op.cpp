@@ -29,6 +29,13 @@ struct Span {
 
 Span scores_of(const Tier& tier) { return {tier.score, tier.score + 4 * tier.tokens}; }
 
+// Scores and positions, those of them that the pages have; else one byte.
+Span notes_of(const Tier& tier) {
+  const auto [first, last] = std::minmax(tier.score, tier.position);
+  if (last < 0) return {0, 1};
+  return {first < 0 ? last : first, last + 4 * tier.tokens};
+}
+
 // Some streams of a tier, and how many of their first slots are looked at.
 struct Chosen {
   Chosen(const Tensor& data, const Tensor& table, const std::vector<int64_t>& numbers,
@@ -83,7 +90,8 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   for_all(chosen.count, kWorth / (slots * width + 1), [&](int64_t i) {
     uint8_t* to = first + i * slots * width;
     const int64_t codes = chosen.tier.code[which];
-    chosen.over_pages(i, {codes, codes + 1}, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    const Span span{codes, codes + 1};
+    chosen.over_pages(i, span, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         uint8_t* at = to + (slot + row) * width;
         if (format.number == Number::kCodes)
@@ -119,8 +127,7 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
     const int64_t at = i * slots, end = at + chosen.held[i], stop = at + slots;
     std::fill(held + at, held + end, true);
     std::fill(held + end, held + stop, false);
-    const int64_t first = score ? tier.score : position ? tier.position : 0;
-    chosen.over_pages(i, {first, first + 1}, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, notes_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
       if (score) std::memcpy(score + at + slot, page + tier.score, 4 * tokens);
       if (!position) return;
       for (int64_t row = 0; row < tokens; ++row)
@@ -185,8 +192,8 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
-// Adds to the scores of a page's tokens; a place without one keeps its own. Without a branch, so that
-// compilers take several at once.
+// Adds to the scores of a page's tokens; a place without one keeps its own. Without a branch, so
+// that compilers take several at once.
 void add(uint8_t* scores, const uint8_t* positions, const float* given, float over, int64_t held) {
   for (int64_t row = 0; row < held; ++row) {
     const auto old = load<float>(scores + 4 * row);
@@ -214,10 +221,8 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
   const Integers counted = integers_of(seen, chosen.count * slots, "seen");
   const Integers tokens = integers_of(before, chosen.count, "tokens before");
   const int64_t most = last < 0 ? INT64_MAX : last;
-  const Span both{std::min(tier.score, tier.position),
-                  std::max(tier.score, tier.position) + 4 * tier.tokens};
   for_all(chosen.count, kWorth / (20 * slots + 1), [&](int64_t i) {
-    chosen.over_pages(i, both, [&](uint8_t* page, int64_t slot, int64_t held) {
+    chosen.over_pages(i, notes_of(tier), [&](uint8_t* page, int64_t slot, int64_t held) {
       const int64_t at = i * slots + slot;
       std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));
       if (tokens[i] < 0) return;
