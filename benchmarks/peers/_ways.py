@@ -46,6 +46,12 @@ OURS: Final = (
     "expected-attention:budget=38%+k4v4",
     "tova:budget=38%+k4v4",
     "keydiff:budget=38%+k4v4",
+    "snapkv:budget=48%",
+    "snapkv:budget=23.8%",
+    "snapkv:budget=11.7%",
+    "kv-compress:rate=2.1",
+    "kv-compress:rate=4.3",
+    "kv-compress:rate=8.8",
 )
 
 
