@@ -11,7 +11,7 @@ import torch
 from _choose import Candidate, best, winner
 from _held import Held, held
 from _partial import Partial
-from _samples import asks
+from _samples import asks, of
 from _scripts import printed
 from _table import choices, earlier, environments, figures, missing, of_cells, ways
 from _ways import WAYS, asked, claimed
@@ -298,6 +298,17 @@ def test_one_task_anew_leaves_the_others_as_they_were() -> None:
     assert of_cells(before, {cells[0], cells[2]}) == [rows[0], rows[2]]
     with pytest.raises(ValueError, match="move it away"):
         earlier([about, *rows], {**about, "samples": "other"})
+
+
+def test_one_task_and_one_setting_are_found() -> None:
+    cells = [("needle", "aware"), ("needle", "agnostic"), ("nll", "agnostic")]
+    samples: dict[tuple[str, str], tuple[Sample, ...]] = dict.fromkeys(cells, ())
+    assert list(of(samples, None, None)) == cells
+    assert list(of(samples, "needle", None)) == cells[:2]
+    assert list(of(samples, None, "agnostic")) == cells[1:]
+    assert list(of(samples, "needle", "aware")) == cells[:1]
+    with pytest.raises(ValueError, match="no samples of nll aware; there are needle aware, need"):
+        of(samples, "nll", "aware")
 
 
 def test_a_quick_run_asks_each_method_once() -> None:

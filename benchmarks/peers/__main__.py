@@ -13,11 +13,11 @@ rule (`_choose.best`), on the samples that are shown. The lists are not of one l
 one has more to choose from.
 
 Rows are kept in a file beside the result until all are there, and a later run goes on from it.
-`--only` asks one task anew, and what the result has of others stays in it; `--environment` runs a
-part, and `--together` environments answer at the same time. What is written is the cells, of a task
-and a setting, that have all of their rows; those that do not stay as the result had them. `--times`
-writes `peers_times` instead: seconds of reading a prompt and of a step, over those of the full
-cache in the same process, ways in turn.
+`--only` asks one task anew, `--setting` one setting, and what the result has of others stays in it;
+`--environment` runs a part, and `--together` environments answer at the same time. What is written
+is the cells, of a task and a setting, that have all of their rows; those that do not stay as the
+result had them. `--times` writes `peers_times` instead: seconds of reading a prompt and of a step,
+over those of the full cache in the same process, ways in turn.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from threading import Lock
 import _result
 from _arguments import count
 from _partial import Partial
-from _samples import QUICK, TASKS, Samples, Size, asks, digest, made
+from _samples import BOTH, QUICK, TASKS, Samples, Size, asks, digest, made, of
 from _scripts import Run
 from _table import choices, earlier, environments, figures, missing, of_cells, ways
 from _times import clocked
@@ -63,7 +63,6 @@ def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespa
         cells = tuple(
             Cell(task, setting, asked(name, setting, quick=given.quick), asks(each))
             for (task, setting), each in samples.items()
-            if given.only in (None, task)
         )
         work = Work(run.model, run.ends, cells, partial.done(name))
         if not (left := sum(len(found) for *_, found in work.open())):
@@ -122,6 +121,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--only", choices=TASKS, help="one task; others stay")
+    parser.add_argument("--setting", choices=BOTH, help="one setting; the other stays")
     parser.add_argument("--environment", action="append", choices=tuple(WAYS), help="these only")
     parser.add_argument(
         "--together", type=count, default=2, help="environments that answer at once"
@@ -140,6 +140,7 @@ def main() -> None:
     threads = None if given.times else max(1, (os.cpu_count() or 1) // given.together)
     run = Run(str(loaded.folder), ends, given.environments, threads)
     samples = made(loaded, QUICK if given.quick else Size())
+    cells = of(samples, given.only, given.setting)
     if given.times:
         summary, rows = clocked(run, samples, given.environment, 1 if given.quick else given.rounds)
         _result.write("peers_times", summary, rows, quick=given.quick)
@@ -147,14 +148,13 @@ def main() -> None:
     about: Row = {"samples": digest(samples), "model": loaded.fingerprint}
     first: Row = {"kind": "about", **about}
     before = [] if given.quick else there(first)
-    name = "peers.partial" if given.only is None else f"peers_{given.only}.partial"
-    partial = Partial(None if given.quick else _result.RESULTS / name, about)
-    answer(run, samples, partial, given)
-    wanted = {cell: each for cell, each in samples.items() if given.only in (None, cell[0])}
-    lacking = {c: missing(partial, c, len(each), given.quick) for c, each in wanted.items()}
+    name = "_".join(("peers", *filter(None, (given.only, given.setting))))
+    partial = Partial(None if given.quick else _result.RESULTS / f"{name}.partial", about)
+    answer(run, cells, partial, given)
+    lacking = {c: missing(partial, c, len(each), given.quick) for c, each in cells.items()}
     for sentence in (sentence for found in lacking.values() for sentence in found):
         print(f"missing: {sentence}", file=sys.stderr)
-    whole = {cell: each for cell, each in wanted.items() if not lacking[cell]}
+    whole = {cell: each for cell, each in cells.items() if not lacking[cell]}
     rows = judged(loaded, whole, partial)
     show([row for row in rows if row["kind"] == "choice"])
     if not whole:
@@ -162,7 +162,7 @@ def main() -> None:
     rows += of_cells(before, samples.keys() - whole.keys())
     chosen = [row for row in rows if row["kind"] == "choice"]
     _result.write("peers", figures(chosen), [first, *rows], quick=given.quick)
-    if len(whole) == len(wanted):
+    if len(whole) == len(cells):
         partial.remove()
 
 

@@ -48,6 +48,23 @@ def made(loaded: LoadedModel, size: Size) -> Samples:
     return found
 
 
+def of(samples: Samples, task: str | None, setting: str | None) -> Samples:
+    """Those of a task, or of a setting; of all where none is named.
+
+    Raises:
+        ValueError: the task does not come in that setting.
+    """
+    found = {
+        cell: each
+        for cell, each in samples.items()
+        if task in (None, cell[0]) and setting in (None, cell[1])
+    }
+    if not found:
+        there = ", ".join(" ".join(cell) for cell in samples)
+        raise ValueError(f"no samples of {task} {setting}; there are {there}")
+    return found
+
+
 def asks(samples: tuple[Sample, ...]) -> tuple[Ask, ...]:
     """The same without what is right."""
     return tuple(
