@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kv_attention import BACKENDS, Instructions
-from kv_serve import doctor
 from kv_serve.cli import app
-from kv_serve.doctor import Diagnosis, Problem, Threads, diagnose
+from kv_serve.doctor import Diagnosis, Problem, diagnose
 from kv_serve.imports import LIBRARIES, Import, try_imports
+from kv_serve.processor import Threads
 
 TORCH = Import("torch", "torch", "2.13.0", None)
 INSTRUCTIONS = Instructions(("plain", "avx2"), ("plain",), "plain", None)
@@ -27,6 +27,7 @@ def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: "found")
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
     monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: None)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     for name in ("KV_CPU_ISA", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,7 +53,7 @@ def broken(found: Diagnosis) -> list[Problem]:
 
 
 def test_a_machine_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_serve.doctor._threads", lambda: Threads(2, "2", 2))
+    monkeypatch.setattr("kv_serve.doctor.threads_used", lambda: Threads(2, "2", 2))
     result = run()
     assert result.exit_code == 0, result.output
     lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
@@ -69,7 +70,7 @@ def test_a_machine_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_serve.doctor._threads", lambda: Threads(4, None, 2))
+    monkeypatch.setattr("kv_serve.doctor.threads_used", lambda: Threads(4, None, 2))
     result = run("--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -298,13 +299,3 @@ def test_how_far_the_default_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path:
     found = diagnose()
     assert found.models.default_model == "not installed"
     assert not found.broken
-
-
-@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1), ("max 100000", 64), ("", 64)])
-def test_a_container_may_have_fewer_cores(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cores: int
-) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(doctor, "QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    assert doctor._cores() == cores

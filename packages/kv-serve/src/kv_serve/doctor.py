@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kv_serve.evaluate.provenance import versions
 from kv_serve.imports import Import, try_imports
 from kv_serve.problem import Problem
+from kv_serve.processor import Threads, bfloat16_problems, thread_problems, threads_used
 from kv_serve.vllm.found import FoundVllm, vllm_found, vllm_problems
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kv_attention import Instructions
 
 NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by far more
-QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,6 @@ class Device:
     name: str
     about: str
     backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """How many threads torch uses, and how many cores this process may use."""
-
-    torch: int
-    omp_num_threads: str | None
-    cores: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +77,7 @@ def diagnose() -> Diagnosis:
     if any(each.error for each in imports if each.name == "torch"):
         return found
     backends = tuple(_backends())
-    threads = _threads()
+    threads = threads_used()
     return replace(
         found,
         devices=tuple(_devices()),
@@ -98,7 +88,8 @@ def diagnose() -> Diagnosis:
             *first,
             *_backend_problems(backends),
             *_policy_problems(),
-            *_thread_problems(threads),
+            *thread_problems(threads),
+            *bfloat16_problems(),
         ),
     )
 
@@ -268,30 +259,3 @@ def _policy_problems() -> Iterator[Problem]:
                 f"the policy {name} cannot be loaded: {type(error).__name__}: {error}",
                 f"install {package} again, in a version that goes with the rest",
             )
-
-
-def _threads() -> Threads:
-    import torch
-
-    return Threads(torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), _cores())
-
-
-def _cores() -> int:
-    """Cores that this process may use: those it is bound to, or fewer where a container says so."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = bound or 1
-    try:
-        quota, period = QUOTA.read_text().split()
-        return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such limit: no file, or `max` in it
-        return cores
-
-
-def _thread_problems(threads: Threads) -> Iterator[Problem]:
-    if threads.torch > threads.cores:
-        yield Problem(
-            f"torch uses {threads.torch} threads on {threads.cores} cores, so they wait for each "
-            "other",
-            f"set OMP_NUM_THREADS={threads.cores}",
-            broken=False,
-        )

@@ -166,6 +166,11 @@ def said(result: Result) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.output).replace("│", " ").split())
 
 
+def test_help_names_the_extra_that_is_needed() -> None:
+    result = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "300"})
+    assert "Needs kv-serve[lm-eval]." in " ".join(result.stdout.replace("│", " ").split())
+
+
 def test_tasks_of_lm_eval_are_rows_beside_our_own(
     folder: Path, tasks_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
