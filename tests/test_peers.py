@@ -15,6 +15,7 @@ from _samples import asks, of
 from _scripts import printed
 from _table import choices, earlier, environments, figures, missing, of_cells, ways
 from _ways import WAYS, asked, claimed
+from _widened import widen
 from _work import FULL, Ask, Cell, Work, checked, named, put
 from torch import nn
 
@@ -104,6 +105,21 @@ def test_what_lies_beside_the_cache_counts_and_the_model_does_not() -> None:
 
 def test_a_tensor_made_of_others_counts_as_those() -> None:
     assert held([Wrapped()]) == Held(tensors=9, storages=9)
+
+
+def test_widened_layers_give_what_they_gave() -> None:
+    torch.manual_seed(0)
+    plain, biased = nn.Linear(64, 48, bias=False), nn.Linear(48, 8)
+    model = nn.Sequential(plain, biased).bfloat16()
+    x = torch.randn(2, 5, 64).bfloat16()
+    exact = x.double() @ plain.weight.double().T
+    before = model(x)
+    widen(model)
+    assert plain(x).dtype == torch.bfloat16
+    torch.testing.assert_close(plain(x).double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(model(x), before, rtol=2**-5, atol=2**-7)
+    one = x[:, :1]
+    assert torch.equal(plain(one), nn.functional.linear(one, plain.weight))
 
 
 def test_a_row_has_exactly_the_fields_it_should_have() -> None:

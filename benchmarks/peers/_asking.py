@@ -16,6 +16,7 @@ from typing import Any, Final, TextIO
 
 import torch
 from _held import held
+from _widened import needed, widen
 from _work import FULL, Ask, Key, Row, Work, named, put
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -43,7 +44,7 @@ Read = Callable[[Sequence[str], Tensor], Mapping[str, Reading | Exception]]  # m
 
 
 def load(folder: str) -> Any:
-    """Load the model, with the attention that all environments have."""
+    """Load the model in bfloat16, with the attention that all environments have."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -52,6 +53,8 @@ def load(folder: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
     )
+    if needed():
+        widen(model)
     return model.eval()
 
 

@@ -129,10 +129,13 @@ def put(out: TextIO, row: Row) -> None:
 
 
 def versions(names: Collection[str]) -> Row:
-    """A row that says what is installed."""
+    """A row that says what is installed, and by which instructions torch computes."""
     from importlib.metadata import version
 
-    return {"versions": {name: version(name) for name in sorted(names)}}
+    import torch
+
+    found = {name: version(name) for name in sorted(names)}
+    return {"versions": found | {"instructions": torch.backends.cpu.get_cpu_capability()}}
 
 
 def _ask(content: Mapping[str, Any]) -> Ask:
