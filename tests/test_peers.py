@@ -13,7 +13,17 @@ from _held import Held, held
 from _partial import Partial
 from _samples import asks, of
 from _scripts import printed
-from _table import choices, earlier, environments, figures, missing, of_cells, ways
+from _table import (
+    cell_rows,
+    choices,
+    earlier,
+    environments,
+    figures,
+    joined,
+    missing,
+    of_cells,
+    ways,
+)
 from _ways import WAYS, asked, claimed
 from _widened import widen
 from _work import FULL, Ask, Cell, Work, checked, named, put
@@ -280,15 +290,72 @@ def test_what_is_hidden_is_held(table: list[dict[str, object]]) -> None:
     }
 
 
-def test_a_cell_says_what_it_lacks() -> None:
+def test_without_a_full_cache_only_right_answers_are_judged() -> None:
     partial = Partial(None, {})
-    assert missing(partial, CELL, 2, False)[0] == f"needle aware: {2 * len(WAYS['ours'])} of " + (
-        f"{2 * len(WAYS['ours'])} rows of ours"
-    )
-    for environment in WAYS:
-        for way in asked(environment, "aware", quick=False):
-            answers(partial, environment, way, [1, 2], 50)
-    assert not missing(partial, CELL, 2, False)
+    answers(partial, "kvzip", "kvzip:keep=0.5", [41, 42], 104)
+    given = (CELL, lambda tokens: " ".join(map(str, tokens)))
+    (row,) = ways(partial, {CELL: (sample("41"), sample("42"))}, *given)
+    assert row["scores"] == [1.0, 1.0]
+    compared = Sample("needle", "aware", (1,), (2,), new_tokens=1)
+    assert not ways(partial, {CELL: (compared, compared)}, *given)
+    answers(partial, "kvpress", FULL, [41, 7], 100)
+    found = ways(partial, {CELL: (compared, compared)}, *given)
+    assert {row["way"]: row["scores"] for row in found} == {
+        FULL: [1.0, 1.0],
+        "kvzip:keep=0.5": [1.0, 0.0],
+    }
+
+
+def whole(score: float, *environments: str) -> list[dict[str, object]]:
+    """All ways of some environments, with the same score of both samples."""
+    return [
+        {"kind": "environment", "environment": environment, "commits": [str(score)]}
+        if way is None
+        else {
+            **{"kind": "way", "environment": environment, "way": way, "score": score},
+            **{"held": 0.2, "scores": [score, score]},
+        }
+        for environment in environments or WAYS
+        for way in (None, *asked(environment, "aware", quick=False))
+    ]
+
+
+def test_a_cell_says_what_it_lacks() -> None:
+    ours, peers = len(WAYS["ours"]), len(WAYS["kvpress"])
+    lacking = missing(whole(1.0, "quantized", "vllm", "kvpress")[:-1], CELL, False)
+    assert lacking == [
+        f"needle aware: {ours} of {ours} ways of ours",
+        f"needle aware: 1 of {peers} ways of kvpress",
+    ]
+    assert not missing(whole(1.0), CELL, False)
+    assert missing(whole(1.0), ("needle", "agnostic"), False) == [
+        "needle agnostic: 3 of 3 ways of kvzip"
+    ]
+
+
+def test_a_part_that_is_answered_anew_is_joined_to_the_rest() -> None:
+    rows = joined(whole(1.0, "ours"), whole(0.5))
+    assert {row["environment"] for row in rows if row.get("score") == 1.0} == {"ours"}
+    assert {row["environment"] for row in rows if row.get("score") == 0.5} == set(WAYS) - {
+        *("ours", "kvzip")
+    }
+    assert [row["commits"] for row in rows if row.get("commits") and row["environment"] == "ours"]
+    half = joined(whole(1.0, "ours")[:5], whole(0.5))
+    commits = [row["commits"] for row in half if "commits" in row and row["environment"] == "ours"]
+    assert commits == [["0.5"], ["1.0"]]
+    plain = [{k: v for k, v in row.items() if k != "scores"} for row in whole(0.5)]
+    assert joined(whole(1.0, "ours"), plain) == whole(1.0, "ours")
+
+
+def test_who_is_best_is_said_of_a_whole_cell_and_one_that_was_whole_stays() -> None:
+    first = cell_rows(whole(0.5, "kvpress", "vllm"), [], CELL, False)
+    assert not [row for row in first if row["kind"] == "choice"]
+    then = cell_rows(whole(1.0, "ours", "quantized"), first, CELL, False)
+    assert [row["ours"] for row in then if row["kind"] == "choice"] == [1.0, 1.0]
+    again = cell_rows(whole(0.25, "ours"), then, CELL, False)
+    assert [row["ours"] for row in again if row["kind"] == "choice"] == [0.25, 0.25]
+    plain = [{k: v for k, v in row.items() if k != "scores"} for row in then]
+    assert cell_rows(whole(0.25, "ours"), plain, CELL, False) == plain
 
 
 def test_a_cell_says_with_what_it_was_measured() -> None:

@@ -14,10 +14,12 @@ one has more to choose from.
 
 Rows are kept in a file beside the result until all are there, and a later run goes on from it.
 `--only` asks one task anew, `--setting` one setting, and what the result has of others stays in it;
-`--environment` runs a part, and `--together` environments answer at the same time. What is written
-is the cells, of a task and a setting, that have all of their rows; those that do not stay as the
-result had them. `--times` writes `peers_times` instead: seconds of reading a prompt and of a step,
-over those of the full cache in the same process, ways in turn.
+`--environment` runs a part, and what the result has of the others is joined to it. KVzip's nats and
+agreement are compared with the full cache of kvpress, which must be run with it. Who is best in a
+cell, of a task and a setting, is said when all ways have answered; until then a cell that was whole
+stays as the result had it. `--together` environments answer at the same time. `--times` writes
+`peers_times` instead: seconds of reading a prompt and of a step, over those of the full cache in
+the same process, ways in turn.
 """
 
 import argparse
@@ -30,9 +32,18 @@ from threading import Lock
 import _result
 from _arguments import count
 from _partial import Partial
-from _samples import BOTH, QUICK, TASKS, Samples, Size, asks, digest, made, of
+from _samples import BOTH, QUICK, TASKS, CellName, Samples, Size, asks, digest, made, of
 from _scripts import Run
-from _table import choices, earlier, environments, figures, missing, of_cells, ways
+from _table import (
+    cell_rows,
+    earlier,
+    environments,
+    figures,
+    joined,
+    missing,
+    of_cells,
+    ways,
+)
 from _times import clocked
 from _ways import LONGEST_FIRST, WAYS, asked
 from _work import Cell, Row, Work
@@ -86,16 +97,10 @@ def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespa
             raise
 
 
-def judged(loaded: LoadedModel, samples: Samples, partial: Partial) -> list[Row]:
-    """The rows of the result."""
-    rows: list[Row] = []
-    for cell in samples:
-        decode = lambda tokens: str(loaded.tokenizer.decode(list(tokens)))  # noqa: E731
-        table = ways(partial, samples, cell, decode)
-        rows += environments(partial, cell)
-        rows += [{name: v for name, v in row.items() if name != "scores"} for row in table]
-        rows += choices(table, cell)
-    return rows
+def answered(loaded: LoadedModel, samples: Samples, partial: Partial, cell: CellName) -> list[Row]:
+    """The rows of a cell that were answered now."""
+    decode = lambda tokens: str(loaded.tokenizer.decode(list(tokens)))  # noqa: E731
+    return environments(partial, cell) + ways(partial, samples, cell, decode)
 
 
 def there(about: Row) -> list[Row]:
@@ -151,18 +156,19 @@ def main() -> None:
     name = "_".join(("peers", *filter(None, (given.only, given.setting))))
     partial = Partial(None if given.quick else _result.RESULTS / f"{name}.partial", about)
     answer(run, cells, partial, given)
-    lacking = {c: missing(partial, c, len(each), given.quick) for c, each in cells.items()}
-    for sentence in (sentence for found in lacking.values() for sentence in found):
+    fresh = {cell: answered(loaded, samples, partial, cell) for cell in cells}
+    lacking: list[str] = []
+    rows = of_cells(before, samples.keys() - cells.keys())
+    for cell, now in fresh.items():
+        earlier_rows = of_cells(before, (cell,))
+        lacking += missing(joined(now, earlier_rows), cell, given.quick)
+        rows += cell_rows(now, earlier_rows, cell, given.quick)
+    for sentence in lacking:
         print(f"missing: {sentence}", file=sys.stderr)
-    whole = {cell: each for cell, each in cells.items() if not lacking[cell]}
-    rows = judged(loaded, whole, partial)
-    show([row for row in rows if row["kind"] == "choice"])
-    if not whole:
-        return
-    rows += of_cells(before, samples.keys() - whole.keys())
     chosen = [row for row in rows if row["kind"] == "choice"]
+    show(chosen)
     _result.write("peers", figures(chosen), [first, *rows], quick=given.quick)
-    if len(whole) == len(cells):
+    if not lacking:
         partial.remove()
 
 

@@ -17,31 +17,64 @@ LEAST = frozenset({"nll"})  # tasks whose score is the better the lower it is
 Decode = Callable[[Sequence[int]], str]
 
 
-def score(sample: Sample, row: Row, full: Row, decode: Decode) -> float:
+def score(sample: Sample, row: Row, full: Row | None, decode: Decode) -> float | None:
     """1 or 0 for a number, the share of equal tokens, or nats per token over the full cache.
 
-    `full` is the row of the uncompressed cache of the same program.
+    `full` is the row of the uncompressed cache of the same program; None where it is not there, and
+    nothing can be compared with it.
     """
-    if sample.target_ids:
-        return float(row["nats"] - full["nats"])
     if sample.answers:
         return found_share(decode(row["tokens"]), sample.answers)
+    if full is None:
+        return None
+    if sample.target_ids:
+        return float(row["nats"] - full["nats"])
     return agreement_share(row["tokens"], full["tokens"])
 
 
-def missing(partial: Partial, cell: CellName, samples: int, quick: bool) -> list[str]:
+def missing(table: Sequence[Row], cell: CellName, quick: bool) -> list[str]:
     """What a cell still lacks, in words."""
+    found = {(row["environment"], row["way"]) for row in table if "way" in row}
     lacking = []
     for environment in WAYS:
         ways = asked(environment, cell[1], quick=quick)
-        keys = {(way, *cell, i) for way in ways for i in range(samples)}
-        if count := len(keys - partial.done(environment)):
-            lacking.append(f"{' '.join(cell)}: {count} of {len(keys)} rows of {environment}")
+        if count := sum((environment, way) not in found for way in ways):
+            lacking.append(f"{' '.join(cell)}: {count} of {len(ways)} ways of {environment}")
     return lacking
 
 
+def joined(fresh: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """What was answered now, and of an earlier result's cell the ways that were not asked again.
+
+    Those without the score of each sample cannot be compared with others, and are left out.
+    """
+    now = {(row["environment"], row["way"]) for row in fresh if "way" in row}
+    stay = [
+        row
+        for row in before
+        if row["kind"] == "failed" or (row["kind"] == "way" and "scores" in row)
+        if (row["environment"], row["way"]) not in now
+    ]
+    of = {row["environment"] for row in stay}
+    about = [row for row in before if row["kind"] == "environment" and row["environment"] in of]
+    return [*about, *stay, *fresh]
+
+
+def cell_rows(
+    fresh: Sequence[Row], before: Sequence[Row], cell: CellName, quick: bool
+) -> list[Row]:
+    """The rows of a cell: with the choice where none is missing; a whole one stays until then."""
+    table = joined(fresh, before)
+    if not missing(table, cell, quick):
+        return [*table, *choices(table, cell)]
+    return list(before) if any(row["kind"] == "choice" for row in before) else table
+
+
 def ways(partial: Partial, samples: Samples, cell: CellName, decode: Decode) -> list[Row]:
-    """A row for each way that answered a whole cell, with its scores, or with why it failed."""
+    """A row for each way that answered a whole cell, with its scores, or with why it failed.
+
+    Left out is what is compared with a full cache whose answers are not there.
+    """
     table: list[Row] = []
     places = range(len(samples[cell]))
     for environment in WAYS:
@@ -57,9 +90,12 @@ def ways(partial: Partial, samples: Samples, cell: CellName, decode: Decode) -> 
             if failed:
                 table.append({"kind": "failed", **head, "samples": len(failed), "why": failed[0]})
                 continue
-            full = [full_rows[FULL, *cell, i] for i in places]
+            full = [full_rows.get((FULL, *cell, i)) for i in places]
             given = zip(samples[cell], each, full, strict=True)
-            scores = [score(sample, row, base, decode) for sample, row, base in given]
+            scored = [score(sample, row, base, decode) for sample, row, base in given]
+            scores = [each for each in scored if each is not None]
+            if len(scores) < len(places):
+                continue
             table.append({"kind": "way", **head, "score": fmean(scores), **_held(each)})
             table[-1]["scores"] = scores
             if samples[cell][0].target_ids:
