@@ -14,6 +14,7 @@ from torch import Tensor
 from kv_policy import Calibrated, load_calibrator
 from kv_serve.calibrate.collect import WINDOW
 from kv_serve.hf.collecting import CollectingCache, output_projections
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import cache_shape
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import Text
@@ -54,7 +55,9 @@ def statistics(
     for window in torch.tensor([ids]).split(WINDOW, 1):
         cache_ = CollectingCache(loaded.model, calibrator)
         with torch.no_grad():
-            loaded.model.base_model(input_ids=window, past_key_values=cache_, use_cache=True)
+            loaded.model.base_model(
+                input_ids=window, **passing(loaded.model.base_model, cache_), use_cache=True
+            )
         yield calibrator.tokens
     calibrator.write(path, Calibrated(loaded.name, loaded.fingerprint, text.name, text.digest))
 

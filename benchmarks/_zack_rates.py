@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from kv_serve import CompressedCache
 from kv_serve.evaluate.specs import FULL
+from kv_serve.hf.passing import passing
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import default_text
 
@@ -35,7 +36,7 @@ def nats(loaded: LoadedModel, spec: str, size: Size) -> tuple[float, float, floa
     windows = torch.tensor([ids[i * stride :][: size.length] for i in range(size.windows)])
     cache = None if spec == FULL else CompressedCache(model, spec)
     with torch.inference_mode():
-        out = model(windows, past_key_values=cache, use_cache=cache is not None)
+        out = model(windows, **passing(model, cache), use_cache=cache is not None)
     value = cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
     if cache is None:
         return float(value), 0.0, 1.0

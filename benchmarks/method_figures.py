@@ -22,6 +22,7 @@ from kv_policy import CacheShape, Codec, LayerBasis, parse, tier_formats
 from kv_serve import CompressedCache
 from kv_serve.evaluate.decode import read
 from kv_serve.hf.collecting import CollectingCache, output_projections
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import cache_shape
 from kv_serve.models import LoadedModel, load_model
 from kv_serve.tasks import default_text
@@ -245,7 +246,9 @@ def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
     seen, shape = Seen(), cache_shape(loaded.model)
     with torch.no_grad():
         cache = CollectingCache(loaded.model, seen)
-        loaded.model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
+        loaded.model.base_model(
+            input_ids=prompt, **passing(loaded.model.base_model, cache), use_cache=True
+        )
         weights = list(output_projections(loaded.model, shape))
         for name in BASES:
             more = f",together={TOGETHER}" if name == "palu" else ""

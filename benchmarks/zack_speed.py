@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from kv_policy import KVPolicy, parse
 from kv_serve import CompressedCache
 from kv_serve.hf.fold import Fold
+from kv_serve.hf.passing import passing
 from kv_serve.models import LoadedModel, load_model
 from kv_serve.tasks import default_text
 from kv_svd import Zack
@@ -121,7 +122,7 @@ def logits(loaded: LoadedModel, ids: Tensor, prompt: int, spec: str | None) -> T
     model = loaded.model
     cache = DynamicCache(config=model.config) if spec is None else CompressedCache(model, spec)
     parts = [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]
-    found = [model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in parts]
+    found = [model(input_ids=x, **passing(model, cache), use_cache=True).logits for x in parts]
     return torch.cat(found, dim=1).double()
 
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Final, TextIO
 
 import torch
@@ -67,13 +68,11 @@ def token_bytes(model: Any) -> int:
 def passed(model: Any, cache: Any, tokens: Tensor, begin: int) -> Tensor:
     """Read tokens (1, L), the first at position `begin`; give the logits after the last (1, V)."""
     positions = torch.arange(begin, begin + tokens.shape[1])[None]
-    out = model(
-        input_ids=tokens,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
+    name = (
+        "past_key_values" if "past_key_values" in signature(model.forward).parameters else "cache"
     )
+    given = {name: cache}  # another name since transformers 5.24
+    out = model(input_ids=tokens, position_ids=positions, **given, use_cache=True, logits_to_keep=1)
     logits: Tensor = out.logits
     return logits[:, -1].float()
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from kv_serve.cli import app
 from kv_serve.evaluate.caches import make_cache
 from kv_serve.evaluate.harness import Asked, CompressedLM
+from kv_serve.hf.passing import passing
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import TaskError
 
@@ -134,7 +135,7 @@ def test_likelihoods_are_the_models_own(loaded: LoadedModel, spec: str) -> None:
     context, rest = "The stone of a river is", " as light as paper"
     ids = torch.tensor([loaded.tokenizer.encode(context + rest)])
     with torch.inference_mode():
-        logits = loaded.model(ids, past_key_values=DynamicCache()).logits[0].double()
+        logits = loaded.model(ids, **passing(loaded.model, DynamicCache())).logits[0].double()
     places = torch.arange(len(context), len(context + rest))
     found = logits.log_softmax(-1)[places - 1, ids[0, places]]
     ((likely, greedy),) = model.loglikelihood([Request(context, rest)])
@@ -145,7 +146,7 @@ def test_likelihoods_are_the_models_own(loaded: LoadedModel, spec: str) -> None:
     (whole,) = model.loglikelihood_rolling([Request(rest)])
     first = torch.tensor([[model.eot_token_id, *loaded.tokenizer.encode(rest)]])
     with torch.inference_mode():
-        logits = loaded.model(first, past_key_values=DynamicCache()).logits[0].double()
+        logits = loaded.model(first, **passing(loaded.model, DynamicCache())).logits[0].double()
     each = logits.log_softmax(-1)[torch.arange(len(rest)), first[0, 1:]]
     assert whole == pytest.approx(float(each.sum()), abs=1e-3)
 

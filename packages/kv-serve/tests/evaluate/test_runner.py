@@ -178,20 +178,17 @@ def scripted(loaded: LoadedModel, say: Callable[[int], str]) -> LoadedModel:
             script = script[1:] or script
         return SimpleNamespace(logits=logits)
 
-    model = SimpleNamespace(
-        __call__=forward, config=loaded.model.config, generation_config=None, device="cpu"
-    )
-    return replace(loaded, model=_Callable(model, forward))
+    return replace(loaded, model=_Scripted(loaded.model.config, forward))
 
 
-class _Callable:
-    def __init__(self, parts: SimpleNamespace, forward: Callable[..., SimpleNamespace]) -> None:
-        self.config, self.device = parts.config, torch.device("cpu")
+class _Scripted:
+    def __init__(self, config: object, forward: Callable[..., SimpleNamespace]) -> None:
+        self.config, self.device = config, torch.device("cpu")
         self.generation_config = SimpleNamespace(eos_token_id=[1])
-        self._forward = forward
+        self.forward = forward
 
     def __call__(self, **inputs: object) -> SimpleNamespace:
-        return self._forward(**inputs)
+        return self.forward(**inputs)
 
 
 def test_a_needle_is_found_when_its_number_is_said(

@@ -13,6 +13,7 @@ from transformers import (
 from kv_paging import PoolExhausted
 from kv_policy import Budget, UnknownPolicyError
 from kv_serve import CompressedCache
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError
 
 TINY = {
@@ -59,7 +60,7 @@ def test_budgets_for_another_number_of_sequences(make, batch) -> None:
     model = make()
     cache = CompressedCache(model, "streaming:budget=8", budgets=[Budget(9), Budget(10)])
     with pytest.raises(ValueError, match="2 budgets were given for a batch of 3"):
-        model(**batch(), past_key_values=cache)
+        model(**batch(), **passing(model, cache))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_a_row_that_is_all_padding(make, batch) -> None:
     inputs["attention_mask"][1] = 0
     cache = CompressedCache(model, "k8v4")
     with pytest.raises(ValueError, match=r"sequence\(s\) \[1\] of the batch are all padding"):
-        model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+        model.generate(**inputs, max_new_tokens=4, **passing(model, cache))
 
 
 @torch.no_grad()
@@ -114,9 +115,9 @@ def test_a_pool_too_small_for_a_prompt_leaves_the_cache_as_it_was(make) -> None:
     ids = torch.randint(3, 101, (1, 40))
     cache = CompressedCache(model, "k8v4", pages=10)
     with pytest.raises(PoolExhausted, match="10") as caught:
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     assert (caught.value.needed, caught.value.free) == (3 * 2 * 3, 10)
-    model(ids[:, :16], past_key_values=cache)
+    model(ids[:, :16], **passing(model, cache))
     assert cache.memory().pages_used == 3 * 2
 
 
@@ -126,11 +127,11 @@ def test_a_pool_that_runs_dry_half_way_asks_for_a_reset(make) -> None:
     ids = torch.randint(3, 101, (1, 40))
     cache = CompressedCache(model, "streaming:budget=32", pages=10)
     with pytest.raises(PoolExhausted):
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     with pytest.raises(RuntimeError, match="stopped at layer 2 of 3"):
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     cache.reset()
-    model(ids[:, :16], past_key_values=cache)
+    model(ids[:, :16], **passing(model, cache))
     assert cache.memory().pages_used == 3 * 2
 
 
@@ -145,9 +146,9 @@ def test_a_model_on_several_devices(make) -> None:
 def test_another_batch_in_the_same_cache(make, batch) -> None:
     model = make()
     cache = CompressedCache(model, "k8v4")
-    model(**batch((5, 5)), past_key_values=cache)
+    model(**batch((5, 5)), **passing(model, cache))
     with pytest.raises(ValueError, match="3 sequences and the cache holds 2"):
-        model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(3, 1, dtype=torch.long), **passing(model, cache))
 
 
 @torch.no_grad()
@@ -156,14 +157,14 @@ def test_an_attention_that_does_not_know_the_cache(make) -> None:
     cache = CompressedCache(model, "k8v4")
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match="changed to 'sdpa'"):
-        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 4, dtype=torch.long), **passing(model, cache))
 
 
 def test_training_is_refused(make) -> None:
     model = make()
     cache = CompressedCache(model, "k8v4")
     with pytest.raises(ValueError, match="inference only"):
-        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 4, dtype=torch.long), **passing(model, cache))
 
 
 @torch.no_grad()
@@ -174,7 +175,7 @@ def test_a_mask_of_four_dimensions_is_refused(make) -> None:
         model(
             torch.ones(1, 4, dtype=torch.long),
             attention_mask=torch.zeros(1, 1, 4, 4),
-            past_key_values=cache,
+            **passing(model, cache),
         )
 
 
@@ -182,14 +183,14 @@ def test_a_mask_of_four_dimensions_is_refused(make) -> None:
 def test_taking_back_what_cannot_be(make) -> None:
     model = make()
     cache = CompressedCache(model, "streaming:budget=8")
-    model(torch.ones(1, 12, dtype=torch.long), past_key_values=cache)
+    model(torch.ones(1, 12, dtype=torch.long), **passing(model, cache))
     assert not cache.is_croppable
     with pytest.raises(ValueError, match="cannot take tokens back"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="negative number"):
         cache.crop(2)
     exact = CompressedCache(model, "k8v4")
-    model(torch.ones(1, 12, dtype=torch.long), past_key_values=exact)
+    model(torch.ones(1, 12, dtype=torch.long), **passing(model, exact))
     with pytest.raises(ValueError, match="13 tokens cannot be taken back"):
         exact.crop(-13)
 
@@ -200,10 +201,10 @@ def test_a_prompt_shorter_than_the_window_loses_nothing(make, length) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, length))
     cache = CompressedCache(model, "snapkv:budget=64,window=32")
-    got = model(ids, past_key_values=cache).logits
-    more = model(ids[:, :1], past_key_values=cache).logits
+    got = model(ids, **passing(model, cache)).logits
+    more = model(ids[:, :1], **passing(model, cache)).logits
     full = DynamicCache()
-    torch.testing.assert_close(got, model(ids, past_key_values=full).logits, rtol=1e-4, atol=1e-5)
-    want = model(ids[:, :1], past_key_values=full).logits
+    torch.testing.assert_close(got, model(ids, **passing(model, full)).logits, rtol=1e-4, atol=1e-5)
+    want = model(ids[:, :1], **passing(model, full)).logits
     torch.testing.assert_close(more, want, rtol=1e-4, atol=1e-5)
     assert (cache.memory().tokens == length + 1).all()

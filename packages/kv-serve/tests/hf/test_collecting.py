@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from kv_policy import Calibrator, load_calibrator
 from kv_serve.hf.collecting import CollectingCache, output_projections
 from kv_serve.hf.fold import Fold
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
 from tiered_policies import Turned
 
@@ -72,7 +73,7 @@ def test_moments_are_those_of_the_vectors_after_rope(make, name: str, together: 
     expected = by_hand(model, ids)
     calibrator = started(model, together)
     cache = CollectingCache(model, calibrator)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model.base_model(input_ids=ids, **passing(model.base_model, cache), use_cache=True)
     assert calibrator.tokens == 80
     state = calibrator.state()
     for i, (q, k, v) in enumerate(expected):
@@ -94,7 +95,7 @@ def test_the_model_computes_what_it_always_does(make, name: str) -> None:
     expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     cache = CollectingCache(model, started(model))
     for _ in range(2):  # a pass leaves nothing behind
-        out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = model.base_model(input_ids=ids, **passing(model.base_model, cache), use_cache=True)
         torch.testing.assert_close(out.last_hidden_state, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -108,12 +109,14 @@ def test_padding_is_left_out(make, batch) -> None:
     model.base_model(
         **inputs,
         position_ids=positions,
-        past_key_values=CollectingCache(model, padded),
+        **passing(model.base_model, CollectingCache(model, padded)),
         use_cache=True,
     )
     for ids, there in zip(inputs["input_ids"], mask, strict=True):
         alone = CollectingCache(model, apart)
-        model.base_model(input_ids=ids[there][None], past_key_values=alone, use_cache=True)
+        model.base_model(
+            input_ids=ids[there][None], **passing(model.base_model, alone), use_cache=True
+        )
     assert padded.tokens == apart.tokens == 23 + 9
     for name, tensor in padded.state().items():
         torch.testing.assert_close(tensor, apart.state()[name], rtol=1e-4, atol=1e-5)
@@ -125,7 +128,7 @@ def test_bfloat16_is_added_up_in_float64(make) -> None:
     calibrator = started(model)
     ids = torch.randint(3, 101, (1, 40))
     cache = CollectingCache(model, calibrator)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model.base_model(input_ids=ids, **passing(model.base_model, cache), use_cache=True)
     assert calibrator.state()["key"].dtype == torch.float64
 
 
@@ -136,7 +139,9 @@ def test_a_model_that_is_not_finite_is_refused(make) -> None:
     cache = CollectingCache(model, started(model))
     with pytest.raises(ValueError, match="layer 1: the key vectors hold an infinity or a NaN"):
         model.base_model(
-            input_ids=torch.randint(3, 101, (1, 40)), past_key_values=cache, use_cache=True
+            input_ids=torch.randint(3, 101, (1, 40)),
+            **passing(model.base_model, cache),
+            use_cache=True,
         )
 
 
@@ -152,10 +157,10 @@ def test_a_folded_model_is_refused(make) -> None:
         with pytest.raises(ValueError, match=sentence):
             output_projections(model, cache_shape(model))
         with torch.no_grad(), pytest.raises(ValueError, match=sentence):
-            model.base_model(input_ids=ids, past_key_values=before, use_cache=True)
+            model.base_model(input_ids=ids, **passing(model.base_model, before), use_cache=True)
     assert calibrator.tokens == 0
     with torch.no_grad():
-        model.base_model(input_ids=ids, past_key_values=before, use_cache=True)
+        model.base_model(input_ids=ids, **passing(model.base_model, before), use_cache=True)
     assert calibrator.tokens == 9
 
 

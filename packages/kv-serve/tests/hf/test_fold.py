@@ -20,6 +20,7 @@ from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
 from kv_serve.hf.cache import CompressedCache
 from kv_serve.hf.fold import Fold, folded_by
 from kv_serve.hf.folded import FoldedLinear
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError
 from tiered_policies import Turned
 
@@ -54,7 +55,7 @@ def logits(model, cache, ids, mask=None):
         for part in (ids[:, :-3], *ids[:, -3:].split(1, 1)):
             columns = cache.get_seq_length() + part.shape[1]
             seen = None if mask is None else mask[:, :columns]
-            found.append(model(part, past_key_values=cache, attention_mask=seen).logits[:, -1])
+            found.append(model(part, **passing(model, cache), attention_mask=seen).logits[:, -1])
     return torch.stack(found)
 
 
@@ -165,18 +166,18 @@ def test_a_folded_model_serves_caches_of_its_basis_only(make) -> None:
         with pytest.raises(ValueError, match=r"folded for turned.* and k8v4 stores vectors"):
             CompressedCache(model, "k8v4")
         with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
-            model(ids, past_key_values=DynamicCache())
+            model(ids, **passing(model, DynamicCache()))
         with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
             model(ids)
         with pytest.raises(ValueError, match="the model is folded already"):
             Fold(model, RAGGED)
         with torch.no_grad(), pytest.raises(RuntimeError, match="folded or restored since"):
-            model(ids, past_key_values=before)
+            model(ids, **passing(model, before))
         within = CompressedCache(model, RAGGED)
         with torch.no_grad():
-            model(ids, past_key_values=within)
+            model(ids, **passing(model, within))
     with torch.no_grad(), pytest.raises(RuntimeError, match="folded or restored since"):
-        model(ids, past_key_values=within)
+        model(ids, **passing(model, within))
 
 
 def test_another_attention_implementation_does_not_go_wrong_silently(make) -> None:
@@ -237,9 +238,11 @@ def test_keys_alone_cannot_be_folded_behind_a_rotary_embedding(make) -> None:
 def test_a_folded_model_generates(make, batch) -> None:
     model, inputs = make(), batch((12, 7))
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
-    want = model.generate(**inputs, past_key_values=CompressedCache(model, RAGGED), **options)
+    want = model.generate(**inputs, **passing(model, CompressedCache(model, RAGGED)), **options)
     with Fold(model, RAGGED):
-        found = model.generate(**inputs, past_key_values=CompressedCache(model, RAGGED), **options)
+        found = model.generate(
+            **inputs, **passing(model, CompressedCache(model, RAGGED)), **options
+        )
     assert torch.equal(found, want)
 
 

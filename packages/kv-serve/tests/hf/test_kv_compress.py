@@ -5,6 +5,7 @@ import torch
 
 from kv_policy import Budget
 from kv_serve import CompressedCache
+from kv_serve.hf.passing import passing
 
 PAGE = 4
 
@@ -28,11 +29,11 @@ def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy, compress
     model = make(dtype=torch.float64)
     ids = torch.randint(3, 101, (1, 60))
     whole = compressed(model, policy, page_tokens=PAGE)
-    expected = model(ids, past_key_values=whole).logits[:, -1]
+    expected = model(ids, **passing(model, whole)).logits[:, -1]
     parts = compressed(model, policy, page_tokens=PAGE)
     # Nothing is let go of before the last part; after that the two agree in every head.
     for part in ids.split([20, 12, 28], dim=1):
-        found = model(part, past_key_values=parts).logits[:, -1]
+        found = model(part, **passing(model, parts)).logits[:, -1]
     torch.testing.assert_close(found, expected)
     assert kept(parts) == kept(whole)
     assert sum(map(len, kept(whole))) == 32 * 6
@@ -43,12 +44,12 @@ def test_a_padded_batch_keeps_what_each_prompt_keeps_alone(make, batch, compress
     model, inputs = make(dtype=torch.float64), batch((53, 31, 40))
     policy = "kv-compress:rate=2,floor=12"
     together = compressed(model, policy, page_tokens=PAGE)
-    model(**inputs, past_key_values=together)
+    model(**inputs, **passing(model, together))
     rows = torch.arange(18).view(3, 3, 2)  # layer, sequence, head
     streams = kept(together)
     for b, length in enumerate((53, 31, 40)):
         alone = compressed(model, policy, page_tokens=PAGE)
-        model(inputs["input_ids"][b : b + 1, 53 - length :], past_key_values=alone)
+        model(inputs["input_ids"][b : b + 1, 53 - length :], **passing(model, alone))
         assert [streams[i] for i in rows[:, b].flatten()] == kept(alone)
 
 
@@ -57,7 +58,7 @@ def test_each_request_may_bring_its_own_budget(make, batch, compressed) -> None:
     model = make()
     budgets = [Budget(16), None, Budget(50, "percent")]
     cache = compressed(model, "kv-compress:budget=24", budgets=budgets, page_tokens=PAGE)
-    model(**batch((80, 80, 80)), past_key_values=cache)
+    model(**batch((80, 80, 80)), **passing(model, cache))
     assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 24 * 6, 40 * 6]
     with pytest.raises(ValueError, match="smaller than the 8"):
         compressed(model, "kv-compress:budget=24", budgets=[Budget(4)])
@@ -70,7 +71,7 @@ def test_eviction_and_a_format_multiply(make, compressed) -> None:
     raw = compressed(model, "kv-compress:budget=24")
     both = compressed(model, "kv-compress:budget=24+k8v4")
     for cache in (raw, both):
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
     assert kept(raw) == kept(both)  # nothing was quantized when the prompt was scored
     assert raw.memory().vector_bytes == 24 * 6 * 40
     assert both.memory().vector_bytes == 24 * 6 * 23
@@ -81,13 +82,13 @@ def test_eviction_and_leankvs_tiers_multiply(make, compressed) -> None:
     model = make()
     ids = torch.randint(3, 101, (1, 120))
     cache = compressed(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
-    model(ids, past_key_values=cache)
+    model(ids, **passing(model, cache))
     counts = cache.tiered.batch.tiers.counts()
     assert int(counts.sum()) <= 24 * 6  # beside the window
     assert int(counts[0].sum()) > 0
     assert int(counts[1].sum()) > 0
     for _ in range(20):
-        model(torch.full((1, 1), 5), past_key_values=cache)
+        model(torch.full((1, 1), 5), **passing(model, cache))
     assert int(cache.tiered.batch.tiers.counts().sum()) == int(counts.sum()) + 20 * 6
 
 
@@ -95,7 +96,7 @@ def test_eviction_and_leankvs_tiers_multiply(make, compressed) -> None:
 def test_generation_is_compressed_again_and_again(make, batch, compressed) -> None:
     model = make()
     cache = compressed(model, "kv-compress:budget=16,every=8", page_tokens=PAGE)
-    model.generate(**batch((40, 25)), past_key_values=cache, max_new_tokens=41, do_sample=False)
+    model.generate(**batch((40, 25)), **passing(model, cache), max_new_tokens=41, do_sample=False)
     # 40 tokens were fed back, so the last of five plans was the last thing that happened
     assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 16 * 6]
 
@@ -105,7 +106,7 @@ def test_a_prompt_shorter_than_the_window_or_the_budget_stays(make, compressed) 
     model = make()
     for length in (2, 5, 30):
         cache = compressed(model, "kv-compress:budget=30", page_tokens=PAGE)
-        model(torch.randint(3, 101, (1, length)), past_key_values=cache)
+        model(torch.randint(3, 101, (1, length)), **passing(model, cache))
         assert (cache.memory().tokens == length).all()
 
 
@@ -113,5 +114,5 @@ def test_a_prompt_shorter_than_the_window_or_the_budget_stays(make, compressed) 
 def test_expected_attention_knows_the_models_rope(make, batch, compressed) -> None:
     model = make()
     cache = compressed(model, "expected-attention:budget=24")
-    model(**batch((60, 50)), past_key_values=cache)
+    model(**batch((60, 50)), **passing(model, cache))
     assert (cache.memory().tokens == 24).all()

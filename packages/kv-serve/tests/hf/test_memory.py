@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kv_serve import CompressedCache
+from kv_serve.hf.passing import passing
 
 POLICIES = [
     "raw",
@@ -44,9 +45,9 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
     model = make()
     cache = CompressedCache(model, policy, page_tokens=8)
     inputs = batch((70, 41))
-    model(**inputs, past_key_values=cache)
+    model(**inputs, **passing(model, cache))
     for _ in range(5):
-        model(torch.full((2, 1), 9), past_key_values=cache)
+        model(torch.full((2, 1), 9), **passing(model, cache))
         report = cache.memory()
         named = (
             report.vector_bytes,
@@ -69,7 +70,7 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
 def test_integers_take_exactly_their_bytes(make) -> None:
     model = make("qwen3", torch.bfloat16)  # 10 dimensions: 10 + 4 and 5 + 4 bytes, not 40
     cache = CompressedCache(model, "k8v4", page_tokens=16)
-    model(torch.randint(3, 101, (1, 64)), past_key_values=cache)
+    model(torch.randint(3, 101, (1, 64)), **passing(model, cache))
     report = cache.memory()
     heads = 3 * 2 * 64
     assert report.vector_bytes == heads * (14 + 9)
@@ -83,7 +84,7 @@ def test_integers_take_exactly_their_bytes(make) -> None:
 def test_snapkv_holds_its_budget_and_the_pages_for_it(make) -> None:
     model = make()
     cache = CompressedCache(model, "snapkv:budget=48,window=8", pages=60, page_tokens=16)
-    model(torch.randint(3, 101, (1, 160)), past_key_values=cache)
+    model(torch.randint(3, 101, (1, 160)), **passing(model, cache))
     report = cache.memory()
     assert (report.tokens == 48).all()
     assert report.pages_used == 3 * 2 * 3
@@ -94,9 +95,9 @@ def test_snapkv_holds_its_budget_and_the_pages_for_it(make) -> None:
 def test_what_a_follow_up_drops_goes_back_to_the_pool(make) -> None:
     model = make()
     cache = CompressedCache(model, "snapkv:budget=32,window=8", page_tokens=4)
-    model(torch.randint(3, 101, (1, 100)), past_key_values=cache)
+    model(torch.randint(3, 101, (1, 100)), **passing(model, cache))
     for _ in range(3):
-        model(torch.randint(3, 101, (1, 40)), past_key_values=cache)
+        model(torch.randint(3, 101, (1, 40)), **passing(model, cache))
         assert (cache.memory().tokens == 32).all()
         assert cache.memory().pages_used == 3 * 2 * 8
 
@@ -106,7 +107,7 @@ def test_nothing_is_held_before_the_first_token_nor_after_a_reset(make) -> None:
     model = make()
     cache = CompressedCache(model, "k8v4")
     assert cache.memory().total_bytes == 0
-    model(torch.randint(3, 101, (1, 30)), past_key_values=cache)
+    model(torch.randint(3, 101, (1, 30)), **passing(model, cache))
     assert cache.memory().total_bytes > 0
     cache.reset()
     assert cache.memory().total_bytes == 0

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kv_serve.hf.passing import passing
+
 
 def by_transformers(
     folder: str,
@@ -24,7 +26,7 @@ def by_transformers(
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=None if policy is None else CompressedCache(model, policy),
+            **passing(model, None if policy is None else CompressedCache(model, policy)),
             do_sample=False,
             min_new_tokens=count,
             max_new_tokens=count,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kv_serve.hf.passing import passing
 from kv_serve.tasks import Sample, default_text, found, multikey, nats_per_token, needle, nll
 
 
@@ -14,10 +15,12 @@ def answer(loaded, sample: Sample) -> str:
     cache = DynamicCache(config=model.config)
     said: list[int] = []
     with torch.inference_mode():
-        model(torch.tensor([sample.prompt_ids]), past_key_values=cache, logits_to_keep=1)
+        model(torch.tensor([sample.prompt_ids]), **passing(model, cache), logits_to_keep=1)
         fed = torch.tensor([sample.question_ids])
         while len(said) < sample.new_tokens:
-            token = int(model(fed, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
+            token = int(
+                model(fed, **passing(model, cache), logits_to_keep=1).logits[0, -1].argmax()
+            )
             if sample.stop and token == model.generation_config.eos_token_id:
                 break
             said.append(token)

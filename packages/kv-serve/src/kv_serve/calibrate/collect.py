@@ -12,6 +12,7 @@ from torch import Tensor
 from kv_policy import Calibrator
 from kv_serve.calibrate.partial import Partial
 from kv_serve.evaluate.provenance import subject
+from kv_serve.hf.passing import passing
 from kv_serve.tasks import Text
 from kv_serve.tasks.windows import text_start
 
@@ -119,7 +120,9 @@ def collect(
         began = time.perf_counter()
         window = windows[partial.windows].to(loaded.model.device)
         with torch.no_grad():
-            loaded.model.base_model(input_ids=window, past_key_values=cache, use_cache=True)
+            loaded.model.base_model(
+                input_ids=window, **passing(loaded.model.base_model, cache), use_cache=True
+            )
         partial.windows += 1
         partial.seconds += time.perf_counter() - began
         if partial.windows % EVERY == 0 or partial.windows == len(windows):

@@ -19,6 +19,7 @@ from kv_serve.cli.options import (
 )
 from kv_serve.cli.prompts import in_chat, longest, read_prompt
 from kv_serve.cli.streaming import TimedStreamer
+from kv_serve.hf.passing import passing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +102,7 @@ def _stream(
         generator.generate(
             tokens,
             attention_mask=tokens.new_ones(tokens.shape),
-            past_key_values=cache,
+            **passing(generator, cache),
             max_new_tokens=new,
             streamer=streamer,
             **(sampling or greedy),

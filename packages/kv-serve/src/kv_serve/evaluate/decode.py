@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_serve.hf.passing import passing
+
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
@@ -17,7 +19,7 @@ def read(
 ) -> Float[Tensor, "B V"]:
     """Let the cache take in tokens in one forward pass; give the logits after the last ones."""
     out = model(
-        input_ids=tokens.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        input_ids=tokens.to(model.device), **passing(model, cache), use_cache=True, logits_to_keep=1
     )
     logits: Tensor = out.logits
     return logits[:, -1].float()

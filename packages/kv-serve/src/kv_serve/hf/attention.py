@@ -102,7 +102,7 @@ def _attention(
         if any(isinstance(child, FoldedLinear) for child in module.children()):
             raise ValueError(
                 "the model's projections are folded for a policy's basis; pass a CompressedCache "
-                "of that policy as past_key_values, or restore the model"
+                "of that policy as the cache, or restore the model"
             )
         mask = attention_mask
         if isinstance(mask, PaddingMask):

@@ -1,4 +1,4 @@
-"""The compressed cache as `past_key_values` of transformers."""
+"""The compressed cache as the cache of a model of transformers."""
 
 from collections.abc import Sequence
 from weakref import ref
@@ -43,10 +43,11 @@ class CompressedLayer(FreshLayer):
 class CompressedCache(Cache):
     """A KV cache that holds what a policy keeps, as the policy stores it.
 
-    Use it as `past_key_values` in `generate` or in a forward pass. Attention runs over the pages;
-    the cache never holds an uncompressed copy of what it stores. While tokens of a prompt arrive,
-    a layer's own fresh keys and values exist as the model made them (those of all layers, for a
-    policy that decides over all layers at once).
+    Pass it as `cache` to `generate` or to a forward pass; before transformers 5.24 that argument is
+    called `past_key_values`. Attention runs over the pages; the cache never holds an uncompressed
+    copy of what it stores. While tokens of a prompt arrive, a layer's own fresh keys and values
+    exist as the model made them (those of all layers, for a policy that decides over all layers at
+    once).
 
     The model's attention implementation becomes `kv_serve`, which serves other caches as SDPA.
     """

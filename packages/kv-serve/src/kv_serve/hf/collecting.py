@@ -20,7 +20,7 @@ from kv_serve.hf.support import UnsupportedModelError, cache_shape
 class CollectingCache(Cache):
     """Stands where a cache would, shows a calibrator what comes by, and keeps nothing.
 
-    Use it as `past_key_values` in forward passes of whole texts. A pass attends to itself alone.
+    Use it as the cache of forward passes of whole texts. A pass attends to itself alone.
     """
 
     def __init__(self, model: PreTrainedModel, calibrator: Calibrator) -> None:

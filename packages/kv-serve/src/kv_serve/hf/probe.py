@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from kv_serve.bases import Folded
+from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def read(model: "PreTrainedModel", cache: object) -> None:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(TOKENS, device=model.device)[None] * 7 + 3) % vocabulary
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **passing(model, cache))
 
 
 def _watch(projection: nn.Module, into: list[Tensor], inputs: bool) -> "RemovableHandle":

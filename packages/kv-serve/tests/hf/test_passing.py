@@ -1,0 +1,35 @@
+"""A cache is passed by the name that the transformers at hand has for it."""
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from kv_serve.hf.passing import passing
+
+
+class Before(nn.Module):
+    """As models were before transformers 5.24."""
+
+    def forward(self, input_ids: Tensor, past_key_values: DynamicCache | None = None) -> Tensor:
+        return input_ids
+
+
+class Since(nn.Module):
+    """As they are since."""
+
+    def forward(self, input_ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        return input_ids
+
+
+class Around(nn.Module):
+    """A model inside something that hands everything on."""
+
+    def forward(self, *given: object, **named: object) -> None:
+        return None
+
+
+def test_a_model_says_how_it_takes_its_cache() -> None:
+    cache = DynamicCache()
+    assert passing(Before(), cache) == {"past_key_values": cache}
+    assert passing(Since(), cache) == {"cache": cache}
+    assert passing(Around(), cache) == {"cache": cache}
+    assert passing(Since(), None) == {"cache": None}
