@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import CacheShape, HeadBasis, parse
+from kv_policy import CacheShape, HeadBasis, Spectral, parse
 from kv_policy.testing import check_policy
 from kv_svd import KqSvd, Moments, Palu, SvdKV, ThinK, Zack, best_pair, load, rotation
 from kv_svd.ranked import Ranked
@@ -69,6 +69,28 @@ def test_the_rate_is_the_share_of_the_cache_that_goes(
         assert policy.allotment.rate >= rate - 1e-9
         assert all(r % multiple == 0 for b in bound for r in (*b.key.rank, *b.value.rank))
         assert policy.allotment.cost_of_rounding > -1
+
+
+@pytest.mark.parametrize("name", ["zack", "svd-kv", "palu", "kq-svd"])
+def test_singular_values_fall_and_do_not_depend_on_the_rate(name: str, file: Path) -> None:
+    policy = parse(spec(name, file))
+    assert isinstance(policy, Spectral)
+    found = policy.singular_values()
+    assert list(found) == [
+        f"{name}:file={file}{',together=2' if name == 'palu' else ''}, {what}"
+        for what in ("keys", "values")
+    ]
+    for singular in found.values():
+        assert singular.shape[:2] == ((2, 2) if name == "palu" else (2, 4))
+        assert (singular >= 0).all()
+        assert (singular.diff(dim=-1) <= 0).all()
+    other = replace(policy, rate=0.1).singular_values()
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[each], other[each]) for each in found)
+
+
+def test_channels_that_are_chosen_have_no_singular_values(file: Path) -> None:
+    assert not isinstance(parse(spec("think", file)), Spectral)
 
 
 def test_adaptive_ranks_differ_and_uniform_ones_do_not(made, file: Path) -> None:

@@ -32,6 +32,7 @@ from kv_policy.running import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse
+from kv_policy.spectral import Spectral
 from kv_policy.tiered import TieredFormats, read_formats
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "RunningSum",
     "Selecting",
     "Selector",
+    "Spectral",
     "StartsCalibrator",
     "Step",
     "StepView",

@@ -4,20 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 import kv_serve.evaluate.caches as caches
-from kv_policy import Calibrated, load_calibrator
 from kv_serve import demo
 from kv_serve.cli import app
 from kv_serve.evaluate.folding import folded
-from kv_serve.hf.collecting import CollectingCache, output_projections
 from kv_serve.hf.fold import folded_by
-from kv_serve.hf.support import cache_shape
 from kv_serve.models import LoadedModel
 from kv_serve.models.identity import WrongModelError
 from kv_serve.tasks import Text
+from statistics_files import write
 
 KEYS_ONLY = "keys only, which a rotary embedding keeps from being folded"
 
@@ -26,18 +23,6 @@ KEYS_ONLY = "keys only, which a rotary embedding keeps from being folded"
 def made(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Statistics of the tiny model, from a short text of any characters."""
     return write(loaded, tmp_path_factory.mktemp("found") / "found", loaded.fingerprint)
-
-
-def write(loaded: LoadedModel, path: Path, fingerprint: str) -> Path:
-    model = loaded.model
-    shape = cache_shape(model)
-    calibrator = load_calibrator("zack")(shape, output_projections(model, shape))
-    ids = torch.randint(4, 90, (1, 200), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        seen = CollectingCache(model, calibrator)
-        model.base_model(input_ids=ids, past_key_values=seen, use_cache=True)
-    calibrator.write(path, Calibrated("tiny", fingerprint, "noise", "-"))
-    return path
 
 
 def zack(path: Path, rate: float = 0.0) -> str:

@@ -6,7 +6,9 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
+from jaxtyping import Float64
 from msgspec import Meta
+from torch import Tensor
 
 from kv_policy import HeadBasis
 from kv_svd.file import Facts, Stamp, load, stamp
@@ -91,6 +93,16 @@ class Ranked(Fitted):
             torch.stack([key.singular for key, _ in pairs]),
             torch.stack([value.singular for _, value in pairs]),
         )
+
+    def singular_values(self) -> dict[str, Float64[Tensor, "N H D"]]:
+        """What ranks go by, of keys and of values; named by the file and what else it follows from.
+
+        See `kv_policy.Spectral`.
+        """
+        key, value = self.spectra(load(self.path)[1])
+        together = f",together={self.joined}" if self.joined > 1 else ""
+        whose = f"{self.name}:file={self.file}{together}"
+        return {f"{whose}, keys": key, f"{whose}, values": value}
 
     def found_rate(self, facts: Facts) -> float:
         """The rate to use where none was given.

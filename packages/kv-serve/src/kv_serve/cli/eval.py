@@ -223,6 +223,7 @@ def _samples(
         run=run,
         rows=lambda journal: rows(plan, journal),
         kept=lambda journal: kept(plan, journal),
+        policies=plan.policies,
     )
 
 
@@ -240,4 +241,5 @@ def _documents(
         run=lambda journal, tell: run(loaded, harness, policies, journal, make, tell),
         rows=lambda journal: harness_rows(harness, policies, journal),
         kept=lambda journal: {},
+        policies=policies,
     )

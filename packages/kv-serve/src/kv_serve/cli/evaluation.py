@@ -28,6 +28,7 @@ class Work:
         run: finishes them, those that the journal has at once; it may tell what it is at.
         rows: sums up a journal that has them all.
         kept: gives the tokens that heads keep, by policy.
+        policies: what is compared.
     """
 
     settings: Mapping[str, str | int]
@@ -35,6 +36,7 @@ class Work:
     run: "Callable[[Journal, Tell], Iterator[Finished]]"
     rows: "Callable[[Journal], tuple[Row, ...]]"
     kept: "Callable[[Journal], Mapping[str, Layers]]"
+    policies: tuple[str, ...]
 
 
 def finish(
@@ -44,11 +46,12 @@ def finish(
     from kv_serve.evaluate.journal import open_journal
     from kv_serve.evaluate.machine import machine
     from kv_serve.evaluate.provenance import commit, versions
-    from kv_serve.evaluate.report import Report
+    from kv_serve.evaluate.report import Report, spectra
 
     code, under = commit(), versions()
     partial = path.with_name(path.name + ".partial")
     settings = {name: value for work in works for name, value in work.settings.items()}
+    singular = spectra([spec for work in works for spec in work.policies])  # before hours are spent
     measured = {"commit": code, "versions": under, "attention": str(served)}
     journal, sentence = open_journal(partial, {**settings, **measured})
     if sentence:
@@ -71,6 +74,7 @@ def finish(
         attention=served,
         rows=found,
         kept={name: layers for work in works for name, layers in work.kept(journal).items()},
+        spectra=singular,
     )
     report.write(path)
     journal.remove()

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kv_policy import Spectral, parse
 from kv_serve.backends import Serving
 from kv_serve.evaluate.harness_tasks import PREFIX, Harness
 from kv_serve.evaluate.intervals import Interval, of_change, of_mean
@@ -64,8 +65,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         rows: one for each task, setting and policy.
         kept: tokens that a policy's cache holds after the prompt, mean over the samples: for each
             layer, for each of its KV heads. Layers may differ in heads.
-        spectra: singular values of what a model caches, for each layer, for each of its KV heads,
-            the greatest first; by what they are of, such as `keys` and `values`.
+        spectra: singular values that ranks of bases go by, for each layer, for each of its heads
+            as they are stored, the greatest first; by what they are of.
     """
 
     model: str
@@ -126,6 +127,25 @@ def kept(plan: Plan, journal: Journal) -> dict[str, Layers]:
                 for layer in zip(*each, strict=True)
             )
     return found
+
+
+def spectra(policies: Sequence[str]) -> dict[str, Spectra]:
+    """Give the singular values of policies' bases, in five digits; of a basis shared by some, once.
+
+    Raises:
+        ValueError: a policy is refused, or its file is damaged.
+    """
+    found: dict[str, Spectra] = {}
+    for spec in policies:
+        basis = None if spec == FULL else parse(spec).basis
+        if isinstance(basis, Spectral):
+            for name, singular in basis.singular_values().items():
+                found[name] = tuple(tuple(map(_short, layer)) for layer in singular.tolist())
+    return found
+
+
+def _short(values: Sequence[float]) -> Amounts:
+    return tuple(float(f"{value:.5g}") for value in values)
 
 
 def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
