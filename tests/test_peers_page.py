@@ -1,33 +1,8 @@
-"""The page's tables of peers are those that the benchmark's result gives."""
+"""The tables of peers say who is who, and leave out what was not measured."""
 
-import json
-
-from tools.peers import (
-    PAGE,
-    RESULT,
-    SCORES,
-    cell,
-    everything,
-    named,
-    percent,
-    renewed,
-    shown,
-    tables,
-)
+from tools.tables.peers import SCORES, cell, everything, named, percent
 
 ABOUT = {"task": "nll", "setting": "agnostic"}
-
-
-def test_the_page_shows_the_tables_of_the_result() -> None:
-    result = json.loads(RESULT.read_text())
-    assert shown(PAGE.read_text()) == list(tables(result)), "run python -m tools.peers"
-
-
-def test_only_tables_of_that_section_are_renewed() -> None:
-    page, result = PAGE.read_text(), json.loads(RESULT.read_text())
-    edited = renewed(page, {"rows": [r for r in result["rows"] if r["kind"] != "way"]})
-    assert edited != page
-    assert renewed(edited, result) == page
 
 
 def test_names() -> None:

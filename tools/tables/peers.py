@@ -1,20 +1,10 @@
-"""The tables of the documentation that compare with peers, written from the benchmark's result.
+"""The tables that compare with peers."""
 
-`python -m tools.peers` puts them into the page; the tests fail where one is not as it would be
-written. What stands between them is prose and stays.
-"""
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from tools.tables.markdown import Row, Said, only_figures, table
 
-ROOT: Final = Path(__file__).parent.parent
-RESULT: Final = ROOT / "benchmarks" / "results" / "peers.json"
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
-SECTION: Final = re.compile(r"(?<=\n## peers\n).*?(?=\n## )", re.DOTALL)
-TABLE: Final = re.compile(r"^\|.*\|$(?:\n\|.*\|$)*", re.MULTILINE)
 SCORES: Final = {
     "needle": "needles found",
     "multikey": "of four numbers the one that was asked for, found",
@@ -30,14 +20,6 @@ PROGRAMS: Final = {
     "kvpress": "kvpress",
     "kvzip": "kvpress",
 }
-
-Row = Mapping[str, Any]
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Writes a table of Markdown."""
-    rows = (head, ("---",) * len(head), *lines)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("| --- ", "|---")
 
 
 def named(way: str) -> str:
@@ -114,8 +96,8 @@ def _score(row: Row | None) -> str:
     return f"{row['score']:.3f}" if row["kind"] == "way" else "failed"
 
 
-def tables(result: Row) -> tuple[str, str, str]:
-    """Gives the tables in the order of the page."""
+def peers(result: Row, said: Said) -> Iterator[str]:
+    """The figures with the ways that they are of, who is better, and all of them."""
     rows = result["rows"]
     chosen = [row for row in rows if row["kind"] == "choice"]
     chosen.sort(
@@ -125,26 +107,9 @@ def tables(result: Row) -> tuple[str, str, str]:
             -row["budget"],
         )
     )
-    return figures(chosen), wins(chosen), everything(rows)
+    yield figures(chosen)
+    yield wins(chosen)
+    yield everything(rows)
 
 
-def shown(page: str) -> list[str]:
-    """Gives the tables that a page shows."""
-    (section,) = SECTION.findall(page)
-    return TABLE.findall(section)
-
-
-def renewed(page: str, result: Row) -> str:
-    """Puts the tables of a result into a page."""
-    fresh = iter(tables(result))
-    return SECTION.sub(lambda section: TABLE.sub(lambda _: next(fresh), section[0]), page)
-
-
-def main() -> None:
-    """Renew the page."""
-    result = json.loads(RESULT.read_text())
-    PAGE.write_text(renewed(PAGE.read_text(), result))
-
-
-if __name__ == "__main__":
-    main()
+WRITERS: Final = {"peers": peers, "peers_times": only_figures}

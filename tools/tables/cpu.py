@@ -1,0 +1,183 @@
+"""The tables of what was measured of native code on processors."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from tools.tables import markdown
+from tools.tables.markdown import Row, Said, only_figures, table
+
+DECODED: Final = {
+    "vllm_fp8": "vLLM fp8",
+    "sdpa_bf16": "SDPA bf16",
+    "raw": "`raw`",
+    "k8v4": "`k8v4`",
+    "k4v2": "`k4v2`",
+    "mix_20_80": "20:80",
+    "k8v4_page_16": "`k8v4`, 16 a page",
+}
+READERS: Final = ("read", "vllm_bf16", "vllm_fp8", "sdpa_bf16", "raw", "k8v4", "k4v2", "mix_20_80")
+READ_SIZE: Final = (4, 16384)  # sequences, and tokens of each
+PEERS: Final = {
+    "vllm_bf16": "vLLM's own kernel over its bfloat16 pages",
+    "sdpa_bf16": "torch's fused kernel over plain bfloat16",
+}
+CODE: Final = {"cpu": "native code", "torch": "torch"}
+THREADS: Final = {1: "one thread", 2: "two threads"}
+OBSERVED: Final = {
+    "last, torch": "last 64, torch",
+    "last, native": "native",
+    "all, torch": "all, torch",
+    "all, native": "native",
+}
+
+
+def speeds(rows: Sequence[Row]) -> str:
+    """Writes how much faster than vLLM's kernel each variant decodes, by size."""
+    ratios = {
+        (row["threads"], row["sequences"], row["tokens"], row["variant"]): row["vs_vllm_bf16"]
+        for row in rows
+    }
+    lines = (
+        (
+            f"{threads}",
+            f"{batch}",
+            f"{tokens:,}",
+            *(f"{ratios[threads, batch, tokens, variant]:.2f}" for variant in DECODED),
+        )
+        for threads, batch, tokens in sorted({key[:3] for key in ratios})
+    )
+    return table(("threads", "batch", "tokens", *DECODED.values()), lines)
+
+
+def bandwidths(rows: Sequence[Row]) -> str:
+    """Writes what each variant reads a second, at one size."""
+    chosen = [
+        row
+        for row in rows
+        if (row["sequences"], row["tokens"]) == READ_SIZE and row["variant"] in READERS
+    ]
+    chosen.sort(key=lambda row: (row["threads"], READERS.index(row["variant"])))
+    lines = (
+        (
+            f"{row['threads']}",
+            row["variant"].replace("_", " "),
+            f"{row['gb_per_s']:.1f}",
+            f"{row['share_of_bandwidth']:.2f}",
+        )
+        for row in chosen
+    )
+    return table(("threads", "variant", "GB/s", "of the bandwidth"), lines)
+
+
+def cpu_decode(result: Row, said: Said) -> Iterator[str]:
+    """The figures, the speeds by size, and what is read a second."""
+    yield markdown.figures(result, said)
+    yield speeds(result["rows"])
+    yield bandwidths(result["rows"])
+
+
+def generated(rows: Sequence[Row]) -> str:
+    """Writes how fast a model generates with each cache, and what the cache holds."""
+    lines = (
+        (
+            f"{row['batch']}",
+            f"{row['tokens']:,}",
+            f"`{row['spec']}`",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['kv_bytes'] / 2**20:.0f} MiB",
+            f"{row['ratio']:.2f}x",
+        )
+        for row in rows
+        if row["kind"] == "decode"
+    )
+    head = ("batch", "tokens", "cache", "tokens a second", "KV bytes held")
+    return table((*head, "over transformers' own"), lines)
+
+
+def observing(spec: str) -> str:
+    """Says as what policy a prompt was observed."""
+    return "transformers' own cache" if spec == "full" else f"as `{spec}` asks"
+
+
+def observed(rows: Sequence[Row]) -> str:
+    """Writes what observing a prompt costs over observing nothing."""
+    lines = (
+        (f"{row['tokens']:,}", observing(row["observes"]), f"{row['ratio']:.3f}")
+        for row in rows
+        if row["kind"] == "prompt" and row["observes"] != "nothing"
+    )
+    return table(("tokens", "observed of the prompt", "over observing nothing"), lines)
+
+
+def cpu_end_to_end(result: Row, said: Said) -> Iterator[str]:
+    """The figures, what is generated a second, and what observing a prompt costs."""
+    yield markdown.figures(result, said)
+    yield generated(result["rows"])
+    yield observed(result["rows"])
+
+
+def attended_by(variant: str) -> str:
+    """Says what attends to a prompt's chunk, and over what pages if it is ours."""
+    if variant in PEERS:
+        return PEERS[variant]
+    form, _, backend = variant.partition("_")
+    return f"{CODE[backend]}, {'nothing stored' if form == 'fresh' else f'`{form}` pages'}"
+
+
+def timed(row: Row) -> tuple[str, str, str]:
+    """Writes a chunk's milliseconds, its speed over vLLM's kernel's, and the quartiles of that."""
+    low, high = row["vs_vllm_bf16_quartiles"]
+    return f"{1e3 * row['seconds']:.1f}", f"{row['vs_vllm_bf16']:.2f}", f"{low:.2f} to {high:.2f}"
+
+
+def chunks(rows: Sequence[Row]) -> str:
+    """Writes how long each variant takes for each chunk, on one thread and on two."""
+    found = {(row["chunk"], row["before"], row["variant"], row["threads"]): row for row in rows}
+    lines = (
+        (
+            f"{chunk:,}",
+            f"{before:,}",
+            attended_by(variant),
+            *(part for count in THREADS for part in timed(found[chunk, before, variant, count])),
+        )
+        for chunk, before, variant in dict.fromkeys(key[:3] for key in found)
+    )
+    columns = (head for on in THREADS.values() for head in (f"ms, {on}", "speed", "quartiles"))
+    return table(("chunk", "stored", "attended by", *columns), lines)
+
+
+def cpu_prefill(result: Row, said: Said) -> Iterator[str]:
+    """The figures, and the times of all variants."""
+    yield markdown.figures(result, said)
+    yield chunks(result["rows"])
+
+
+def overheads(rows: Sequence[Row]) -> str:
+    """Writes the medians of what observing adds to a pass."""
+    chosen = sorted(rows, key=lambda row: row["tokens"])
+    lines = (
+        (
+            f"{row['tokens']}",
+            f"{row['heads']} x {row['group']} of {row['dim']}",
+            row["dtype"],
+            *(f"{median:.3f}" for _, median, _ in (row[way] for way in OBSERVED)),
+        )
+        for row in chosen
+    )
+    return table(("tokens", "heads", "dtype", *OBSERVED.values()), lines)
+
+
+def cpu_scores(result: Row, said: Said) -> Iterator[str]:
+    """The figures, and what observing adds at each size."""
+    yield markdown.figures(result, said)
+    yield overheads(result["rows"])
+
+
+WRITERS: Final = {
+    "cpu_decode": cpu_decode,
+    "cpu_end_to_end": cpu_end_to_end,
+    "cpu_isa": only_figures,
+    "cpu_prefill": cpu_prefill,
+    "cpu_scores": cpu_scores,
+    "cpu_store": only_figures,
+}

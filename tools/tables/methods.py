@@ -1,0 +1,80 @@
+"""The tables of methods beside each other: what they keep, and what that costs in quality."""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from tools.tables import markdown
+from tools.tables.markdown import Row, Said, table
+
+CELLS: Final = ("needle_aware", "needle_agnostic", "multikey_aware", "multikey_agnostic")
+COMPRESSED: Final = (
+    "policy",
+    "needle aware",
+    "later",
+    "multikey aware",
+    "later",
+    "nats",
+    "average",
+    "bytes",
+)
+QUANTIZED: Final = ("policy", "needle", "multikey", "nats per token", "bytes", "neutral", "5 %")
+
+
+def by_average(rows: Iterable[Row]) -> list[Row]:
+    """Puts the best average first."""
+    return sorted(rows, key=lambda row: -row["average"])
+
+
+def named(row: Row) -> str:
+    """Names a policy with its budget, which its own name leaves out where it is the default."""
+    if row["kind"] == "full":
+        return "the full cache"
+    name, _, options = row["policy"].partition(":")
+    if row["budget"] is None or "budget=" in options:
+        return f"`{row['policy']}`"
+    return f"`{name}:budget={row['budget']}{',' if options else ''}{options}`"
+
+
+def compressed(row: Row) -> tuple[str, ...]:
+    """Writes the five cells of a policy, their average, and what it held."""
+    scores = [f"{row[cell]:.2f}" for cell in CELLS]
+    numbers = [f"{row[key]:.3f}" for key in ("nll_agnostic", "average", "bytes")]
+    return (named(row), *scores, *numbers)
+
+
+def kv_compress_quality(result: Row, said: Said) -> Iterator[str]:
+    """The figures, all policies of each budget, and those that have no budget."""
+    rows = [row for row in result["rows"] if "average" in row]
+    yield markdown.figures(result, said)
+    for budget in sorted({row["budget"] for row in rows} - {None}):
+        here = by_average(row for row in rows if row["budget"] == budget)
+        yield table(COMPRESSED, (compressed(row) for row in here))
+    others = by_average(row for row in rows if row["budget"] is None)
+    yield table(COMPRESSED, (compressed(row) for row in others))
+
+
+def quantized(row: Row) -> tuple[str, ...]:
+    """Writes the scores of a policy, what it held, and whether it is as good as the full cache."""
+    scores = [f"{row[task]:.1f}" for task in ("needle", "multikey")]
+    numbers = [f"{row[key]:.3f}" for key in ("nll", "bytes")]
+    verdicts = ["yes" if row[key] else "" for key in ("neutral", "loss5")]
+    return (f"`{row['policy']}`", *scores, *numbers, *verdicts)
+
+
+def leankv_quality(result: Row, said: Said) -> Iterator[str]:
+    """The figures, and all policies in the order in which they were asked for."""
+    yield markdown.figures(result, said)
+    policies = [row for row in result["rows"] if row["kind"] == "policy"]
+    yield table(QUANTIZED, (quantized(row) for row in policies))
+
+
+def method_figures(result: Row, said: Said) -> Iterator[str]:
+    """The figures alone; pictures are drawn from the rows."""
+    yield markdown.figures(result, said)
+
+
+WRITERS: Final = {
+    "kv_compress_quality": kv_compress_quality,
+    "leankv_quality": leankv_quality,
+    "method_figures": method_figures,
+}

@@ -1,0 +1,252 @@
+"""The tables of engines of vLLM."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from tools.tables import markdown
+from tools.tables.engine import (
+    BF16,
+    COUNTED,
+    FP8,
+    SERVED,
+    by_way,
+    cache,
+    compressed_first,
+    every,
+    policy,
+    served,
+    share,
+)
+from tools.tables.markdown import Row, Said, table
+
+OWN: Final = {BF16: "vLLM's own cache in bfloat16", FP8: "vLLM's own cache in fp8"}
+ASKED: Final = {"needle": "needles", "multikey": "multikey"}
+PARTS: Final = ("attention", "storing", "model", "engine")
+
+
+def sizes(rows: Iterable[Row]) -> str:
+    """Writes what vLLM says that it holds."""
+    lines = (
+        (
+            cache(row["way"]),
+            f"{row['tokens']:,}",
+            f"{row['concurrency']:.2f}",
+            f"{row['blocks']:,}",
+            f"{row['block_tokens']} tokens",
+        )
+        for row in rows
+        if row["kind"] == "size"
+    )
+    return table(("cache", "tokens", "requests", "blocks", "a block holds"), lines)
+
+
+def load(rows: Iterable[Row], name: str) -> str:
+    """Writes how a load was served."""
+    lines = (
+        (
+            cache(row["way"]),
+            f"{row['peak_running']}",
+            f"{row['preemptions']}",
+            f"{row['steps']}",
+            share(row["peak_usage"], 0),
+        )
+        for row in rows
+        if row["kind"] == "load" and row["load"] == name
+    )
+    return table((*COUNTED, "most of the blocks in use"), lines)
+
+
+def vllm_capacity(result: Row, said: Said) -> Iterator[str]:
+    """What vLLM says that it holds, and how each load was served."""
+    yield markdown.figures(result, said)
+    yield sizes(result["rows"])
+    for name in ("prompts", "answers"):
+        yield load(result["rows"], name)
+
+
+def loaded(rows: Sequence[Row]) -> str:
+    """Writes how many answers were right in a busy engine."""
+    runs = [row for row in rows if row["kind"] == "loaded"]
+    scores = {(row["task"], row["way"]): row for row in rows if row["kind"] == "score"}
+    lines = (
+        (
+            cache(row["way"]),
+            *(
+                each
+                for task in ASKED
+                for each in (right(row[task]), within(scores[task, row["way"]]))
+            ),
+            f"{row['peak_running']}",
+            f"{row['preemptions']}",
+        )
+        for row in runs
+    )
+    asked = (f"{head} of {len(runs[0][task])}" for task, head in ASKED.items())
+    heads = (each for head in asked for each in (head, "95 %"))
+    return table(("cache", *heads, "most running", "preemptions"), lines)
+
+
+def within(row: Row) -> str:
+    """Writes the interval of a share."""
+    low, high = row["interval"]
+    return f"{low:.2f} to {high:.2f}"
+
+
+def right(scores: Sequence[float] | None) -> str:
+    """Writes how many answers are right, where there are any."""
+    return "" if scores is None else f"{sum(scores):.0f}"
+
+
+def vllm_loaded(result: Row, said: Said) -> Iterator[str]:
+    """Answers of a busy engine."""
+    yield markdown.figures(result, said)
+    yield loaded(result["rows"])
+
+
+def over(row: Row, key: str) -> str:
+    """Writes a difference of nats with its interval; fp8 is vLLM's alone."""
+    if row["way"] == BF16 and key != "between":  # nothing is over itself
+        return "none"
+    if key not in row:
+        return "not there"
+    low, high = row[f"{key}_interval"]
+    return f"{row[key]:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def vllm_nll(result: Row, said: Said) -> Iterator[str]:
+    """Nats over those of the uncompressed cache of each host, and between the two."""
+    yield markdown.figures(result, said)
+    columns = {
+        "vllm": "over bf16 under vLLM",
+        "transformers": "over `full` under transformers",
+        "between": "vLLM over transformers",
+    }
+    lines = (
+        (cache(row["way"]), *(over(row, key) for key in columns))
+        for row in result["rows"]
+        if row["kind"] == "over"
+    )
+    yield table(("cache", *columns.values()), lines)
+
+
+def parts(rows: Iterable[Row]) -> str:
+    """Writes where the time of a run goes."""
+    keys = [f"{part}_{step}" for step in ("prompt", "decode") for part in PARTS]
+    lines = (
+        (cache(row["way"]), f"{row['seconds']:.1f} s", *(share(row[key], 1) for key in keys))
+        for row in rows
+        if row["kind"] == "parts"
+    )
+    first, *others = PARTS
+    steps = (f"steps with prompts: {first}", *others, f"steps that decode: {first}", *others)
+    return table(("cache", "all", *steps), lines)
+
+
+def vllm_parts(result: Row, said: Said) -> Iterator[str]:
+    """How short answers were served, and where the time goes."""
+    yield markdown.figures(result, said)
+    runs = by_way(result["rows"], "served")
+    yield table(SERVED, (served(way, rounds) for way, rounds in runs.items()))
+    yield parts(result["rows"])
+
+
+def beside(theirs: Row, way: str) -> Sequence[float] | None:
+    """Gives what transformers scored; fp8 is vLLM's alone."""
+    scores: Sequence[float] | None = theirs.get("full" if way == BF16 else way)
+    return scores
+
+
+def nats(row: Row, host: str) -> str:
+    """Writes nats over bfloat16 of the same host with half of their interval."""
+    if row["way"] == BF16:
+        return "0"
+    if f"{host}_over_stock" not in row:
+        return ""
+    low, high = row[f"{host}_over_stock"]
+    return f"{(low + high) / 2:+.3f} ± {(high - low) / 2:.3f}"
+
+
+def quality(rows: Sequence[Row]) -> str:
+    """Writes the answers that are right under both hosts, and nats."""
+    ours = {row["way"]: row for row in rows if row["kind"] == "vllm"}
+    theirs = {row["task"]: row for row in rows if row["kind"] == "transformers"}
+    scores = {(row["task"], row["way"]): row for row in rows if row["kind"] == "score"}
+    lines = (
+        (
+            OWN.get(way) or compressed_first(policy(way)),
+            *(right(each) for task in ASKED for each in (mine[task], beside(theirs[task], way))),
+            *(nats(scores["nll", way], host) for host in ("vllm", "transformers")),
+        )
+        for way, mine in ours.items()
+    )
+    heads = (
+        each for head in (*ASKED.values(), "nats") for each in (f"{head}, vLLM", "transformers")
+    )
+    return table(("cache", *heads), lines)
+
+
+def vllm_quality(result: Row, said: Said) -> Iterator[str]:
+    """Answers and nats under vLLM, beside those under transformers."""
+    yield markdown.figures(result, said)
+    yield quality(result["rows"])
+
+
+def vllm_soak(result: Row, said: Said) -> Iterator[str]:
+    """What became of the requests of each engine."""
+    yield markdown.figures(result, said)
+    columns = {
+        "requests": "requests",
+        "answered": "answered",
+        "aborted": "given up",
+        "preemptions": "preemptions",
+        "steps": "steps of the engine",
+    }
+    lines = (
+        (
+            compressed_first(cache(row["way"])),
+            *(f"{row[key]:,}" for key in columns),
+            f"{row['leaked_blocks']} blocks",
+        )
+        for row in result["rows"]
+    )
+    yield table(("cache", *columns.values(), "leaked blocks"), lines)
+
+
+def vllm_throughput(result: Row, said: Said) -> Iterator[str]:
+    """How long answers were served."""
+    yield markdown.figures(result, said)
+    lines = (
+        (*served(way, rounds), every(rounds, "full_tokens_per_s", ".1f"))
+        for way, rounds in by_way(result["rows"], "served").items()
+    )
+    yield table((*SERVED, "while requests waited"), lines)
+
+
+def vllm_trace(result: Row, said: Said) -> Iterator[str]:
+    """How requests of a trace were served."""
+    yield markdown.figures(result, said)
+    lines = (
+        (
+            cache(way),
+            *(f"{every(rounds, f'ttft_{p}', '.1f')} s" for p in ("p50", "p99")),
+            *(f"{every(rounds, f'tbt_{p}', '.0f', scale=1000)} ms" for p in ("p50", "p99")),
+            f"{every(rounds, 'good_requests', 'd')} of {rounds[0]['requests']}",
+            every(rounds, "goodput", ".3f"),
+            f"{every(rounds, 'output_tokens_per_s', '.1f')} tokens/s",
+        )
+        for way, rounds in by_way(result["rows"], "trace").items()
+    )
+    waits = ("first token, p50", "p99", "between tokens, p50", "p99")
+    yield table(("cache", *waits, "within targets", "a second", "output"), lines)
+
+
+WRITERS: Final = {
+    "vllm_capacity": vllm_capacity,
+    "vllm_loaded": vllm_loaded,
+    "vllm_nll": vllm_nll,
+    "vllm_parts": vllm_parts,
+    "vllm_quality": vllm_quality,
+    "vllm_soak": vllm_soak,
+    "vllm_throughput": vllm_throughput,
+    "vllm_trace": vllm_trace,
+}

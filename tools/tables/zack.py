@@ -1,0 +1,123 @@
+"""The tables of ZACK: what may be left out, which text a basis serves, and what is gained."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from tools.tables import markdown
+from tools.tables.markdown import Row, Said, table
+
+RATES: Final = (0.0, 0.0625, 0.125, 0.25)
+PAIRS: Final = ("Q-K", "V-O")
+DRIFT_RATE: Final = 0.25
+POLICIES: Final = ("bytes", "policy", "needle", "multikey", "nats per token")
+TEXTS: Final = (
+    "basis",
+    "text",
+    "lost beyond its own, Q-K",
+    "V-O",
+    "subspace outside, Q-K",
+    "V-O",
+    "elements, Q-K",
+    "V-O",
+)
+TOKENS: Final = ("tokens", "lost beyond its own, Q-K", "V-O", "subspace outside, Q-K", "V-O")
+DECODE: Final = ("heads", "batch", "tokens", "ranks", "rate", "decode", "with maps", "bytes")
+PROJECTIONS: Final = (
+    "layers",
+    "tokens",
+    "rate",
+    "v and o folded",
+    "with packing",
+    "all four, rotation included",
+    "bytes of v and o",
+)
+
+
+def of_kind(result: Row, kind: str) -> list[Row]:
+    """Gives the rows of a kind."""
+    return [row for row in result["rows"] if row["kind"] == kind]
+
+
+def asked(policy: str) -> float:
+    """Reads the rate that a policy names, which ranks in multiples can miss."""
+    _, _, rest = policy.partition("rate=")
+    return float(rest.partition(",")[0])
+
+
+def greatest(tried: Sequence[Row]) -> float:
+    """Gives the most that a method removed within 1 % of the nats; 0 where it is nothing."""
+    return max((row["removed"] for row in tried if row["within"]), default=0.0)
+
+
+def searched(method: str, tried: Sequence[Row]) -> tuple[str, ...]:
+    """Writes what a method may remove, and its nats at some of the rates that were tried."""
+    nats = {asked(row["policy"]): f"{row['nats']:.3f}" for row in tried}
+    # Where a search goes up, it does not come by the smaller rates.
+    return (f"{greatest(tried):.3f}", f"`{method}`", *(nats.get(rate, "") for rate in RATES))
+
+
+def search(rows: Sequence[Row]) -> str:
+    """Writes the search for the greatest rate, a row for each method."""
+    tried = [row for row in rows if "method" in row]
+    methods = dict.fromkeys(row["method"] for row in tried)
+    of = {method: [row for row in tried if row["method"] == method] for method in methods}
+    first, *others = RATES
+    head = ("greatest rate within 1 %", "method", f"rate {first:g}", *map(str, others))
+    return table(head, (searched(*each) for each in of.items()))
+
+
+def policy(row: Row) -> tuple[str, ...]:
+    """Writes what a policy held, and its scores."""
+    scores = [f"{row[task]:.2f}" for task in ("needle", "multikey")]
+    return (f"{row['bytes']:.3f}", f"`{row['policy']}`", *scores, f"{row['nll']:.3f}")
+
+
+def drift(row: Row) -> tuple[str, ...]:
+    """Writes the energy that a basis loses beyond another, and how far it is turned from it."""
+    lost = [f"{row[f'{pair} excess']:.5f}" for pair in PAIRS]
+    return (*lost, *(f"{row[f'{pair} turned']:.3f}" for pair in PAIRS))
+
+
+def elements(row: Row) -> tuple[str, ...]:
+    """Writes the differences of the rotations' elements over their size."""
+    return tuple(f"{row[f'{pair} elements']:.2f}" for pair in PAIRS)
+
+
+def zack_quality(result: Row, said: Said) -> Iterator[str]:
+    """The figures, the search for rates, policies, and bases of other texts and of fewer tokens."""
+    yield markdown.figures(result, said)
+    yield search(of_kind(result, "rate"))
+    yield table(POLICIES, (policy(row) for row in of_kind(result, "policy")))
+    texts = [row for row in of_kind(result, "drift") if row["rate"] == DRIFT_RATE]
+    yield table(TEXTS, ((row["basis"], row["text"], *drift(row), *elements(row)) for row in texts))
+    fewer = [row for row in of_kind(result, "tokens") if row["rate"] == DRIFT_RATE]
+    yield table(TOKENS, ((f"{row['tokens']:,}", *drift(row)) for row in fewer))
+
+
+def decode(row: Row) -> tuple[str, ...]:
+    """Writes a decode step's attention with fewer dimensions over that with all of them."""
+    ratios = ("decode_ratio", "decode_ratio_with_maps", "memory_ratio")
+    about = (row["model"], f"{row['batch']}", f"{row['tokens']:,}", row["ranks"])
+    return (*about, f"{row['rate']:g}", *(f"{row[ratio]:.2f}" for ratio in ratios))
+
+
+def projections(row: Row) -> tuple[str, ...]:
+    """Writes folded projections over their originals."""
+    ratios = (
+        "projection_ratio",
+        "projection_ratio_with_packing",
+        "all_projections_ratio",
+        "memory_ratio",
+    )
+    about = (row["model"], f"{row['tokens']:,}", f"{row['rate']:g}")
+    return (*about, *(f"{row[ratio]:.2f}" for ratio in ratios))
+
+
+def zack_speed(result: Row, said: Said) -> Iterator[str]:
+    """The figures, decode steps, and projections."""
+    yield markdown.figures(result, said)
+    yield table(DECODE, (decode(row) for row in of_kind(result, "decode")))
+    yield table(PROJECTIONS, (projections(row) for row in of_kind(result, "projections")))
+
+
+WRITERS: Final = {"zack_quality": zack_quality, "zack_speed": zack_speed}
