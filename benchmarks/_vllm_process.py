@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from time import monotonic
 from typing import Final, ParamSpec, TypeVar
 from unittest.mock import patch
 
@@ -37,12 +38,16 @@ class Rows:
     """What has been measured, on disk row by row, so that a later run goes on from here.
 
     The file is `<name>.partial` beside the results. Its first line says what was asked and of which
-    commit; a file that was asked something else is begun anew. A quick run keeps no file.
+    commit; a file that was asked something else is begun anew. A quick run keeps no file. After
+    `minutes` no row is begun.
     """
 
-    def __init__(self, name: str, asked: Mapping[str, object], *, quick: bool) -> None:
+    def __init__(
+        self, name: str, asked: Mapping[str, object], *, quick: bool, minutes: float | None = None
+    ) -> None:
         """Take over the rows of an earlier run that asked for the same."""
         self.name, self.quick = name, quick
+        self.until = None if minutes is None else monotonic() + 60 * minutes
         self.path = _result.RESULTS / f"{name}.partial"
         self.rows: list[Row] = []
         if quick:
@@ -59,10 +64,17 @@ class Rows:
         self.path.write_text(json.dumps(head) + "\n")
 
     def measured(self, key: Row, measure: Callable[[], Row]) -> Row:
-        """Give the row that begins with these fields; measure it if it is not there yet."""
+        """Give the row that begins with these fields; measure it if it is not there yet.
+
+        Raises:
+            SystemExit: the time is over; what there is, is kept.
+        """
         for row in self.rows:
             if row.items() >= key.items():
                 return row
+        if self.until is not None and monotonic() > self.until:
+            CONSOLE.print(f"the time is over; {self.path} has {len(self.rows)} rows to go on from")
+            raise SystemExit
         CONSOLE.print(" ".join(f"{name}={value}" for name, value in key.items()))
         row = {**key, **measure()}
         self.rows.append(row)

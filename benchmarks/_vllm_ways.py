@@ -74,5 +74,8 @@ def arguments(description: str | None, default: Sequence[str]) -> argparse.Argum
     parser.add_argument(
         "--policies", type=split_specs, default=list(default), help="in place of the usual ones"
     )
+    parser.add_argument(
+        "--minutes", type=float, help="begin nothing after so many; the same command goes on"
+    )
     parser.add_argument("--basis", type=Path, help="file of `kv-serve calibrate zack`, for {zack}")
     return parser

@@ -37,12 +37,19 @@ LOADS = (
 QUICK = ((1024, 256, Load("quick", 4, (400, 400), (16, 16))),)
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool, size: Room = SIZE) -> Rows:
+def measure(
+    policies: list[str],
+    basis: Path | None,
+    *,
+    quick: bool,
+    minutes: float | None = None,
+    size: Room = SIZE,
+) -> Rows:
     """Ask vLLM for its capacity under every policy, and let it run the loads."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
     loads = QUICK if quick else LOADS
     asked = {"ways": ways, "loads": str(loads), "size": str(size)}
-    rows = Rows("vllm_capacity", asked, quick=quick)
+    rows = Rows("vllm_capacity", asked, quick=quick, minutes=minutes)
     for way in ways:
         key: Row = {"kind": "size", "way": figure(way), "kv_bytes": size.kv_bytes}
         rows.measured(key, partial(apart, capacity, way, size))
@@ -74,7 +81,7 @@ def figures(rows: list[Row]) -> dict[str, float]:
 def main() -> None:
     """Run everything and write the result."""
     given = arguments(__doc__, POLICIES).parse_args()
-    rows = measure(given.policies, given.basis, quick=given.quick)
+    rows = measure(given.policies, given.basis, quick=given.quick, minutes=given.minutes)
     rows.finish(figures(rows.rows))
 
 

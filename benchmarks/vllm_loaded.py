@@ -49,14 +49,26 @@ def judged(samples: int, *, quick: bool) -> dict[str, tuple[Sample, ...]]:
     return {task: plan.samples_of(loaded, text, task, "aware") for task in TASKS}
 
 
-def measure(policies: list[str], basis: Path | None, samples: int, *, quick: bool) -> Rows:
+def measure(
+    policies: list[str],
+    basis: Path | None,
+    samples: int,
+    *,
+    quick: bool,
+    minutes: float | None = None,
+) -> Rows:
     """Let every way answer the same requests."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
     tasks, load = judged(samples, quick=quick), beside(samples, quick=quick)
     every = [sample for each in tasks.values() for sample in each]
     longest = max(load.longest, *(s.length + s.new_tokens for s in every))
     room = Room(2 * longest * raw_token_bytes(), longest)
-    rows = Rows("vllm_loaded", {"ways": ways, "load": str(load), "room": str(room)}, quick=quick)
+    rows = Rows(
+        "vllm_loaded",
+        {"ways": ways, "load": str(load), "room": str(room)},
+        quick=quick,
+        minutes=minutes,
+    )
     for way in ways:
         key: Row = {"kind": "loaded", "way": figure(way), "kv_bytes": room.kv_bytes}
         rows.measured(key, partial(apart, answered_among, way, room, tasks, load.asks()))
@@ -82,7 +94,7 @@ def main() -> None:
     given = parser.parse_args()
     usual = 2 if given.quick else 64
     samples = usual if given.samples is None else given.samples
-    rows = measure(given.policies, given.basis, samples, quick=given.quick)
+    rows = measure(given.policies, given.basis, samples, quick=given.quick, minutes=given.minutes)
     table = scores(rows.rows)
     rows.rows += table
     rows.finish({f"{row['task']}_{row['way']}": float(str(row["score"])) for row in table})

@@ -40,14 +40,16 @@ def under_transformers() -> dict[str, list[float]]:
     return {name: scores for name, scores in found.items() if isinstance(scores, list)}
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
+def measure(
+    policies: list[str], basis: Path | None, *, quick: bool, minutes: float | None = None
+) -> Rows:
     """Score all texts under every policy."""
     policies = list(with_basis(policies, basis))
     loaded = load_model()
     (plan,) = (each for each in plans(policies, quick=quick) if each.tasks[0] == "nll")
     samples = plan.samples_of(loaded, default_text(), *plan.pairs[0])
     room = room_for(samples, raw_token_bytes())
-    rows = Rows("vllm_nll", {"policies": policies, "plan": str(plan)}, quick=quick)
+    rows = Rows("vllm_nll", {"policies": policies, "plan": str(plan)}, quick=quick, minutes=minutes)
     for way in (BF16, *(() if quick else (FP8,)), *plan.policies[1:]):
         key: Row = {"kind": "vllm", "way": figure(way), "length": plan.length}
         rows.measured(key, partial(apart, nats, way, room, samples))
@@ -92,7 +94,7 @@ def main() -> None:
     """Run everything and write the result."""
     given = arguments(__doc__, POLICIES).parse_args()
     theirs = {} if given.quick else under_transformers()  # before hours are spent
-    rows = measure(given.policies, given.basis, quick=given.quick)
+    rows = measure(given.policies, given.basis, quick=given.quick, minutes=given.minutes)
     table = compared(rows.rows, theirs)
     rows.rows += table
     rows.finish(figures(table))

@@ -28,12 +28,19 @@ POLICIES = (
 )
 
 
-def measure(policies: list[str], basis: Path | None, rounds: int, *, quick: bool) -> Rows:
+def measure(
+    policies: list[str],
+    basis: Path | None,
+    rounds: int,
+    *,
+    quick: bool,
+    minutes: float | None = None,
+) -> Rows:
     """Let all serve the same requests, in rounds, then watch each once."""
     ways = (BF16, FP8, *with_basis(policies, basis))
     short, some = (QUICK, QUICK) if quick else (SHORT, PARTS)
     asked = {"ways": ways, "loads": str((short, some)), "held": HELD}
-    rows = Rows("vllm_parts", asked, quick=quick)
+    rows = Rows("vllm_parts", asked, quick=quick, minutes=minutes)
     for kind, load, work, times in (("served", short, ran, rounds), ("parts", some, parts, 1)):
         room = room_of(load, compiled=False)
         about = {"load": load.name, "requests": load.requests, "kv_bytes": room.kv_bytes}
@@ -48,7 +55,9 @@ def main() -> None:
     parser = arguments(__doc__, POLICIES)
     parser.add_argument("--rounds", type=count, default=2, help="runs of every engine not watched")
     given = parser.parse_args()
-    rows = measure(given.policies, given.basis, given.rounds, quick=given.quick)
+    rows = measure(
+        given.policies, given.basis, given.rounds, quick=given.quick, minutes=given.minutes
+    )
     rows.finish(over_bf16(rows.rows))
 
 

@@ -94,12 +94,16 @@ def compared(task: str, mine: list[float], stock: list[float]) -> Row:
     return {"score": mean(mine), "interval": of_mean(mine)}
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool) -> tuple[Rows, list[Row]]:
+def measure(
+    policies: list[str], basis: Path | None, *, quick: bool, minutes: float | None = None
+) -> tuple[Rows, list[Row]]:
     """Score everything; also give the rows of the table."""
     policies = list(with_basis(policies, basis))
     loaded = load_model()
     made = plans(policies, quick=quick)
-    rows = Rows("vllm_quality", {"policies": policies, "plans": str(made)}, quick=quick)
+    rows = Rows(
+        "vllm_quality", {"policies": policies, "plans": str(made)}, quick=quick, minutes=minutes
+    )
     tasks: Tasks = {
         plan.tasks[0]: plan.samples_of(loaded, default_text(), *plan.pairs[0]) for plan in made
     }
@@ -139,7 +143,7 @@ def figures(table: list[Row]) -> dict[str, float]:
 def main() -> None:
     """Run everything and write the result."""
     given = arguments(__doc__, POLICIES).parse_args()
-    rows, table = measure(given.policies, given.basis, quick=given.quick)
+    rows, table = measure(given.policies, given.basis, quick=given.quick, minutes=given.minutes)
     rows.rows += table
     rows.finish(figures(table))
 

@@ -41,14 +41,21 @@ def soaked(way: str, room: Room, soak: Soak) -> Row:
         return outcome
 
 
-def measure(policies: list[str], basis: Path | None, *, quick: bool) -> Rows:
+def measure(
+    policies: list[str], basis: Path | None, *, quick: bool, minutes: float | None = None
+) -> Rows:
     """Soak every policy, and stock."""
     ways = (BF16, *with_basis(policies, basis))
     soak = Soak(requests=24, together=8, prompt=(16, 300), answer=(1, 24)) if quick else Soak()
     held = 1024 if quick else HELD
     longest = soak.prompt[1] + soak.answer[1]
     room = Room(held * raw_token_bytes(), longest, chunk=256)
-    rows = Rows("vllm_soak", {"ways": ways, "soak": str(soak), "room": str(room)}, quick=quick)
+    rows = Rows(
+        "vllm_soak",
+        {"ways": ways, "soak": str(soak), "room": str(room)},
+        quick=quick,
+        minutes=minutes,
+    )
     for way in ways:
         # As many bytes for all, so the fewer a policy stores, the more requests it takes.
         key: Row = {"way": figure(way), "kv_bytes": room.kv_bytes}
@@ -67,7 +74,7 @@ def figures(rows: list[Row]) -> dict[str, float]:
 def main() -> None:
     """Run everything and write the result."""
     given = arguments(__doc__, POLICIES).parse_args()
-    rows = measure(given.policies, given.basis, quick=given.quick)
+    rows = measure(given.policies, given.basis, quick=given.quick, minutes=given.minutes)
     rows.finish(figures(rows.rows))
 
 

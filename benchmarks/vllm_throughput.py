@@ -39,6 +39,7 @@ def measure(
     *,
     compiled: bool,
     quick: bool,
+    minutes: float | None = None,
 ) -> Rows:
     """Let all serve the same requests, one after the other, in rounds."""
     ways = (*with_basis(policies, basis), BF16, FP8)
@@ -47,7 +48,7 @@ def measure(
     if together is not None:
         room = replace(room, together=together)
     asked = {"ways": ways, "load": str(load), "room": str(room)}
-    rows = Rows("vllm_throughput", asked, quick=quick)
+    rows = Rows("vllm_throughput", asked, quick=quick, minutes=minutes)
     about: Row = {
         "load": load.name,
         "requests": load.requests,
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, help="requests that run at once, at most")
     parser.add_argument("--rounds", type=count, default=2, help="runs of every engine")
     given = parser.parse_args()
-    how = {"compiled": given.compiled, "quick": given.quick}
+    how = {"compiled": given.compiled, "quick": given.quick, "minutes": given.minutes}
     rows = measure(given.policies, given.basis, given.together, given.rounds, **how)
     groups = {} if given.quick else losing()  # what was measured is kept if this is missing
     rows.rows += best(rows.rows, groups)

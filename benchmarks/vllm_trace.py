@@ -68,6 +68,7 @@ def measure(
     rounds: int,
     *,
     quick: bool,
+    minutes: float | None = None,
 ) -> Rows:
     """Find the rate that stock can answer, and replay the trace at a part of it under all."""
     ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
@@ -80,7 +81,7 @@ def measure(
     arrivals, left_out = read_trace(trace, scale)
     asks = asks_of(arrivals, text_ids())
     asked = {"trace": trace.name, "ways": ways, "scale": str(scale), "target": str(target)}
-    rows = Rows("vllm_trace", {**asked, "room": str(room)}, quick=quick)
+    rows = Rows("vllm_trace", {**asked, "room": str(room)}, quick=quick, minutes=minutes)
 
     def replay(way: str, when: list[Arrival]) -> Row:
         return described(*apart(replayed, way, room, when, asks, environment=SERVER), target)
@@ -123,7 +124,13 @@ def main() -> None:
     given = parser.parse_args()
     target = Target(given.ttft, given.tbt)
     rows = measure(
-        given.trace, given.policies, given.basis, target, given.rounds, quick=given.quick
+        given.trace,
+        given.policies,
+        given.basis,
+        target,
+        given.rounds,
+        quick=given.quick,
+        minutes=given.minutes,
     )
     rows.finish(figures(rows.rows, figure(given.policies[0])))
 

@@ -1,5 +1,6 @@
 """Results of benchmarks and counts of tests are written as documents and CI read them."""
 
+import importlib
 import json
 import math
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import _result
 from tools.count import count, minutes
+from tools.workspace import ROOT
 
 REPORT = """<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2" time="90">
 <testcase name="a"/></testsuite></testsuites>"""
@@ -59,6 +61,23 @@ def test_a_figure_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         _result.write("name", {"figure": math.nan}, [], quick=False, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_time_is_left_for_are_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    rows_of = importlib.import_module("_vllm_process").Rows
+    monkeypatch.setattr(importlib.import_module("_result"), "RESULTS", tmp_path)
+    rows = rows_of("name", {}, quick=False, minutes=60)
+    rows.measured({"way": "a"}, lambda: {"score": 1})
+    late = rows_of("name", {}, quick=False, minutes=0)
+    assert late.measured({"way": "a"}, lambda: {"score": 2}) == {"way": "a", "score": 1}
+    with pytest.raises(SystemExit):
+        late.measured({"way": "b"}, lambda: {"score": 3})
+    on = rows_of("name", {}, quick=False)
+    on.measured({"way": "b"}, lambda: {"score": 4})
+    assert on.rows == [{"way": "a", "score": 1}, {"way": "b", "score": 4}]
 
 
 def test_errors_count_as_failures_and_reports_add_up(tmp_path: Path) -> None:
