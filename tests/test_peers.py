@@ -20,8 +20,10 @@ from _table import (
     environments,
     figures,
     joined,
+    lacking,
     missing,
     of_cells,
+    to_ask,
     ways,
 )
 from _ways import WAYS, asked, claimed
@@ -322,8 +324,8 @@ def whole(score: float, *environments: str) -> list[dict[str, object]]:
 
 def test_a_cell_says_what_it_lacks() -> None:
     ours, peers = len(WAYS["ours"]), len(WAYS["kvpress"])
-    lacking = missing(whole(1.0, "quantized", "vllm", "kvpress")[:-1], CELL, False)
-    assert lacking == [
+    said = missing(whole(1.0, "quantized", "vllm", "kvpress")[:-1], CELL, False)
+    assert said == [
         f"needle aware: {ours} of {ours} ways of ours",
         f"needle aware: 1 of {peers} ways of kvpress",
     ]
@@ -331,6 +333,23 @@ def test_a_cell_says_what_it_lacks() -> None:
     assert missing(whole(1.0), ("needle", "agnostic"), False) == [
         "needle agnostic: 3 of 3 ways of kvzip"
     ]
+
+
+def test_gaps_are_filled_beside_what_they_are_compared_with() -> None:
+    last = WAYS["ours"][-1]
+    gap = [row for row in whole(1.0) if row.get("way") != last]
+    assert lacking(gap, CELL, False) == to_ask(gap, CELL, False) == {"ours": (last,)}
+    agnostic = ("nll", "agnostic")
+    assert to_ask(whole(1.0), CELL, False) == {}
+    assert to_ask(gap, agnostic, False) == {
+        "ours": (FULL, last),
+        "kvzip": WAYS["kvzip"],
+        "kvpress": (FULL,),
+    }
+    plain = [{k: v for k, v in row.items() if k != "scores"} for row in whole(0.5)]
+    assert to_ask(plain, CELL, False) == {
+        name: asked(name, "aware", quick=False) for name in WAYS if name != "kvzip"
+    }
 
 
 def test_a_part_that_is_answered_anew_is_joined_to_the_rest() -> None:

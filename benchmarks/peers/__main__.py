@@ -14,7 +14,8 @@ one has more to choose from.
 
 Rows are kept in a file beside the result until all are there, and a later run goes on from it.
 `--only` asks one task anew, `--setting` one setting, and what the result has of others stays in it;
-`--environment` runs a part, and what the result has of the others is joined to it. KVzip's nats and
+`--environment` runs a part, and what the result has of the others is joined to it; `--missing` asks
+only the ways that the result lacks, and what they are compared with. KVzip's nats and
 agreement are compared with the full cache of kvpress, which must be run with it. Who is best in a
 cell, of a task and a setting, is said when all ways have answered; until then a cell that was whole
 stays as the result had it. `--together` environments answer at the same time. `--times` writes
@@ -25,6 +26,7 @@ the same process, ways in turn.
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Lock
@@ -42,6 +44,7 @@ from _table import (
     joined,
     missing,
     of_cells,
+    to_ask,
     ways,
 )
 from _times import clocked
@@ -62,8 +65,16 @@ COLUMNS = (
 )
 
 
-def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespace) -> None:
+def answer(
+    run: Run,
+    samples: Samples,
+    partial: Partial,
+    given: argparse.Namespace,
+    asks_for: Callable[[str, CellName], tuple[str, ...]],
+) -> None:
     """Let environments answer what is not there yet, some at the same time.
+
+    `asks_for` says which ways of an environment in a cell.
 
     Raises:
         RuntimeError: a script failed; what it and the others answered is kept.
@@ -72,8 +83,9 @@ def answer(run: Run, samples: Samples, partial: Partial, given: argparse.Namespa
 
     def ask(name: str) -> None:
         cells = tuple(
-            Cell(task, setting, asked(name, setting, quick=given.quick), asks(each))
-            for (task, setting), each in samples.items()
+            Cell(*cell, ways, asks(each))
+            for cell, each in samples.items()
+            if (ways := asks_for(name, cell))
         )
         work = Work(run.model, run.ends, cells, partial.done(name))
         if not (left := sum(len(found) for *_, found in work.open())):
@@ -127,6 +139,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--only", choices=TASKS, help="one task; others stay")
     parser.add_argument("--setting", choices=BOTH, help="one setting; the other stays")
+    parser.add_argument("--missing", action="store_true", help="ways that the result lacks only")
     parser.add_argument("--environment", action="append", choices=tuple(WAYS), help="these only")
     parser.add_argument(
         "--together", type=count, default=2, help="environments that answer at once"
@@ -155,7 +168,14 @@ def main() -> None:
     before = [] if given.quick else there(first)
     name = "_".join(("peers", *filter(None, (given.only, given.setting))))
     partial = Partial(None if given.quick else _result.RESULTS / f"{name}.partial", about)
-    answer(run, cells, partial, given)
+    gaps = {cell: to_ask(of_cells(before, (cell,)), cell, given.quick) for cell in cells}
+
+    def asks_for(name: str, cell: CellName) -> tuple[str, ...]:
+        if given.missing:
+            return gaps[cell].get(name, ())
+        return asked(name, cell[1], quick=given.quick)
+
+    answer(run, cells, partial, given, asks_for)
     fresh = {cell: answered(loaded, samples, partial, cell) for cell in cells}
     lacking: list[str] = []
     rows = of_cells(before, samples.keys() - cells.keys())

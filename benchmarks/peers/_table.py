@@ -14,6 +14,7 @@ from kv_serve.tasks import Sample, agreement_share, found_share
 
 OURS = "ours"
 LEAST = frozenset({"nll"})  # tasks whose score is the better the lower it is
+ASKED = frozenset({"needle", "multikey"})  # tasks whose score is not over the full cache's
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -32,15 +33,42 @@ def score(sample: Sample, row: Row, full: Row | None, decode: Decode) -> float |
     return agreement_share(row["tokens"], full["tokens"])
 
 
-def missing(table: Sequence[Row], cell: CellName, quick: bool) -> list[str]:
-    """What a cell still lacks, in words."""
+def lacking(table: Sequence[Row], cell: CellName, quick: bool) -> dict[str, tuple[str, ...]]:
+    """The ways that a cell still lacks, of each environment that lacks some."""
     found = {(row["environment"], row["way"]) for row in table if "way" in row}
-    lacking = []
+    left = {}
     for environment in WAYS:
         ways = asked(environment, cell[1], quick=quick)
-        if count := sum((environment, way) not in found for way in ways):
-            lacking.append(f"{' '.join(cell)}: {count} of {len(ways)} ways of {environment}")
-    return lacking
+        left[environment] = tuple(way for way in ways if (environment, way) not in found)
+    return {environment: ways for environment, ways in left.items() if ways}
+
+
+def missing(table: Sequence[Row], cell: CellName, quick: bool) -> list[str]:
+    """What a cell still lacks, in words."""
+    return [
+        f"{' '.join(cell)}: {len(ways)} of {len(asked(environment, cell[1], quick=quick))} "
+        f"ways of {environment}"
+        for environment, ways in lacking(table, cell, quick).items()
+    ]
+
+
+def to_ask(before: Sequence[Row], cell: CellName, quick: bool) -> dict[str, tuple[str, ...]]:
+    """What fills the gaps of a cell: ways, and the full caches that they are compared with."""
+    left = lacking(_standing(before), cell, quick)
+    if cell[0] not in ASKED:
+        for environment in tuple(left):
+            reference = REFERENCE.get(environment, environment)
+            left[reference] = tuple(dict.fromkeys((FULL, *left.get(reference, ()))))
+    return left
+
+
+def _standing(before: Sequence[Row]) -> list[Row]:
+    """Those rows of an earlier result whose ways need not be asked again."""
+    return [
+        row
+        for row in before
+        if row["kind"] == "failed" or (row["kind"] == "way" and "scores" in row)
+    ]
 
 
 def joined(fresh: Sequence[Row], before: Sequence[Row]) -> list[Row]:
@@ -49,12 +77,7 @@ def joined(fresh: Sequence[Row], before: Sequence[Row]) -> list[Row]:
     Those without the score of each sample cannot be compared with others, and are left out.
     """
     now = {(row["environment"], row["way"]) for row in fresh if "way" in row}
-    stay = [
-        row
-        for row in before
-        if row["kind"] == "failed" or (row["kind"] == "way" and "scores" in row)
-        if (row["environment"], row["way"]) not in now
-    ]
+    stay = [row for row in _standing(before) if (row["environment"], row["way"]) not in now]
     of = {row["environment"] for row in stay}
     about = [row for row in before if row["kind"] == "environment" and row["environment"] in of]
     return [*about, *stay, *fresh]
