@@ -34,6 +34,8 @@ OURS: Final = (
     "leankv",
     "k4v2",
     "k4v2:window=64",
+    "k4v4:keys=channel",
+    "k4v2:keys=channel,block=64",
     "kv-compress:rate=1.8+k8v4",
     "kv-compress:rate=1.27+k4v4",
     "snapkv:budget=78%+k4v4",
@@ -65,7 +67,16 @@ def _presses() -> tuple[str, ...]:
 
 WAYS: Final[dict[str, tuple[str, ...]]] = {
     "ours": (FULL, *OURS),
-    "quantized": (FULL, "quanto4", "quanto2", "hqq4", "hqq3", "hqq2"),
+    "quantized": (
+        FULL,
+        "quanto4",
+        "quanto2",
+        "quanto4:keys=channel",
+        "quanto2:keys=channel",
+        "hqq4",
+        "hqq3",
+        "hqq2",
+    ),
     "vllm": (FULL, "fp8"),
     "kvpress": (FULL, *_presses()),
     "kvzip": tuple(f"{KVZIP}:keep={kept}" for kept in KEPT),

@@ -1,9 +1,11 @@
 """Rows of transformers' QuantizedCache, as the pinned release has it.
 
 Two backends at the bits they offer, groups of 64 elements, which are a head's vector here, and the
-newest 128 generated tokens raw: what transformers does by itself. Its documents advise axis 1 for
-hqq, at which hqq's 3 bits fail on a cache, so those are at axis 0. Its 4 and 2 bits fail at lengths
-that do not pack, so the last tokens of such a prompt come after the rest, and stay raw.
+newest 128 generated tokens raw: what transformers does by itself. With `keys=channel` a group is 64
+tokens of a channel of the keys, as in KIVI, which is quanto's axis -1. The documents of hqq advise
+axis 1, at which its 3 bits fail on a cache, so those are at axis 0. Its 4 and 2 bits fail at
+lengths that do not pack, as do groups along tokens, so the last tokens of such a prompt come after
+the rest, and stay raw.
 
 quanto compiles a part of itself at its first use, which takes minutes. If that is interrupted, a
 file `lock` stays in its folder `extensions/cpp/build`, and later runs wait for ever: delete it.
@@ -22,22 +24,24 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 
 PACKED = {"hqq4": 4, "hqq2": 4}  # tokens that hqq packs together
+CHANNEL = ":keys=channel"
+GROUP = 64  # tokens of a channel that share a scale
 
 
 def made(model: Any, way: str) -> Any:
     """Make an empty cache."""
     if way == FULL:
         return DynamicCache(config=model.config)
-    match = re.fullmatch(r"(quanto|hqq)(\d)", way)
+    match = re.fullmatch(r"(quanto|hqq)(\d)(:keys=channel)?", way)
     assert match is not None
     axis = 1 if way in PACKED else 0
-    bits = int(match[2])
-    return QuantizedCache(match[1], model.config, nbits=bits, axis_key=axis, axis_value=axis)
+    key, bits = -1 if match[3] else axis, int(match[2])
+    return QuantizedCache(match[1], model.config, nbits=bits, axis_key=key, axis_value=axis)
 
 
 def packing(way: str, length: int) -> int:
     """Tokens of a prompt that are quantized at once."""
-    together = PACKED.get(way, 1)
+    together = GROUP if way.endswith(CHANNEL) else PACKED.get(way, 1)
     return length // together * together
 
 
