@@ -128,10 +128,12 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def browser(session: nox.Session) -> None:
-    """Opens the documentation in Chromium, which must be there; `-- FOLDER` keeps pictures."""
-    install(session, "playwright>=1.50", groups=("docs",))
+    """Opens the documentation and a report in Chromium; `-- FOLDER` keeps pictures."""
+    install(session, *editable(["kv-serve[cpu]"]), "playwright>=1.50", groups=("docs", "model"))
     mkdocs(session)
-    session.run("python", "-m", "tools.browser", "site", *session.posargs)
+    alone = str(Path(session.create_tmp()).resolve() / "alone")
+    session.run("python", "-m", "tools.alone", alone, env=variables(session))
+    session.run("python", "-m", "tools.browser", "site", alone, *session.posargs)
 
 
 @nox.session

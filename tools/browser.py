@@ -1,9 +1,10 @@
-"""Opens the built site in Chromium, and looks for what a reader would stumble over.
+"""Opens the built site and other pages in Chromium, and looks for what a reader stumbles over.
 
-`nox -s browser` builds the site and runs this. It needs a Chromium (Debian: `apt-get install
-chromium`), so it is run by hand. Every page is opened wide and narrow, light and dark: nothing may
-be wider than the window, no image may be missing, the console is silent, and nothing is fetched
-from elsewhere. The first page fits one screen, and the search finds a method.
+`nox -s browser` builds the site, lets `kv-serve` write a report and a look into a cache, and runs
+this. It needs a Chromium (Debian: `apt-get install chromium`), so it is run by hand. Every page is
+opened wide and narrow, light and dark: nothing may be wider than the window, no image may be
+missing, text stands out from what is behind it, the console is silent, and nothing is fetched from
+elsewhere. The first page of the site fits one screen, and its search finds a method.
 """
 
 import argparse
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZES: Final = ((1280, 800), (390, 844))
-SCHEMES: Final = {"light": "default", "dark": "slate"}  # as Material calls them
+SCHEMES: Final = ("light", "dark")
 SHOWN: Final = (
     "",
     "tutorials/serve/",
@@ -37,7 +38,18 @@ SHOWN: Final = (
 SOUGHT: Final = ("snapkv", "methods/snapkv/")
 WIDER: Final = "document.documentElement.scrollWidth - window.innerWidth"
 MISSING: Final = "[...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
-SCHEME: Final = "document.body.getAttribute('data-md-color-scheme')"
+# The luminance of the page and of its text, as WCAG 2 defines it.
+LUMINANCE: Final = """(() => {
+  const part = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const of = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(v => part(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const body = getComputedStyle(document.body), root = getComputedStyle(document.documentElement);
+  const behind = body.backgroundColor === "rgba(0, 0, 0, 0)" ? root : body;
+  return [of(behind.backgroundColor), of(body.color)];
+})()"""
+LEAST_CONTRAST: Final = 7.0  # of running text, by WCAG's stricter level
 BOTTOM: Final = "document.querySelector('.md-content__inner').lastElementChild"
 END: Final = f"Math.ceil({BOTTOM}.getBoundingClientRect().bottom)"
 
@@ -81,11 +93,11 @@ def watch(page: "Page", root: str, found: list[str]) -> None:
 
 
 def looked_at(
-    browser: "Browser", root: str, pages: list[str], pictures: Path | None
+    browser: "Browser", root: str, pages: list[str], site: bool, pictures: Path | None
 ) -> Iterator[str]:
     """Opens all pages in all sizes and schemes; says what is wrong."""
     for width, height in SIZES:
-        for scheme, name in SCHEMES.items():
+        for scheme in SCHEMES:
             context = browser.new_context(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
@@ -94,20 +106,31 @@ def looked_at(
             for address in pages:
                 heard.clear()
                 page.goto(root + address, wait_until="load")
-                where = f"/{address} at {width}, {scheme}"
-                if (wider := page.evaluate(WIDER)) > 0:
-                    heard.append(f"it is {wider} pixels wider than the window")
-                heard += [f"{source} is not shown" for source in page.evaluate(MISSING)]
-                if page.evaluate(SCHEME) != name:
-                    heard.append("the scheme is another one")
-                if not address and width > 1000 and (end := page.evaluate(END)) > height:
+                heard += wrong(page, scheme)
+                if site and not address and width > 1000 and (end := page.evaluate(END)) > height:
                     heard.append(f"it ends at {end}, below the first screen")
-                if pictures is not None and address in SHOWN:
+                if pictures is not None and (not site or address in SHOWN):
                     named = address.strip("/").replace("/", "-") or "start"
-                    page.screenshot(path=pictures / f"{named}-{width}-{scheme}.png")
+                    path = pictures / f"{named}-{width}-{scheme}.png"
+                    page.screenshot(path=path, full_page=not site)
+                where = f"/{address} at {width}, {scheme}"
                 yield from (f"{where}: {sentence}" for sentence in dict.fromkeys(heard))
-            yield from sought(page, root, width)
+            if site:
+                yield from sought(page, root, width)
             context.close()
+
+
+def wrong(page: "Page", scheme: str) -> Iterator[str]:
+    """Says what is wrong with a page that is open."""
+    if (wider := page.evaluate(WIDER)) > 0:
+        yield f"it is {wider} pixels wider than the window"
+    yield from (f"{source} is not shown" for source in page.evaluate(MISSING))
+    behind, text = page.evaluate(LUMINANCE)
+    if (behind < text) != (scheme == "dark"):
+        yield f"it is not {scheme}"
+    contrast = (max(behind, text) + 0.05) / (min(behind, text) + 0.05)
+    if contrast < LEAST_CONTRAST:
+        yield f"text has a contrast of {contrast:.1f}, and {LEAST_CONTRAST} is the least"
 
 
 def sought(page: "Page", root: str, width: int) -> Iterator[str]:
@@ -133,6 +156,7 @@ def main() -> int:
     """Prints what is wrong; the exit status is 1 if anything is, 2 if there is no Chromium."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("site", type=Path, help="the folder that mkdocs has built")
+    parser.add_argument("alone", type=Path, help="a folder of other pages, each in one of its own")
     parser.add_argument("pictures", type=Path, nargs="?", help="where pictures of some pages go")
     given = parser.parse_args()
     program = chromium()
@@ -143,15 +167,20 @@ def main() -> int:
 
     if given.pictures is not None:
         given.pictures.mkdir(parents=True, exist_ok=True)
-    pages = addresses(given.site)
-    with served(given.site) as root, sync_playwright() as playwright:
+    found, opened = list[str](), 0
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        found = list(looked_at(browser, root, pages, given.pictures))
+        for folder in (given.site, given.alone):
+            pages = addresses(folder)
+            opened += len(pages)
+            with served(folder) as root:
+                of_site = folder == given.site
+                found += looked_at(browser, root, pages, of_site, given.pictures)
         browser.close()
     for sentence in found:
         print(sentence, file=sys.stderr)
     times = len(SIZES) * len(SCHEMES)
-    print(f"{len(pages)} pages, {times} times each: {len(found) or 'nothing'} to mend")
+    print(f"{opened} pages, {times} times each: {len(found) or 'nothing'} to mend")
     return 1 if found else 0
 
 

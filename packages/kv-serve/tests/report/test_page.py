@@ -174,7 +174,7 @@ def test_tables_can_be_sorted(one: Node) -> None:
         ("no.", "number", "col"),
         ("policy", "text", "col"),
         ("score", "number", "col"),
-        ("95 %", "text", "col"),
+        ("95 %", "number", "col"),
         ("over full", "number", "col"),
         ("% of full", "number", "col"),
         ("bytes", "number", "col"),
@@ -336,7 +336,7 @@ def test_a_command_names_seeds_and_settings() -> None:
     assert said["machine"] == "cores 2"
     command = run.one("code").text
     assert "--samples 2 --seed 4 --seeds 3 --host vllm --batch 2 --continuation 9 --json" in command
-    assert "0.610 to 1.000" in next(html.all("table")).text
+    assert "0.610\N{EN DASH}1.000" in next(html.all("table")).text
 
 
 def test_a_command_is_safe_in_a_shell() -> None:

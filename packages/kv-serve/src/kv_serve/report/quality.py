@@ -10,7 +10,7 @@ from kv_serve.report.table import Cell, Column, number, table, word
 from kv_serve.report.words import HELD, facts, name, score_axis, title
 
 _ABOUT = (
-    "Every point is a policy, with its number in the table below. Further left, a cache holds "
+    "Every point is a policy, with its number in the table. Further left, a cache holds "
     "fewer bytes. Filled points, joined by the line, are the frontier: no other policy holds as "
     "few bytes and does as well."
 )
@@ -68,7 +68,7 @@ def _mark(point: Point, panel: Panel, files: tuple[str, ...]) -> Mark:
 
 def interval(of: tuple[float, float] | None) -> str:
     """Write where the true mean is, 95 times of 100; nothing where nobody knows."""
-    return "" if of is None else f"{of[0]:.3f} to {of[1]:.3f}"
+    return "" if of is None else f"{of[0]:.3f}\N{EN DASH}{of[1]:.3f}"
 
 
 def _unequal(panel: Panel) -> Markup:
@@ -88,7 +88,7 @@ def _table(panel: Panel, files: tuple[str, ...]) -> Markup:
         Column("policy", number=False),
         *([Column("file", number=False)] if several else []),
         Column("score"),
-        Column("95 %", number=False),
+        Column("95 %"),
         Column("over full"),
         Column("% of full"),
         Column("bytes"),
@@ -107,7 +107,7 @@ def _row(point: Point, file: str | None) -> list[Cell]:
         word(row.policy),
         *([] if file is None else [word(file)]),
         number(row.score, ".3f"),
-        word(interval(row.score_interval)),
+        Cell(interval(row.score_interval), row.score_interval and row.score_interval[0]),
         number(row.score - row.full_score, "+.3f"),
         number(100 * point.share, ".1f"),
         number(row.kv_bytes, ",.0f"),
