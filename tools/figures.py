@@ -54,25 +54,24 @@ def start() -> str:
     """Draws how many tokens vLLM holds in 1 GiB, beside what is still found in long prompts."""
     found = measured()
     most = max(tokens for tokens, *_ in found.values())
+    columns = ((350, "one number"), (438, "one of four"))
     parts = [
-        words(190, 16, "tokens that vLLM says it holds", bold=True),
-        words(190, 32, "in 1 GiB of keys and values"),
-        words(610, 16, "one number", "end", bold=True),
-        words(610, 32, "found, of 16", "end"),
-        words(715, 16, "one of four", "end", bold=True),
-        words(715, 32, "found, of 16", "end"),
+        words(0, 14, "tokens that vLLM says it holds", bold=True),
+        words(0, 30, "in 1 GiB of keys and values"),
     ]
-    for i, (way, (tokens, needle, multikey)) in enumerate(found.items()):
-        y = 42 + 25 * i
-        length = 260 * tokens / most
+    for x, title in columns:
+        parts += [words(x, 14, title, "end", bold=True), words(x, 30, "found, of 16", "end")]
+    for i, (way, (tokens, *answers)) in enumerate(found.items()):
+        y = 36 + 34 * i
+        length = 210 * tokens / most
         parts += [
-            words(180, y + 15, WAYS[way], "end"),
-            box(190, y + 2, length, 17, INK if "stock" in WAYS[way] else MARK),
-            words(196 + length, y + 15, f"{tokens:,}"),
-            words(610, y + 15, str(needle), "end"),
-            words(715, y + 15, str(multikey), "end"),
+            words(0, y + 14, WAYS[way]),
+            box(0, y + 19, length, 11, INK if "stock" in WAYS[way] else MARK),
+            words(length + 6, y + 29, f"{tokens:,}"),
         ]
-    return svg(720, 44 + 25 * len(found), "What vLLM holds in 1 GiB, and what is found", parts)
+        for (x, _), right in zip(columns, answers, strict=True):
+            parts.append(words(x, y + 29, str(right), "end"))
+    return svg(440, 38 + 34 * len(found), "What vLLM holds in 1 GiB, and what is found", parts)
 
 
 def spoken() -> str:
