@@ -137,7 +137,7 @@ def spectra(policies: Sequence[str]) -> dict[str, Spectra]:
     """
     found: dict[str, Spectra] = {}
     for spec in policies:
-        basis = None if spec == FULL else parse(spec).basis
+        basis: object = None if spec == FULL else parse(spec).basis
         if isinstance(basis, Spectral):
             for name, singular in basis.singular_values().items():
                 found[name] = tuple(tuple(map(_short, layer)) for layer in singular.tolist())
