@@ -41,6 +41,7 @@ BUDGET = (
     "ada-snapkv",
     "ada-pyramidkv",
     "cake",
+    "chunkkv",
     "kv-compress",
     "expected-attention",
     "keydiff",

@@ -1,5 +1,7 @@
 """A plan of KV-Compress is some operations, however many heads share it, and waits for no device.
 
+So are the scores of ChunkKV, whose heads share chunks.
+
 Tensors on the meta device have no numbers, so whatever would look at one there fails.
 """
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kv_evict.chunkkv import ChunkKV
 from kv_evict.kv_compress import KVCompress
-from kv_policy import CacheShape, PlanView
+from kv_policy import CacheShape, LayerView, PlanView
 
 TIERS = 2
 
@@ -64,6 +67,29 @@ def test_a_plan_takes_no_more_operations_for_more_of_everything() -> None:
     few = asked(2, 2, 2, 20)
     assert asked(32, 16, 8, 300) == few
     assert few.total() < 80 * TIERS
+
+
+def scored(batch: int, heads: int, tokens: int) -> Counter[str]:
+    """Operations that scores of so many sequences, heads and tokens take."""
+    whole = torch.empty(batch, heads, tokens, device="meta")
+    what = LayerView(
+        layer=0,
+        shape=CacheShape(1, heads, 1, 8, 8),
+        position=whole.long(),
+        fresh=whole.bool(),
+        score=whole,
+        length=torch.empty(batch, dtype=torch.long, device="meta"),
+        mass=whole,
+        seen=whole.long(),
+    )
+    with Counted() as counted:
+        score = ChunkKV(pool=5, chunk=10).score(what)
+    assert score.shape == whole.shape
+    return counted.done
+
+
+def test_scores_of_chunks_take_no_more_operations_for_more_of_everything() -> None:
+    assert scored(16, 8, 300) == scored(2, 2, 20)
 
 
 def test_what_looks_at_a_number_fails_here() -> None:

@@ -2,6 +2,7 @@
 
 from kv_evict.adakv import AdaPyramidKV, AdaSnapKV
 from kv_evict.cake import CAKE
+from kv_evict.chunkkv import ChunkKV
 from kv_evict.expected_attention import ExpectedAttention
 from kv_evict.fastgen import FastGen
 from kv_evict.h2o import H2O
@@ -25,6 +26,7 @@ __all__ = [
     "TOVA",
     "AdaPyramidKV",
     "AdaSnapKV",
+    "ChunkKV",
     "ExpectedAttention",
     "FastGen",
     "KVCompress",

@@ -206,6 +206,10 @@ POLICIES: Final[dict[str, KVPolicy]] = {
     "streaming-window": compose(parse("streaming:budget=12,sinks=2"), Exact(1, 5)),
     "snapkv": parse("snapkv:budget=14,window=4,pool=3"),
     "snapkv-window": compose(parse("snapkv:budget=14,window=4,pool=3"), Exact(1, 6)),
+    "chunkkv": parse("chunkkv:budget=14,window=4,pool=3,chunk=3"),
+    "chunkkv-leankv-drop": parse(
+        "chunkkv:budget=12,window=4,chunk=3+leankv:high=raw,low=raw,t_high=0.5,t_low=0.2"
+    ),
     "bykey": ByKey(Budget(10)),
     "bykey-replan": ByKey(Budget(10), every=3),
     "bykey-model": ByKey(Budget(10), whole=True),
