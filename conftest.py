@@ -17,9 +17,14 @@ def installed(module: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Keep every test away from the model hub."""
+    """Keep every test away from the model hub, and laws from the clock and from chance."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if installed("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("laws", deadline=None, derandomize=True)
+        settings.load_profile("laws")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
