@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import _result
+from _arguments import count
 
 from kv_policy import parse
 from kv_serve.evaluate.specs import split_specs
@@ -75,7 +76,7 @@ def arguments(description: str | None, default: Sequence[str]) -> argparse.Argum
         "--policies", type=split_specs, default=list(default), help="in place of the usual ones"
     )
     parser.add_argument(
-        "--minutes", type=float, help="begin nothing after so many; the same command goes on"
+        "--minutes", type=count, help="begin nothing after so many; the same command goes on"
     )
     parser.add_argument("--basis", type=Path, help="file of `kv-serve calibrate zack`, for {zack}")
     return parser

@@ -71,9 +71,12 @@ def holds(figure: str, found: list[float]) -> bool:
     """Whether a number is the figure when it is rounded to its digits; bytes may be megabytes."""
     number, _, percent = figure.partition(" ")
     wanted, digits = float(number.replace(",", "")), len(number.partition(".")[2])
-    scales = (100, 1) if percent else (1, 1e-6)
     half = 0.500001 * 10**-digits
-    return any(abs(scale * value - wanted) <= half for value in found for scale in scales)
+    given = [
+        *found,
+        *(100 * value if percent else value / 1e6 for value in found if percent or value >= 1e6),
+    ]
+    return any(abs(value - wanted) <= half for value in given)
 
 
 @cache
@@ -136,3 +139,4 @@ def test_a_figure_is_a_number_that_was_rounded() -> None:
     assert holds("11.9", found)
     assert not holds("0.38", found)
     assert not holds("0.9", found)
+    assert not holds("0.01", [10_000.0])

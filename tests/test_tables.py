@@ -26,7 +26,10 @@ def test_a_section_shows_the_tables_of_its_result(name: str) -> None:
 def test_a_result_of_other_numbers_gives_other_tables(name: str) -> None:
     other = copy.deepcopy(result(name))
     other["summary"].update({key: value + 1 for key, value in other["summary"].items()})
-    assert shown(TEXT, name)[0] != next(WRITERS[name](other, said(TEXT, name))) or name == "peers"
+    for row in other["rows"]:
+        if row.get("kind") == "choice":  # of which the figures of peers are written
+            row["ours"] += 1
+    assert shown(TEXT, name)[0] != next(WRITERS[name](other, said(TEXT, name)))
 
 
 def test_every_result_has_a_writer_and_every_section_a_result() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tools.tables import markdown
-from tools.tables.markdown import Row, Said, table
+from tools.tables.markdown import Row, Said, only_figures, table
 
 CELLS: Final = ("needle_aware", "needle_agnostic", "multikey_aware", "multikey_agnostic")
 COMPRESSED: Final = (
@@ -68,13 +68,8 @@ def leankv_quality(result: Row, said: Said) -> Iterator[str]:
     yield table(QUANTIZED, (quantized(row) for row in policies))
 
 
-def method_figures(result: Row, said: Said) -> Iterator[str]:
-    """The figures alone; pictures are drawn from the rows."""
-    yield markdown.figures(result, said)
-
-
 WRITERS: Final = {
     "kv_compress_quality": kv_compress_quality,
     "leankv_quality": leankv_quality,
-    "method_figures": method_figures,
+    "method_figures": only_figures,
 }

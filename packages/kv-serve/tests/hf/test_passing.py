@@ -1,5 +1,6 @@
 """A cache is passed by the name that the transformers at hand has for it."""
 
+import pytest
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -31,5 +32,15 @@ def test_a_model_says_how_it_takes_its_cache() -> None:
     cache = DynamicCache()
     assert passing(Before(), cache) == {"past_key_values": cache}
     assert passing(Since(), cache) == {"cache": cache}
-    assert passing(Around(), cache) == {"cache": cache}
     assert passing(Since(), None) == {"cache": None}
+
+
+@pytest.mark.parametrize(
+    ("installed", "name"),
+    [("5.16.1", "past_key_values"), ("5.24.0", "cache"), ("5.30.0.dev0", "cache")],
+)
+def test_a_wrapper_goes_by_the_version_that_is_installed(
+    installed: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_serve.hf.passing.version", lambda _: installed)
+    assert passing(Around(), None) == {name: None}

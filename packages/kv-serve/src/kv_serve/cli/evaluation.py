@@ -51,7 +51,8 @@ def finish(
     code, under = commit(), versions()
     partial = path.with_name(path.name + ".partial")
     settings = {name: value for work in works for name, value in work.settings.items()}
-    singular = spectra([spec for work in works for spec in work.policies])  # before hours are spent
+    with refusing(ValueError):  # before hours are spent
+        singular = spectra([spec for work in works for spec in work.policies])
     measured = {"commit": code, "versions": under, "attention": str(served)}
     journal, sentence = open_journal(partial, {**settings, **measured})
     if sentence:
