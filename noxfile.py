@@ -42,7 +42,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 NATIVE = "kv-cpu"  # the package that is compiled
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
-LONGEST = 300  # lines of a source file
+LONG, LONGEST = 500, 800  # lines of a source file: from one on a warning, beyond the other a refusal
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
 PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
@@ -98,7 +98,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Checks style, format, the arrows between packages, and that source files stay short."""
+    """Checks style, format, the arrows between packages, and the length of source files."""
     install(session, groups=("lint",))
     constraints, variables = build_settings(session)
     session.install("--no-deps", *editable(PACKAGES), *constraints, env=variables)
@@ -106,8 +106,11 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache")
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        if (lines := len(path.read_text().splitlines())) > LONGEST:
+        lines = len(path.read_text().splitlines())
+        if lines > LONGEST:
             session.error(f"{path} has {lines} lines; split it, {LONGEST} are the most")
+        if lines >= LONG:
+            session.warn(f"{path} has {lines} lines; does it still hold one idea?")
 
 
 @nox.session
