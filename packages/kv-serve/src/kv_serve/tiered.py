@@ -19,11 +19,12 @@ from kv_serve import refusals
 from kv_serve.attending import attended
 from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
-from kv_serve.batch import Batch, Pass
+from kv_serve.batch import Batch
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
+from kv_serve.passes import Forward
 from kv_serve.tally import Tally
 
 
@@ -91,7 +92,7 @@ class TieredCache:
         """Forget everything and give the memory back."""
         self.batch: Batch | None = None
         self._keeper: KeepAll | KeepSelected = KeepAll()
-        self._pass: Pass | None = None
+        self._pass: Forward | None = None
         self._next_layer = 0
         self._goes_on = False  # prompts, in a later pass
 
@@ -112,12 +113,12 @@ class TieredCache:
 
         Args:
             valid: which columns hold a token.
-            prompt: whether the tokens are of prompts; None: if there is more than one column.
+            prompt: whether the tokens are of prompts; None: each sequence reads a prompt unless it
+                had tokens before and brings a single one.
             more: the prompts go on in a later pass, so every token stays until then.
 
         Raises:
-            ValueError: no columns, another batch size than before, or a sequence that goes on
-                without ever having had a token.
+            ValueError: no columns, or another batch size than before.
             RuntimeError: the pass before this one did not finish.
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
         """
@@ -126,14 +127,15 @@ class TieredCache:
         sequences, columns = valid.shape
         refusals.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
-        count = valid.long().cumsum(-1)
-        position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
-        given = columns != 1 if prompt is None else prompt
-        now = Pass(position, batch.seen + count[:, -1], given, more)
-        self._keeper.prepare(batch, now)
-        self.batch, self._pass, self._next_layer, self._goes_on = batch, now, 0, more
+        now = Forward.of(valid, batch.seen, started=batch.started, prompt=prompt, more=more)
+        self._begin(batch, now)
         for follower in self.followers:
-            follower.begin(valid, prompt=given, more=more)
+            follower._begin(follower.batch or follower._allocate(sequences), now)
+
+    def _begin(self, batch: Batch, now: Forward) -> None:
+        self._keeper.prepare(batch, now)
+        self.batch, self._pass, self._next_layer = batch, now, 0
+        self._goes_on = now.whole.more
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = refusals.shared_out(self._budgets, sequences)
@@ -177,9 +179,10 @@ class TieredCache:
         observe = self.observe
         others = tuple({f.observe for f in self.followers} - {observe})
         fresh = (query, key, value)
-        result = attended(batch, now, layer, fresh, scale, (observe, *others), self.backend)
-        observed = dict(zip((observe, *others), (result, *result.others), strict=True))
-        queries = Queries(query, now.position)
+        watch = (observe, *others)
+        result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
+        observed = dict(zip(watch, (result, *result.others), strict=True))
+        queries = Queries(query, now.whole.position)
         self.keep(layer, key, value, result, queries)
         for follower in self.followers:
             follower.keep(layer, key, value, observed[follower.observe], queries)
@@ -190,7 +193,7 @@ class TieredCache:
     @property
     def observe(self) -> Observe:
         """What the pass that has begun has to observe."""
-        if self._pass is not None and self._pass.prompt:
+        if self._pass is not None and self._pass.whole.prompt:
             return self._keeper.observe_prompt
         return self._keeper.observe_step
 
@@ -215,15 +218,20 @@ class TieredCache:
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
-        keeper.take(batch, now, layer, key, value, result, queries)
+        for part in now.parts:
+            fresh = part.vectors(key), part.vectors(value)
+            seen = part.observed(result), part.queries(queries)
+            keeper.take(batch, part.now, layer, *fresh, *seen)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
-            keeper.finish(batch, now)
-            batch.end(now)
+            # Prompts were scored among what was stored then, so they are settled first.
+            for part in reversed(now.parts):
+                keeper.finish(batch, part.now)
+            batch.end(now.whole)
             self._pass = None
             keeper.after(batch)
 
-    def _expect(self, layer: int) -> tuple[Pass, Batch]:
+    def _expect(self, layer: int) -> tuple[Forward, Batch]:
         now, batch = self._pass, self.batch
         if now is None or batch is None or layer != self._next_layer:
             expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
