@@ -6,7 +6,7 @@ policy says. Nothing keeps an uncompressed copy of what is stored.
 """
 
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ from kv_serve import refusals
 from kv_serve.attending import attended
 from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
-from kv_serve.batch import Batch
+from kv_serve.batch import Batch, rolls_back
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
@@ -122,8 +122,7 @@ class TieredCache:
             RuntimeError: the pass before this one did not finish.
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
         """
-        if self._pass is not None:
-            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
+        self._expect_no_pass()
         sequences, columns = valid.shape
         refusals.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
@@ -282,23 +281,57 @@ class TieredCache:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the newest tokens can be taken back."""
-        formats = self.policy.formats
-        return self.policy.capabilities.rolls_back and not (formats and formats.window)
+        """Whether the newest columns can be taken back."""
+        return self._pool is None and rolls_back(self.policy)
 
     def roll_back(self, columns: int) -> None:
-        """Take the newest `columns` columns back.
+        """Take the newest `columns` columns back, with the tokens that sequences have in them.
 
         Raises:
-            ValueError: the policy cannot, or there are not that many.
+            RuntimeError: a pass has begun and not ended.
+            ValueError: the policy cannot, the pool is shared, or there are not that many columns.
         """
+        self._expect_no_pass()
         if not self.rolls_back:
             raise ValueError(
                 f"{self.policy} cannot take tokens back; use a policy that keeps every token and "
                 "has no raw window, such as k8v4"
             )
-        if self.batch is not None and columns:
+        if columns and self.batch is None:
+            raise ValueError(f"{columns} columns cannot be taken back: the cache holds none")
+        if columns and self.batch is not None:
             self.batch.take_back(columns)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "TieredCache":
+        """Copy what is held, into a pool of its own that is as large; policy and bases are shared.
+
+        Raises:
+            RuntimeError: a pass has begun and not ended.
+            ValueError: the pool is shared with other caches.
+        """
+        self._expect_no_pass()
+        if self._pool is not None:
+            raise ValueError(
+                "a cache over a pool that others share cannot be copied; read the prompt again, "
+                "or use select() to repeat its sequences"
+            )
+        made = copy(self)
+        made.followers = ()
+        shared = [self.policy, self.shape, self.layout, self.bases]
+        if isinstance(self._keeper, KeepSelected):
+            shared.append(self._keeper.selector)
+        if self.batch is not None:
+            shared += self.batch.unchanging
+        memo |= {id(self): made} | {id(x): x for x in shared if x is not None}
+        # As what passes store, a copy outlives the inference mode it may be made in.
+        with torch.inference_mode(False), torch.no_grad():
+            made.tally = deepcopy(self.tally, memo)
+            made.batch, made._keeper = deepcopy((self.batch, self._keeper), memo)
+        return made
+
+    def _expect_no_pass(self) -> None:
+        if self._pass is not None:
+            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
 
     def memory(self) -> MemoryReport:
         """Count what is held, by name."""
