@@ -1,5 +1,6 @@
 """Streams over a pool: which pages each holds and how many tokens, whatever the tokens are."""
 
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch
@@ -13,6 +14,22 @@ from kv_paging.table import PageTable, pages_for, spread
 from kv_policy import PageLayout
 
 _ALL: Final = slice(None)
+
+
+@dataclass(slots=True)
+class Lengths:
+    """How long streams are, which a store shares with the one that faces it in a page table.
+
+    The two know each other by this alone: were each to hold the other, their pages would wait for
+    the garbage collector.
+    """
+
+    length: Int[Tensor, "N B H"]
+    tokens: int  # in a page
+
+    def pages(self) -> Int[Tensor, " S"]:
+        """Count the pages of each stream."""
+        return pages_for(self.length.flatten().long(), self.tokens)
 
 
 class Streams:
@@ -75,14 +92,23 @@ class Streams:
         self.pool = pool
         self.layout = layout
         self.kernels = chosen(layout, pool.device, pool.kernels)
-        self._length = torch.zeros(layers, sequences, heads, dtype=torch.int32, device=pool.device)
+        none = torch.zeros(layers, sequences, heads, dtype=torch.int32, device=pool.device)
+        self._held = Lengths(none, layout.tokens)
         self._longest = 0
         self._changes = 0
-        self._facing = facing
+        self._facing = None if facing is None else facing._held
         if facing is None:
             self._table = PageTable(self._length.numel(), pool.device)
         else:
-            self._table, facing._facing = facing._table.facing(), self
+            self._table, facing._facing = facing._table.facing(), self._held
+
+    @property
+    def _length(self) -> Int[Tensor, "N B H"]:
+        return self._held.length
+
+    @_length.setter
+    def _length(self, length: Int[Tensor, "N B H"]) -> None:
+        self._held.length = length
 
     @property
     def table(self) -> Int[Tensor, "N B H T"]:
@@ -126,7 +152,7 @@ class Streams:
 
     def held_pages(self) -> Int[Tensor, " S"]:
         """Count the pages of each stream."""
-        return self._pages_for(self._length.flatten().long())
+        return self._held.pages()
 
     def sequence_pages(self) -> Int[Tensor, " B"]:
         """Count the pages of each sequence over all layers and heads, without waiting."""
@@ -225,7 +251,7 @@ class Streams:
     def _columns_if(self, streams: Tensor, needed: Tensor) -> Tensor:
         """Give the columns the table must have once streams hold `needed` pages."""
         if self._facing is not None:
-            needed = needed + self._facing.held_pages()[streams]
+            needed = needed + self._facing.pages()[streams]
         return needed.amax() if needed.numel() else needed.new_zeros(())
 
     def widen(self, columns: int) -> None:
@@ -233,7 +259,8 @@ class Streams:
         if self._facing is None:
             self._table.widen(columns)
             return
-        self._table.widen(columns, (self._facing if self._table.reverse else self).held_pages())
+        left = self._facing if self._table.reverse else self._held
+        self._table.widen(columns, left.pages())
 
     def _enter(
         self, streams: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int

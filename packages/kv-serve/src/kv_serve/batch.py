@@ -10,6 +10,7 @@ from torch import Tensor
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import PagePool, RaggedStore, RaggedTiers, Tiers, TokenStore
 from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
+from kv_serve.columns import Columns
 from kv_serve.heads import head_groups
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
@@ -33,6 +34,7 @@ class Batch:
     columns: int = field(default=0)  # columns of the batch, padding included
     started: bool = field(default=False)  # every sequence has a token
     shares: bool = field(default=False)  # the pool, with others
+    record: Columns | None = field(default=None)  # of columns, where they can be taken back
 
     @classmethod
     def allocate(
@@ -77,6 +79,7 @@ class Batch:
             window=layout.raw_window(tiers, sequences, device, scores, window_in_pages),
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
             shares=shares,
+            record=Columns(sequences, device) if rolls_back(policy) and not shares else None,
         )
 
     @property
@@ -222,6 +225,8 @@ class Batch:
             self.started = bool((now.total > 0).all())
         self.seen = now.total
         self.columns += now.position.shape[1]
+        if self.record is not None:
+            self.record.append(now.position >= 0)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ...: beams, repeats, subsets.
@@ -233,6 +238,8 @@ class Batch:
         self.tiers.select(source, also=self._beside)
         if self.window is not None:
             self.window.reorder(source)
+        if self.record is not None:
+            self.record.select(source)
         self.seen = self.seen[source]
 
     def join(self, other: "Batch") -> None:
@@ -262,7 +269,7 @@ class Batch:
         self._forget()
 
     def _forget(self) -> None:
-        self.seen, self.columns = self.seen[:0], 0
+        self.seen, self.columns, self.record = self.seen[:0], 0, None
         self.started = True  # true of every sequence, as there is none
 
     def pages_used(self) -> Int[Tensor, " B"]:
@@ -275,26 +282,40 @@ class Batch:
         return torch.cat([store.pages() for store in (*self.tiers.parts, *self._beside)])
 
     @property
+    def unchanging(self) -> tuple[object, ...]:
+        """What copies of a batch share: how pages are laid out, and the code for them."""
+        stores = (*self.tiers.parts, *self._beside)
+        return (self.layout, *((x for s in stores for x in (s.layout, s.kernels))))
+
+    @property
     def _beside(self) -> tuple[TokenStore, ...]:
         """Stores over the pool that are no tier's."""
         return () if self.window is None else self.window.stores
 
     def take_back(self, columns: int) -> None:
-        """Forget the newest columns of every sequence, which must all be stored tokens.
+        """Forget the newest columns, with the tokens that each sequence has in them.
 
         Raises:
-            ValueError: some sequence has fewer tokens.
+            ValueError: there are not so many columns, or none can be taken back.
         """
-        if columns < 0 or bool((self.seen < columns).any()):
+        if self.record is None or not 0 <= columns <= self.columns:
             raise ValueError(
-                f"{columns} tokens cannot be taken back: the shortest sequence has "
-                f"{int(self.seen.min())}"
+                f"{columns} columns cannot be taken back: the cache holds {self.columns}"
             )
-        self.seen = self.seen - columns
-        self.columns -= columns
-        self.tiers.truncate(self.seen)
+        seen = self.seen - self.record.tokens(columns)
+        self.tiers.truncate(seen)
+        self.record.drop(columns)
+        self.seen, self.columns = seen, self.columns - columns
+        self.started = bool((seen > 0).all())
 
     def memory(self, full_token_bytes: int, basis_bytes: int) -> MemoryReport:
         """Count what is held, beside an uncompressed cache that takes so much for a token."""
         basis = basis_bytes, int(self.seen.sum()) * full_token_bytes
-        return MemoryReport.of(self.pool, self.tiers, self.window, *basis)
+        record = 0 if self.record is None else self.record.nbytes
+        return MemoryReport.of(self.pool, self.tiers, self.window, *basis, record)
+
+
+def rolls_back(policy: KVPolicy) -> bool:
+    """Whether the newest tokens of a cache can be taken back: all are stored, each alone."""
+    formats = policy.formats
+    return policy.capabilities.rolls_back and not (formats and formats.window)

@@ -23,7 +23,12 @@ def fresh_group(
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Group:
-    """The tokens that a pass brings."""
+    """The tokens that a pass brings; vectors are zero where there is none."""
+    padding = (now.position < 0)[:, None, :, None] if reads & {"keys", "values"} else None
+
+    def vectors(name: Vectors, x: Tensor) -> Tensor | None:
+        return x.masked_fill(padding, 0) if padding is not None and name in reads else None
+
     return Group(
         position=batch.by_head(now.position),
         tier=FRESH,
@@ -31,8 +36,8 @@ def fresh_group(
         mass=mass,
         seen=seen,
         also=also,
-        key=key if "keys" in reads else None,
-        value=value if "values" in reads else None,
+        key=vectors("keys", key),
+        value=vectors("values", value),
     )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_policy import Observe, Queries
 from kv_serve.batch import Batch, Pass, flat
+from kv_serve.passes import Forward
 
 
 class KeepAll:
@@ -18,10 +19,10 @@ class KeepAll:
         """Start with nothing waiting."""
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
-    def prepare(self, batch: Batch, now: Pass) -> None:
+    def prepare(self, batch: Batch, now: Forward) -> None:
         """Make sure of the pages before anything is stored."""
-        if now.prompt:
-            batch.reserve((now.total - batch.window_size).clamp(min=0), spare=1)
+        if now.whole.prompt:
+            batch.reserve((now.whole.total - batch.window_size).clamp(min=0), spare=1)
 
     def take(
         self,
@@ -44,9 +45,9 @@ class KeepAll:
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Store one token per sequence, for all layers at once."""
-        waiting, self._waiting = self._waiting, []
         if now.prompt:
             return
+        waiting, self._waiting = self._waiting, []
         key = torch.stack([k for k, _ in waiting])
         value = torch.stack([v for _, v in waiting])
         position = now.position

@@ -14,6 +14,7 @@ from kv_policy import Budget, Observe, Queries, Selector
 from kv_serve.batch import Batch, Pass
 from kv_serve.budgets import resolved
 from kv_serve.carrying import enter, restack
+from kv_serve.passes import Forward
 from kv_serve.planning import Scored, plan_layers
 from kv_serve.replanning import replan
 from kv_serve.scoring import Observed, go_on, running_in, score
@@ -49,17 +50,23 @@ class KeepSelected:
         self._cuts: Float[Tensor, "K N B H"] | None = None  # of the last plan
         self._turns = Turns(selector.replan)
         self._planned: list[int] = []  # sequences that this pass plans
-        self._prompted = False  # the last pass was over prompts
-        self._waiting: list[_Arrival] = []
+        self._mixed = False  # some read and some generate in this pass
+        self._stepped: tuple[int, ...] | None = ()  # who generated in this pass; None: all
+        self._waiting: list[_Arrival] = []  # of prompts
+        self._steps: list[_Arrival] = []  # of what generated
         self._observed: list[Observed] = []  # of the layers that are still to be scored
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of what generated tokens brought
 
-    def prepare(self, batch: Batch, now: Pass) -> None:
+    def prepare(self, batch: Batch, now: Forward) -> None:
         """Say which sequences a prompt's plan is about; pages are seen to when the plan is made."""
-        self._prompted = now.prompt
-        if now.prompt:
-            self._turns.prompt(len(batch.seen))
-            self._planned = [] if now.more else self._turns.next(batch.sizes(now))
+        self._stepped, self._mixed = (), len(now.parts) > 1
+        for each in (part.now for part in now.parts):
+            if not each.prompt:
+                self._stepped = each.rows
+                continue
+            self._turns.prompt(len(batch.seen), each.rows)
+            due = [] if each.more else self._turns.next(batch.sizes(each), beside=self._stepped)
+            self._planned = due
 
     def take(
         self,
@@ -77,9 +84,10 @@ class KeepSelected:
             result = go_on(batch, now, layer, result, running)
         observed = Observed(key, value, result, queries)
         if not now.prompt:
-            self._waiting.append(_Arrival(key, value))
+            self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
-            if len(self._observed) * observed.tokens >= _TOGETHER:
+            # What is beside it changes the stores, which must be as they were attended to.
+            if self._mixed or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
         scored = score(self.selector, batch, now, layer, [observed])
@@ -91,21 +99,25 @@ class KeepSelected:
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Settle what waited for all layers."""
-        self._score_step(batch, now)
-        waiting, self._waiting = self._waiting, []
         if now.prompt:
+            waiting, self._waiting = self._waiting, []
             if waiting:
                 self._plan_prompts(batch, now, 0, waiting)
             self._planned_all()
             batch.settle()
             return
-        self._decode(batch, now, waiting)
-        self._turns.step(len(batch.seen))
+        self._score_step(batch, now)
+        steps, self._steps = self._steps, []
+        self._decode(batch, now, steps)
+        self._turns.step(len(batch.seen), now.rows)
 
     def after(self, batch: Batch) -> None:
-        """Plan the sequences whose turn it is, where the pass was not itself a plan."""
-        if not self._prompted and self._turns.waiting:
-            self._again(batch, self._turns.next(batch.sizes()))
+        """Plan those sequences whose turn it is that generated: the pass was no plan of them."""
+        if self._stepped == () or not self._turns.waiting:
+            return
+        due = self._turns.next(batch.sizes(), among=self._stepped)
+        if due:
+            self._again(batch, due)
             if batch.pool.free > batch.pool.used:  # a prompt that had waited left more than stays
                 batch.settle()
 
@@ -141,7 +153,7 @@ class KeepSelected:
     def _again(self, batch: Batch, sequences: list[int]) -> None:
         """Plan stored tokens of sequences anew, by the scores they carry."""
         with self.tally.timed():
-            self._budget = self._resolve(batch, batch.seen)
+            self._resolve_again(batch, batch.seen, sequences)
             cuts = replan(self.selector, batch, sequences, self._budget)
             if cuts is not None:
                 rows = torch.tensor(sequences, dtype=torch.long, device=cuts.device)
@@ -202,7 +214,7 @@ class KeepSelected:
         observed, self._observed = self._observed, []
         if not observed or not (self.selector.observe.generated or self.selector.decode == "step"):
             return
-        first = len(self._waiting) - len(observed)
+        first = len(self._steps) - len(observed)
         scored = score(self.selector, batch, now, first, observed)
         fresh = scored.split(scored.score)[-1]
         self._fresh.append(fresh.unflatten(0, (len(observed), -1)))
@@ -210,7 +222,7 @@ class KeepSelected:
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
         """Plan some layers together and carry it out, layer by layer."""
         if first == 0:
-            self._budget = self._resolve(batch, now.total)
+            self._resolve_again(batch, now.total, self._planned)
             if batch.pool.grows and self.selector.budget is not None:
                 batch.reserve(torch.minimum(now.total, self._budget), spare=1)
         assert self._budget is not None
@@ -246,6 +258,17 @@ class KeepSelected:
         if self._cuts is None:
             self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
         self._cuts[:, layers][:, :, slice(None) if due is None else due] = cuts
+
+    def _resolve_again(self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]) -> None:
+        """Resolve the budgets of sequences that are planned, and of all the first time."""
+        found = self._resolve(batch, total)
+        if self._budget is None:
+            self._budget = found
+        elif len(planned) == len(found):
+            self._budget = found
+        elif planned:
+            rows = torch.tensor(planned, device=found.device)
+            self._budget = self._budget.index_copy(0, rows, found[rows])
 
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)

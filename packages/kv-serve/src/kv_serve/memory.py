@@ -24,7 +24,7 @@ class MemoryReport:
     unfilled_bytes: int  # places of pages in use that hold no token, and page ends
     spare_bytes: int  # free pages of the pool
     window_bytes: int  # raw recent tokens, with their positions and scores; none that are in pages
-    table_bytes: int  # page tables, lengths, the list of free pages
+    table_bytes: int  # page tables, lengths, the list of free pages, which columns are padding
     basis_bytes: int  # maps between vectors and what is stored, where the policy has a basis
     full_bytes: int  # what an uncompressed cache takes for the tokens seen
     pages_used: int
@@ -40,6 +40,7 @@ class MemoryReport:
         window: Window | None,
         basis_bytes: int,
         full_bytes: int,
+        record_bytes: int = 0,
     ) -> "MemoryReport":
         """Count what is held; the host waits for the device."""
         each = [(int(store.live.sum()), store.layout) for store in tiers.parts]
@@ -62,7 +63,7 @@ class MemoryReport:
             unfilled_bytes=used * page - vectors - scores - positions,
             spare_bytes=free * page,
             window_bytes=window.nbytes if window is not None else 0,
-            table_bytes=tiers.table_bytes + pool.table_bytes,
+            table_bytes=tiers.table_bytes + pool.table_bytes + record_bytes,
             basis_bytes=basis_bytes,
             full_bytes=full_bytes,
             pages_used=used,

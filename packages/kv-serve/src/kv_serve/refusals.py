@@ -43,8 +43,7 @@ def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
     """Refuse a pass over nothing, or that does not go on from what is held.
 
     Raises:
-        ValueError: no columns, another batch size than before, or a sequence that goes on without
-            ever having had a token.
+        ValueError: no columns, or another batch size than before.
     """
     if columns == 0 or sequences == 0:
         raise ValueError("the prompt is empty; give at least one sequence of at least one token")
@@ -54,12 +53,6 @@ def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
         raise ValueError(
             f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use one "
             "cache per batch, or reset() it"
-        )
-    if columns == 1 and batch.columns and not batch.started:
-        rows = (batch.seen == 0).nonzero().flatten().tolist()
-        raise ValueError(
-            f"sequence(s) {rows} of the batch are all padding, so there is no prompt to go on "
-            "from; leave them out"
         )
 
 

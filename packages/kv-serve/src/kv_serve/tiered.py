@@ -6,7 +6,7 @@ policy says. Nothing keeps an uncompressed copy of what is stored.
 """
 
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,11 +19,12 @@ from kv_serve import refusals
 from kv_serve.attending import attended
 from kv_serve.backends import AUTO, backend_for, page_kernels
 from kv_serve.bases import Bases, Folded
-from kv_serve.batch import Batch, Pass
+from kv_serve.batch import Batch, rolls_back
 from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
+from kv_serve.passes import Forward
 from kv_serve.tally import Tally
 
 
@@ -91,7 +92,7 @@ class TieredCache:
         """Forget everything and give the memory back."""
         self.batch: Batch | None = None
         self._keeper: KeepAll | KeepSelected = KeepAll()
-        self._pass: Pass | None = None
+        self._pass: Forward | None = None
         self._next_layer = 0
         self._goes_on = False  # prompts, in a later pass
 
@@ -112,28 +113,28 @@ class TieredCache:
 
         Args:
             valid: which columns hold a token.
-            prompt: whether the tokens are of prompts; None: if there is more than one column.
+            prompt: whether the tokens are of prompts; None: each sequence reads a prompt unless it
+                had tokens before and brings a single one.
             more: the prompts go on in a later pass, so every token stays until then.
 
         Raises:
-            ValueError: no columns, another batch size than before, or a sequence that goes on
-                without ever having had a token.
+            ValueError: no columns, or another batch size than before.
             RuntimeError: the pass before this one did not finish.
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
         """
-        if self._pass is not None:
-            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
+        self._expect_no_pass()
         sequences, columns = valid.shape
         refusals.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
-        count = valid.long().cumsum(-1)
-        position = torch.where(valid, batch.seen[:, None] + count - 1, -1)
-        given = columns != 1 if prompt is None else prompt
-        now = Pass(position, batch.seen + count[:, -1], given, more)
-        self._keeper.prepare(batch, now)
-        self.batch, self._pass, self._next_layer, self._goes_on = batch, now, 0, more
+        now = Forward.of(valid, batch.seen, started=batch.started, prompt=prompt, more=more)
+        self._begin(batch, now)
         for follower in self.followers:
-            follower.begin(valid, prompt=given, more=more)
+            follower._begin(follower.batch or follower._allocate(sequences), now)
+
+    def _begin(self, batch: Batch, now: Forward) -> None:
+        self._keeper.prepare(batch, now)
+        self.batch, self._pass, self._next_layer = batch, now, 0
+        self._goes_on = now.whole.more
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = refusals.shared_out(self._budgets, sequences)
@@ -177,9 +178,10 @@ class TieredCache:
         observe = self.observe
         others = tuple({f.observe for f in self.followers} - {observe})
         fresh = (query, key, value)
-        result = attended(batch, now, layer, fresh, scale, (observe, *others), self.backend)
-        observed = dict(zip((observe, *others), (result, *result.others), strict=True))
-        queries = Queries(query, now.position)
+        watch = (observe, *others)
+        result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
+        observed = dict(zip(watch, (result, *result.others), strict=True))
+        queries = Queries(query, now.whole.position)
         self.keep(layer, key, value, result, queries)
         for follower in self.followers:
             follower.keep(layer, key, value, observed[follower.observe], queries)
@@ -190,7 +192,7 @@ class TieredCache:
     @property
     def observe(self) -> Observe:
         """What the pass that has begun has to observe."""
-        if self._pass is not None and self._pass.prompt:
+        if self._pass is not None and self._pass.whole.prompt:
             return self._keeper.observe_prompt
         return self._keeper.observe_step
 
@@ -215,15 +217,20 @@ class TieredCache:
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
-        keeper.take(batch, now, layer, key, value, result, queries)
+        for part in now.parts:
+            fresh = part.vectors(key), part.vectors(value)
+            seen = part.observed(result), part.queries(queries)
+            keeper.take(batch, part.now, layer, *fresh, *seen)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
-            keeper.finish(batch, now)
-            batch.end(now)
+            # Prompts were scored among what was stored then, so they are settled first.
+            for part in reversed(now.parts):
+                keeper.finish(batch, part.now)
+            batch.end(now.whole)
             self._pass = None
             keeper.after(batch)
 
-    def _expect(self, layer: int) -> tuple[Pass, Batch]:
+    def _expect(self, layer: int) -> tuple[Forward, Batch]:
         now, batch = self._pass, self.batch
         if now is None or batch is None or layer != self._next_layer:
             expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
@@ -274,23 +281,57 @@ class TieredCache:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the newest tokens can be taken back."""
-        formats = self.policy.formats
-        return self.policy.capabilities.rolls_back and not (formats and formats.window)
+        """Whether the newest columns can be taken back."""
+        return self._pool is None and rolls_back(self.policy)
 
     def roll_back(self, columns: int) -> None:
-        """Take the newest `columns` columns back.
+        """Take the newest `columns` columns back, with the tokens that sequences have in them.
 
         Raises:
-            ValueError: the policy cannot, or there are not that many.
+            RuntimeError: a pass has begun and not ended.
+            ValueError: the policy cannot, the pool is shared, or there are not that many columns.
         """
+        self._expect_no_pass()
         if not self.rolls_back:
             raise ValueError(
                 f"{self.policy} cannot take tokens back; use a policy that keeps every token and "
                 "has no raw window, such as k8v4"
             )
-        if self.batch is not None and columns:
+        if columns and self.batch is None:
+            raise ValueError(f"{columns} columns cannot be taken back: the cache holds none")
+        if columns and self.batch is not None:
             self.batch.take_back(columns)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "TieredCache":
+        """Copy what is held, into a pool of its own that is as large; policy and bases are shared.
+
+        Raises:
+            RuntimeError: a pass has begun and not ended.
+            ValueError: the pool is shared with other caches.
+        """
+        self._expect_no_pass()
+        if self._pool is not None:
+            raise ValueError(
+                "a cache over a pool that others share cannot be copied; read the prompt again, "
+                "or use select() to repeat its sequences"
+            )
+        made = copy(self)
+        made.followers = ()
+        shared = [self.policy, self.shape, self.layout, self.bases]
+        if isinstance(self._keeper, KeepSelected):
+            shared.append(self._keeper.selector)
+        if self.batch is not None:
+            shared += self.batch.unchanging
+        memo |= {id(self): made} | {id(x): x for x in shared if x is not None}
+        # As what passes store, a copy outlives the inference mode it may be made in.
+        with torch.inference_mode(False), torch.no_grad():
+            made.tally = deepcopy(self.tally, memo)
+            made.batch, made._keeper = deepcopy((self.batch, self._keeper), memo)
+        return made
+
+    def _expect_no_pass(self) -> None:
+        if self._pass is not None:
+            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
 
     def memory(self) -> MemoryReport:
         """Count what is held, by name."""

@@ -1,6 +1,6 @@
 """Whose turn it is to be planned: all that are due, or as many as one plan may take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kv_policy import Replan
 
@@ -17,38 +17,59 @@ class Turns:
         self.replan = replan
         self._planned: list[int] = []  # the pass of the last plan, 0 before the first
         self._due: list[bool] = []
+        self._steps: list[int] = []  # passes in which each generated since it became due
         self._passes = 0
-        self._steps = 0  # generating passes since all became due
-        self._tokens = 0  # generated since then, over the batch
+        self._tokens = 0  # generated since all became due, over the batch
 
     @property
     def waiting(self) -> bool:
         """Whether some sequence is due."""
         return any(self._due)
 
-    def prompt(self, sequences: int) -> None:
-        """Count a pass over prompts: every sequence is due."""
-        self._planned = self._planned or [0] * sequences
+    def prompt(self, sequences: int, rows: Sequence[int] | None = None) -> None:
+        """Count a pass over prompts of some sequences of the batch, all if None: they are due."""
+        if not self._due:
+            self._planned, self._due, self._steps = ([x] * sequences for x in (0, False, 0))
         self._passes += 1
-        self.all_due()
+        self._let(range(sequences) if rows is None else rows)
 
-    def step(self, sequences: int) -> None:
-        """Count a pass that generated a token in each sequence."""
+    def step(self, sequences: int, rows: Sequence[int] | None = None) -> None:
+        """Count a pass that generated a token in some sequences of the batch, in all if None."""
         self._passes += 1
-        self._steps += 1
-        self._tokens += sequences
+        mine = range(sequences) if rows is None else rows
+        self._tokens += len(mine)
+        for i in mine:
+            self._steps[i] += 1
         often, much = self.replan.every, self.replan.uncompressed
-        if (often and self._steps >= often) or (much and self._tokens > much):
-            self.all_due()
+        if much and self._tokens > much:
+            self._let(range(sequences))
+        elif often:
+            self._let([i for i in mine if self._steps[i] >= often])
 
-    def all_due(self) -> None:
-        """Let every sequence be due."""
-        self._due = [True] * len(self._planned)
-        self._steps = self._tokens = 0
+    def _let(self, rows: Iterable[int]) -> None:
+        """Let sequences be due."""
+        for i in rows:
+            self._due[i], self._steps[i] = True, 0
+        if all(self._due):
+            self._tokens = 0
 
-    def next(self, sizes: Sequence[int]) -> list[int]:
-        """Name the sequences of the next plan, given the tokens of each over layers and heads."""
-        return self._within(self._oldest(i for i, due in enumerate(self._due) if due), sizes)
+    def next(
+        self,
+        sizes: Sequence[int],
+        *,
+        among: Collection[int] | None = None,
+        beside: Collection[int] | None = (),
+    ) -> list[int]:
+        """Name the sequences of the next plan, of those that are due.
+
+        Args:
+            sizes: tokens of each over layers and heads.
+            among: sequences that may be named, all if None.
+            beside: sequences that may not.
+        """
+        may = range(len(self._due)) if among is None else among
+        due = (i for i in may if self._due[i] and i not in (beside or ()))
+        return self._within(self._oldest(due), sizes)
 
     def short(self, sizes: Sequence[int], gains: Sequence[int], wanted: int | None) -> list[int]:
         """Name sequences to plan because pages are short, due or not; none if nothing is gained.
@@ -86,7 +107,11 @@ class Turns:
             self._due[i], self._planned[i] = False, self._passes
 
     def join(self, other: "Turns") -> None:
-        """Let the sequences of another batch follow mine; theirs were planned just now, if ever."""
+        """Let the sequences of another batch follow mine; theirs were planned just now, if ever.
+
+        They are due by `every` when mine are, so that one plan is for all.
+        """
+        self._steps += [max(self._steps, default=0)] * len(other._steps)
         self._planned += [min(at, 1) * self._passes for at in other._planned]
         self._due += other._due
 
@@ -94,3 +119,4 @@ class Turns:
         """Sequences become source[0], source[1], ..."""
         self._planned = [self._planned[i] for i in source]
         self._due = [self._due[i] for i in source]
+        self._steps = [self._steps[i] for i in source]

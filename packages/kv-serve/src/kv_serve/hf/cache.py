@@ -1,6 +1,8 @@
 """The compressed cache as the cache of a model of transformers."""
 
 from collections.abc import Sequence
+from copy import deepcopy
+from typing import NoReturn
 from weakref import ref
 
 import torch
@@ -26,18 +28,21 @@ class CompressedLayer(FreshLayer):
     def __init__(self, cache: "CompressedCache", index: int) -> None:
         """Stand for layer `index` of `cache`."""
         super().__init__(cache, index)
-        self._cache = cache
+        self._cache = ref(cache)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Mark the fresh keys, if the model's attention will see the mark."""
-        self._cache.expect_own_attention()
+        cache = self._cache()
+        if cache is not None:
+            cache.expect_own_attention()
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
         """Columns seen, padding and dropped tokens included: positions go on from here."""
-        return self._cache.tiered.columns
+        cache = self._cache()
+        return 0 if cache is None else cache.tiered.columns
 
 
 class CompressedCache(Cache):
@@ -191,15 +196,63 @@ class CompressedCache(Cache):
         return self.tiered.rolls_back
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens, given as a negative number; 0 does nothing.
+        """Remove the newest columns, given as a negative number; 0 does nothing.
+
+        A sequence loses the tokens that it has in these columns: padding among them is no token.
 
         Raises:
-            ValueError: the number is positive, or the policy cannot take tokens back.
+            ValueError: the number is positive or larger than the columns held, or the policy cannot
+                take tokens back; nothing has changed.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}) was called; say how many tokens to take back as a "
-                f"negative number, such as crop(-{tokens_to_remove})"
-            )
-        if tokens_to_remove:
-            self.tiered.roll_back(-tokens_to_remove)
+        if not tokens_to_remove:
+            return
+        if tokens_to_remove > 0 and self.tiered.rolls_back:
+            raise ValueError(_advice(tokens_to_remove, self.tiered.columns))
+        with torch.inference_mode(False), torch.no_grad():
+            self.tiered.roll_back(abs(tokens_to_remove))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
+        """Copy what is held, for the same model, into a pool of its own that is as large.
+
+        Several answers may so go on from one prompt. The policy and the model are shared.
+
+        Raises:
+            RuntimeError: the forward pass before this did not finish.
+        """
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(vars(self), tiered=deepcopy(self.tiered, memo))
+        made.layers = [CompressedLayer(made, i) for i in range(len(self.layers))]
+        return made
+
+    def __copy__(self) -> NoReturn:
+        """Refuse a copy that would hold the same pages.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "copy.copy(cache) would give two caches that write to the same pages; "
+            "copy.deepcopy(cache) gives one with pages of its own"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, and so to be saved by `torch.save` or sent to another process.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a CompressedCache cannot be pickled or saved: it belongs to a model in this process; "
+            "save the token ids and the policy's text, and let the model read them into a new "
+            "CompressedCache, or use copy.deepcopy(cache) for a copy in this process"
+        )
+
+
+def _advice(tokens: int, columns: int) -> str:
+    """What to call instead of `crop` with a positive number."""
+    said = f"crop({tokens}) was called, and crop takes the columns to remove as a negative number"
+    if tokens >= columns:
+        return f"{said}; the cache holds {columns}, so there is nothing to remove to keep {tokens}"
+    keep = f"crop({tokens - columns}) keeps the first {tokens} of the {columns} columns held"
+    return f"{said}: {keep}, and crop({-tokens}) removes the last {tokens}"

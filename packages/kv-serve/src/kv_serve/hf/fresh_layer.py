@@ -1,5 +1,7 @@
 """A cache's layer as transformers sees it, which hands fresh keys on to the attention function."""
 
+from weakref import ref
+
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -16,7 +18,9 @@ class FreshLayer(CacheLayerMixin):
     def __init__(self, cache: Attends, index: int) -> None:
         """Stand for layer `index` of `cache`."""
         super().__init__()  # type: ignore[no-untyped-call]  # transformers declares no types here
-        self._attends, self._index = cache, index
+        # The cache holds its layers: were they to hold it, its pages would wait for the garbage
+        # collector once it is let go.
+        self._attends, self._index = ref(cache), index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the cache allocates when a pass begins, if at all."""
@@ -24,8 +28,17 @@ class FreshLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys; the attention function takes them to the cache."""
-        return FreshKeys.mark(key_states, self._attends, self._index), value_states
+        """Mark the fresh keys; the attention function takes them to the cache.
+
+        Raises:
+            ReferenceError: the cache is gone.
+        """
+        cache = self._attends()
+        if cache is None:
+            raise ReferenceError(
+                f"layer {self._index} outlived its cache; keep the cache, and pass that to the model"
+            )
+        return FreshKeys.mark(key_states, cache, self._index), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the columns a mask has to cover: all that were seen."""
