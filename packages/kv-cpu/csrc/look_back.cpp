@@ -109,7 +109,8 @@ class Looker {
       // Stored tokens come before every query.
       for (int i = 0; i < block.runs && !(part.paged && skip <= 1); ++i)
         for (int64_t slot = block.run[i].slot; slot < block.run[i].slot + block.run[i].count; ++slot) {
-          const int from = sequence.from(place[slot * part.place_step[2]] + skip);
+          const int64_t at = std::min(place[slot * part.place_step[2]], kMostPosition);
+          const int from = sequence.from(at + skip);
           *start = std::max(*start, from);
           ++start;
         }

@@ -3,7 +3,6 @@
 
 #include "arguments.h"
 #include "look_back.h"
-#include "name.h"
 
 namespace kv {
 namespace {
@@ -25,18 +24,20 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
                              int64_t value_dim, double scale, Name isa) {
   Pass pass;
   Job& job = pass.job;
-  pass.chunk = read_chunk(job, q, position, value_dim, scale, isa.text);
+  pass.chunk = read_chunk(job, q, position, value_dim, scale, isa);
   pass.kernels = levels[level_of(isa.text)];
-  STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
-                      lse.numel() == job.streams() * job.group * pass.chunk.length,
-                  "log-sum-exps must be a contiguous float32 for each query of each head");
-  pass.lse = static_cast<const float*>(lse.const_data_ptr());
+  pass.lse = view(lse, {"lse"}, kFloat32, {job.sequences, job.heads, job.group, pass.chunk.length},
+                  Lay::kContiguous)
+                 .as<const float>();
   read_watches(job, watches, above);
-  STD_TORCH_CHECK(!last.empty() && last.size() == above.size(),
-                  "each watch needs its number of last queries");
+  if (last.empty() || last.size() != above.size())
+    refuse("last has ", last.size(), " numbers for ", above.size(),
+           " watches; each needs one, and one watch there must be");
+  for (int64_t count : last) within({"a number of last queries"}, count, 0, INT64_MAX);
   pass.last = last;
   std::vector<Tensor> results;
   read_parts(job, q, tensors, parts, true, results);
+  if (pass.chunk.length == 0) return results;
   Fault fault;
   look_back(pass, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "arguments.h"
-#include "name.h"
 
 namespace kv {
 namespace {
@@ -17,136 +16,198 @@ using torch::stable::Tensor;
 constexpr int kTensors = 4;  // of a part: data, table, length, place; or key, value, place, place
 constexpr int kNumbers = 18;
 
-Integers integers_of(const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long,
-                  "tables and lengths must be int32 or int64");
-  STD_TORCH_CHECK(x.is_contiguous(), "tables and lengths must be contiguous");
-  return {x.const_data_ptr(), type == ScalarType::Long};
+// The kind of number of a dtype, as view has it.
+Kinds kinds_of(Number number) {
+  if (number == Number::kFloat32) return kFloat32;
+  return number == Number::kFloat16 ? kFloat16 : kBFloat16;
 }
 
-Format format_of(const int64_t* numbers) {
-  Format format{Number(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3]), 0, 0};
-  STD_TORCH_CHECK(format.dim >= 1 && format.dim <= kMostDim, "a vector has ", format.dim,
-                  " dimensions; 1 to ", kMostDim, " are possible");
-  if (format.number == Number::kCodes) {
-    format.stride = (format.dim * format.bits + 7) / 8;
-    format.groups = (format.dim + format.group - 1) / format.group;
-  }
-  return format;
-}
-
-void steps(const Tensor& x, int64_t* to) {
-  STD_TORCH_CHECK(x.stride(3) == 1 || x.size(3) == 1, "numbers of a vector must be consecutive");
-  for (int i = 0; i < 3; ++i) to[i] = x.stride(i) * int64_t(x.element_size());
-}
-
-void read_pages(const Job& job, const Tensor* tensors, const int64_t* numbers, Part& part) {
-  const Tensor &data = tensors[0], &table = tensors[1];
-  part.data = static_cast<const uint8_t*>(data.const_data_ptr());
+void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers,
+                Part& part) {
+  const View data = view(tensors[0], {"page data of part ", i}, kBytes, {kMany, kAny}, Lay::kRows);
+  const View table = view(tensors[1], {"table of part ", i}, kIntegers,
+                          {job.sequences, job.heads, kAny}, Lay::kContiguous);
+  const View length = view(tensors[2], {"lengths of part ", i}, kIntegers,
+                           {job.sequences, job.heads}, Lay::kContiguous);
+  const int64_t bytes = data.size(1);
+  part.data = data.data;
   part.pages = data.size(0);
-  part.page_step = data.stride(0);
-  STD_TORCH_CHECK(data.stride(1) == 1 || data.size(1) <= 1, "bytes of a page must be consecutive");
-  part.tokens = numbers[0];
+  part.page_step = data.step(0);
+  part.tokens = within({"tokens of a page of part ", i}, numbers[0], 1, kMost);
   std::copy_n(numbers + 1, 4, part.offset);
-  part.position_offset = numbers[5];
-  part.reverse = numbers[6] != 0;
+  part.position_offset = within({"offset of positions of part ", i}, numbers[5], -1, bytes);
+  part.reverse = within({"direction of part ", i}, numbers[6], 0, 1) != 0;
   part.table = integers_of(table);
   part.table_width = table.size(2);
-  part.length = integers_of(tensors[2]);
-  const Format* formats[] = {&part.key, &part.value};
-  for (int i = 0; i < 2; ++i) {
-    const int64_t codes = formats[i]->bytes(), meta = formats[i]->meta_bytes();
-    STD_TORCH_CHECK(part.tokens >= 1 &&
-                        part.offset[2 * i] + part.tokens * codes <= data.size(1) &&
-                        part.offset[2 * i + 1] + part.tokens * meta <= data.size(1) &&
-                        part.position_offset + 4 * part.tokens <= std::max<int64_t>(
-                            data.size(1), 4 * part.tokens - 1),
-                    "a page has ", data.size(1), " bytes, fewer than its tokens take");
-  }
-  for (int64_t i = 0; i < job.streams(); ++i) {
-    const int64_t length = part.length[i], room = part.table_width * part.tokens;
-    STD_TORCH_CHECK(length >= 0 && length <= room, "a stream has ", length,
-                    " tokens; its table has room for 0 to ", room);
-    STD_TORCH_CHECK(job.watches.empty() || length <= part.width, "a stream has ", length,
-                    " tokens; it was said that none has more than ", part.width);
+  part.length = integers_of(length);
+  check_rows({"offset of keys of part ", i}, part.offset[0], part.tokens, part.key.bytes(), bytes);
+  if (part.key.groups)
+    check_rows({"offset of scales of keys of part ", i}, part.offset[1], part.tokens,
+               part.key.meta_bytes(), bytes);
+  check_rows({"offset of values of part ", i}, part.offset[2], part.tokens, part.value.bytes(),
+             bytes);
+  if (part.value.groups)
+    check_rows({"offset of scales of values of part ", i}, part.offset[3], part.tokens,
+               part.value.meta_bytes(), bytes);
+  if (part.position_offset >= 0)
+    check_rows({"offset of positions of part ", i}, part.position_offset, part.tokens, 4, bytes);
+  const int64_t room = part.table_width * part.tokens;  // both are at most kMost
+  for (int64_t stream = 0; stream < job.streams(); ++stream) {
+    const int64_t held = part.length[stream];
+    if (held < 0 || held > room)
+      refuse("a stream has ", held, " tokens; its table has room for 0 to ", room);
+    if (!job.watches.empty() && held > part.width)
+      refuse("a stream has ", held, " tokens; it was said that none has more than ", part.width);
   }
 }
 
-void read_tensors(const Tensor* tensors, Part& part) {
-  part.keys = static_cast<const uint8_t*>(tensors[0].const_data_ptr());
-  part.values = static_cast<const uint8_t*>(tensors[1].const_data_ptr());
-  steps(tensors[0], part.key_step);
-  steps(tensors[1], part.value_step);
+void read_tensors(const Job& job, int64_t i, const Tensor* tensors, Part& part) {
+  const struct {
+    const char* name;
+    const Format& format;
+    const uint8_t*& data;
+    int64_t* step;
+  } sides[] = {{"keys of part ", part.key, part.keys, part.key_step},
+               {"values of part ", part.value, part.values, part.value_step}};
+  for (const auto& [name, format, data, step] : sides) {
+    if (format.number == Number::kCodes)
+      refuse(name, i, " are integer codes; those lie in pages, plain tensors hold plain numbers");
+    const View x = view(*tensors++, {name, i}, kinds_of(format.number),
+                        {job.sequences, job.heads, part.width, format.dim}, Lay::kRows);
+    data = x.data;
+    for (int d = 0; d < 3; ++d) step[d] = x.step(d);
+  }
 }
 
-void read_place(const Tensor& place, Part& part) {
-  STD_TORCH_CHECK(place.scalar_type() == ScalarType::Long, "positions must be int64");
-  part.place = static_cast<const int64_t*>(place.const_data_ptr());
-  const bool shared = place.dim() == 2;
-  part.place_step[0] = place.stride(0);
-  part.place_step[1] = shared ? 0 : place.stride(1);
-  part.place_step[2] = place.stride(shared ? 1 : 2);
+// Positions of pages' tokens [B, H, at least the width], of plain tokens [B, width].
+void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
+  const Label label{"positions of part ", i};
+  const View x = part.paged ? view(place, label, kInt64, {job.sequences, job.heads, kAny},
+                                   Lay::kStrided)
+                            : view(place, label, kInt64, {job.sequences, part.width}, Lay::kStrided);
+  if (part.paged && x.size(2) < part.width)
+    refuse(label, " are ", x.size(2), " of a stream; it was said that one may have ", part.width,
+           " tokens");
+  part.place = x.as<const int64_t>();
+  part.place_step[0] = x.strides[0];
+  part.place_step[1] = part.paged ? x.strides[1] : 0;
+  part.place_step[2] = x.strides[part.paged ? 2 : 1];
 }
 
 // numbers: paged, width, key (number, dim, bits, group), value (the same), place is given, then of
 // pages: tokens, four offsets, offset of positions, reverse
-Part read_part(const Job& job, const Tensor* tensors, const int64_t* numbers) {
+Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers) {
   Part part;
-  part.paged = numbers[0] != 0;
-  part.width = numbers[1];
-  part.key = format_of(numbers + 2);
-  part.value = format_of(numbers + 6);
+  part.paged = within({"whether there are pages in part ", i}, numbers[0], 0, 1) != 0;
+  part.width = within({"width of part ", i}, numbers[1], 0, kMost);
+  part.key = format_of({"keys of part ", i}, numbers + 2);
+  part.value = format_of({"values of part ", i}, numbers + 6);
+  if (part.key.dim != job.key_dim || part.value.dim != job.value_dim)
+    refuse("part ", i, " has keys and values of ", part.key.dim, " and ", part.value.dim,
+           " dimensions; queries and the output have ", job.key_dim, " and ", job.value_dim);
+  const bool placed =
+      within({"whether there are positions in part ", i}, numbers[10], part.paged ? 0 : 1, 1) != 0;
   if (part.paged)
-    read_pages(job, tensors, numbers + 11, part);
+    read_pages(job, i, tensors, numbers + 11, part);
   else
-    read_tensors(tensors, part);
-  if (numbers[10]) read_place(tensors[part.paged ? 3 : 2], part);
+    read_tensors(job, i, tensors, part);
+  if (placed) read_place(job, i, tensors[part.paged ? 3 : 2], part);
+  for (const Watch& watch : job.watches)
+    if (!placed && watch.skip > 1)
+      refuse("part ", i, " has no positions, and ", watch.skip, " tokens before a query are skipped");
   return part;
+}
+
+// What streams hold must be a number of bytes, as work is dealt out by it.
+void check_work(const Job& job) {
+  int64_t bytes = 0;
+  for (const Part& part : job.parts)
+    for (int64_t stream = 0; stream < job.streams(); ++stream)
+      bytes = sum(bytes, product(part.count(stream), part.bytes()));
+  if (bytes > INT64_MAX / 2) refuse("streams have ", bytes, " bytes or more; that is too much");
 }
 
 }  // namespace
 
 Number number_of(ScalarType type) {
   if (type == ScalarType::Float) return Number::kFloat32;
-  if (type == ScalarType::Half) return Number::kFloat16;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "numbers must be float32, float16 or bfloat16");
-  return Number::kBFloat16;
+  return type == ScalarType::Half ? Number::kFloat16 : Number::kBFloat16;
+}
+
+Format format_of(Label label, const int64_t* numbers) {
+  const int64_t number = numbers[0], dim = numbers[1], bits = numbers[2], group = numbers[3];
+  if (number < 0 || number > 3)
+    refuse(label, " are of kind ", number, "; there are 0, codes, and 1 to 3, plain numbers");
+  if (dim < 1 || dim > kMostDim)
+    refuse(label, " have ", dim, " dimensions; 1 to ", kMostDim, " are possible");
+  Format format{Number(number), int(dim), 0, 1, 0, 0};
+  if (format.number != Number::kCodes) return format;
+  if (bits != 1 && bits != 2 && bits != 4 && bits != 8)
+    refuse(label, " are codes of ", bits, " bits; 1, 2, 4 and 8 are possible");
+  if (group < 1) refuse(label, " have a scale for ", group, " dimensions; 1 or more are possible");
+  format.bits = int(bits);
+  format.group = int(std::min(group, dim));  // a larger group is the whole vector
+  format.stride = (format.dim * format.bits + 7) / 8;
+  format.groups = (format.dim + format.group - 1) / format.group;
+  return format;
+}
+
+const Kernels* kernels_of(const Name& isa) {
+  const Kernels* found = kernels(isa.text.c_str());
+  if (!found || found->name != isa.text)
+    refuse("no kernels for ", isa.text, " here; there are ", names(false));
+  return found;
+}
+
+const int64_t* read_positions(const Tensor& position, int64_t sequences, int64_t length) {
+  const auto* found = view(position, {"position"}, kInt64, {sequences, length}, Lay::kContiguous)
+                          .as<const int64_t>();
+  for (int64_t i = 0; i < sequences * length; ++i)
+    if (found[i] > kMostPosition)
+      refuse("a query has position ", found[i], "; ", kMostPosition, " is the last");
+  return found;
 }
 
 Chunk read_chunk(Job& job, const Tensor& q, const Tensor& position, int64_t value_dim, double scale,
-                 const std::string& isa) {
-  job.kernels = kernels(isa.c_str());
-  STD_TORCH_CHECK(job.kernels, "no kernels for ", isa, " here; there are ", names(false));
-  STD_TORCH_CHECK(q.dim() == 5, "queries must be [B, H, G, L, D]");
-  job.sequences = q.size(0), job.heads = q.size(1), job.group = q.size(2), job.key_dim = q.size(4);
-  job.value_dim = value_dim;
-  STD_TORCH_CHECK(job.key_dim <= kMostDim && value_dim <= kMostDim, "vectors have ", job.key_dim,
-                  " and ", value_dim, " dimensions; ", kMostDim, " are the most");
+                 const Name& isa) {
+  job.kernels = kernels_of(isa);
+  const View x = view(q, {"q"}, kFloats, {kAny, kAny, kAny, kAny, kAny}, Lay::kStrided);
+  job.sequences = x.size(0), job.heads = x.size(1);
+  job.group = within({"queries of a KV head"}, x.size(2), 1, kMostGroup);
+  job.key_dim = within({"dimensions of q"}, x.size(4), 1, kMostDim);
+  job.value_dim = within({"value_dim"}, value_dim, 1, kMostDim);
   job.scale = float(scale);
-  job.query_number = number_of(q.scalar_type());
-  job.queries = static_cast<const uint8_t*>(q.const_data_ptr());
-  Chunk chunk{q.size(3), {}, nullptr};
-  for (int i = 0; i < 5; ++i) chunk.query_step[i] = q.stride(i) * int64_t(q.element_size());
-  STD_TORCH_CHECK(position.scalar_type() == ScalarType::Long && position.is_contiguous() &&
-                      int64_t(position.numel()) == job.sequences * chunk.length,
-                  "positions must be a contiguous int64 for each query");
-  chunk.position = static_cast<const int64_t*>(position.const_data_ptr());
+  job.query_number = number_of(x.type);
+  job.queries = x.data;
+  Chunk chunk{x.size(3), {}, nullptr};
+  for (int i = 0; i < 5; ++i) chunk.query_step[i] = x.step(i);
+  chunk.position = read_positions(position, job.sequences, chunk.length);
   return chunk;
 }
 
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above) {
-  size_t at = 0;
-  for (double share : above) {
-    STD_TORCH_CHECK(at + 3 <= numbers.size() && numbers[at + 2] >= 0 &&
-                        at + 3 + numbers[at + 2] <= numbers.size(),
-                    "what to watch is cut short");
-    Watch watch{Group(numbers[at]), numbers[at + 1], float(share), {}, job.terms};
-    for (int64_t i = 0; i < numbers[at + 2]; ++i) watch.terms.push_back(Term(numbers[at + 3 + i]));
-    at += 3 + numbers[at + 2];
-    job.terms += int(watch.terms.size());
+  const auto all = int64_t(numbers.size());
+  int64_t at = 0;
+  for (size_t i = 0; i < above.size(); ++i) {
+    const Label label{"watch ", int64_t(i)};
+    if (all - at < 3 || numbers[at + 2] > all - at - 3)
+      refuse(label, " is cut short; it takes a group, a skip, a count, and so many terms");
+    const int64_t count = within({"terms of watch ", int64_t(i)}, numbers[at + 2], 1,
+                                 kMostTerms - job.terms);
+    Watch watch{Group(within({"group of watch ", int64_t(i)}, numbers[at], 0, 3)),
+                within({"skip of watch ", int64_t(i)}, numbers[at + 1], 0, kMostPosition),
+                float(above[i]),
+                {},
+                job.terms};
+    for (int64_t k = 0; k < count; ++k)
+      watch.terms.push_back(
+          Term(within({"a term of watch ", int64_t(i)}, numbers[at + 3 + k], 0, 3)));
+    at += 3 + count;
+    job.terms += int(count);
     job.watches.push_back(watch);
   }
+  if (at != all)
+    refuse("watches are ", all, " numbers; ", above.size(), " shares describe ", at, " of them");
 }
 
 void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
@@ -157,27 +218,27 @@ void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
                             : torch::stable::new_empty(q, sizes, type));
     return results.back().mutable_data_ptr();
   };
-  STD_TORCH_CHECK(numbers.size() % kNumbers == 0 &&
-                      tensors.size() == numbers.size() / kNumbers * kTensors,
-                  "a part takes ", kNumbers, " numbers and ", kTensors, " tensors");
-  for (size_t i = 0; i < numbers.size() / kNumbers; ++i) {
-    job.parts.push_back(read_part(job, &tensors[i * kTensors], &numbers[i * kNumbers]));
-    const Part& part = job.parts.back();
-    STD_TORCH_CHECK(part.key.dim == job.key_dim && part.value.dim == job.value_dim,
-                    "a part has vectors of other dimensions");
-    if (job.watches.empty()) continue;
-    for (const Watch& watch : job.watches)
-      STD_TORCH_CHECK(part.place || watch.skip <= 1, "a part lacks positions to skip by");
+  const size_t count = numbers.size() / kNumbers;
+  if (numbers.size() % kNumbers || tensors.size() != count * kTensors)
+    refuse("parts are ", numbers.size(), " numbers and ", tensors.size(), " tensors; each takes ",
+           kNumbers, " and ", kTensors);
+  for (size_t i = 0; i < count; ++i)
+    job.parts.push_back(
+        read_part(job, int64_t(i), &tensors[i * kTensors], &numbers[i * kNumbers]));
+  check_work(job);
+  if (job.watches.empty()) return;
+  for (const Part& part : job.parts) {
     job.sums.push_back(static_cast<float*>(make(job.terms, part.width, ScalarType::Float)));
-    const auto count = int64_t(job.watches.size());
-    job.seen.push_back(static_cast<int32_t*>(make(count, part.width, ScalarType::Int)));
+    const auto watches = int64_t(job.watches.size());
+    job.seen.push_back(static_cast<int32_t*>(make(watches, part.width, ScalarType::Int)));
   }
 }
 
 void check(const Job& job, const Fault& fault) {
-  STD_TORCH_CHECK(fault.part < 0, "pages[", fault.part.load(), "] has page ", fault.page.load(),
-                  " in its table; its pool has ", job.parts[std::max(0, fault.part.load())].pages,
-                  " pages");
+  const int part = fault.part;
+  if (part >= 0)
+    refuse("pages[", part, "] has page ", fault.page.load(), " in its table; its pool has ",
+           job.parts[part].pages, " pages");
 }
 
 void parallel(int64_t count, Body body, void* context) {
@@ -195,22 +256,12 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
                            std::vector<double> above, int64_t value_dim, double scale,
                            Name isa) {
   Job job;
-  job.kernels = kernels(isa.text.c_str());
-  STD_TORCH_CHECK(job.kernels, "no kernels for ", isa.text, " here; there are ", names(false));
-  STD_TORCH_CHECK(q.dim() == 5 && q.size(3) == 1, "queries must be [B, H, G, 1, D]");
-  job.sequences = q.size(0), job.heads = q.size(1), job.group = q.size(2), job.key_dim = q.size(4);
-  job.value_dim = value_dim;
-  STD_TORCH_CHECK(job.key_dim <= kMostDim && value_dim <= kMostDim, "vectors have ", job.key_dim,
-                  " and ", value_dim, " dimensions; ", kMostDim, " are the most");
+  const Chunk chunk = read_chunk(job, q, position, value_dim, scale, isa);
+  if (chunk.length != 1)
+    refuse("q has ", chunk.length, " queries of a sequence; decode takes one, [B, H, G, 1, D]");
   job.query_width = padded(int(job.key_dim) + 7), job.value_width = padded(int(value_dim));
-  job.scale = float(scale);
-  job.query_number = number_of(q.scalar_type());
-  job.queries = static_cast<const uint8_t*>(q.const_data_ptr());
-  for (int i = 0; i < 4; ++i) job.query_step[i] = q.stride(i < 3 ? i : 4) * q.element_size();
-  STD_TORCH_CHECK(position.scalar_type() == ScalarType::Long && position.is_contiguous() &&
-                      position.numel() == job.sequences,
-                  "positions must be a contiguous int64 for each sequence");
-  job.position = static_cast<const int64_t*>(position.const_data_ptr());
+  for (int i = 0; i < 4; ++i) job.query_step[i] = chunk.query_step[i < 3 ? i : 4];
+  job.position = chunk.position;
   read_watches(job, watches, above);
   for (Watch& watch : job.watches)  // of one query the largest sum is the sum of the largest
     if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
@@ -229,6 +280,9 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 
 std::string isa(bool all) { return names(all); }
 
+// What operators take and give back; library.py expects the same.
+int64_t interface() { return 1; }
+
 }  // namespace
 }  // namespace kv
 
@@ -237,10 +291,12 @@ STABLE_TORCH_LIBRARY(kv_cpu, m) {
       "decode(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int[] watches, "
       "float[] above, int value_dim, float scale, str isa) -> Tensor[]");
   m.def("isa(bool all) -> str");
+  m.def("interface() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode", TORCH_BOX(&kv::decode)); }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&kv::isa));
+  m.impl("interface", TORCH_BOX(&kv::interface));
 }

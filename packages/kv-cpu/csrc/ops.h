@@ -10,6 +10,10 @@
 
 namespace kv {
 
+// Queries and tokens have positions up to this, and are skipped by at most as much, so that their
+// sums are integers too.
+constexpr int64_t kMostPosition = INT64_MAX / 2;
+
 // Names of the instruction sets that were compiled, or of those that this processor has.
 std::string names(bool all);
 

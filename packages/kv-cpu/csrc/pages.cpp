@@ -5,23 +5,6 @@
 namespace kv {
 namespace {
 
-Format format_of(const int64_t* numbers) {
-  Format format{Number(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3]), 0, 0};
-  STD_TORCH_CHECK(numbers[0] >= 0 && numbers[0] <= 3, "vectors of kind ", numbers[0],
-                  "; there are 0 to 3");
-  STD_TORCH_CHECK(numbers[1] >= 1 && numbers[1] <= kMostDim, "a vector has ", numbers[1],
-                  " dimensions; 1 to ", kMostDim, " are possible");
-  if (format.number != Number::kCodes) return format;
-  const int bits = format.bits;
-  STD_TORCH_CHECK((bits == 1 || bits == 2 || bits == 4 || bits == 8) && numbers[3] >= 1 &&
-                      numbers[3] <= kMostDim,
-                  "codes of ", numbers[2], " bits in groups of ", numbers[3],
-                  "; codes have 1, 2, 4 or 8, groups 1 to ", kMostDim);
-  format.stride = (format.dim * bits + 7) / 8;
-  format.groups = (format.dim + format.group - 1) / format.group;
-  return format;
-}
-
 int64_t row_bytes(const Format& format) {
   if (format.number == Number::kCodes) return format.stride;
   return format.dim * (format.number == Number::kFloat32 ? 4 : 2);
@@ -29,18 +12,9 @@ int64_t row_bytes(const Format& format) {
 
 }  // namespace
 
-Integers integers_of(const Tensor& x, int64_t count, const char* name) {
-  const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK((type == ScalarType::Int || type == ScalarType::Long) && x.is_contiguous() &&
-                      int64_t(x.numel()) == count,
-                  name, " must be ", count, " contiguous integers, and are ", x.numel());
-  return {x.const_data_ptr(), type == ScalarType::Long};
-}
-
-const Coder& coder_of(const std::string& isa) {
-  const Coder* found = coder(isa.c_str());
-  STD_TORCH_CHECK(found, "no code for ", isa, " here; there is some for ", names(false));
-  return *found;
+const Coder& coder_of(const Name& isa) {
+  kernels_of(isa);
+  return *coder(isa.text.c_str());
 }
 
 const Coder* coder(const char* isa) {
@@ -54,48 +28,93 @@ const Coder* coder(const char* isa) {
 #endif
 }
 
-Tier tier_of(const Tensor& data, const Tensor& table, const int64_t* numbers) {
-  STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && data.dim() == 2 &&
-                      (data.stride(1) == 1 || data.size(1) <= 1),
-                  "pages must be uint8 [P, bytes], the bytes of a page consecutive");
+View pages_of(const Tensor& data, Use use) {
+  const View pages = view(data, {"page data"}, kBytes, {kMany, kAny}, Lay::kRows, use);
+  if (use == Use::kWrites && pages.size(0) > 1 && pages.strides[0] < pages.size(1))
+    refuse("page data has ", pages.size(1), " bytes a page and the next page after ",
+           pages.strides[0], "; pages that are written to must not share memory");
+  return pages;
+}
+
+Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers) {
   Tier tier;
-  tier.data = static_cast<uint8_t*>(const_cast<void*>(data.const_data_ptr()));
-  tier.pages = data.size(0), tier.step = data.stride(0), tier.tokens = numbers[0];
-  STD_TORCH_CHECK(table.dim() == 2, "a page table must be [S, T]");
-  tier.streams = table.size(0), tier.width = table.size(1);
-  tier.table = integers_of(table, tier.streams * tier.width, "a page table");
-  tier.score = numbers[5], tier.position = numbers[6], tier.reverse = numbers[7] != 0;
-  auto add = [&](int64_t offset, int64_t width) {
-    STD_TORCH_CHECK(tier.tokens >= 1 && offset >= 0 && offset + tier.tokens * width <= data.size(1),
-                    "a page has ", data.size(1), " bytes, fewer than its tokens take");
+  tier.pages_view = pages;
+  tier.data = pages.data, tier.pages = pages.size(0), tier.step = pages.strides[0];
+  tier.tokens = within({"tokens of a page"}, numbers[0], 1, kMost);
+  tier.table_view = view(table, {"table"}, kIntegers, {kAny, kAny}, Lay::kContiguous);
+  tier.streams = tier.table_view.size(0), tier.width = tier.table_view.size(1);
+  tier.table = integers_of(tier.table_view);
+  const int64_t bytes = pages.size(1);
+  tier.score = within({"offset of scores"}, numbers[5], -1, bytes);
+  tier.position = within({"offset of positions"}, numbers[6], -1, bytes);
+  tier.reverse = within({"direction of a table"}, numbers[7], 0, 1) != 0;
+  auto add = [&](Label label, int64_t offset, int64_t width) {
+    check_rows(label, offset, tier.tokens, width, bytes);
+    const int64_t end = offset + tier.tokens * width;
+    for (int i = 0; i < tier.segments; ++i) {
+      const auto [first, other] = tier.segment[i];
+      if (offset < first + tier.tokens * other && first < end)
+        refuse(label, " is ", offset, ", up to ", end, "; from ", first, " to ",
+               first + tier.tokens * other, " a page holds something else of its tokens");
+    }
     tier.segment[tier.segments++] = {offset, width};
   };
   for (int which = 0; which < 2; ++which) {
-    const Format& format = tier.format[which] = format_of(numbers + 8 + 4 * which);
-    add(tier.code[which] = numbers[1 + 2 * which], row_bytes(format));
-    tier.meta[which] = numbers[2 + 2 * which];
-    if (format.groups) add(tier.meta[which], 4 * format.groups);
+    const Format& format = tier.format[which] =
+        format_of({which ? "values" : "keys"}, numbers + 8 + 4 * which);
+    add({which ? "offset of values" : "offset of keys"}, tier.code[which] = numbers[1 + 2 * which],
+        row_bytes(format));
+    tier.meta[which] = format.groups ? numbers[2 + 2 * which] : 0;
+    if (format.groups)
+      add({which ? "offset of scales of values" : "offset of scales of keys"}, tier.meta[which],
+          4 * format.groups);
   }
-  if (tier.score >= 0) add(tier.score, 4);
-  if (tier.position >= 0) add(tier.position, 4);
+  if (tier.score >= 0) add({"offset of scores"}, tier.score, 4);
+  if (tier.position >= 0) add({"offset of positions"}, tier.position, 4);
   return tier;
 }
 
+Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers) {
+  if (numbers.size() != kTierNumbers)
+    refuse("a tier has ", numbers.size(), " numbers; it must have ", kTierNumbers);
+  return tier_of(pages, table, numbers.data());
+}
+
+View streams_of(const Tier& tier, const Tensor& streams, int64_t count) {
+  const View found = view(streams, {"streams"}, kIntegers, {count}, Lay::kContiguous);
+  const Integers named = integers_of(found);
+  for (int64_t i = 0; i < found.size(0); ++i) tier.check_stream(named[i]);
+  return found;
+}
+
+void check_distinct(const Tier& tier, const Integers& streams, int64_t count) {
+  bool ascending = true;
+  for (int64_t i = 1; i < count; ++i) ascending &= streams[i - 1] < streams[i];
+  if (ascending) return;
+  std::vector<bool> named(tier.streams);
+  for (int64_t i = 0; i < count; ++i) {
+    if (named[streams[i]])
+      refuse("stream ", streams[i], " is named twice; name each that is written to once");
+    named[streams[i]] = true;
+  }
+}
+
 void Tier::check_page(int64_t page) const {
-  STD_TORCH_CHECK(page >= 0 && page < pages, "a table names page ", page, "; its pool has ", pages,
-                  " pages");
+  if (page < 0 || page >= pages)
+    refuse("a table names page ", page, "; its pool has ", pages, " pages");
 }
 
 void Tier::check_stream(int64_t stream) const {
-  STD_TORCH_CHECK(stream >= 0 && stream < streams, "stream ", stream, " does not exist; there are ",
-                  streams);
+  if (stream < 0 || stream >= streams)
+    refuse("stream ", stream, " does not exist; there are ", streams);
 }
 
 void Tier::check(int64_t stream, int64_t first, int64_t last) const {
   check_stream(stream);
   if (first >= last) return;
-  STD_TORCH_CHECK(first >= 0 && last <= width * tokens, "a stream is said to have slots ", first,
-                  " to ", last - 1, "; its table has room for 0 to ", width * tokens - 1);
+  if (first < 0 || last > room())
+    refuse("a stream is said to have slots ", first, " to ", last - 1,
+           "; its table has room for 0 to ", room() - 1);
   for (int64_t column = first / tokens; column <= (last - 1) / tokens; ++column)
     check_page(table[entry(stream, column)]);
 }
@@ -116,13 +135,6 @@ void Tier::encode(const Coder& coder, int which, Number from, const uint8_t* con
                   uint8_t* page, int64_t row) const {
   coder.encode(format[which], from, x, count, page + code[which] + row * row_bytes(format[which]),
                page + meta[which] + row * 4 * format[which].groups);
-}
-
-Vectors::Vectors(const Tensor& x, int dim) : number(number_of(x.scalar_type())) {
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(2) == dim && (x.stride(2) == 1 || dim == 1),
-                  "vectors must be [S, L, ", dim, "], the numbers of each consecutive");
-  data = static_cast<const uint8_t*>(x.const_data_ptr());
-  for (int i = 0; i < 2; ++i) step[i] = x.stride(i) * int64_t(x.element_size());
 }
 
 }  // namespace kv

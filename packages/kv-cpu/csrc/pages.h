@@ -34,6 +34,7 @@ struct Tier {
   Integers table;
   int64_t streams, width;
   bool reverse;
+  View pages_view, table_view;
 
   int64_t entry(int64_t stream, int64_t column) const {
     return stream * width + (reverse ? width - 1 - column : column);
@@ -42,6 +43,8 @@ struct Tier {
     return at(table[entry(stream, slot / tokens)]);
   }
   uint8_t* at(int64_t page) const { return data + page * step; }
+  // Slots of a stream, as many as its table has room for.
+  int64_t room() const { return width * tokens; }
 
   // Refuses slots first .. last - 1 of a stream if one is in a page that is not there.
   void check(int64_t stream, int64_t first, int64_t last) const;
@@ -53,13 +56,19 @@ struct Tier {
               uint8_t* page, int64_t row) const;
 };
 
+// Pages [P, bytes]; those that are written to must not share memory with each other.
+View pages_of(const Tensor& data, Use use);
+
 // numbers: tokens, where key codes, key metadata, value codes and value metadata start, where scores
 // and positions do, reverse, then number, dim, bits and group of keys and of values
-Tier tier_of(const Tensor& data, const Tensor& table, const int64_t* numbers);
+Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers);
+// The same, of one tier alone.
+Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers);
 
 // Vectors [S, L, D] whose numbers are consecutive.
 struct Vectors {
-  Vectors(const Tensor& x, int dim);
+  explicit Vectors(const View& x)
+      : data(x.data), step{x.step(0), x.step(1)}, number(number_of(x.type)) {}
   const uint8_t* at(int64_t i, int64_t token) const {
     return data + i * step[0] + token * step[1];
   }
@@ -68,16 +77,13 @@ struct Vectors {
   Number number;
 };
 
-Integers integers_of(const Tensor& x, int64_t count, const char* name);
+// The streams that are named [S], all of which a tier has.
+View streams_of(const Tier& tier, const Tensor& streams, int64_t count);
 
-// The data of a contiguous tensor of so many numbers.
-template <typename T>
-T* data_of(const Tensor& x, ScalarType type, int64_t count, const char* name) {
-  STD_TORCH_CHECK(x.scalar_type() == type && x.is_contiguous() && int64_t(x.numel()) == count, name,
-                  " must be contiguous, of ", count, " numbers of another kind or count than given");
-  return static_cast<T*>(const_cast<void*>(x.const_data_ptr()));
-}
-const Coder& coder_of(const std::string& isa);
+// Refuses a stream that is named twice: two threads would write to the same slots.
+void check_distinct(const Tier& tier, const Integers& streams, int64_t count);
+
+const Coder& coder_of(const Name& isa);
 
 // f(i) for i < count, in threads where all of that is worth more than one.
 template <typename F>

@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
-#include "name.h"
 #include "prompt_pass.h"
 
 namespace kv {
@@ -24,7 +23,7 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
                              Name isa) {
   Prompt prompt;
   Job& job = prompt.job;
-  prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa.text);
+  prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa);
   prompt.kernels = levels[level_of(isa.text)];
   prompt.coder = coder(isa.text.c_str());
   std::vector<Tensor> results, none;
@@ -36,6 +35,7 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
   read_parts(job, q, tensors, parts, false, none);
   prompt.out = static_cast<uint8_t*>(results[0].mutable_data_ptr());
   job.lse = static_cast<float*>(results[1].mutable_data_ptr());
+  if (length == 0) return results;
   Fault fault;
   attend(prompt, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);

@@ -38,20 +38,27 @@ Span notes_of(const Tier& tier) {
 
 // Some streams of a tier, and how many of their first slots are looked at.
 struct Chosen {
-  Chosen(const Tensor& data, const Tensor& table, const std::vector<int64_t>& numbers,
-         const Tensor& length, const Tensor& streams, int64_t slots)
-      : tier(tier_of(data, table, numbers.data())), count(streams.numel()) {
-    const Integers named = integers_of(streams, count, "streams");
-    const Integers lengths = integers_of(length, tier.streams, "lengths");
+  Chosen(const Tier& of, const Tensor& length, const Tensor& streams, int64_t slots)
+      : tier(of),
+        named(streams_of(tier, streams, kAny)),
+        lengths(view(length, {"length"}, kIntegers, {tier.streams}, Lay::kContiguous)),
+        count(named.size(0)) {
+    const Integers all = integers_of(lengths), which = integers_of(named);
     for (int64_t i = 0; i < count; ++i) {
-      tier.check_stream(named[i]);
-      const int64_t all = lengths[named[i]];
-      STD_TORCH_CHECK(all >= 0 && slots >= 0, "a stream has ", all, " tokens, and ", slots,
-                      " are asked for");
-      held.push_back(std::min(all, slots));
-      stream.push_back(named[i]);
+      stream.push_back(which[i]);
+      const int64_t there = all[stream[i]];
+      if (there < 0) refuse("a stream has ", there, " tokens; 0 or more are possible");
+      held.push_back(std::min(there, slots));
       tier.check(stream[i], 0, held[i]);
     }
+  }
+
+  // Refuses what writing scores could be led astray by.
+  void check_writes() const {
+    check_distinct(tier, integers_of(named), count);
+    check_apart(tier.pages_view, {"page data"}, tier.table_view, {"table"});
+    check_apart(tier.pages_view, {"page data"}, named, {"streams"});
+    check_apart(tier.pages_view, {"page data"}, lengths, {"length"});
   }
 
   // f(page, slot, count of the slots from there in that page) over the held slots of streams[i].
@@ -70,9 +77,15 @@ struct Chosen {
   }
 
   const Tier tier;
+  const View named, lengths;
   const int64_t count;
   std::vector<int64_t> stream, held;
 };
+
+// As many slots as are asked for, which a table must have room for.
+int64_t slots_of(const Tier& tier, int64_t slots) {
+  return within({"slots"}, slots, 0, tier.room());
+}
 
 ScalarType type_of(const Format& format) {
   if (format.number == Number::kFloat16) return ScalarType::Half;
@@ -87,7 +100,7 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
       torch::stable::new_empty(like, {chosen.count, slots, format.dim}, type_of(format));
   const int64_t width = format.dim * int64_t(out.element_size());
   auto* first = static_cast<uint8_t*>(out.mutable_data_ptr());
-  for_all(chosen.count, kWorth / (slots * width + 1), [&](int64_t i) {
+  for_all(chosen.count, grain(kWorth, product(slots, width)), [&](int64_t i) {
     uint8_t* to = first + i * slots * width;
     const int64_t codes = chosen.tier.code[which];
     const Span span{codes, codes + 1};
@@ -111,10 +124,9 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
 std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
                               Tensor length, Tensor streams, int64_t slots, bool keys, bool values,
                               Name isa) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers, "a tier has ", kTierNumbers, " numbers");
-  const Chosen chosen(data, table, numbers, length, streams, slots);
-  const Coder& coder = coder_of(isa.text);
-  const Tier& tier = chosen.tier;
+  const Coder& coder = coder_of(isa);
+  const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
+  const Chosen chosen(tier, length, streams, slots_of(tier, slots));
   std::vector<Tensor> found;
   auto made = [&](ScalarType type) {
     found.push_back(torch::stable::new_empty(data, {chosen.count, slots}, type));
@@ -123,7 +135,7 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
   auto* held = static_cast<bool*>(made(ScalarType::Bool));
   auto* score = tier.score < 0 ? nullptr : static_cast<float*>(made(ScalarType::Float));
   auto* position = tier.position < 0 ? nullptr : static_cast<int64_t*>(made(ScalarType::Long));
-  for_all(chosen.count, kWorth / (16 * slots + 1), [&](int64_t i) {
+  for_all(chosen.count, grain(kWorth, product(16, slots)), [&](int64_t i) {
     const int64_t at = i * slots, end = at + chosen.held[i], stop = at + slots;
     std::fill(held + at, held + end, true);
     std::fill(held + end, held + stop, false);
@@ -145,18 +157,21 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
 // before `until`, which is empty where none is set. No token: infinity and -1. NaN is the lowest.
 std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t> numbers,
                                  Tensor length, Tensor streams, int64_t slots, Tensor until) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers, "a tier has ", kTierNumbers, " numbers");
-  const Chosen chosen(data, table, numbers, length, streams, slots);
-  const Tier& tier = chosen.tier;
-  const bool bounded = until.numel() > 0;
-  STD_TORCH_CHECK(tier.score >= 0 && (!bounded || tier.position >= 0),
-                  "pages hold no scores, or no positions");
-  const Integers bound = integers_of(until, bounded ? chosen.count : 0, "bounds");
+  const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
+  const Chosen chosen(tier, length, streams, slots_of(tier, slots));
+  const View bounds = view(until, {"until"}, kIntegers, {kAny}, Lay::kContiguous);
+  const bool bounded = bounds.size(0) > 0;
+  if (bounded && bounds.size(0) != chosen.count)
+    refuse("until has ", bounds.size(0), " positions for ", chosen.count,
+           " streams; give one for each, or none");
+  if (tier.score < 0) refuse("pages hold no scores, and the lowest is asked for");
+  if (bounded && tier.position < 0) refuse("pages hold no positions, and until bounds them");
+  const Integers bound = integers_of(bounds);
   std::vector<Tensor> found{torch::stable::new_empty(data, {chosen.count}, ScalarType::Float),
                             torch::stable::new_empty(data, {chosen.count}, ScalarType::Long)};
   auto* lowest = static_cast<float*>(found[0].mutable_data_ptr());
   auto* where = static_cast<int64_t*>(found[1].mutable_data_ptr());
-  for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
+  for_all(chosen.count, grain(kWorth, product(8, slots)), [&](int64_t i) {
     float least = INFINITY;
     int64_t at = -1;
     chosen.over_pages(i, scores_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
@@ -175,15 +190,16 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
 // Writes score [n, L] over the slots of the pages that streams hold, and 0 past the L-th.
 void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
                   Tensor streams, Tensor score) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers && score.dim() == 2, "a tier has ", kTierNumbers,
-                  " numbers, and scores have two dimensions");
-  const int64_t slots = score.size(1);
-  const Chosen chosen(data, table, numbers, length, streams, INT64_MAX);
-  const Tier& tier = chosen.tier;
-  STD_TORCH_CHECK(tier.score >= 0, "pages hold no scores");
-  const auto* given =
-      data_of<float>(score, ScalarType::Float, chosen.count * slots, "scores");
-  for_all(chosen.count, kWorth / (8 * slots + 1), [&](int64_t i) {
+  const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
+  const Chosen chosen(tier, length, streams, INT64_MAX);
+  if (tier.score < 0) refuse("pages hold no scores, and new ones are given");
+  const View scores =
+      view(score, {"score"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
+  const int64_t slots = scores.size(1);
+  const auto* given = scores.as<const float>();
+  chosen.check_writes();
+  check_apart(tier.pages_view, {"page data"}, scores, {"score"});
+  for_all(chosen.count, grain(kWorth, product(8, slots)), [&](int64_t i) {
     chosen.over_pages(i, scores_of(tier), [&](uint8_t* page, int64_t slot, int64_t) {
       const int64_t known = std::clamp<int64_t>(slots - slot, 0, tier.tokens);
       if (known) std::memcpy(page + tier.score, given + i * slots + slot, 4 * known);
@@ -211,17 +227,27 @@ void add(uint8_t* scores, const uint8_t* positions, const float* given, float ov
 void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
                      Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last,
                      int64_t over) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers && mass.dim() == 2, "a tier has ", kTierNumbers,
-                  " numbers, and what was given two dimensions");
-  const int64_t slots = mass.size(1);
-  const Chosen chosen(data, table, numbers, length, streams, slots);
-  const Tier& tier = chosen.tier;
-  STD_TORCH_CHECK(tier.score >= 0 && tier.position >= 0, "pages hold no scores, or no positions");
-  const auto* given = data_of<float>(mass, ScalarType::Float, chosen.count * slots, "mass");
-  const Integers counted = integers_of(seen, chosen.count * slots, "seen");
-  const Integers tokens = integers_of(before, chosen.count, "tokens before");
+  const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
+  const Chosen chosen(tier, length, streams, INT64_MAX);
+  if (tier.score < 0 || tier.position < 0)
+    refuse("pages hold no scores or no positions; both are needed for scores to go on");
+  const View masses = view(mass, {"mass"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
+  const int64_t slots = masses.size(1);
+  const View counts = view(seen, {"seen"}, kIntegers, {chosen.count, slots}, Lay::kContiguous);
+  const View befores = view(before, {"before"}, kIntegers, {chosen.count}, Lay::kContiguous);
+  for (int64_t held : chosen.held)
+    if (held > slots)
+      refuse("a stream has ", held, " tokens and mass is of ", slots, "; give it for all of them");
+  within({"last"}, last, -1, INT64_MAX);
+  within({"over"}, over, 0, INT64_MAX);
+  chosen.check_writes();
+  check_apart(tier.pages_view, {"page data"}, masses, {"mass"});
+  check_apart(tier.pages_view, {"page data"}, counts, {"seen"});
+  check_apart(tier.pages_view, {"page data"}, befores, {"before"});
+  const auto* given = masses.as<const float>();
+  const Integers counted = integers_of(counts), tokens = integers_of(befores);
   const int64_t most = last < 0 ? INT64_MAX : last;
-  for_all(chosen.count, kWorth / (20 * slots + 1), [&](int64_t i) {
+  for_all(chosen.count, grain(kWorth, product(20, slots)), [&](int64_t i) {
     chosen.over_pages(i, notes_of(tier), [&](uint8_t* page, int64_t slot, int64_t held) {
       const int64_t at = i * slots + slot;
       std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));

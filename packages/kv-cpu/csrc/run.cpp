@@ -251,7 +251,7 @@ class Runner {
         const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
                                stream % job_.heads * part.place_step[1];
         for (int i = 0; i < run.count; ++i)
-          seen[i] = query - place[(run.slot + i) * part.place_step[2]] >= watch.skip;
+          seen[i] = place[(run.slot + i) * part.place_step[2]] <= query - watch.skip;
       }
       for (size_t t = 0; t < watch.terms.size(); ++t) {
         float* sums = job_.sums[which] + (watch.first + t) * plane + at;

@@ -1,6 +1,7 @@
 // A decoding step: in every stream one token enters, and one leaves its tier or moves to another.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "name.h"
@@ -87,8 +88,8 @@ bool opens(const Tier& tier, int64_t slot) { return slot % tier.tokens == 0; }
 
 void check_slot(const Tier& tier, int64_t stream, int64_t slot, bool opened) {
   if (!opened) return tier.check(stream, slot, slot + 1);
-  STD_TORCH_CHECK(slot / tier.tokens < tier.width, "a token enters slot ", slot,
-                  "; the table has room for ", tier.width * tier.tokens);
+  if (slot / tier.tokens >= tier.width)
+    refuse("a token enters slot ", slot, "; the table has room for ", tier.room());
 }
 
 // Refuses what would read or write a page that is not there, and counts what comes and goes.
@@ -97,14 +98,14 @@ void check(const Work& work, int64_t& given, int64_t& taken) {
     const Tier& tier = work.tiers[t].tier;
     for (int64_t i = 0; i < work.streams; ++i) {
       const int64_t length = work.tiers[t].length[i], end = work.end(t, i), entry = work.entry(t, i);
+      if (length < 0) refuse("a stream has ", length, " tokens; 0 or more are possible");
       if (work.moves[i].from == t) {
-        STD_TORCH_CHECK(work.moves[i].victim < length, "slot ", work.moves[i].victim,
-                        " holds no token, the stream has ", length);
+        if (work.moves[i].victim >= length)
+          refuse("slot ", work.moves[i].victim, " holds no token, the stream has ", length);
         tier.check(i, work.moves[i].victim, work.moves[i].victim + 1);
         tier.check(i, length - 1, length);
         given += work.moves[i].gone() && opens(tier, end);
       }
-      STD_TORCH_CHECK(length >= 0, "a stream has ", length, " tokens");
       const bool arrives = work.arrives(t, i), enters = work.enters(t, i);
       if (arrives) check_slot(tier, i, end, opens(tier, end));
       const bool follows = arrives && opens(tier, end) && !opens(tier, entry);  // in a new page
@@ -186,68 +187,127 @@ void enter(Work& work, const Coder& coder, int64_t i) {
   }
 }
 
+// Everything that a step reads or writes, to see whether what is written lies apart. Tables are an
+// exception among themselves: two tiers may have a side each of one.
+class Memory {
+ public:
+  enum class Role { kRead, kTable, kWritten };
+  void add(const View& view, Label label, Role role) {
+    if (view.bytes) all_.push_back({view, label, role});
+  }
+  void check() {
+    std::sort(all_.begin(), all_.end(),
+              [](const Entry& a, const Entry& b) { return a.view.data < b.view.data; });
+    for (auto a = all_.begin(); a != all_.end(); ++a)
+      for (auto b = a + 1; b != all_.end() && b->view.data < a->view.data + a->view.bytes; ++b) {
+        const bool either = a->role == b->role && a->role != Role::kWritten;
+        if (either) continue;
+        a->role == Role::kRead ? check_apart(b->view, b->label, a->view, a->label)
+                               : check_apart(a->view, a->label, b->view, b->label);
+      }
+  }
+
+ private:
+  struct Entry {
+    View view;
+    Label label;
+    Role role;
+  };
+  std::vector<Entry> all_;
+};
+
+using Role = Memory::Role;
+
 // tensors: candidate, victim, target [S], place [K, S], key, value [S, 1, D], score, position [S] or
 // empty, then of each tier its table [S, T] and lengths [S]
-Work work_of(const Tensor& data, const Tensor* tensors, int64_t tiers, const int64_t* numbers) {
+Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int64_t* numbers,
+             Memory& memory) {
   std::vector<Member> members;
-  const int64_t streams = tensors[0].numel();
+  auto read = [&](int i, Label label, Kinds kinds, std::initializer_list<int64_t> sizes, Lay lay) {
+    const View found = view(tensors[i], label, kinds, sizes, lay);
+    memory.add(found, label, Role::kRead);
+    return found;
+  };
+  const View candidate = read(0, {"candidate"}, kBytes, {kAny}, Lay::kContiguous);
+  const int64_t streams = candidate.size(0);
   for (int64_t t = 0; t < tiers; ++t) {
+    const Label names[] = {{"table of tier ", t}, {"lengths of tier ", t}};
     const Tensor &table = tensors[kWorkTensors + 2 * t], &length = tensors[kWorkTensors + 2 * t + 1];
-    const Tier tier = tier_of(data, table, numbers + t * kTierNumbers);
-    STD_TORCH_CHECK(tier.streams == streams, "a tier has other streams");
-    members.push_back({tier, data_of<int32_t>(table, ScalarType::Int, streams * tier.width, "tables"),
-                       data_of<int32_t>(length, ScalarType::Int, streams, "lengths")});
-    const Tier& first = members[0].tier;
-    STD_TORCH_CHECK(tier.format[0].dim == first.format[0].dim &&
-                        tier.format[1].dim == first.format[1].dim &&
-                        (tier.score < 0) == (first.score < 0) &&
-                        (tier.position < 0) == (first.position < 0),
-                    "tiers between which tokens move must hold the same");
+    const View ids =
+        view(table, names[0], kInt32, {streams, kAny}, Lay::kContiguous, Use::kWrites);
+    const View lengths =
+        view(length, names[1], kInt32, {streams}, Lay::kContiguous, Use::kWrites);
+    memory.add(ids, names[0], Role::kTable);
+    memory.add(lengths, names[1], Role::kWritten);
+    members.push_back({tier_of(pages, table, numbers + t * kTierNumbers), ids.as<int32_t>(),
+                       lengths.as<int32_t>()});
+    const Tier &tier = members.back().tier, &first = members[0].tier;
+    if (tier.room() > kMost)
+      refuse(names[0], " has room for ", tier.room(), " tokens; lengths reach to ", kMost);
+    if (tier.format[0].dim != first.format[0].dim || tier.format[1].dim != first.format[1].dim ||
+        (tier.score < 0) != (first.score < 0) || (tier.position < 0) != (first.position < 0))
+      refuse("tier ", t, " has other dimensions, scores or positions than tier 0; tiers between "
+             "which tokens move must hold the same");
   }
   const Tier& tier = members[0].tier;
   auto bytes = [&](int i, const char* name) {
-    return data_of<uint8_t>(tensors[i], ScalarType::Byte, streams, name);
+    return read(i, {name}, kBytes, {streams}, Lay::kContiguous).data;
   };
+  const uint8_t *victim = bytes(1, "victim"), *target = bytes(2, "target");
+  const View place = read(3, {"place"}, kInt64, {tiers, streams}, Lay::kContiguous);
+  const View key = read(4, {"key"}, kFloats, {streams, 1, tier.format[0].dim}, Lay::kRows);
+  const View value = read(5, {"value"}, kFloats, {streams, 1, tier.format[1].dim}, Lay::kRows);
   Work work{members,
             streams,
-            bytes(0, "candidates"),
-            bytes(1, "victims"),
-            bytes(2, "targets"),
-            data_of<int64_t>(tensors[3], ScalarType::Long, tiers * streams, "places"),
-            Vectors(tensors[4], tier.format[0].dim),
-            Vectors(tensors[5], tier.format[1].dim),
+            candidate.data,
+            victim,
+            target,
+            place.as<const int64_t>(),
+            Vectors(key),
+            Vectors(value),
             nullptr,
             {},
             {},
             {},
             {}};
-  STD_TORCH_CHECK(tensors[4].size(0) == streams && tensors[5].size(0) == streams,
-                  "each stream must have a key and a value");
-  if (tier.score >= 0) work.score = data_of<float>(tensors[6], ScalarType::Float, streams, "scores");
-  if (tier.position >= 0) work.position = integers_of(tensors[7], streams, "positions");
+  if (tier.score >= 0)
+    work.score = read(6, {"score"}, kFloat32, {streams}, Lay::kContiguous).as<const float>();
+  if (tier.position >= 0) {
+    work.position =
+        integers_of(read(7, {"position"}, kIntegers, {streams}, Lay::kContiguous));
+    for (int64_t i = 0; work.position.wide && i < streams; ++i)
+      if (work.candidate[i] < tiers)
+        within({"a position"}, work.position[i], INT32_MIN, INT32_MAX);
+  }
   plan(work);
   work.vectors.resize(streams * work.width());
   work.beside.resize(8 * streams);
   return work;
 }
 
-Pool pool_of(const Tensor& data, const Tensor& ring, const Tensor& start, const Tensor& free,
-             int64_t given, int64_t taken) {
-  const int64_t pages = data.size(0);
-  Pool pool{data_of<int32_t>(ring, ScalarType::Int, pages + 1, "the list of free pages"),
-            data_of<int64_t>(start, ScalarType::Long, 1, "its start"),
-            data_of<int64_t>(free, ScalarType::Long, 1, "the number of free pages"), pages,
-            data.size(1)};
-  const int64_t there = *pool.free, first = *pool.start;
-  STD_TORCH_CHECK(there >= 0 && there + given <= pages && first >= 0 && first <= pages - (pages > 0),
-                  "the pool says that ", there, " of ", pages, " pages are free, from place ", first,
-                  " on, and ", given, " come back");
-  STD_TORCH_CHECK(taken <= there + given, "a step takes ", taken, " pages and ", there + given,
-                  " are free");
+Pool pool_of(const View& data, const Tensor& ring, const Tensor& start, const Tensor& free,
+             int64_t given, int64_t taken, Memory& memory) {
+  const int64_t pages = within({"pages of a pool"}, data.size(0), 0, kMost - 1);
+  auto written = [&](const Tensor& x, Label label, Kinds kinds, int64_t count) {
+    const View found = view(x, label, kinds, {count}, Lay::kContiguous, Use::kWrites);
+    memory.add(found, label, Role::kWritten);
+    return found;
+  };
+  Pool pool{written(ring, {"ring of free pages"}, kInt32, pages + 1).as<int32_t>(),
+            written(start, {"start of the ring"}, kInt64, 1).as<int64_t>(),
+            written(free, {"number of free pages"}, kInt64, 1).as<int64_t>(), pages, data.size(1)};
+  memory.check();
+  const int64_t there = within({"number of free pages"}, *pool.free, 0, pages);
+  const int64_t first = within({"start of the ring"}, *pool.start, 0, std::max<int64_t>(pages - 1, 0));
+  if (there + given > pages)
+    refuse("the pool says that ", there, " of ", pages, " pages are free, and ", given,
+           " come back; that would be more than there are");
+  if (taken > there + given)
+    refuse("a step takes ", taken, " pages and ", there + given, " are free");
   for (int64_t i = 0; i < taken && i < there; ++i) {
     const int64_t page = pool.ring[(first + i) % pages];
-    STD_TORCH_CHECK(page >= 0 && page < pages, "the pool says that page ", page, " is free; it has ",
-                    pages);
+    if (page < 0 || page >= pages)
+      refuse("the pool says that page ", page, " is free; it has ", pages);
   }
   return pool;
 }
@@ -255,23 +315,30 @@ Pool pool_of(const Tensor& data, const Tensor& ring, const Tensor& start, const 
 // numbers: of each kind of streams the number of its tiers, and the numbers of these
 void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<Tensor> tensors,
                std::vector<int64_t> numbers, bool poison, Name isa) {
-  const Coder& coder = coder_of(isa.text);
+  const Coder& coder = coder_of(isa);
+  const View pages = pages_of(data, Use::kWrites);
+  Memory memory;
+  memory.add(pages, {"page data"}, Role::kWritten);
   std::vector<Work> works;
   int64_t given = 0, taken = 0;
-  size_t tensor = 0;
-  for (size_t at = 0; at < numbers.size();) {
-    const int64_t tiers = numbers[at++];
-    STD_TORCH_CHECK(tiers >= 1 && at + tiers * kTierNumbers <= numbers.size() &&
-                        tensor + kWorkTensors + 2 * tiers <= tensors.size(),
-                    "what a step is made of is cut short");
-    works.push_back(work_of(data, &tensors[tensor], tiers, &numbers[at]));
+  const auto all = int64_t(numbers.size()), given_tensors = int64_t(tensors.size());
+  int64_t at = 0, tensor = 0;
+  while (at < all) {
+    const int64_t tiers = within({"tiers of a kind of streams"}, numbers[at++], 1, kMost);
+    if (tiers * kTierNumbers > all - at || kWorkTensors + 2 * tiers > given_tensors - tensor)
+      refuse("a kind of streams has ", tiers, " tiers, which take ", tiers * kTierNumbers,
+             " numbers and ", kWorkTensors + 2 * tiers, " tensors; ", all - at, " and ",
+             given_tensors - tensor, " are left");
+    works.push_back(work_of(pages, &tensors[tensor], tiers, &numbers[at], memory));
     check(works.back(), given, taken);
     at += tiers * kTierNumbers, tensor += kWorkTensors + 2 * tiers;
   }
-  Pool pool = pool_of(data, ring, start, free, given, taken);
+  if (tensor != given_tensors)
+    refuse(given_tensors, " tensors are given; numbers describe ", tensor, " of them");
+  Pool pool = pool_of(pages, ring, start, free, given, taken, memory);
   for (Work& work : works)
     for_all(work.streams, kWorth, [&](int64_t i) { leave(work, coder, i); });
-  exchange(works, pool, static_cast<uint8_t*>(data.mutable_data_ptr()), data.stride(0), poison);
+  exchange(works, pool, pages.data, pages.strides[0], poison);
   for (Work& work : works) {
     for_all(work.streams, kWorth, [&](int64_t i) { enter(work, coder, i); });
     for (int t = 0; t < int(work.tiers.size()); ++t)

@@ -1,7 +1,9 @@
 // What brings tokens into pages and moves them there.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "name.h"
 #include "pages.h"
@@ -29,7 +31,7 @@ class Writer {
   Writer(const Tier& tier, const Coder& coder, const Fresh& fresh, int64_t columns)
       : tier_(tier), coder_(coder), fresh_(fresh), columns_(columns) {}
 
-  void write(const Share& share, int64_t stream, const bool* keep) const {
+  void write(const Share& share, int64_t stream, const uint8_t* keep) const {
     int64_t kept[kRun], slot = share.slot;
     int count = 0;
     for (int64_t token = share.first; token < share.last; ++token) {
@@ -74,42 +76,61 @@ class Writer {
 void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor streams,
                 Tensor start, Tensor keep, Tensor key, Tensor value, std::vector<Tensor> beside,
                 Name isa) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers && keep.dim() == 2, "a tier has ", kTierNumbers,
-                  " numbers, and what is kept two dimensions");
-  const Tier tier = tier_of(data, table, numbers.data());
-  const Coder& coder = coder_of(isa.text);
-  const int64_t count = keep.size(0), columns = keep.size(1);
-  const bool* marks = data_of<bool>(keep, ScalarType::Bool, count * columns, "keep");
-  const Integers named = integers_of(streams, count, "streams");
-  const Integers first = integers_of(start, count, "start");
-  Fresh fresh{Vectors(key, tier.format[0].dim), Vectors(value, tier.format[1].dim), nullptr, {}};
-  STD_TORCH_CHECK(key.size(0) == count && key.size(1) == columns && value.size(0) == count &&
-                      value.size(1) == columns,
-                  "there must be a key and a value for each mark of keep");
+  const Coder& coder = coder_of(isa);
+  const View pages = pages_of(data, Use::kWrites);
+  const Tier tier = tier_of(pages, table, numbers);
+  const View kept = view(keep, {"keep"}, kMarks, {kAny, kAny}, Lay::kContiguous);
+  const int64_t count = kept.size(0), columns = kept.size(1);
+  const auto* marks = kept.as<const uint8_t>();  // any byte but 0 is true
+  const View names = streams_of(tier, streams, count);
+  const View starts = view(start, {"start"}, kIntegers, {count}, Lay::kContiguous);
+  const View keys = view(key, {"key"}, kFloats, {count, columns, tier.format[0].dim}, Lay::kRows);
+  const View values =
+      view(value, {"value"}, kFloats, {count, columns, tier.format[1].dim}, Lay::kRows);
+  const Integers named = integers_of(names), first = integers_of(starts);
+  Fresh fresh{Vectors(keys), Vectors(values), nullptr, {}};
+  const size_t wanted = size_t(tier.score >= 0) + size_t(tier.position >= 0);
+  if (beside.size() != wanted)
+    refuse("beside has ", beside.size(), " tensors; pages hold ", wanted,
+           " of scores and positions, and take as many");
+  for (const auto& [label, other] : {std::pair{Label{"table"}, &tier.table_view},
+                                     {Label{"keep"}, &kept},
+                                     {Label{"streams"}, &names},
+                                     {Label{"start"}, &starts},
+                                     {Label{"key"}, &keys},
+                                     {Label{"value"}, &values}})
+    check_apart(pages, {"page data"}, *other, label);
+  check_distinct(tier, named, count);
   size_t at = 0;
-  STD_TORCH_CHECK(beside.size() == size_t(tier.score >= 0) + size_t(tier.position >= 0),
-                  "scores and positions must be given where pages hold them, and nowhere else");
-  if (tier.score >= 0)
-    fresh.score = data_of<float>(beside[at++], ScalarType::Float, count * columns, "scores");
-  if (tier.position >= 0)
-    fresh.position = integers_of(beside[at], count * columns, "positions");
+  if (tier.score >= 0) {
+    const View scores =
+        view(beside[at++], {"scores"}, kFloat32, {count, columns}, Lay::kContiguous);
+    check_apart(pages, {"page data"}, scores, {"scores"});
+    fresh.score = scores.as<const float>();
+  }
+  if (tier.position >= 0) {
+    const View positions =
+        view(beside[at], {"positions"}, kIntegers, {count, columns}, Lay::kContiguous);
+    check_apart(pages, {"page data"}, positions, {"positions"});
+    fresh.position = integers_of(positions);
+  }
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i) {
-    const bool* kept = marks + i * columns;
-    int64_t slot = first[i];
-    STD_TORCH_CHECK(slot <= tier.width * tier.tokens, "tokens are to come to slot ", slot,
-                    "; the table has room for ", tier.width * tier.tokens);
+    const uint8_t* mine = marks + i * columns;
+    int64_t slot = within({"start"}, first[i], 0, tier.room());
     for (int64_t token = 0; token < columns; token += kShare) {
       const int64_t last = token + kShare < columns ? token + kShare : columns;
       int64_t more = 0;
-      for (int64_t k = token; k < last; ++k) more += kept[k];
+      for (int64_t k = token; k < last; ++k) more += mine[k] != 0;
       if (more) shares.push_back({i, token, last, slot});
       slot += more;
     }
     tier.check(named[i], first[i], slot);
+    for (int64_t k = 0; fresh.position.wide && k < columns; ++k)
+      if (mine[k]) within({"a position"}, fresh.position[i * columns + k], INT32_MIN, INT32_MAX);
   }
   const Writer writer(tier, coder, fresh, columns);
-  for_all(shares.size(), kWorth / (columns < kShare ? columns + 1 : kShare), [&](int64_t k) {
+  for_all(shares.size(), grain(kWorth, std::min<int64_t>(columns, kShare - 1)), [&](int64_t k) {
     const Share& share = shares[k];
     writer.write(share, named[share.i], marks + share.i * columns);
   });
@@ -119,22 +140,27 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
 // be goes into the first gap before it.
 void page_close_up(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor streams,
                    Tensor stay) {
-  STD_TORCH_CHECK(numbers.size() == kTierNumbers && stay.dim() == 2, "a tier has ", kTierNumbers,
-                  " numbers, and what stays two dimensions");
-  const Tier tier = tier_of(data, table, numbers.data());
-  const int64_t count = stay.size(0), columns = stay.size(1);
-  const bool* marks = data_of<bool>(stay, ScalarType::Bool, count * columns, "stay");
-  const Integers named = integers_of(streams, count, "streams");
+  const View pages = pages_of(data, Use::kWrites);
+  const Tier tier = tier_of(pages, table, numbers);
+  const View staying = view(stay, {"stay"}, kMarks, {kAny, kAny}, Lay::kContiguous);
+  const int64_t count = staying.size(0), columns = staying.size(1);
+  const auto* marks = staying.as<const uint8_t>();
+  const View names = streams_of(tier, streams, count);
+  const Integers named = integers_of(names);
+  check_distinct(tier, named, count);
+  check_apart(pages, {"page data"}, tier.table_view, {"table"});
+  check_apart(pages, {"page data"}, names, {"streams"});
+  check_apart(pages, {"page data"}, staying, {"stay"});
   std::vector<int64_t> after(count);
   for (int64_t i = 0; i < count; ++i) {
-    const bool* stays = marks + i * columns;
+    const uint8_t* stays = marks + i * columns;
     int64_t end = columns;
     while (end > 0 && !stays[end - 1]) --end;
     tier.check(named[i], 0, end);
-    for (int64_t slot = 0; slot < end; ++slot) after[i] += stays[slot];
+    for (int64_t slot = 0; slot < end; ++slot) after[i] += stays[slot] != 0;
   }
-  for_all(count, kWorth / (columns + 1), [&](int64_t i) {
-    const bool* stays = marks + i * columns;
+  for_all(count, grain(kWorth, columns), [&](int64_t i) {
+    const uint8_t* stays = marks + i * columns;
     const int64_t stream = named[i];
     int64_t gap = 0;
     for (int64_t slot = after[i]; slot < columns; ++slot) {
@@ -147,17 +173,28 @@ void page_close_up(Tensor data, Tensor table, std::vector<int64_t> numbers, Tens
   });
 }
 
-// Copies whole pages; no target may be a source.
+// Copies whole pages; no target may be a source, or a target twice.
 void page_copy(Tensor data, Tensor source, Tensor target) {
-  STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && data.is_contiguous() && data.dim() == 2,
-                  "pages must be contiguous uint8 [P, bytes]");
-  const int64_t count = source.numel(), pages = data.size(0), bytes = data.size(1);
-  const Integers from = integers_of(source, count, "sources"), to = integers_of(target, count, "targets");
+  const View pages =
+      view(data, {"page data"}, kBytes, {kMany, kAny}, Lay::kContiguous, Use::kWrites);
+  const View sources = view(source, {"source"}, kIntegers, {kAny}, Lay::kContiguous);
+  const int64_t count = sources.size(0), there = pages.size(0), bytes = pages.size(1);
+  const View targets = view(target, {"target"}, kIntegers, {count}, Lay::kContiguous);
+  const Integers from = integers_of(sources), to = integers_of(targets);
+  check_apart(pages, {"page data"}, sources, {"source"});
+  check_apart(pages, {"page data"}, targets, {"target"});
+  std::vector<bool> written(count ? there : 0);
+  for (int64_t i = 0; i < count; ++i) {
+    if (from[i] < 0 || from[i] >= there || to[i] < 0 || to[i] >= there)
+      refuse("page ", from[i], " is to be copied to page ", to[i], "; there are ", there);
+    if (written[to[i]]) refuse("page ", to[i], " is written twice; name each target once");
+    written[to[i]] = true;
+  }
   for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(from[i] >= 0 && from[i] < pages && to[i] >= 0 && to[i] < pages, "page ",
-                    from[i], " is to be copied to page ", to[i], "; there are ", pages);
-  auto* first = static_cast<uint8_t*>(data.mutable_data_ptr());
-  for_all(count, (1 << 16) / (bytes + 1), [&](int64_t i) {
+    if (written[from[i]] && from[i] != to[i])
+      refuse("page ", from[i], " is read and written; no target may be a source");
+  uint8_t* first = pages.data;
+  for_all(count, grain(1 << 16, bytes), [&](int64_t i) {
     std::memmove(first + to[i] * bytes, first + from[i] * bytes, bytes);
   });
 }

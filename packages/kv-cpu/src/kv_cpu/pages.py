@@ -137,7 +137,7 @@ def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Ve
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
         torch.ops.kv_cpu.page_read(
-            *_tier(pages), pages.length, streams.contiguous(), slots, *wanted, chosen()
+            *_tier(pages), pages.length[:, 0], streams.contiguous(), slots, *wanted, chosen()
         )
     )
     there = (True, layout.scores, layout.positions, *wanted)
@@ -153,7 +153,7 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
         RuntimeError: a table names a page that is not there; nothing was written.
     """
     torch.ops.kv_cpu.page_rescore(
-        *_tier(pages), pages.length, streams.contiguous(), *_scores(score)
+        *_tier(pages), pages.length[:, 0], streams.contiguous(), *_scores(score)
     )
 
 
@@ -172,7 +172,7 @@ def accumulate(
     """
     torch.ops.kv_cpu.page_accumulate(
         *_tier(pages),
-        pages.length,
+        pages.length[:, 0],
         streams.contiguous(),
         before.contiguous(),
         mass.float().contiguous(),
@@ -201,7 +201,7 @@ def weakest(
     """
     bound = streams[:0] if until is None else until
     score, slot = torch.ops.kv_cpu.page_weakest(
-        *_tier(pages), pages.length, streams.contiguous(), slots, bound.contiguous()
+        *_tier(pages), pages.length[:, 0], streams.contiguous(), slots, bound.contiguous()
     )
     return score, slot
 

@@ -1,0 +1,455 @@
+"""Random calls of the native operators, as their arguments are: valid ones, and those bent."""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kv_policy.described import NUMBERS
+
+PAGE: Final = mmap.PAGESIZE
+SLOT: Final = 32 * PAGE  # the most that a tensor may take
+CANARY: Final = 0xA5
+DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
+Arg = Tensor | None | int | float | str | list  # lists of any of these
+
+
+class Arena:
+    """Memory for tensors that end where a page begins that nobody may read or write.
+
+    Before a tensor lie bytes that hold `CANARY`.
+    """
+
+    def __init__(self, slots: int = 96) -> None:
+        size = slots * (SLOT + PAGE)
+        self._map = mmap.mmap(-1, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        self._slots: list[Tensor] = []
+        for i in range(slots):
+            first = start + i * (SLOT + PAGE)
+            if protect(ctypes.c_void_p(first + SLOT), ctypes.c_size_t(PAGE), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+            raw = (ctypes.c_uint8 * SLOT).from_address(first)
+            self._slots.append(torch.frombuffer(raw, dtype=torch.uint8))
+        self._taken: list[int] = []
+
+    def clear(self) -> None:
+        self._taken = []
+
+    def put(self, x: Tensor) -> Tensor:
+        """Copy a tensor, strides and all, to a place of its own."""
+        size = x.element_size()
+        reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+        nbytes = 0 if x.numel() == 0 else reach * size
+        if nbytes > SLOT - PAGE or len(self._taken) == len(self._slots):
+            return x
+        slot = self._slots[len(self._taken)]
+        self._taken.append(nbytes)
+        slot[SLOT - nbytes - min(PAGE, SLOT - nbytes) : SLOT].fill_(CANARY)
+        if nbytes == 0:
+            return x
+        placed = slot[SLOT - nbytes :].view(x.dtype).as_strided(x.shape, x.stride())
+        if 0 in x.stride():  # what repeats is written once
+            first = tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())
+            placed[first].copy_(x[first])
+        else:
+            placed.copy_(x)
+        return placed
+
+    def spoilt(self) -> bool:
+        """Whether a byte before a tensor has changed."""
+        for slot, nbytes in zip(self._slots, self._taken, strict=False):
+            if not bool((slot[SLOT - nbytes - PAGE : SLOT - nbytes] == CANARY).all()):
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, and whether no memory stands behind one of its tensors."""
+
+    name: str
+    args: list[Arg]
+    hopeless: bool = False
+    bent: tuple[str, ...] = ()
+
+
+@dataclass
+class Maker:
+    """What draws calls."""
+
+    random: Random
+    isas: tuple[str, ...]
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def __post_init__(self) -> None:
+        self.generator.manual_seed(self.random.getrandbits(32))
+
+    def call(self) -> Call:
+        names: dict[str, Callable[[], list[Arg]]] = {
+            "decode": self.decode,
+            "prompt": self.prompt,
+            "look_back": self.look_back,
+            "page_read": self.page_read,
+            "page_weakest": self.page_weakest,
+            "page_rescore": self.page_rescore,
+            "page_accumulate": self.page_accumulate,
+            "page_write": self.page_write,
+            "page_close_up": self.page_close_up,
+            "page_copy": self.page_copy,
+            "page_step": self.page_step,
+        }
+        name = self.random.choice(list(names))
+        return Call(name, names[name]())
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.randint(low, max(high, low + 1), shape, generator=self.generator).to(dtype)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def either(self) -> torch.dtype:
+        return self.random.choice([torch.int32, torch.int64])
+
+    def floating(self) -> torch.dtype:
+        return self.random.choice(list(NUMBERS))
+
+    def format(self, dim: int) -> list[int]:
+        number = self.random.choice([0, 0, 1, 2, 3])
+        if number:
+            return [number, dim, 0, 1]
+        return [0, dim, self.random.choice([1, 2, 4, 8]), self.random.randint(1, dim + 2)]
+
+    def dim(self) -> int:
+        return self.random.choice([1, 3, 8, 16, 17, 20, 33, 64])
+
+    def sides(self) -> tuple[int, int, list[int], list[int]]:
+        key, value = self.dim(), self.dim()
+        return key, value, self.format(key), self.format(value)
+
+    def pages(self, tokens: int, formats: list[list[int]], more: int) -> tuple[Tensor, list[int]]:
+        """Pages and where in them lie codes and metadata of keys and values, and `more` rows of 4."""
+        pages, columns, places = 6, [], []
+        at = 0
+
+        def lay(block: Tensor, used: bool = True) -> None:
+            nonlocal at
+            places.append(at if used else 0)
+            if used:
+                columns.append(block.reshape(pages, -1).view(torch.uint8))
+                at += columns[-1].shape[1]
+
+        for number, dim, bits, group in formats:
+            if number:
+                lay(self.normal(pages, tokens, dim, dtype=DTYPES[number]))
+                lay(torch.empty(0), used=False)
+                continue
+            groups = -(-dim // group)
+            lay(self.integers(0, 256, pages, tokens * (-(-dim * bits // 8)), dtype=torch.uint8))
+            scale = torch.rand(pages, tokens, 1, groups, generator=self.generator) / 2**bits
+            zero = self.normal(pages, tokens, 1, groups)
+            lay(torch.cat((scale, zero), dim=2).half())
+        for _ in range(more):
+            lay(self.integers(-1, 40, pages, tokens, dtype=torch.int32))
+        columns.append(self.integers(0, 256, pages, self.random.randint(0, 9), dtype=torch.uint8))
+        return torch.cat(columns, dim=1), places
+
+    def tier(self, streams: int, more: tuple[bool, bool], dims: tuple[int, int] | None = None):
+        """Pages, the table, the numbers and the lengths of a tier."""
+        key, value = dims or (self.dim(), self.dim())
+        formats = [self.format(key), self.format(value)]
+        tokens, width = self.random.randint(1, 5), self.random.randint(1, 4)
+        data, places = self.pages(tokens, formats, sum(more))
+        rest = iter(places[4:])
+        score, position = (next(rest) if here else -1 for here in more)
+        if score >= 0:
+            scores = self.normal(6, tokens).view(torch.uint8)
+            data[:, score : score + 4 * tokens] = scores
+        numbers = [tokens, *places[:4], score, position, self.random.randint(0, 1)]
+        numbers += [*formats[0], *formats[1]]
+        table = self.integers(0, 6, streams, width, dtype=self.either())
+        length = self.integers(0, tokens * width + 1, streams, dtype=self.either())
+        return data, table, numbers, length
+
+    def part(self, q: Tensor, value_dim: int, watched: bool) -> tuple[list[Tensor], list[int]]:
+        sequences, heads, dim = q.shape[0], q.shape[1], q.shape[-1]
+        if self.random.random() < 0.4:
+            width = self.random.randint(0, 12)
+            sizes = (sequences, heads, width)
+            kinds = [self.random.choice(list(NUMBERS.values())) for _ in "kv"]
+            key = self.normal(*sizes, dim, dtype=DTYPES[kinds[0]])
+            value = self.normal(*sizes, value_dim, dtype=DTYPES[kinds[1]])
+            place = self.integers(-1, 40, sequences, width)
+            formats = [kinds[0], dim, 0, 1, kinds[1], value_dim, 0, 1]
+            return [key, value, place, place], [0, width, *formats, 1, *[0] * 7]
+        holes = self.random.random() < 0.3
+        formats = [self.format(dim), self.format(value_dim)]
+        tokens, columns = self.random.randint(1, 5), self.random.randint(0, 4)
+        data, places = self.pages(tokens, formats, int(holes))
+        table = self.integers(0, 6, sequences, heads, columns, dtype=self.either())
+        length = self.integers(0, tokens * columns + 1, sequences, heads, dtype=self.either())
+        width = tokens * columns if watched else 0
+        place = self.integers(0, 30, sequences, heads, width + self.random.randint(0, 2))
+        numbers = [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
+        numbers += [places[4] if holes else -1, self.random.randint(0, 1)]
+        return [data, table, length, place], numbers
+
+    def pass_over(self, length: int, watched: bool):
+        sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
+        value_dim = self.dim()
+        shape = (sequences, heads, group, length, self.dim())
+        q = self.normal(*shape, dtype=self.floating())
+        if self.random.random() < 0.3:
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        position = self.integers(30, 45, sequences, length).sort(dim=1).values
+        if length > 1:
+            position[0, 0] = -1
+        tensors: list[Tensor] = []
+        numbers: list[int] = []
+        for _ in range(self.random.randint(0, 3)):
+            more, few = self.part(q, value_dim, watched)
+            tensors += more
+            numbers += few
+        return q, position, tensors, numbers, value_dim
+
+    def watches(self, many: bool) -> tuple[list[int], list[float]]:
+        numbers, above = [], []
+        for _ in range(self.random.randint(int(many), 2)):
+            terms = [self.random.randint(0, 3) for _ in range(self.random.randint(1, 3))]
+            group = self.random.randint(0, 3)
+            numbers += [group, self.random.randint(0, 3), len(terms), *terms]
+            above.append(self.random.choice([0.0, 1.0]))
+        return numbers, above
+
+    def decode(self) -> list[Arg]:
+        q, position, tensors, parts, value_dim = self.pass_over(1, True)
+        numbers, above = self.watches(False)
+        isa = self.random.choice(self.isas)
+        return [q, position, tensors, parts, numbers, above, value_dim, 0.2, isa]
+
+    def prompt(self) -> list[Arg]:
+        length = self.random.choice([1, 2, 9, 30])
+        q, position, tensors, parts, value_dim = self.pass_over(length, False)
+        return [q, position, tensors, parts, value_dim, 0.2, self.random.choice(self.isas)]
+
+    def look_back(self) -> list[Arg]:
+        length = self.random.choice([1, 2, 9, 30])
+        q, position, tensors, parts, value_dim = self.pass_over(length, True)
+        numbers, above = self.watches(True)
+        lse = 3 + self.normal(*q.shape[:-1]).abs()
+        last = [self.random.randint(0, length + 1) for _ in above]
+        isa = self.random.choice(self.isas)
+        return [q, position, lse, tensors, parts, numbers, above, last, value_dim, 0.2, isa]
+
+    def streams(self, of: int) -> Tensor:
+        some = torch.randperm(of, generator=self.generator)[: self.random.randint(0, of)]
+        return some.to(self.either())
+
+    def page_read(self) -> list[Arg]:
+        more = (self.random.random() < 0.5, self.random.random() < 0.5)
+        data, table, numbers, length = self.tier(3, more)
+        slots = self.random.randint(0, numbers[0] * table.shape[1])
+        keys, values = self.random.random() < 0.5, self.random.random() < 0.5
+        isa = self.random.choice(self.isas)
+        return [data, table, numbers, length, self.streams(3), slots, keys, values, isa]
+
+    def page_weakest(self) -> list[Arg]:
+        data, table, numbers, length = self.tier(3, (True, True))
+        slots, streams = self.random.randint(0, numbers[0] * table.shape[1]), self.streams(3)
+        until = self.integers(0, 40, self.random.choice([0, len(streams)]), dtype=self.either())
+        return [data, table, numbers, length, streams, slots, until]
+
+    def page_rescore(self) -> list[Arg]:
+        data, table, numbers, length = self.tier(3, (True, self.random.random() < 0.5))
+        streams = self.streams(3)
+        score = self.normal(len(streams), self.random.randint(0, 20))
+        return [data, table, numbers, length, streams, score]
+
+    def page_accumulate(self) -> list[Arg]:
+        data, table, numbers, length = self.tier(3, (True, True))
+        streams, room = self.streams(3), numbers[0] * table.shape[1]
+        columns = room + self.random.randint(0, 2)
+        before = self.integers(-1, 50, len(streams), dtype=self.either())
+        mass = self.normal(len(streams), columns).abs()
+        seen = self.integers(0, 9, len(streams), columns, dtype=self.either())
+        last, over = self.random.choice([(-1, 0), (5, 0), (-1, 4), (0, 0)])
+        return [data, table, numbers, length, streams, before, mass, seen, last, over]
+
+    def page_write(self) -> list[Arg]:
+        more = (self.random.random() < 0.5, self.random.random() < 0.5)
+        data, table, numbers, _ = self.tier(3, more)
+        table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # a page each
+        streams, room = self.streams(3), numbers[0] * table.shape[1]
+        columns = self.random.randint(0, room)
+        start = self.integers(0, room - columns + 1, len(streams), dtype=self.either())
+        keep = self.integers(0, 2, len(streams), columns).bool()
+        key = self.normal(len(streams), columns, numbers[9], dtype=self.floating())
+        value = self.normal(len(streams), columns, numbers[13], dtype=self.floating())
+        beside = [self.normal(len(streams), columns)] if more[0] else []
+        if more[1]:
+            beside.append(self.integers(0, 99, len(streams), columns, dtype=self.either()))
+        isa = self.random.choice(self.isas)
+        return [data, table, numbers, streams, start, keep, key, value, beside, isa]
+
+    def page_close_up(self) -> list[Arg]:
+        data, table, numbers, _ = self.tier(3, (self.random.random() < 0.5, False))
+        table = torch.arange(6).view(3, 2).to(table.dtype)
+        streams = self.streams(3)
+        columns = self.random.randint(0, numbers[0] * 2)
+        return [data, table, numbers, streams, self.integers(0, 2, len(streams), columns).bool()]
+
+    def page_copy(self) -> list[Arg]:
+        order = torch.randperm(6, generator=self.generator)
+        count, dtype = self.random.randint(0, 3), self.either()
+        data = self.integers(0, 256, 6, self.random.randint(1, 40), dtype=torch.uint8)
+        return [data, order[:count].to(dtype), order[3 : 3 + count].to(dtype)]
+
+    def page_step(self) -> list[Arg]:
+        more = (self.random.random() < 0.5, self.random.random() < 0.5)
+        dims, streams = (self.dim(), self.dim()), 2
+        tiers = [self.tier(streams, more, dims) for _ in range(2)]
+        size = max(tier[0].shape[1] for tier in tiers)
+        data = self.integers(0, 256, 12, size, dtype=torch.uint8)
+        for half, tier in enumerate(tiers):
+            data[6 * half : 6 * half + 6, : tier[0].shape[1]] = tier[0]
+        tensors: list[Tensor] = []
+        kinds = [self.integers(0, high, streams, dtype=torch.uint8) for high in (3, 3, 3)]
+        lengths, tables = [], []
+        for half, (_, table, numbers, _) in enumerate(tiers):
+            room = numbers[0] * table.shape[1]
+            lengths.append(self.integers(0, max(room - 1, 1), streams, dtype=torch.int32))
+            order = 3 * half + torch.arange(streams)[:, None].expand(-1, table.shape[1])
+            tables.append(order.contiguous().int())
+        place = torch.stack([x.long() - 1 for x in lengths]).clamp(min=-1)
+        token = [self.normal(streams, 1, dim, dtype=self.floating()) for dim in dims]
+        score = self.normal(streams) if more[0] else torch.empty(0)
+        position = self.integers(0, 90, streams) if more[1] else torch.empty(0).long()
+        tensors += [*kinds, place, *token, score, position]
+        numbers = [2]
+        for table, length, tier in zip(tables, lengths, tiers, strict=True):
+            tensors += [table, length]
+            numbers += tier[2]
+        ring = torch.cat((torch.arange(6, 12), torch.zeros(7))).int()
+        start, free = torch.tensor([0]), torch.tensor([6])
+        poison = self.random.random() < 0.5
+        isa = self.random.choice(self.isas)
+        return [data, ring, start, free, tensors, numbers, poison, isa]
+
+
+WILD: Final = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 5, 7, 255, 1024, 1025, 2**31 - 1)
+WILD += (2**31, 2**32, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1)
+OTHERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
+OTHERS += (torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.complex64)
+
+
+def bend(call: Call, random: Random) -> Call:
+    """Change one argument, or a number or a tensor of one."""
+    args = [list(arg) if isinstance(arg, list) else arg for arg in call.args]
+    which = random.randrange(len(args))
+    arg = args[which]
+    hopeless, what = call.hopeless, "?"
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors += [x for arg in args if isinstance(arg, list) for x in arg if isinstance(x, Tensor)]
+    if isinstance(arg, list) and (not arg or random.random() < 0.15):
+        if arg and random.random() < 0.5:
+            at = random.randrange(len(arg))
+            what = f"without its item {at}"
+            del arg[at]
+        else:
+            at = random.randint(0, len(arg))
+            more: Arg = random.choice(arg or [random.choice(WILD)])
+            if not arg and which == 2:
+                more = random.choice(tensors)
+            arg.insert(at, more)
+            what = f"with another item {at}"
+    elif isinstance(arg, list):
+        at = random.randrange(len(arg))
+        arg[at], hopeless, what = _bent(arg[at], tensors, random, hopeless)
+        what = f"{what} at {at}"
+    else:
+        args[which], hopeless, what = _bent(arg, tensors, random, hopeless)
+    return replace(call, args=args, hopeless=hopeless, bent=(*call.bent, f"{which}: {what}"))
+
+
+def _bent(
+    arg: Arg, tensors: list[Tensor], random: Random, hopeless: bool
+) -> tuple[Arg, bool, str]:
+    if isinstance(arg, bool):
+        return not arg, hopeless, "the other"
+    if isinstance(arg, int):
+        value = random.choice(WILD) if random.random() < 0.7 else arg + random.choice([-1, 1])
+        value = max(-(2**63), min(value, 2**63 - 1))
+        return value, hopeless, f"{arg} is {value}"
+    if isinstance(arg, float):
+        value = random.choice([0.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")])
+        return value, hopeless, f"{arg} is {value}"
+    if isinstance(arg, str):
+        value = random.choice(["", "mmx", arg + "\0", arg + " ", "plain", "x" * 1000])
+        return value, hopeless, f"{arg!r} is {value[:10]!r}"
+    if arg is None or hopeless:
+        return arg, hopeless, "as it was"
+    return _bent_tensor(arg, tensors, random)
+
+
+def _bent_tensor(
+    x: Tensor, tensors: list[Tensor], random: Random
+) -> tuple[Tensor | None, bool, str]:
+    how = random.randrange(15)
+    if how <= 3 and x.numel():
+        x = x.clone()
+        at = random.randrange(x.numel())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape))
+        if x.is_floating_point():
+            value = random.choice([0.0, 1e30, float("nan"), float("inf"), -60000.0])
+        elif x.dtype == torch.bool:
+            value = random.randint(0, 1)
+        else:
+            info = torch.iinfo(x.dtype)
+            value = max(info.min, min(random.choice(WILD), info.max))
+        x[index] = value
+        return x, False, f"{index} is {value}"
+    if how == 4:
+        dtype = random.choice(OTHERS)
+        return x.to(dtype), False, f"in {dtype}"
+    if how <= 6 and x.dim():
+        d, size = random.randrange(x.dim()), x.shape
+        more = max(0, random.choice([0, size[d] - 1, size[d] + 1, size[d] * 2]))
+        index = torch.arange(more) % max(size[d], 1)
+        x = x.index_select(d, index) if size[d] else x.new_zeros(*size[:d], more, *size[d + 1 :])
+        return x, False, f"of size {more} in dimension {d}"
+    if how == 7 and x.dim():
+        return (x[None] if random.random() < 0.5 else x.flatten()), False, "of another rank"
+    if how == 8 and x.dim() > 1:
+        a, b = random.sample(range(x.dim()), 2)
+        return x.transpose(a, b), False, f"with dimensions {a} and {b} exchanged"
+    if how == 9 and x.dim():
+        d = random.randrange(x.dim())
+        return x.narrow(d, 0, min(x.shape[d], 1)).expand(x.shape), False, f"repeated along {d}"
+    if how == 10 and x.dim():
+        wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1] + 1, dtype=x.dtype)
+        wide[..., ::2][..., : x.shape[-1]] = x
+        return wide[..., ::2][..., : x.shape[-1]], False, "with gaps"
+    if how == 11:
+        short = x.contiguous().clone()
+        short.untyped_storage().resize_(random.choice([0, short.untyped_storage().nbytes() // 2]))
+        return short, short.numel() > 0, "with less memory than it has numbers"
+    if how == 12:
+        return random.choice(tensors), False, "another of its tensors"
+    if how == 13:
+        if random.random() < 0.5:
+            return torch._lazy_clone(x), False, "sharing memory until it is written"
+        if random.random() < 0.5:
+            return None, True, "None"
+        return x.to("meta"), True, "on meta"
+    if x.element_size() > 1 and x.numel():
+        room = torch.zeros(x.numel() * x.element_size() + 1, dtype=torch.uint8)
+        room[1:] = x.contiguous().flatten().view(torch.uint8)
+        odd = torch.frombuffer(room.numpy(), dtype=x.dtype, offset=1, count=x.numel())
+        return odd.view(x.shape), False, "at an odd address"
+    return x.clone(), False, "cloned"

@@ -1,0 +1,204 @@
+"""Calls native operators with arguments that may not fit, many of them in one process.
+
+Each call either gives what the judge works out, or raises and changes nothing; no byte beside what
+it was given ever changes. A process that ends is started anew behind the call that ended it:
+
+    python native_fuzz.py SEED CALLS
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import native_judge
+from kv_cpu import missing, runnable
+from native_calls import Arena, Arg, Call, Maker, bend
+
+HANGS = 120  # seconds without an end that no call may take
+
+
+def call_of(seed: int, index: int) -> Call:
+    """A call by its number, whatever was called before it."""
+    random = Random(f"{seed} {index}")
+    call = Maker(random, runnable()).call()
+    for _ in range(random.choice([0, 1, 1, 1, 1, 2, 2, 3, 5])):
+        call = bend(call, random)
+    return call
+
+
+def tensors_in(args: list[Arg]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list):
+            yield from tensors_in(arg)
+
+
+def mapped(args: list[Arg], f: Any) -> list[Any]:
+    """The same arguments, of each tensor f of it; one that is given twice is so again."""
+    done: dict[int, Any] = {}
+
+    def one(arg: Arg) -> Any:
+        if isinstance(arg, list):
+            return [one(each) for each in arg]
+        if not isinstance(arg, Tensor):
+            return arg
+        if id(arg) not in done:
+            done[id(arg)] = f(arg)
+        return done[id(arg)]
+
+    return [one(arg) for arg in args]
+
+
+def stored(x: Tensor) -> Tensor:
+    """Its numbers as bytes, so that NaN is itself."""
+    if x.numel() == 0:
+        return torch.empty(0)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def place(arena: Arena, x: Tensor, random: Random) -> Tensor:
+    """Most tensors go to guarded memory; a few stay in memory of their own, for sanitizers."""
+    here = x.device.type == "cpu" and not torch._C._is_cow_tensor(x)
+    odd = here and x.data_ptr() % max(x.element_size(), 1)
+    if not here or odd or random.random() < 0.2:
+        return x
+    return arena.put(x)
+
+
+def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool]:
+    """Say what is wrong with what a call does; None if nothing is. And whether it was refused."""
+    arena.clear()
+    shrunk = [x for x in tensors_in(call.args) if x.device.type == "cpu" and _is_short(x)]
+    args = call.args if shrunk else mapped(call.args, lambda x: place(arena, x, random))
+    whole = [] if shrunk else [x for x in tensors_in(args) if x.device.type == "cpu"]
+    before = [stored(x) for x in whole]
+    expected, reason = None, "no memory stands behind an argument"
+    copies = [] if call.hopeless or shrunk else mapped(args, torch.clone)
+    if copies:
+        try:
+            expected = getattr(native_judge, call.name)(*copies)
+        except Exception as error:  # whatever it stumbles over
+            reason = f"the judge says {type(error).__name__}: {error}"
+    try:
+        found = getattr(torch.ops.kv_cpu, call.name)(*args)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        same = all(torch.equal(a, stored(x)) for a, x in zip(before, whole, strict=True))
+        if not same:
+            return f"refused, and changed its arguments: {error}", True
+        if "/" in str(error) and ".cpp" in str(error):
+            return f"its message names a file: {error}", True
+        if arena.spoilt():
+            return f"refused, and changed bytes beside its arguments: {error}", True
+        return (None if call.bent else f"a valid call is refused: {error}"), True
+    if arena.spoilt():
+        return "bytes beside its arguments changed", False
+    if expected is None:
+        return f"not refused; {reason}", False
+    for i, (bounds, x) in enumerate(zip(expected, found or [], strict=True)):
+        if not bounds.hold(x):
+            return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
+    for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
+        if not _equal(x, y):
+            return f"tensor {i} holds something else than it should", False
+    return None, False
+
+
+def _is_short(x: Tensor) -> bool:
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    end = (x.storage_offset() + reach) * x.element_size()
+    return x.numel() > 0 and end > x.untyped_storage().nbytes()
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(stored(x), stored(y))
+
+
+def work(seed: int, first: int, calls: int, progress: Path) -> None:
+    """Do calls first .. calls - 1; each number is written down before its call."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(2)
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    with progress.open("r+b") as file, mmap.mmap(file.fileno(), 8) as at:
+        arena, refused = Arena(), 0
+        for index in range(first, calls):
+            at[:8] = index.to_bytes(8, "little")
+            call = call_of(seed, index)
+            wrong, stopped = fault_of(call, arena, Random(index))
+            refused += stopped
+            if wrong is not None:
+                print(json.dumps([index, call.name, list(call.bent), wrong[:2000]]), flush=True)
+        print(json.dumps({"calls": calls - first, "refused": refused}), flush=True)
+
+
+def fuzz(seed: int, calls: int) -> tuple[list[list[Any]], dict[str, int]]:
+    """Do many calls in another process; give what was wrong, and how many calls were refused."""
+    faults: list[list[Any]] = []
+    done = {"calls": 0, "refused": 0}
+    first = 0
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Path(folder) / "progress"
+        while first < calls:
+            progress.write_bytes(first.to_bytes(8, "little"))
+            command = [sys.executable, __file__, str(seed), str(calls), str(first), str(progress)]
+            path = os.pathsep.join(each for each in sys.path if each)
+            with subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+            ) as worker:
+                out, err = _ended(worker, calls - first)
+            for line in out.splitlines():
+                read = json.loads(line)
+                if isinstance(read, list):
+                    faults.append(read)
+                else:
+                    done = {key: done[key] + read[key] for key in done}
+            if worker.returncode == 0:
+                break
+            index = int.from_bytes(progress.read_bytes()[:8], "little")
+            call = call_of(seed, index)
+            end = f"the process ended with {worker.returncode}: {err[-1500:]}"
+            faults.append([index, call.name, list(call.bent), end])
+            first = index + 1
+    return faults, done
+
+
+def _ended(worker: subprocess.Popen[str], calls: int) -> tuple[str, str]:
+    try:
+        return worker.communicate(timeout=HANGS + calls)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return worker.communicate()
+
+
+def main() -> None:
+    seed, calls, *rest = sys.argv[1:]
+    if rest:
+        work(int(seed), int(rest[0]), int(calls), Path(rest[1]))
+        return
+    faults, done = fuzz(int(seed), int(calls))
+    with contextlib.suppress(BrokenPipeError):
+        for fault in faults:
+            print(*fault, sep="\n  ")
+        print(f"{done}, {len(faults)} faults")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,528 @@
+"""What native operators are to give, worked out from their arguments slowly and in the open.
+
+Every place that is read or written is looked up with its bounds checked, so that a call that leaves
+the memory of its arguments is an IndexError here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kv_policy import RawCodec
+from kv_policy.described import NUMBERS
+from kv_quant import IntegerCodec
+
+DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
+SIZES: Final = {1: 4, 2: 2, 3: 2}
+EXACT: Final = 0.0
+NEAR: Final = 3e-3  # of all instruction sets; what a single one keeps to, other tests show
+LARGE: Final = 64.0  # numbers above this are rounded by more than `NEAR`
+
+
+def at(x: Tensor | Sequence[int], i: int) -> int:
+    """An item, never one counted from the end."""
+    if not 0 <= i < len(x):
+        raise IndexError(f"{i} of {len(x)}")
+    return int(x[i])
+
+
+@dataclass(frozen=True)
+class Format:
+    number: int
+    dim: int
+    bits: int
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.dim * self.bits // 8) if self.number == 0 else self.dim * SIZES[self.number]
+
+    @property
+    def groups(self) -> int:
+        return -(-self.dim // self.group) if self.number == 0 else 0
+
+    @property
+    def codec(self) -> IntegerCodec | RawCodec:
+        if self.number == 0:
+            return IntegerCodec(self.dim, self.bits, min(self.group, self.dim))
+        return RawCodec(self.dim, DTYPES[self.number])
+
+    def decode(self, codes: Tensor, meta: Tensor) -> Tensor:
+        """Numbers of one vector, in float64."""
+        if self.number:
+            return codes.clone().view(DTYPES[self.number]).double()
+        d = torch.arange(self.dim)
+        code = codes[d % self.bytes].long() >> (d // self.bytes * self.bits) & (1 << self.bits) - 1
+        scale, zero = meta.clone().view(torch.float16).double().view(2, self.groups)[:, d // self.group]
+        return code * scale + zero
+
+
+def span(page: Tensor, offset: int, row: int, width: int) -> Tensor:
+    """The bytes of a row of a page."""
+    first = offset + row * width
+    if offset < 0 or row < 0 or first + width > len(page):
+        raise IndexError(f"bytes {first} to {first + width} of {len(page)}")
+    return page[first : first + width]
+
+
+def vector(page: Tensor, place: Sequence[int], form: Format, row: int) -> Tensor:
+    meta = span(page, place[1], row, 4 * form.groups) if form.groups else page[:0]
+    return form.decode(span(page, place[0], row, form.bytes), meta)
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tokens of a stream in a part: slots, vectors, positions, whether pages hold them."""
+
+    slot: list[int]
+    key: Tensor
+    value: Tensor
+    place: Tensor
+    stored: bool
+
+
+def held(tensors: Sequence[Tensor], numbers: Sequence[int], b: int, h: int) -> Held:
+    paged, width, *rest = numbers
+    key, value = Format(*rest[:4]), Format(*rest[4:8])
+    if not paged:
+        x, y, place = (
+            tensors[0][b, h].double(),
+            tensors[1][b, h].double(),
+            tensors[2][b],
+        )
+        return Held(list(range(width)), x, y, place, False)
+    data, table, length, place = tensors
+    tokens, *places, position, reverse = rest[9:]
+    row = table[b, h].flip(0) if reverse else table[b, h]
+    slots, keys, values = [], [], []
+    for slot in range(int(length[b, h])):
+        number = at(row, slot // tokens)
+        at(range(len(data)), number)
+        page, inside = data[number], slot % tokens
+        if position >= 0 and int(span(page, position, inside, 4).clone().view(torch.int32)) < 0:
+            continue
+        slots.append(slot)
+        keys.append(vector(page, places[:2], key, inside))
+        values.append(vector(page, places[2:], value, inside))
+    where = torch.full((len(slots),), -1)
+    if rest[8] and width:
+        where = place[b, h][torch.tensor(slots, dtype=torch.long)]
+    empty = torch.empty(0, key.dim).double(), torch.empty(0, value.dim).double()
+    found = (torch.stack(keys), torch.stack(values)) if slots else empty
+    return Held(slots, *found, where, True)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Numbers from one to another; where they are not known, NaN."""
+
+    low: Tensor
+    high: Tensor
+    near: float
+
+    def hold(self, x: Tensor) -> bool:
+        x = x.double()
+        room = self.near * (1 + self.low.abs().maximum(self.high.abs()))
+        fine = (x >= self.low - room) & (x <= self.high + room) | (x == self.low) | (x == self.high)
+        return x.shape == self.low.shape and bool((fine | self.low.isnan() | self.high.isnan()).all())
+
+
+def exactly(x: Tensor) -> Bounds:
+    return Bounds(x.double(), x.double(), EXACT)
+
+
+def unknown(x: Tensor, near: float) -> Bounds:
+    """Numbers as they are, where they are small enough to be compared."""
+    x = x.masked_fill(~(x.abs() < LARGE), torch.nan)
+    return Bounds(x, x, near)
+
+
+def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[list, list]]:
+    count = len(numbers) // 18
+    if len(numbers) != 18 * count or len(tensors) != 4 * count:
+        raise IndexError("parts")
+    pieces = zip(range(count), range(count), strict=True)
+    return [(tensors[4 * i : 4 * i + (4 if numbers[18 * i] else 3)], numbers[18 * j : 18 * j + 18])
+            for i, j in pieces]
+
+
+def attention(q, position, tensors, numbers, value_dim, scale):
+    """The output and log-sum-exp of each query, and of each stream its parts and logits."""
+    sequences, heads, group, length, _ = q.shape
+    parts = parts_of(tensors, numbers)
+    out = torch.zeros(sequences, heads, group, length, value_dim).double()
+    lse = torch.full((sequences, heads, group, length), -torch.inf).double()
+    streams = {}
+    for b in range(sequences):
+        for h in range(heads):
+            each = [held(*part, b, h) for part in parts]
+            query = position[b][:, None]
+            if not each:
+                continue
+            sees = torch.cat(
+                [
+                    (query >= 0) & (x.stored | ((x.place >= 0) & (x.place <= query)))
+                    for x in each
+                ],
+                dim=1,
+            )
+            key, value = torch.cat([x.key for x in each]), torch.cat([x.value for x in each])
+            logits = (q[b, h].double() @ key.mT) * scale
+            p = logits.masked_fill(~sees, -torch.inf)
+            lse[b, h] = p.logsumexp(-1) if key.shape[0] else lse[b, h]
+            weights = p.softmax(-1).masked_fill(~sees, 0)
+            large = max((float(x.abs().max()) for x in (q[b, h], key, value) if x.numel()), default=0)
+            out[b, h] = weights @ value if large < LARGE else torch.nan
+            if not large < LARGE:
+                lse[b, h] = torch.nan
+            streams[b, h] = each, logits if large < LARGE else logits * torch.nan, sees
+    return out, lse, streams
+
+
+def observed(q, position, lse, streams, numbers, watches, above, last):
+    """Bounds of the sums of each part, and of the counts."""
+    sequences, heads, group, _, _ = q.shape
+    widths = [numbers[i + 1] for i in range(0, len(numbers), 18)]
+    described, rest = [], list(watches)
+    for share in above:
+        how, skip, count = rest[:3]
+        described.append((how, skip, rest[3 : 3 + count], share))
+        if len(rest) < 3 + count:
+            raise IndexError("watches")
+        rest = rest[3 + count :]
+    terms = sum(len(each[2]) for each in described)
+    sums = [[torch.zeros(terms, sequences, heads, w).double() for w in widths] for _ in "lh"]
+    seen = [torch.zeros(len(described), sequences, heads, w).double() for w in widths]
+    orders = len(set(last)) == 1 or bool((position.diff(dim=1) >= 0).all())
+    for (b, h), (parts, logits, sees) in streams.items():
+        where = torch.cat([part.place for part in parts]).clamp(max=2**62)
+        stored = torch.cat([torch.full((len(x.slot),), x.stored) for x in parts])
+        real = position[b] >= 0
+        later = real.long().flip(0).cumsum(0).flip(0)
+        ends = torch.arange(len(parts[0].slot))
+        del ends
+        term = 0
+        for w, (how, skip, kinds, share) in enumerate(described):
+            counts = sees & (real & (later <= last[w]))[:, None]
+            apart = torch.where(stored, 1, 0)[None] >= skip
+            counts = counts & (apart | (position[b][:, None] >= where + skip))
+            difference = (logits - lse[b, h][..., None]).clamp(min=-87)
+            p = torch.where(counts, difference.exp(), 0.0)
+            even = share / (position[b][:, None] + 1).double()
+            for kind in kinds:
+                low = high = p
+                if kind == 1:
+                    low = high = p**2
+                elif kind == 2:
+                    low = high = torch.where(counts & (p > 0), -p * difference, 0.0)
+                elif kind == 3:
+                    low, high = (p > even * 1.01 + 1e-5).double(), (p > even * 0.99 - 1e-5).double()
+                    low, high = (x * counts for x in (low, high))
+                    low = low.masked_fill(p.isnan(), torch.nan)
+                for which, x in enumerate((low, high)):
+                    if how == 3:
+                        got = x.sum(1).amax(0)
+                    elif how == 2:
+                        got = x.amax(0).sum(0)
+                    else:
+                        got = x.sum((0, 1)) / (group if how == 1 else 1)
+                    first = 0
+                    for part, to in zip(parts, sums[which], strict=True):
+                        to[term, b, h, part.slot] = got[first : first + len(part.slot)]
+                        first += len(part.slot)
+                term += 1
+            first = 0
+            for part, to in zip(parts, seen, strict=True):
+                to[w, b, h, part.slot] = counts.sum(0)[first : first + len(part.slot)].double()
+                first += len(part.slot)
+    results = []
+    for low, high, count in zip(*sums, seen, strict=True):
+        wild = ~((low.abs() < LARGE) & (high.abs() < LARGE))
+        if not orders:
+            wild, count = torch.ones_like(wild), count * torch.nan
+        results.append(Bounds(low.masked_fill(wild, torch.nan), high.masked_fill(wild, torch.nan), NEAR))
+        results.append(Bounds(count, count, EXACT))
+    return results
+
+
+def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa):
+    out, lse, streams = attention(q, position, tensors, numbers, value_dim, scale)
+    found = [unknown(out[:, :, :, 0], NEAR), unknown(lse[..., 0], NEAR)]
+    found[1] = Bounds(lse[..., 0], lse[..., 0], NEAR)
+    if not above:
+        return found
+    last = [1] * len(above)
+    return found + observed(q, position, lse, streams, numbers, watches, above, last)
+
+
+def prompt(q, position, tensors, numbers, value_dim, scale, isa):
+    out, lse, _ = attention(q, position, tensors, numbers, value_dim, scale)
+    near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
+    # Products in bfloat16 round weights.
+    values = max([float(x.abs().max()) for x in tensors if x.is_floating_point() and x.numel()] + [4])
+    return [unknown(out, near * values), Bounds(lse, lse, near * 4)]
+
+
+def look_back(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
+    _, _, streams = attention(q, position, tensors, numbers, value_dim, scale)
+    return observed(q, position, lse.double(), streams, numbers, watches, above, last)
+
+
+# Pages
+
+
+class Tier:
+    def __init__(self, data: Tensor, table: Tensor, numbers: Sequence[int]) -> None:
+        if len(numbers) != 16:
+            raise IndexError("numbers of a tier")
+        self.data, self.table = data, table
+        self.tokens, *self.places, self.score, self.position, self.reverse = numbers[:8]
+        self.formats = Format(*numbers[8:12]), Format(*numbers[12:16])
+
+    def locate(self, stream: int, slot: int) -> tuple[Tensor, int]:
+        if slot < 0:
+            raise IndexError(f"slot {slot}")
+        at(range(len(self.table)), stream)
+        row = self.table[stream].flip(0) if self.reverse else self.table[stream]
+        number = at(row, slot // self.tokens)
+        at(range(len(self.data)), number)
+        return self.data[number], slot % self.tokens
+
+    def segments(self) -> list[tuple[int, int]]:
+        found = []
+        for i, form in enumerate(self.formats):
+            found.append((self.places[2 * i], form.bytes))
+            if form.groups:
+                found.append((self.places[2 * i + 1], 4 * form.groups))
+        return found + [(place, 4) for place in (self.score, self.position) if place >= 0]
+
+    def number(self, stream: int, slot: int, offset: int, dtype: torch.dtype) -> Tensor:
+        page, row = self.locate(stream, slot)
+        return span(page, offset, row, 4).clone().view(dtype)[0]
+
+    def read(self, stream: int, slot: int, which: int) -> Tensor:
+        page, row = self.locate(stream, slot)
+        return vector(page, self.places[2 * which : 2 * which + 2], self.formats[which], row)
+
+    def write(self, stream: int, slot: int, vectors: Sequence[Tensor], score, position) -> None:
+        page, row = self.locate(stream, slot)
+        for which, x in enumerate(vectors):
+            form = self.formats[which]
+            if len(x) != form.dim:
+                raise IndexError("dimensions")
+            codes = form.codec.encode(x[None, None].float() if form.number == 0 else x[None, None])
+            codes = codes.reshape(-1)
+            span(page, self.places[2 * which], row, form.bytes).copy_(codes[: form.bytes])
+            if form.groups:
+                meta = span(page, self.places[2 * which + 1], row, 4 * form.groups)
+                meta.copy_(codes[form.bytes :])
+        if self.score >= 0:
+            given = torch.as_tensor(score, dtype=torch.float32)[None].view(torch.uint8)
+            span(page, self.score, row, 4).copy_(given)
+        if self.position >= 0:
+            given = torch.tensor([int(position)], dtype=torch.int32).view(torch.uint8)
+            span(page, self.position, row, 4).copy_(given)
+
+    def move(self, stream: int, source: int, target: int) -> None:
+        page, row = self.locate(stream, source)
+        other, to = self.locate(stream, target)
+        for offset, width in self.segments():
+            span(other, offset, to, width).copy_(span(page, offset, row, width).clone())
+
+
+def lengths(tier: Tier, length: Tensor, streams: Tensor, slots: int) -> list[int]:
+    found = [at(length, int(stream)) for stream in streams]
+    if any(x < 0 for x in found) or slots < 0:
+        raise IndexError("lengths")
+    return [min(x, slots) for x in found]
+
+
+def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
+    tier = Tier(data, table, numbers)
+    held = lengths(tier, length, streams, slots)
+    count = len(held)
+    found = [torch.zeros(count, slots).double()]
+    extra: list[tuple[int, Tensor, torch.dtype]] = []
+    if tier.score >= 0:
+        extra.append((tier.score, torch.zeros(count, slots).double(), torch.float32))
+    if tier.position >= 0:
+        extra.append((tier.position, torch.full((count, slots), -1.0).double(), torch.int32))
+    read = [(i, torch.zeros(count, slots, tier.formats[i].dim).double())
+            for i, wanted in enumerate((keys, values)) if wanted]
+    for i, stream in enumerate(streams.tolist()):
+        for slot in range(held[i]):
+            found[0][i, slot] = 1
+            for offset, to, dtype in extra:
+                to[i, slot] = tier.number(stream, slot, offset, dtype).double()
+            for which, to in read:
+                to[i, slot] = tier.read(stream, slot, which)
+    found += [to for _, to, _ in extra]
+    return [exactly(x) for x in found] + [Bounds(x, x, 1e-5) for _, x in read]
+
+
+def page_weakest(data, table, numbers, length, streams, slots, until):
+    tier = Tier(data, table, numbers)
+    held = lengths(tier, length, streams, slots)
+    least, where = torch.full((len(held),), torch.inf).double(), torch.full((len(held),), -1.0)
+    for i, stream in enumerate(streams.tolist()):
+        for slot in range(held[i]):
+            score = float(tier.number(stream, slot, tier.score, torch.float32))
+            if len(until) and int(
+                tier.number(stream, slot, tier.position, torch.int32)
+            ) >= at(until, i):
+                continue
+            now = float(least[i])
+            if where[i] < 0 or (score < now or score != score) and now == now:
+                least[i], where[i] = score, slot
+    return [exactly(least), exactly(where)]
+
+
+def page_rescore(data, table, numbers, length, streams, score):
+    tier = Tier(data, table, numbers)
+    for i, held in enumerate(lengths(tier, length, streams, 2**62)):
+        for slot in range(-(-held // tier.tokens) * tier.tokens):
+            page, row = tier.locate(int(streams[i]), slot)
+            new = score[i, slot : slot + 1] if slot < score.shape[1] else torch.zeros(1)
+            span(page, tier.score, row, 4).copy_(new.clone().view(torch.uint8))
+    return []
+
+
+def page_accumulate(data, table, numbers, length, streams, before, mass, seen, last, over):
+    tier = Tier(data, table, numbers)
+    for i, held in enumerate(lengths(tier, length, streams, 2**62)):
+        stream, tokens = int(streams[i]), at(before, i)
+        for slot in range(-(-held // tier.tokens) * tier.tokens):
+            page, row = tier.locate(stream, slot)
+            position = int(tier.number(stream, slot, tier.position, torch.int32))
+            old = tier.number(stream, slot, tier.score, torch.float32)
+            new = old
+            if slot >= held:
+                new = torch.tensor(0.0)
+            elif tokens >= 0 and position >= 0:
+                given = mass[i, at(range(mass.shape[1]), slot)]
+                past = torch.tensor(float(max(0, min(tokens - 1 - position, last if last >= 0 else 2**62))))
+                queries = (past + float(seen[i, slot])).clamp(min=1)
+                new = old + given / float(over) if over > 0 else (old * past + given) / queries
+            span(page, tier.score, row, 4).copy_(new[None].clone().view(torch.uint8))
+    return []
+
+
+def page_write(data, table, numbers, streams, start, keep, key, value, beside, isa):
+    tier = Tier(data, table, numbers)
+    rest = list(beside)
+    score = rest.pop(0) if tier.score >= 0 else None
+    position = rest.pop(0) if tier.position >= 0 else None
+    for i in range(len(keep)):
+        slot = at(start, i)
+        for token in keep[i].nonzero()[:, 0].tolist():
+            vectors = key[i, token], value[i, token]
+            own = (None if x is None else x[i, token] for x in (score, position))
+            tier.write(int(streams[i]), slot, vectors, *own)
+            slot += 1
+    return []
+
+
+def page_close_up(data, table, numbers, streams, stay):
+    tier = Tier(data, table, numbers)
+    for i in range(len(stay)):
+        kept = int(stay[i].sum())
+        source = [j for j in range(kept, stay.shape[1]) if stay[i, j]]
+        target = [j for j in range(kept) if not stay[i, j]]
+        for a, b in zip(source, target, strict=True):
+            tier.move(int(streams[i]), a, b)
+    return []
+
+
+def page_copy(data, source, target):
+    if len(source) != len(target):
+        raise IndexError("targets")
+    pages = [data[at(range(len(data)), int(i))].clone() for i in source]
+    for page, to in zip(pages, target.tolist(), strict=True):
+        data[at(range(len(data)), to)] = page
+    return []
+
+
+def page_step(data, ring, start, free, tensors, numbers, poison, isa):
+    pages, works, rest, given = len(data), [], list(tensors), list(numbers)
+    while given:
+        count = given.pop(0)
+        own, rest = rest[: 8 + 2 * count], rest[8 + 2 * count :]
+        tiers = [
+            (Tier(data, own[8 + 2 * t], given[16 * t : 16 * t + 16]), own[9 + 2 * t])
+            for t in range(count)
+        ]
+        given = given[16 * count :]
+        works.append((own, tiers))
+    gone, taken = [], []
+    for own, tiers in works:
+        candidate, victim, target, place = own[:4]
+        for i in range(len(candidate)):
+            t, to, into = int(victim[i]), int(target[i]), int(candidate[i])
+            slot = int(place[t, i]) if t < len(tiers) else -1
+            moving = None
+            entering = into if into < len(tiers) else None
+            end = {k: int(x[1][i]) for k, x in enumerate(tiers)}
+            if slot >= 0:
+                tier = tiers[t][0]
+                if t < to < len(tiers):
+                    vectors = [tier.read(i, slot, w).float() for w in (0, 1)]
+                    beside = [
+                        tier.number(i, slot, where, dtype) if where >= 0 else None
+                        for where, dtype in ((tier.score, torch.float32), (tier.position, torch.int32))
+                    ]
+                    moving = to, vectors, beside
+                if entering != t:
+                    end[t] -= 1
+                    tier.move(i, end[t], slot)
+                    if end[t] % tier.tokens == 0:
+                        gone.append((tier, i, end[t]))
+            swap = slot if slot >= 0 and entering == t else None
+            taken.append((own, tiers, i, moving, entering, swap, end))
+
+    def entry(tier: Tier, i: int, slot: int) -> tuple[int, int]:
+        column = slot // tier.tokens
+        at(range(tier.table.shape[1]), column)
+        return i, tier.table.shape[1] - 1 - column if tier.reverse else column
+
+    order: list[tuple[int, Callable[[], None]]] = []
+    for tier, i, slot in gone:
+        page = int(tier.table[entry(tier, i, slot)])
+        ring[(int(start) + int(free)) % pages] = page
+        free += 1
+        if poison:
+            data[page] = 255
+    for own, tiers in works:
+        mine = [x for x in taken if x[0] is own]
+        for t, (tier, _) in enumerate(tiers):
+            for arriving in (True, False):
+                for _, _, i, moving, entering, swap, end in mine:
+                    arrives = moving is not None and moving[0] == t
+                    slot = end[t] if arriving else end[t] + arrives
+                    comes = arrives if arriving else entering == t and swap is None
+                    if comes and slot % tier.tokens == 0:
+                        if int(free) < 1:
+                            raise IndexError("no page is free")
+                        tier.table[entry(tier, i, slot)] = ring[int(start)]
+                        start.copy_((start + 1) % pages)
+                        free -= 1
+    del order
+    for own, tiers, i, moving, entering, swap, end in taken:
+        if moving is not None:
+            t, vectors, beside = moving
+            tiers[t][0].write(i, end[t], vectors, *beside)
+            end[t] += 1
+        if entering is not None:
+            vectors = own[4][i, 0], own[5][i, 0]
+            tier = tiers[entering][0]
+            beside = [own[k][i] if w >= 0 else None for k, w in ((6, tier.score), (7, tier.position))]
+            tier.write(i, end[entering] if swap is None else swap, vectors, *beside)
+            end[entering] += swap is None
+        for t, (_, length) in enumerate(tiers):
+            length[i] = end[t]
+    return []
