@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).parent))  # nox does not put this folder on the path
 
@@ -21,6 +22,7 @@ from tools.sessions import (
     install,
     install_vllm,
     mkdocs,
+    native,
     pytest,
     variables,
 )
@@ -139,8 +141,28 @@ def browser(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Shows a real model answering from compressed caches; what follows -- goes to the demo."""
-    install(session, *editable(["kv-serve"]), groups=("model",))
-    session.run("kv-serve", "demo", *session.posargs, env=variables(session))
+    if native(session):
+        try:
+            install(session, *editable(["kv-serve[cpu]"]), groups=("model",))
+        except CommandFailed:
+            session.warn("kv-cpu cannot be built here, as is said above: torch attends instead")
+            install(session, *editable(["kv-serve"]), groups=("model",))
+    else:
+        install(session, *editable(["kv-serve"]), groups=("model",))
+    # The path as it can be typed here: the demo ends with commands to go on with.
+    command = Path(session.bin).resolve() / "kv-serve"
+    typed = str(command.relative_to(ROOT) if command.is_relative_to(ROOT) else command)
+    session.run(typed, "demo", *session.posargs, env=variables(session), external=True)
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Serves a model by vLLM on the CPU: `nox -s serve -- MODEL --policy POLICY`."""
+    left_out = () if native(session) else (NATIVE,)
+    install_vllm(session, groups=("model",), without=left_out)
+    # After Ctrl-C the server finishes what it is asked and ends its engine.
+    patience = {"interrupt_timeout": 30, "terminate_timeout": 10}
+    session.run("kv-serve", "serve", *session.posargs, env=variables(session), **patience)
 
 
 @nox.session
