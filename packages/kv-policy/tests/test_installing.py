@@ -4,10 +4,10 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from kv_policy import installing
 from kv_policy.installing import checkout_of, install_command, uninstall_command
 
 NEEDS = {"kv-policy": [], "kv-odd": ["kv-even>=0.1,<0.2", "torch"], "kv-even": ["kv-policy>=0.1"]}
@@ -19,7 +19,6 @@ class World:
     def __init__(self, site: Path, patch: pytest.MonkeyPatch) -> None:
         self.site = site
         patch.setattr(sys, "path", [str(site)])
-        patch.setattr(installing, "find_spec", lambda name: None)
 
     def install(self, name: str, direct: dict[str, object] | None) -> None:
         info = self.site / f"{name.replace('-', '_')}-0.1.0.dist-info"
@@ -101,10 +100,8 @@ def test_a_package_that_was_installed_from_a_folder_of_its_own(
     assert command == ["--force-reinstall", "--no-deps", str(tmp_path / "mine")]
 
 
-def test_pip_is_used_where_the_environment_has_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installing, "find_spec", lambda name: object())
+def test_pip_is_used_where_the_environment_has_it(world: World) -> None:
+    world.install("pip", None)
     found = shlex.split(install_command("torch"))
     assert found == [sys.executable, "-m", "pip", "install", "torch"]
     assert shlex.split(uninstall_command("torchvision"))[1:] == [
@@ -113,3 +110,18 @@ def test_pip_is_used_where_the_environment_has_it(
         "uninstall",
         "torchvision",
     ]
+
+
+def test_the_module_pip_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        """As setuptools has one: whoever searches for pip changes what is imported later."""
+
+        searched: ClassVar[list[str]] = []
+
+        @classmethod
+        def find_spec(cls, name: str, *_: object) -> None:
+            cls.searched.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    install_command("torch")
+    assert "pip" not in Finder.searched

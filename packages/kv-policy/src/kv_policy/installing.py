@@ -5,7 +5,6 @@ import shlex
 import sys
 import tomllib
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from re import match
 from typing import Any, Final
@@ -60,7 +59,9 @@ def checkout_of(package: str) -> Path | None:
 def _installer(action: str) -> list[str]:
     # By its path: whoever reads this may have another environment activated, or none.
     python = sys.executable or "python"
-    if find_spec("pip") is not None:
+    # By its metadata: setuptools takes a search for the module pip for a start of pip, and then
+    # leaves distutils to Python for good.
+    if _is_installed("pip"):
         return [python, "-m", "pip", action]
     return ["uv", "pip", action, "--python", python]  # uv makes environments without pip
 

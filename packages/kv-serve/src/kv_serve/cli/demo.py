@@ -105,7 +105,8 @@ def _table(report: "Demo", *, timed: bool) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("cache", "hidden number", "chat"):
+    table.add_column("cache", no_wrap=True)
+    for name in ("hidden number", "chat"):
         table.add_column(name)
     for name in ("KV bytes", "of full", *(["ms/token"] if timed else [])):
         table.add_column(name, justify="right", no_wrap=True)
