@@ -47,6 +47,9 @@ ACROSS = "across"  # the tests of tests/ and examples/, which need all packages 
 LONGEST = 300  # lines of a source file
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
+# What runs under sanitizers: vectors with masks at their ends, and tiles that plain C++ stands for,
+# so that it is seen what they read. Kernels of all sets are one source.
+WATCHED = "avx512,amx-emulated"
 PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
 
 
@@ -84,7 +87,7 @@ def wheel(session: nox.Session, package: str) -> None:
     given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
     install(session, *given, groups=("test",), own=package)
     check_siblings(session, wanted, from_wheels=True)
-    chosen = ("-m", "not model", *UNCHECKED)  # `tests` ran those of the model
+    chosen = ("-m", "not model and not slow", *UNCHECKED)  # `tests` ran those of the model
     pytest(session, f"packages/{package}/tests", *chosen)
 
 
@@ -221,12 +224,30 @@ def peers_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def slow(session: nox.Session) -> None:
+    """Runs the tests that repeat at scale what others show, and those inside vLLM among them."""
+    install_vllm(session, groups=("test", "model"))
+    pytest(session, "packages/kv-serve/tests", "-m", "slow")
+
+
+@nox.session
 def sanitize(session: nox.Session) -> None:
     """Runs the tests of native code built to notice what C++ leaves undefined.
 
     That is reads and writes out of bounds or of freed memory, and undefined behaviour; the first
-    one ends the run.
+    one ends the run. Two instruction sets are tried, `sanitize-all` tries all that run here.
     """
+    sanitized(session, WATCHED)
+
+
+@nox.session(name="sanitize-all")
+def sanitize_all(session: nox.Session) -> None:
+    """Runs what `sanitize` runs under every instruction set that this machine has."""
+    sanitized(session, "")
+
+
+def sanitized(session: nox.Session, instructions: str) -> None:
+    """Builds native code with gcc's sanitizers, and runs its tests under instruction sets."""
     gcc = shutil.which("gcc")
     if gcc is None:
         session.skip("there is no gcc, whose sanitizers these are")
@@ -243,8 +264,9 @@ def sanitize(session: nox.Session) -> None:
         "LD_PRELOAD": " ".join(runtimes),
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all; see test_memory
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "KV_CPU_TESTED": instructions,
     }
-    pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, env=options)
+    pytest(session, f"packages/{NATIVE}/tests", "-m", "not slow", *UNCHECKED, env=options)
 
 
 @nox.session

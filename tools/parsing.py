@@ -25,7 +25,8 @@ def reach(words: list[str]) -> tuple[Any, list[str]]:
 def read_command(words: list[str]) -> None:
     """Lets the command's parser read its arguments, and looks its policies up."""
     command, rest = reach(words)
-    assert not hasattr(command, "commands") or not rest or rest[0].startswith("-"), words
+    if hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        raise ValueError(f"kv-serve has no command {rest[0]!r}")
     with contextlib.suppress(Exit):  # that is --help
         command.make_context("kv-serve", list(rest))
     for option, value in itertools.pairwise(rest):
@@ -41,4 +42,6 @@ def look_up(policies: str) -> None:
     for part in split(policies, "+"):  # the file is not there
         name, _, options = part.partition(":")
         known = {parameter.name for parameter in load(name).parameters()}
-        assert {each.partition("=")[0] for each in options.split(",") if each} <= known
+        given = {each.partition("=")[0] for each in options.split(",") if each}
+        if given - known:
+            raise ValueError(f"{name} has no parameters {sorted(given - known)}")

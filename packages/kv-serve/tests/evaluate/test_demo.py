@@ -139,6 +139,7 @@ def test_the_real_model_finds_the_number_in_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "caches", lambda length: ("full", "k8v4"))
+    monkeypatch.setattr(demo, "TIMED", 1)
     path = tmp_path / "demo.json"
     result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
     assert result.exit_code == 0, result.output

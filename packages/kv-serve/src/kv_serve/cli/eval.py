@@ -119,7 +119,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="A task of lm-eval, as `lm-eval ls tasks` lists them, for the first --samples of "
-            "its documents. Needs kv-serve\\[lm-eval]. May be repeated."
+            "its documents. Needs lm-eval. May be repeated."
         ),
     ] = None,
     shots: Annotated[
