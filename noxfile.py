@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).parent))  # nox does not put this folder on the path
 
@@ -21,6 +22,7 @@ from tools.sessions import (
     install,
     install_vllm,
     mkdocs,
+    native,
     pytest,
     variables,
 )
@@ -45,6 +47,9 @@ ACROSS = "across"  # the tests of tests/ and examples/, which need all packages 
 LONG, LONGEST = 500, 800  # lines of a source file: from one on a warning, beyond the other a refusal
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
+# What runs under sanitizers: vectors with masks at their ends, and tiles that plain C++ stands for,
+# so that it is seen what they read. Kernels of all sets are one source.
+WATCHED = "avx512,amx-emulated"
 PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
 
 
@@ -82,7 +87,7 @@ def wheel(session: nox.Session, package: str) -> None:
     given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
     install(session, *given, groups=("test",), own=package)
     check_siblings(session, wanted, from_wheels=True)
-    chosen = ("-m", "not model", *UNCHECKED)  # `tests` ran those of the model
+    chosen = ("-m", "not model and not slow", *UNCHECKED)  # `tests` ran those of the model
     pytest(session, f"packages/{package}/tests", *chosen)
 
 
@@ -142,8 +147,28 @@ def browser(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Shows a real model answering from compressed caches; what follows -- goes to the demo."""
-    install(session, *editable(["kv-serve"]), groups=("model",))
-    session.run("kv-serve", "demo", *session.posargs, env=variables(session))
+    if native(session):
+        try:
+            install(session, *editable(["kv-serve[cpu]"]), groups=("model",))
+        except CommandFailed:
+            session.warn("kv-cpu cannot be built here, as is said above: torch attends instead")
+            install(session, *editable(["kv-serve"]), groups=("model",))
+    else:
+        install(session, *editable(["kv-serve"]), groups=("model",))
+    # The path as it can be typed here: the demo ends with commands to go on with.
+    command = Path(session.bin).resolve() / "kv-serve"
+    typed = str(command.relative_to(ROOT) if command.is_relative_to(ROOT) else command)
+    session.run(typed, "demo", *session.posargs, env=variables(session), external=True)
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Serves a model by vLLM on the CPU: `nox -s serve -- MODEL --policy POLICY`."""
+    left_out = () if native(session) else (NATIVE,)
+    install_vllm(session, groups=("model",), without=left_out)
+    # After Ctrl-C the server finishes what it is asked and ends its engine.
+    patience = {"interrupt_timeout": 30, "terminate_timeout": 10}
+    session.run("kv-serve", "serve", *session.posargs, env=variables(session), **patience)
 
 
 @nox.session
@@ -202,12 +227,30 @@ def peers_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def slow(session: nox.Session) -> None:
+    """Runs the tests that repeat at scale what others show, and those inside vLLM among them."""
+    install_vllm(session, groups=("test", "model"))
+    pytest(session, "packages/kv-serve/tests", "-m", "slow")
+
+
+@nox.session
 def sanitize(session: nox.Session) -> None:
     """Runs the tests of native code built to notice what C++ leaves undefined.
 
     That is reads and writes out of bounds or of freed memory, and undefined behaviour; the first
-    one ends the run.
+    one ends the run. Two instruction sets are tried, `sanitize-all` tries all that run here.
     """
+    sanitized(session, WATCHED)
+
+
+@nox.session(name="sanitize-all")
+def sanitize_all(session: nox.Session) -> None:
+    """Runs what `sanitize` runs under every instruction set that this machine has."""
+    sanitized(session, "")
+
+
+def sanitized(session: nox.Session, instructions: str) -> None:
+    """Builds native code with gcc's sanitizers, and runs its tests under instruction sets."""
     gcc = shutil.which("gcc")
     if gcc is None:
         session.skip("there is no gcc, whose sanitizers these are")
@@ -224,8 +267,9 @@ def sanitize(session: nox.Session) -> None:
         "LD_PRELOAD": " ".join(runtimes),
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all; see test_memory
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "KV_CPU_TESTED": instructions,
     }
-    pytest(session, f"packages/{NATIVE}/tests", *UNCHECKED, env=options)
+    pytest(session, f"packages/{NATIVE}/tests", "-m", "not slow", *UNCHECKED, env=options)
 
 
 @nox.session

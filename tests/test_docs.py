@@ -9,7 +9,6 @@ parser. `py` blocks are run elsewhere.
 import contextlib
 import doctest
 import io
-import itertools
 import re
 import shlex
 import subprocess
@@ -20,14 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import Exit
-from typer.main import get_command
 
-from kv_policy import load
-from kv_policy.part import split
-from kv_serve.cli import app
-from kv_serve.evaluate.specs import read_specs
 from tools.pages import ROOT, blocks, commands, inline, pages
+from tools.parsing import reach, read_command
 
 PAGES = {page: (ROOT / page).read_text() for page in pages()}
 SHOWN = [page for page in PAGES if re.search(r"^```python|^\$ kv-serve", PAGES[page], re.M)]
@@ -85,35 +79,6 @@ def check(text: str, page: str, folder: Path) -> None:
             checker = doctest.OutputChecker()
             right = checker.check_output(run.output, got, FLAGS)
             assert right, f"{page}:{run.line}:\n{checker.output_difference(example, got, FLAGS)}"
-
-
-def reach(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that words name, as far as they do, and what is left of them."""
-    command = get_command(app)
-    while words and words[0] in getattr(command, "commands", ()):
-        command, words = command.commands[words[0]], words[1:]
-    return command, words
-
-
-def read_command(words: list[str]) -> None:
-    """Let the command's parser read its arguments, and look its policies up."""
-    command, rest = reach(words)
-    assert not hasattr(command, "commands") or not rest or rest[0].startswith("-"), words
-    with contextlib.suppress(Exit):  # that is --help
-        command.make_context("kv-serve", list(rest))
-    for option, value in itertools.pairwise(rest):
-        if option == "--policy":
-            look_up(value)
-
-
-def look_up(policies: str) -> None:
-    if not re.search(r"\b(file|profile)=", policies):
-        read_specs([policies])
-        return
-    for part in split(policies, "+"):  # the file is not there
-        name, _, options = part.partition(":")
-        known = {parameter.name for parameter in load(name).parameters()}
-        assert {each.partition("=")[0] for each in options.split(",") if each} <= known
 
 
 def marked(page: str) -> Any:

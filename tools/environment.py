@@ -8,6 +8,7 @@ of torch is taken where one is offered: the ordinary build brings gigabytes of C
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,8 @@ TRANSLATION: Final = (
     ("default-timeout", "UV_HTTP_TIMEOUT", None),
     ("timeout", "UV_HTTP_TIMEOUT", None),
 )
+# Compilers before it lack one of these two headers, or do not know the flag.
+CPP20: Final = "#include <concepts>\n#include <span>\nstatic_assert(std::integral<int>);\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,18 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def compiler() -> str | None:
+    """Name the C++ compiler that CMake would take, if it reads C++20; None: there is none."""
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("c++", "g++", "clang++"):
+        command = (*shlex.split(name), "-std=c++20", "-fsyntax-only", "-x", "c++", "-")
+        if shutil.which(command[0]) is None:
+            continue
+        done = subprocess.run(command, input=CPP20, capture_output=True, text=True, check=False)
+        return name if done.returncode == 0 else None
+    return None
 
 
 def has_gpu() -> bool:

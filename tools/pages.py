@@ -12,6 +12,7 @@ PROGRAM: Final = "kv-serve"
 SHELL: Final = frozenset({"", "bash", "console"})
 FENCE: Final = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE: Final = re.compile(rf"`{PROGRAM} ([^`\n]+)`")
+SERVED: Final = "python -m nox -s serve -- "  # what follows is told to `kv-serve serve`
 ENDS: Final = frozenset({"|", ">", ">>", "&&", ";", "&"})  # of a command in a line of a shell
 
 
@@ -42,12 +43,12 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
     """Gives the arguments of every `kv-serve` that a page's shell blocks call, with its line.
 
     A line that ends in a backslash goes on in the next one. What comes behind a pipe, a redirection
-    or another command is left out.
+    or another command is left out. What a session of nox tells `kv-serve serve` counts as its call.
     """
     for block in blocks(text):
         if block.language not in SHELL:
             continue
-        whole = re.sub(r"\\\n", lambda _: "  ", block.text)
+        whole = re.sub(r"\\\n", lambda _: "  ", block.text).replace(SERVED, f"{PROGRAM} serve ")
         for number, line in enumerate(whole.splitlines()):
             if not re.match(rf"(\$ )?(\w+=\S* )*{PROGRAM}\b", line):
                 continue

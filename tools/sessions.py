@@ -50,7 +50,17 @@ def install(
     session.install(*everything, env={**variables, **env})
 
 
-def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
+def native(session: nox.Session) -> bool:
+    """Says whether kv-cpu can be compiled here; where it cannot, the session tells why."""
+    found = environment.compiler()
+    if found is None:
+        session.log("no compiler for C++20 is found here, so kv-cpu is left out: torch attends")
+    return found is not None
+
+
+def install_vllm(
+    session: nox.Session, groups: Iterable[str], without: Collection[str] = ()
+) -> None:
     """Makes the environment hold vLLM for the CPU and our packages, in one resolution."""
     if sys.platform != "linux":
         session.skip("vLLM for the CPU is built for Linux only")
@@ -58,7 +68,8 @@ def install_vllm(session: nox.Session, groups: Iterable[str]) -> None:
     excludes.write_text("\n".join(VLLM_EXCLUDES))
     # vLLM for the CPU takes a CPU torch, GPU or not.
     constraints, variables = build_settings(session, gpu=False)
-    wanted = (VLLM, "--excludes", str(excludes), *editable(PACKAGES), *constraints)
+    ours = editable(name for name in PACKAGES if name not in without)
+    wanted = (VLLM, "--excludes", str(excludes), *ours, *constraints)
     files = flags("--group", (f"pyproject.toml:{group}" for group in groups))
     session.install("--exact", *wanted, *files, env=variables)
 

@@ -10,6 +10,9 @@ from attention_cases import Case, random_case
 from kv_cpu import compiled, runnable
 from kv_cpu.library import FORCE
 
+# Names, with commas between, of the instruction sets to test; those that run here of them are.
+TESTED = os.environ.get("KV_CPU_TESTED", "")
+SETS = [name for name in runnable() if not TESTED or name in TESTED.split(",")] or ["plain"]
 # Where weights and queries are rounded to integers; others compute in float32.
 ROUNDED = {"vnni": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
 
@@ -18,7 +21,7 @@ def pytest_report_header() -> str:
     """Say which kernels are tested: some machines cannot run all of them."""
     rest = [name for name in compiled() if name not in runnable()]
     untested = f"; this machine cannot run {', '.join(rest)}" if rest else ""
-    return f"kv-cpu: each test of kernels runs under {', '.join(runnable())}{untested}"
+    return f"kv-cpu: each test of kernels runs under {', '.join(SETS)}{untested}"
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +30,7 @@ def case() -> Callable[..., Case]:
     return random_case
 
 
-@pytest.fixture(scope="module", params=runnable())
+@pytest.fixture(scope="module", params=SETS)
 def near(request: pytest.FixtureRequest) -> Iterator[float]:
     """How far off an instruction set may be, while it is forced."""
     with patch.dict(os.environ, {FORCE: request.param}):
@@ -35,7 +38,7 @@ def near(request: pytest.FixtureRequest) -> Iterator[float]:
 
 
 # What VNNI adds is of no use where vectors are encoded: there it is AVX-512.
-@pytest.fixture(scope="module", params=[name for name in runnable() if name != "vnni"])
+@pytest.fixture(scope="module", params=[name for name in SETS if name != "vnni"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that pages are written with, while it is forced."""
     with patch.dict(os.environ, {FORCE: request.param}):

@@ -1,6 +1,7 @@
 """LeanKV against section 4 of the paper, written out token by token."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kv_policy import (
     NOBODY,
     CacheShape,
     LayerView,
+    NotCalibratedError,
     PlanView,
     StepView,
     UnknownPolicyError,
@@ -361,9 +363,14 @@ def test_what_contradicts_a_profile_is_refused(tmp_path: Path) -> None:
 
 
 def test_bad_profiles_get_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(NotCalibratedError, match="does not exist"):
         LeanKV(profile=str(tmp_path / "missing.json"))
     (tmp_path / "text.json").write_text("hello")
+    with pytest.raises(ValueError, match="is a directory; name a file in it"):
+        parse(f"leankv:profile={tmp_path}")
+    missing = re.escape(f"`kv-serve calibrate leankv --model MODEL --out {tmp_path / 'none'}`")
+    with pytest.raises(NotCalibratedError, match=missing):
+        parse(f"leankv:profile={tmp_path / 'none'}")
     with pytest.raises(ValueError, match="is no profile of leankv"):
         LeanKV(profile=str(tmp_path / "text.json"))
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode({"format": "leankv profile 1"}))
@@ -390,5 +397,7 @@ def test_bad_input_gets_a_sentence(text: str, sentence: str) -> None:
 
 
 def test_a_format_that_is_not_installed_says_where_formats_come_from() -> None:
-    with pytest.raises(UnknownPolicyError, match="pip install kv-quant"):
+    with pytest.raises(
+        UnknownPolicyError, match=r"are in the package kv-quant: `.* install .*kv-quant`"
+    ):
         LeanKV(high="k99v1")

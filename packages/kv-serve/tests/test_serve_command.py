@@ -1,5 +1,7 @@
 """`kv-serve serve` refuses what cannot be served before vLLM is imported."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -46,6 +48,26 @@ def test_another_version_of_vllm_serves_no_policy(
     be(monkeypatch, version)
     said = refused("m", "--policy", "k8v4")
     assert f"policies are served in vLLM 0.30 to 0.32, and this is vLLM {version}" in said
+
+
+def test_a_checkout_says_how_to_get_a_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    be(monkeypatch, None)
+    monkeypatch.setattr(
+        "kv_policy.installing.checkout_of", lambda name: tmp_path / "packages" / name
+    )
+    arguments = ("m", "--max-model-len", "128", "--policy", "k8v4")
+    assert "nox" not in refused(*arguments)
+    (tmp_path / "noxfile.py").write_text("")
+    command = f"`cd {tmp_path} && python -m nox -s serve -- {' '.join(arguments)}`"
+    assert command in refused(*arguments)
+
+
+@pytest.mark.parametrize("policy", ["leankv:profile=no where", "zack:file=no where,rate=0.3"])
+def test_what_calibrates_is_said_for_the_model(policy: str) -> None:
+    name = policy.partition(":")[0]
+    command = f"kv-serve calibrate {name} --model ./m --out 'no where'"
+    said = refused("./m", "--policy", policy)
+    assert said.endswith(f"{name}: no where does not exist; write it with `{command}`")
 
 
 def test_a_model_comes_first() -> None:

@@ -324,7 +324,12 @@ def test_think_leaves_values_alone_unless_asked(made, file: Path) -> None:
         ("kq-svd:file={}", "kq-svd needs rate=... (a share of the cache to remove) or removal"),
         ("think:file={},rate=1.0", "is refused"),
         ("zack:rate=0.3", "zack needs file=..., which has no default"),
-        ("zack:file=nowhere,rate=0.3", "zack: nowhere does not exist; write it with"),
+        (
+            "zack:file=nowhere,rate=0.3",
+            "zack: nowhere does not exist; write it with `kv-serve calibrate zack --model MODEL "
+            "--out nowhere`",
+        ),
+        ("zack:file=/,rate=0.3", "zack: / is a directory; name a file in it"),
     ],
 )
 def test_what_is_refused_at_construction(text: str, sentence: str, file: Path) -> None:

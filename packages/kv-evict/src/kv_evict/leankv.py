@@ -28,6 +28,7 @@ from kv_policy import (
     UnknownPolicyError,
     read_formats,
 )
+from kv_policy.installing import install_command
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
@@ -127,7 +128,7 @@ class LeanKV(Selecting):
         except UnknownPolicyError as error:
             raise UnknownPolicyError(
                 f"{self.name} stores tokens as {' and '.join(names)}: {error}; formats such as "
-                "k8v4 come with `pip install kv-quant`"
+                f"k8v4 are in the package kv-quant: `{install_command('kv-quant')}`"
             ) from None
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None

@@ -7,6 +7,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from kv_policy import NotCalibratedError
+
 FORMAT: Final = "leankv profile 1"
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -48,10 +50,11 @@ def load_profile(path: Path) -> Profile:
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        raise NotCalibratedError("leankv", str(path), "leankv") from None
+    except IsADirectoryError:
+        raise ValueError(f"the profile {path} is a directory; name a file in it") from None
     except OSError as error:
-        raise ValueError(
-            f"the profile {path} cannot be read ({error.strerror}); write one with "
-            "`kv-serve calibrate leankv`"
-        ) from None
+        raise ValueError(f"the profile {path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} is no profile of leankv: {error}") from None

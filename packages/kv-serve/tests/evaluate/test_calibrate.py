@@ -176,7 +176,7 @@ def test_it_finds_a_profile_draws_it_and_shows_the_frontier(
     picture = tmp_path / "frontier.png"
     tasks = ("--task", "nll", "--task", "agreement")
     loose = (*tasks, "--max-loss", "100%", "--pair", "k8v4/k4v2", "--pair", "k8v4/drop")
-    result = run(*options, *loose, "--plot", picture)
+    result = run(*options, *loose, "--length", 160, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     profile = json.loads((tmp_path / "profile.json").read_text())
@@ -205,7 +205,7 @@ def test_it_goes_on_where_it_stopped(
         return ask(loaded, spec, *rest)
 
     monkeypatch.setattr(runner, "_ask", counted)
-    one = ("--pair", "k8v4/k4v2", "--task", "nll", "--max-loss", "1")
+    one = ("--pair", "k8v4/k4v2", "--task", "nll", "--max-loss", "1", "--length", 160)
     result = run(*options, *one)
     assert result.exit_code == 130
     assert "4 samples are finished" in " ".join(result.stderr.split())

@@ -1,6 +1,7 @@
 """The demo: on a tiny model for its form, on the real one for what it shows."""
 
 import json
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -8,16 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 import kv_serve.demo as demo
+from kv_policy.installing import install_command
+from kv_serve.backends import Serving
 from kv_serve.cli import app
 from kv_serve.evaluate.caches import make_cache
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import Text
 
 
-def test_the_caches_keep_half_where_they_drop() -> None:
+def test_the_policy_of_the_readme_is_shown() -> None:
     assert demo.caches(2200) == (
         *("full", "k8v4", "k4v2", "streaming:budget=1100"),
-        "snapkv:budget=1100+k8v4",
+        "kv-compress:rate=4+k8v4",
     )
 
 
@@ -30,9 +33,12 @@ def test_each_cache_has_an_outcome(loaded: LoadedModel, text: Text, tmp_path: Pa
     assert full.ratio == 1.0
     assert streaming.ratio < 0.7
     assert all(o.token_ms > 0 for o in outcomes)
-    show.report(outcomes).write(tmp_path / "demo.json")
+    show.report(outcomes, "cpu avx2").write(tmp_path / "demo.json")
     written = json.loads((tmp_path / "demo.json").read_text())
-    assert list(written) == ["model", "prompt_tokens", "needle", "depth", "outcomes"]
+    assert list(written) == [
+        *("model", "prompt_tokens", "needle", "depth", "attention", "outcomes"),
+    ]
+    assert written["attention"] == "cpu avx2"
     assert written["outcomes"][1]["policy"] == "raw"
     assert written["needle"] == show.sample.answers[0]
 
@@ -75,10 +81,57 @@ def test_the_command_prints_a_table_and_writes_it(
     assert "is hidden in a text of" in result.stdout
     for spec in demo.caches(300):
         assert f"\n{spec} " in result.stdout
+    shown, _, commands = result.stdout.partition("\nNext:\n")
+    shown, _, _ = shown.partition("\nTo do: ")  # a line of its own, to be copied
+    assert max(map(len, shown.splitlines())) <= 100
+    assert len(commands.splitlines()) == 3
     assert len(json.loads(path.read_text())["outcomes"]) == 5
     result = CliRunner().invoke(app, ["demo", "--json", str(tmp_path)])
     assert result.exit_code == 2
     assert "is a folder" in " ".join(result.stderr.split())
+
+
+def test_times_are_shown_for_native_code_alone(
+    loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = import_module("kv_serve.cli.demo")
+    native = Serving("cpu", "avx2")
+    monkeypatch.setattr(command, "load_model", lambda name: loaded)
+    monkeypatch.setattr("kv_serve.tasks.default_text", lambda: text)
+    monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
+    monkeypatch.setattr(demo, "caches", lambda length: ("raw",))
+    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    for served, shown in ((native, True), (Serving("torch"), False)):
+        make = partial(make_cache, backend="torch")
+        monkeypatch.setattr(command, "caches_by", lambda *_, now=(make, served): now)
+        result = CliRunner().invoke(app, ["demo", "--quick"])
+        assert result.exit_code == 0, result.output
+        said = " ".join(result.stdout.split())
+        assert ("ms/token" in said) == ("attend by cpu avx2" in said) == shown
+        assert ("Times are left out" in said) != shown
+        assert (f"To do: `{install_command('kv-cpu')}`" in said) != shown
+
+
+def test_the_program_is_named_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = import_module("kv_serve.cli.demo")
+    program = tmp_path / "kv-serve"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for typed, named in (
+        (str(program), "kv-serve"),  # a shell finds it and gives its whole path
+        (".nox/demo/bin/kv-serve", ".nox/demo/bin/kv-serve"),
+        ("/elsewhere/kv-serve", "/elsewhere/kv-serve"),
+    ):
+        monkeypatch.setattr("sys.argv", [typed])
+        assert command._program() == named
+
+
+def test_next_commands_fit_a_line_behind_nox() -> None:
+    commands = import_module("kv_serve.cli.demo").next_commands(".nox/demo/bin/kv-serve")
+    assert max(map(len, commands)) <= 98
 
 
 @pytest.mark.model
@@ -86,6 +139,7 @@ def test_the_real_model_finds_the_number_in_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "caches", lambda length: ("full", "k8v4"))
+    monkeypatch.setattr(demo, "TIMED", 1)
     path = tmp_path / "demo.json"
     result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
     assert result.exit_code == 0, result.output

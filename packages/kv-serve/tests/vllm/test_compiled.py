@@ -17,7 +17,7 @@ Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 COUNT = 24
 
 
-@pytest.fixture(params=["traced", "inductor"])
+@pytest.fixture
 def compiler(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,10 +32,15 @@ def compiler(
 
 
 POLICIES = ["k8v4", "snapkv:budget=24,window=8+k8v4", "kv-compress:budget=24,window=8+k8v4"]
+CASES = [
+    *(("traced", policy) for policy in POLICIES),
+    ("inductor", POLICIES[0]),
+    *(pytest.param("inductor", policy, marks=pytest.mark.slow) for policy in POLICIES[1:]),
+]
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("compiler", "policy"), CASES, indirect=["compiler"])
 def test_a_compiled_model_gives_the_tokens_of_an_eager_one(
     start: Start,
     greedy: Greedy,

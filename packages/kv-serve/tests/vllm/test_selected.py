@@ -28,7 +28,10 @@ def free_blocks(engine: "LLM") -> tuple[int, int]:
     return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(
+    scope="module",
+    params=[*POLICIES[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[2:])],
+)
 def engine(request: pytest.FixtureRequest, start: Start, smollm2: str) -> Iterator["LLM"]:
     options = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 1024, "poison": True}
     with start(smollm2, request.param, **options) as running:

@@ -23,6 +23,7 @@ def engine(start: Callable[..., AbstractContextManager["LLM"]], smollm2: str) ->
         yield running
 
 
+@pytest.mark.slow
 def test_needles_in_2048_tokens_are_all_found(engine: "LLM", greedy: Greedy) -> None:
     tokenizer = engine.get_tokenizer()
     # Seed 0 hides a number that begins like 2**31, which the model itself knows by heart.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis, Part
+from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis, NotCalibratedError, Part
 from kv_svd.file import Facts, load_facts
 
 
@@ -21,12 +21,15 @@ class Fitted(Part, ABC):
         """Check the parameters, and that there is such a file.
 
         Raises:
-            ValueError: a parameter is refused, or the file is missing, damaged or of another kind.
+            NotCalibratedError: there is no such file.
+            ValueError: a parameter is refused, or the file is damaged or of another kind.
         """
         super().__post_init__()
         try:
             load_facts(self.path)
-        except (FileNotFoundError, ValueError) as error:
+        except FileNotFoundError:
+            raise NotCalibratedError(self.name, self.file, "zack") from None
+        except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
     @property

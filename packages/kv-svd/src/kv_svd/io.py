@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from kv_policy import calibrate_command
+
 
 def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
     """Write a file; one that is there is replaced only when all is written.
@@ -63,10 +65,11 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
+    command = calibrate_command("zack", str(path))
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file in it")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist; write it with `kv-serve calibrate zack --out {path}`"
-        )
+        raise FileNotFoundError(f"{path} does not exist; write it with `{command}`")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -76,9 +79,7 @@ def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tenso
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     if form not in header:
         other = ", ".join(map(repr, sorted(header))) or "something else"
-        raise ValueError(
-            f"{path} holds no {form!r}, but {other}; calibrate again with `kv-serve calibrate zack`"
-        )
+        raise ValueError(f"{path} holds no {form!r}, but {other}; calibrate again with `{command}`")
     whole, _, known = header[form].partition(" ")
     sums, _, facts = known.partition(" ")
     if whole != _sha256(known) or (tensors and sums != checksum(found)):

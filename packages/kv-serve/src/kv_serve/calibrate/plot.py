@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from kv_policy.installing import install_command
 from kv_serve.calibrate.grid import Setting
 from kv_serve.calibrate.search import Point, frontier
+from kv_serve.extras import MATPLOTLIB
 
 
 def missing() -> str | None:
@@ -12,7 +14,7 @@ def missing() -> str | None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        return "drawing needs matplotlib: `pip install kv-serve[plot]`, or leave --plot out"
+        return f"drawing needs matplotlib: `{install_command(MATPLOTLIB)}`, or leave --plot out"
     return None
 
 

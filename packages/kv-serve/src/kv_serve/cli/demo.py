@@ -1,7 +1,10 @@
 """`kv-serve demo`: a real model answering from compressed caches, in a table."""
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kv_serve.demo import Demo
+
+WIDTH: Final = 100  # columns that the demo fills at most
 
 
 def demo(
@@ -24,6 +29,7 @@ def demo(
         check_writable(json)
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from kv_serve.backends import AUTO, remedy
     from kv_serve.demo import LENGTH, QUICK_LENGTH, TURNS, Outcome, Show, caches
     from kv_serve.tasks import default_text
 
@@ -34,11 +40,13 @@ def demo(
     with refusing(ValueError):
         show = Show(loaded, default_text(), length)
     console = out()
+    width = min(console.width, WIDTH)
     console.print(
         f"The number {show.sample.answers[0]} is hidden in a text of {show.sample.length:,} "
         "tokens, and SmolLM2 is asked for it. Then a chat, both turns in one cache: "
-        f"{' '.join(TURNS)}",
+        f"{' '.join(TURNS)}\n",
         highlight=False,
+        width=width,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
@@ -49,26 +57,58 @@ def demo(
             progress.update(bar, description=spec)
             outcomes += show.run((spec,), make, remark)
             progress.advance(bar)
-    report = show.report(tuple(outcomes))
-    console.print(_table(report))
-    console.print(
-        "KV bytes: held by the cache after the long prompt, with pages, windows and tables. "
-        f"ms: for each token generated behind it; compressed caches attend by {served}.",
-        style="dim",
-        highlight=False,
-    )
+    report = show.report(tuple(outcomes), str(served))
     if json is not None:
         report.write(json)
+    timed = served.instructions is not None
+    console.print(_table(report, timed=timed), width=width)
+    held = "KV bytes: held by the cache after the long prompt, with pages, windows and tables."
+    if timed:
+        ms = f"ms: for each token generated behind it; compressed caches attend by {served}."
+        console.print(f"{held} {ms}", style="dim", highlight=False, width=width)
+    else:
+        # Beside torch's own attention over a full cache these would say nothing of a kernel.
+        left_out = f"Times are left out, as no native code attends here but {served}."
+        console.print(f"{held} {left_out}", style="dim", highlight=False, width=width)
+        if backend == AUTO and loaded.model.device.type == "cpu":
+            console.print(f"To do: {remedy('cpu')}", highlight=False, soft_wrap=True, markup=False)
+    console.print("\nNext:", highlight=False)
+    for command in next_commands(_program()):
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(report: "Demo") -> "Table":
+def next_commands(program: str) -> tuple[str, ...]:
+    """Give three commands to go on with, as they can be typed where the demo was called."""
+    from kv_serve.demo import CHOSEN
+
+    policies = ("--policy", "k8v4,k4v2")
+    return tuple(
+        shlex.join([program, *words])
+        for words in (
+            ("generate", "--policy", CHOSEN, "Who was Napoleon?"),
+            ("eval", *policies, "--task", "needle", "--samples", "2", "--json", "needle.json"),
+            ("policies", "kv-compress"),
+        )
+    )
+
+
+def _program() -> str:
+    """Name this program as it was typed: alone where the path finds it, else as it was called."""
+    typed = sys.argv[0]
+    found = shutil.which(Path(typed).name)
+    absolute = Path(typed).is_absolute()
+    return Path(typed).name if absolute and found and Path(found) == Path(typed) else typed
+
+
+def _table(report: "Demo", *, timed: bool) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("cache", "hidden number", "chat"):
+    table.add_column("cache", no_wrap=True)
+    for name in ("hidden number", "chat"):
         table.add_column(name)
-    for name in ("KV bytes", "of full", "ms/token"):
+    for name in ("KV bytes", "of full", *(["ms/token"] if timed else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in report.outcomes:
         table.add_row(
@@ -77,7 +117,7 @@ def _table(report: "Demo") -> "Table":
             _judged(outcome.chat, outcome.chat_right),
             f"{outcome.kv_bytes:,}",
             f"{outcome.ratio:.3f}",
-            f"{outcome.token_ms:.0f}",
+            *([f"{outcome.token_ms:.0f}"] if timed else []),
         )
     return table
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, refuse, refusing
+from kv_serve.cli.console import check_writable, refuse
 from kv_serve.cli.evaluation import Tell, Work, finish
 from kv_serve.cli.host import expect_vllm
 from kv_serve.cli.options import (
@@ -18,6 +18,7 @@ from kv_serve.cli.options import (
     caches_by,
     expect_backend,
     load_model,
+    reading_policy,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="A task of lm-eval, as `lm-eval ls tasks` lists them, for the first --samples of "
-            "its documents. Needs kv-serve\\[lm-eval]. May be repeated."
+            "its documents. Needs lm-eval. May be repeated."
         ),
     ] = None,
     shots: Annotated[
@@ -157,7 +158,7 @@ def evaluate(
 
     if not task and not lm_eval:
         refuse("name what to measure: --task, as in --task needle, or --lm-eval TASK")
-    with refusing(ValueError):
+    with reading_policy(model):
         plan = Plan(
             policies=read_specs(policy),
             tasks=tuple(dict.fromkeys(t.value for t in task or ())),

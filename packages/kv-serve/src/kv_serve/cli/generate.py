@@ -16,6 +16,7 @@ from kv_serve.cli.options import (
     caches_by,
     expect_backend,
     load_model,
+    reading_policy,
 )
 from kv_serve.cli.prompts import in_chat, longest, read_prompt
 from kv_serve.cli.streaming import TimedStreamer
@@ -65,7 +66,7 @@ def generate(
     from kv_serve.evaluate.folding import folded
     from kv_serve.evaluate.specs import read_spec
 
-    with refusing(ValueError):
+    with reading_policy(model):
         spec = read_spec(policy)
     expect_backend(backend)
     loaded = load_model(model, dtype, device)

@@ -17,6 +17,7 @@ from kv_serve.cli.options import (
     caches_by,
     expect_backend,
     load_model,
+    reading_policy,
 )
 from kv_serve.cli.prompts import in_chat, longest, read_prompt
 from kv_serve.cli.targets import expect_apart, write_all
@@ -69,7 +70,7 @@ def inspect(
     shaded by how many heads keep a token; in a pipe or a file it is a table of tokens.
     """
     text = _text(prompt, file)
-    spec = _spec(policy)
+    spec = _spec(policy, model)
     targets = {"--json": json, "--html": html}
     named = {option: path for option, path in targets.items() if path is not None}
     expect_apart([] if file is None else [file], "the prompt", named)
@@ -130,7 +131,7 @@ def _place(found: "Inspection", name: str) -> int:
     return names.index(name)
 
 
-def _spec(policy: str) -> str:
+def _spec(policy: str, model: str | None) -> str:
     from kv_policy import parse
     from kv_serve.evaluate.specs import FULL
 
@@ -139,7 +140,7 @@ def _spec(policy: str) -> str:
             f"`{FULL}` is transformers' own cache: every head keeps every token as it is, so there "
             "is nothing to show; name a policy, such as k8v4 or snapkv:budget=64,window=16"
         )
-    with refusing(ValueError):
+    with reading_policy(model):
         return str(parse(policy))
 
 

@@ -1,12 +1,14 @@
 """Options that several commands share, and what stands behind them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import err, refusing
+from kv_serve.cli.console import err, refuse, refusing
 
 if TYPE_CHECKING:
     from kv_serve.backends import Serving
@@ -48,6 +50,23 @@ BackendOption = Annotated[
         "kv-cpu), reference (slow), or auto for the fastest that can be used."
     ),
 ]
+
+
+@contextmanager
+def reading_policy(model: str | None) -> Iterator[None]:
+    """Turn what is wrong with a policy into a refusal; the advice is for this model.
+
+    Args:
+        model: as the command was told; None: its default.
+    """
+    from kv_policy import NotCalibratedError
+
+    try:
+        yield
+    except NotCalibratedError as error:
+        refuse(error.advice(model))
+    except ValueError as error:
+        refuse(str(error))
 
 
 def expect_backend(name: str) -> None:

