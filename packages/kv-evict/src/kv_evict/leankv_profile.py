@@ -1,11 +1,13 @@
 """What calibration found for a model: the formats and thresholds of LeanKV, as a JSON file."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+from kv_policy.decoding import decode
+from kv_policy.files import write_whole
 
 FORMAT: Final = "leankv profile 1"
 
@@ -35,9 +37,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        beside.replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def load_profile(path: Path) -> Profile:
@@ -47,11 +47,14 @@ def load_profile(path: Path) -> Profile:
         ValueError: there is no such file, or it is no profile; the sentence says what is wrong.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        return decode(path.read_bytes(), Profile)
     except OSError as error:
         raise ValueError(
             f"the profile {path} cannot be read ({error.strerror}); write one with "
             "`kv-serve calibrate leankv`"
         ) from None
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no profile of leankv: {error}") from None
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate leankv` "
+            "wrote"
+        ) from None

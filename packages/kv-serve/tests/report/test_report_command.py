@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 import kv_serve.report.picture as picture
 from kv_serve.cli import app
-from kv_serve.files import write_whole
+from kv_policy.files import write_whole
 from result_files import report, row, tree
 
 

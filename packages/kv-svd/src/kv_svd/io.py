@@ -5,13 +5,14 @@ tensors; the tensors' checksum is one of the facts.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
+
+from kv_policy.files import write_whole
 
 
 def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
@@ -22,16 +23,14 @@ def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> N
         form: name and version of the format.
         facts: text of any kind, which can be read without the tensors.
         tensors: on the CPU.
+
+    Raises:
+        OSError: it cannot be written; what was there is unchanged.
     """
     names = {name: tensor.contiguous() for name, tensor in tensors.items()}
     known = f"{checksum(names)} {facts}"
     header = {form: f"{_sha256(known)} {known}"}  # one entry, since the order of two is by chance
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_bytes(to_bytes(names, header))
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, to_bytes(names, header))
 
 
 def read_facts(path: Path, form: str) -> str:

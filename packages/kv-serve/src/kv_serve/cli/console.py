@@ -69,12 +69,11 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse a file that could not be written in the end; its folder is made."""
-    if path.is_dir():
-        refuse(f"{option} {path} is a folder; name a file")
+    from kv_policy.files import expect_writable
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(path.name + ".new")
-        probe.touch()
-        probe.unlink()
+        expect_writable(path)
+    except IsADirectoryError:
+        refuse(f"{option} {path} is a folder; name a file")
     except OSError as error:
         refuse(f"{option} {path} cannot be written: {error.strerror}")

@@ -26,7 +26,7 @@ def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -
 
 def write_all(made: Iterable[tuple[Path, bytes]]) -> None:
     """Write files, each whole or not at all, and say so; refuse where one cannot be written."""
-    from kv_serve.files import write_whole
+    from kv_policy.files import write_whole
 
     for path, data in made:
         try:

@@ -14,7 +14,7 @@ from kv_serve.evaluate.intervals import Interval, of_change, of_mean
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.specs import FULL
-from kv_serve.files import write_whole
+from kv_policy.files import write_whole
 
 SOME: Final = msgspec.Meta(min_length=1)
 Natural = Annotated[int, msgspec.Meta(ge=1)]
