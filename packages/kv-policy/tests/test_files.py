@@ -1,6 +1,7 @@
 """Files are written whole or not at all, and nothing that a user has beside them is touched."""
 
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_a_device_or_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 300, "no\0name"])
 def test_a_name_that_cannot_be_written_is_an_os_error(tmp_path: Path, name: str) -> None:
     for write in (lambda path: write_whole(path, b""), expect_writable):
-        with pytest.raises(OSError) as raised:
+        with pytest.raises(OSError, match=re.escape(repr(str(tmp_path / name)))) as raised:
             write(tmp_path / name)
         assert raised.value.filename == str(tmp_path / name)
         assert raised.value.strerror

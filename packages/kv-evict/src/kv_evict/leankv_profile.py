@@ -55,6 +55,6 @@ def load_profile(path: Path) -> Profile:
         ) from None
     except ValueError as error:
         raise ValueError(
-            f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate leankv` "
-            "wrote"
+            f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate "
+            "leankv` wrote"
         ) from None

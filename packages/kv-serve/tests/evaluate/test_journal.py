@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from damaged import mutated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from damaged import mutated
 from kv_serve.evaluate.journal import (
     MAGIC,
     Finished,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaged import mutated
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from damaged import mutated
 from kv_policy import Calibrated
 from kv_serve.calibrate.partial import Partial, read_state
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, err, out, refusing, remark
+from kv_serve.cli.console import check_writable, err, out, refusing, remark, writing
 from kv_serve.cli.options import BackendOption, caches_by, expect_backend, load_model
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def demo(
             outcomes += show.run((spec,), make, remark)
             progress.advance(bar)
     report = show.report(tuple(outcomes))
+    if json is not None:
+        with writing(json):
+            report.write(json)
     console.print(_table(report))
     console.print(
         "KV bytes: held by the cache after the long prompt, with pages, windows and tables. "
@@ -57,8 +60,6 @@ def demo(
         style="dim",
         highlight=False,
     )
-    if json is not None:
-        report.write(json)
 
 
 def _table(report: "Demo") -> "Table":

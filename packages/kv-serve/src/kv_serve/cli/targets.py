@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kv_serve.cli.console import refuse, remark
+from kv_serve.cli.console import refuse, remark, writing
 
 
 def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -> None:
@@ -25,12 +25,13 @@ def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -
 
 
 def write_all(made: Iterable[tuple[Path, bytes]]) -> None:
-    """Write files, each whole or not at all, and say so; refuse where one cannot be written."""
+    """Write files, each whole or not at all, then say so; refuse where one cannot be written."""
     from kv_policy.files import write_whole
 
+    written = []
     for path, data in made:
-        try:
+        with writing(path):
             write_whole(path, data)
-        except OSError as error:
-            refuse(f"{path} cannot be written: {error.strerror}")
+        written.append(path)
+    for path in written:
         remark(f"Written to {path}.")

@@ -13,6 +13,7 @@ from kv_policy.decoding import decode
 from kv_policy.files import set_aside, write_whole
 
 MAGIC: Final = b"kv-serve journal 2 "  # what the file begins with
+ENDING: Final = ".partial"  # of its name, behind that of the result
 _SUM: Final = 32  # hexadecimal digits of a record's checksum
 
 
