@@ -46,13 +46,22 @@ def load_profile(path: Path) -> Profile:
     Raises:
         ValueError: there is no such file, or it is no profile; the sentence says what is wrong.
     """
-    try:
-        return decode(path.read_bytes(), Profile)
-    except OSError as error:
+    if path.suffix == ".partial":
         raise ValueError(
-            f"the profile {path} cannot be read ({error.strerror}); write one with "
+            f"{path} holds the samples of a calibration that has not finished; run the same "
+            "`kv-serve calibrate leankv` again, which goes on from them, and give "
+            f"{path.with_suffix('')}"
+        )
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"the profile {str(path)[:200]} cannot be read ({reason}); write one with "
             "`kv-serve calibrate leankv`"
         ) from None
+    try:
+        return decode(data, Profile)
     except ValueError as error:
         raise ValueError(
             f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate "

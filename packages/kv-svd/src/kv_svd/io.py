@@ -62,10 +62,22 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
-    if not path.is_file():
+    if path.suffix == ".partial":
+        raise ValueError(
+            f"{path} holds what an unfinished calibration has learnt; run the same `kv-serve "
+            f"calibrate zack` again, which goes on from it, and give {path.with_suffix('')}"
+        )
+    try:
+        path.stat()
+    except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} does not exist; write it with `kv-serve calibrate zack --out {path}`"
-        )
+        ) from None
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)[:200]} cannot be read: {reason}; name a file") from None
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file that `kv-serve calibrate zack` wrote")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

@@ -1,5 +1,6 @@
 """`kv-serve calibrate`: find a policy's settings for a model, and write them to a file."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -136,7 +137,7 @@ def leankv(
     check_writable(out_file, "--out")
     if plot is not None:
         check_writable(plot, "--plot")
-        if plot.resolve() == out_file.resolve():
+        if os.path.realpath(plot) == os.path.realpath(out_file):
             refuse(f"--plot and --out both name {plot}; give the picture a file of its own")
         reason = missing()
         if reason is not None:

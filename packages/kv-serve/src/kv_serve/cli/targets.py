@@ -1,5 +1,6 @@
 """The files that a command writes: apart from each other and from what it reads, and whole."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,12 +15,13 @@ def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -
         what: they are, as the sentence says it: `a result`.
         named: the outputs by the option that names each.
     """
-    read = {file.resolve() for file in inputs}
-    taken: dict[Path, str] = {}
+    read = {os.path.realpath(file) for file in inputs}
+    taken: dict[str, str] = {}
     for option, path in named.items():
-        if path.resolve() in read:
+        place = os.path.realpath(path)  # `Path.resolve` fails on links that lead in a circle
+        if place in read:
             refuse(f"{option} names {path}, which is {what} to read; name another file")
-        other = taken.setdefault(path.resolve(), option)
+        other = taken.setdefault(place, option)
         if other != option:
             refuse(f"{option} and {other} both name {path}; give each a file of its own")
 

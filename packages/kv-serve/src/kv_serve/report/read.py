@@ -1,5 +1,6 @@
 """Reading the result files of `kv-serve eval` that go on one page."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def read(paths: Sequence[Path]) -> tuple[Source, ...]:
         raise ReadError("there is no file to report on; name what `kv-serve eval --json` wrote")
     reports = [_read(path) for path in paths]
     for i, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:i]]:
+        if os.path.realpath(path) in map(os.path.realpath, paths[:i]):
             raise ReadError(f"the file {path} is named twice; name each file once")
         if reports[i].model != reports[0].model:
             raise ReadError(
