@@ -1,6 +1,8 @@
 """Statistics in a file: whole, or refused with a sentence."""
 
 import os
+import random
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from safetensors.torch import save_file
 
 import kv_svd.file as file_module
 import kv_svd.io as io_module
+from damaged import mutated
+from kv_policy import parse
 from kv_svd import load, load_facts, save
 
 
@@ -44,10 +48,10 @@ def test_a_write_that_fails_leaves_the_old_file(
     path = made.write(tmp_path / "found")
     before = path.read_bytes()
 
-    def full(self: Path, target: Path) -> None:
-        raise OSError("no space is left")
+    def full(fresh: Path, target: Path) -> None:
+        raise OSError(28, "no space is left")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="no space"):
         made.write(path, rate=0.5)
     assert path.read_bytes() == before
@@ -177,3 +181,55 @@ def test_a_file_of_equal_time_and_size_is_read_again_if_replaced(made, tmp_path:
     other.replace(path)
     assert path.stat().st_mtime_ns == time
     assert load_facts(path).rate == load(path)[0].rate == 0.35
+
+
+def test_no_change_of_the_bytes_is_taken_for_statistics(make_model, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    make_model(layers=1, heads=2, group=1, dim=4, value_dim=4, tokens=9).write(path)
+    whole, chance = path.read_bytes(), random.Random(0)
+    facts, tensors = io_module.read(path, file_module.FORMAT)
+    for _ in range(400):
+        path.write_bytes(mutated(whole, chance))
+        with suppress(ValueError):
+            text, found = io_module.read(path, file_module.FORMAT)
+            assert text == facts
+            assert found.keys() == tensors.keys()
+            assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+FLAWS = {
+    "missing": lambda x: None,
+    "of no dimension": lambda x: x.sum(),
+    "of fewer layers": lambda x: x[:0],
+    "in float32": lambda x: x.float(),
+    "not finite": lambda x: x / 0,
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("name", ["query", "output", "singular.value"])
+def test_tensors_that_a_stranger_sealed_are_checked(
+    file: Path, tmp_path: Path, name: str, flaw: str
+) -> None:
+    facts, tensors = io_module.read(file, file_module.FORMAT)
+    changed = tensors | {name: FLAWS[flaw](tensors[name])}
+    path = tmp_path / "x"
+    kept = {each: tensor for each, tensor in changed.items() if tensor is not None}
+    io_module.write(path, file_module.FORMAT, facts, kept)
+    with pytest.raises(ValueError, match=f"{name} (should be float64|holds an infinity)"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("no\0name", "cannot be read: embedded null byte"),
+        ("", "is a folder; name the file"),
+        ("x.partial", "run the same `kv-serve calibrate zack` again, which goes on from it"),
+    ],
+)
+def test_a_name_of_no_file_is_a_sentence(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as raised:
+        parse(f"zack:file={tmp_path}/{name},rate=0.3")
+    assert len(str(raised.value)) < 500

@@ -1,6 +1,5 @@
 """What calibration found for a model: the formats and thresholds of LeanKV, as a JSON file."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -8,6 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from kv_policy import NotCalibratedError
+from kv_policy.decoding import decode
+from kv_policy.files import write_whole
 
 FORMAT: Final = "leankv profile 1"
 
@@ -37,9 +38,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        beside.replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def load_profile(path: Path) -> Profile:
@@ -48,13 +47,25 @@ def load_profile(path: Path) -> Profile:
     Raises:
         ValueError: there is no such file, or it is no profile; the sentence says what is wrong.
     """
+    if path.suffix == ".partial":
+        raise ValueError(
+            f"{path} holds the samples of a calibration that has not finished; run the same "
+            "`kv-serve calibrate leankv` again, which goes on from them, and give "
+            f"{path.with_suffix('')}"
+        )
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        data = path.read_bytes()
     except FileNotFoundError:
         raise NotCalibratedError("leankv", str(path), "leankv") from None
     except IsADirectoryError:
         raise ValueError(f"the profile {path} is a directory; name a file in it") from None
-    except OSError as error:
-        raise ValueError(f"the profile {path} cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no profile of leankv: {error}") from None
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"the profile {str(path)[:200]} cannot be read: {reason}") from None
+    try:
+        return decode(data, Profile)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate "
+            "leankv` wrote"
+        ) from None

@@ -1,6 +1,5 @@
 """A first look: one model, one hidden number, a short chat, and several caches side by side."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import torch
 
+from kv_policy.files import write_whole
 from kv_serve.evaluate.caches import MakeCache, held, make_cache
 from kv_serve.evaluate.decode import answer, ends_of, read
 from kv_serve.evaluate.folding import folded
@@ -54,9 +54,7 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        os.replace(fresh, path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def caches(length: int) -> tuple[str, ...]:

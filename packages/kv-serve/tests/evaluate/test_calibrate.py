@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import kv_serve.evaluate.runner as runner
+from closed_pipe import run_unread
 from kv_policy import parse
 from kv_serve import CompressedCache
 from kv_serve.calibrate.grid import PAIRS, T_HIGH, T_LOW, Setting, grid
@@ -265,3 +266,12 @@ def test_importing_the_command_line_does_not_import_matplotlib() -> None:
 def test_the_worst_task_counts() -> None:
     found = Point(SETTING, {"needle": Loss(0.0, 0.0, 1.0), "nll": Loss(0.2, 0.0, 2.0)}, 0.3)
     assert math.isclose(found.worst, 0.1)
+
+
+def test_profile_and_picture_are_written_where_nobody_reads_what_is_printed(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ("--pair", "k8v4/k4v2", "--t-high", "1%", "--task", "nll", "--max-loss", "1")
+    picture = tmp_path / "frontier.png"
+    assert run_unread(monkeypatch, "calibrate", "leankv", *options, *one, "--plot", picture) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["frontier.png", "profile.json"]

@@ -146,7 +146,7 @@ def test_other_settings_start_anew(
         assert run(*options).exit_code == 130
     result = run(*options, "--together", 2)
     assert result.exit_code == 0
-    assert "other settings: together was 1 and is 2. Starting anew." in said(result)
+    assert "other settings: together was 1 and is 2. It is set aside as" in said(result)
     for broken in (b"", b"nonsense" * 10):
         (tmp_path / "found.partial").write_bytes(broken)
         result = run(*options)

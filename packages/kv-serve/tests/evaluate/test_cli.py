@@ -1,6 +1,7 @@
 """The command line: what each command prints, writes, and refuses with a sentence."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typer.testing import CliRunner, Result
 
 import kv_serve.evaluate.caches as caches
 import kv_serve.evaluate.runner as runner
+from closed_pipe import run_unread
 from kv_serve.backends import serving
-from kv_serve.cli import app
+from kv_serve.cli import app, main
 from kv_serve.cli.eval import Task, Where
 from kv_serve.evaluate.journal import Finished
 from kv_serve.evaluate.plan import SETTINGS, TASKS
@@ -314,7 +316,7 @@ def test_eval_starts_anew_when_the_settings_changed(
     result = run(*command, "--seed", 6)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "has samples of other settings: seed was 5 and is 6. Starting anew." in said
+    assert "has samples of other settings: seed was 5 and is 6. It is set aside as" in said
     assert json.loads(path.read_text())["rows"][0]["seed"] == 6
 
 
@@ -391,3 +393,63 @@ def test_commands_without_arguments_show_help() -> None:
     for output in (run().output, run("--help").stdout):
         for command in ("Usage", *COMMANDS):
             assert command in output
+
+
+@pytest.mark.parametrize(
+    "words", [("policies",), ("policies", "snapkv"), ("--help",), ("--version",), ("serve", "-h")]
+)
+def test_a_reader_that_has_enough_ends_a_command_quietly(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_unread(monkeypatch, *words) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_a_generation_that_nobody_reads_ends_quietly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_unread(monkeypatch, "generate", "--model", folder, "Hello") == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_eval_goes_on_where_nobody_reads_its_remarks(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patch, os.fdopen(writing, "w") as unread:
+        patch.setattr(sys, "stderr", unread)
+        words = ("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
+        patch.setattr(sys, "argv", ["kv-serve", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert not left.value.code
+    assert path.is_file()
+
+
+def test_eval_keeps_its_samples_where_a_result_cannot_be_written(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+
+    def full_disk(self: object, path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_serve.evaluate.report.Report.write", full_disk)
+        result = run("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert f"{path} cannot be written: No space left on device; the samples are kept in" in said
+    assert (tmp_path / "out.json.partial").is_file()
+
+
+def test_eval_refuses_a_folder_in_the_journals_place(
+    options: tuple[object, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "out.json.partial").mkdir()
+    path = tmp_path / "out.json"
+    result = run("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
+    assert result.exit_code == 2
+    assert "out.json.partial cannot be read: Is a directory" in " ".join(result.stderr.split())

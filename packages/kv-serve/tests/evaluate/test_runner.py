@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_it_stopped_and_ends_the_same(
     going.close()
     kept = len(journal)
     assert finished <= kept <= finished + 1  # the other one of a batch is there too
-    make, resumed = Watched(), Journal.resume(tmp_path / "partial", {})
+    make, (resumed, _) = Watched(), Journal.resume(tmp_path / "partial", {})
     again = list(run(loaded, SMALL, text, resumed, make))
     assert forget_seconds(again) == forget_seconds(whole)
     firsts = [e for e in again[kept:] if e.task == "needle" or e.sample % 2 == 0]

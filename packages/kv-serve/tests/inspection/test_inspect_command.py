@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from closed_pipe import run_unread
 from inspected import HELD, inspection
 from kv_serve.cli import app
 from kv_serve.cli.inspect_shown import SHADES, shade, shaded, show
@@ -228,3 +229,20 @@ def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain", chat=False)
     said = refused(*STREAMING, "--model", plain, "--chat", PROMPT)
     assert "has no chat template; read the text as it is, without --chat" in said
+
+
+def test_the_page_is_written_where_nobody_reads_what_is_printed(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page, numbers = tmp_path / "x.html", tmp_path / "x.json"
+    written = ("--html", page, "--json", numbers)
+    assert run_unread(monkeypatch, "inspect", *STREAMING, "--model", folder, PROMPT, *written) == 1
+    assert page.read_bytes().startswith(b"<!doctype html>")
+    assert numbers.is_file()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"Written to {numbers}." in said
+    assert "Traceback" not in said
+    assert "Broken" not in said

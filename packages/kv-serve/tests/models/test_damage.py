@@ -22,7 +22,26 @@ def old_format(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
 
 
+def rewrite(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+def without_weights(folder: Path) -> None:
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    rewrite(folder, files={name: of for name, of in files.items() if name != "model.safetensors"})
+    (folder / "model.safetensors").unlink()
+
+
 HARM = {
+    "no files named": lambda folder: rewrite(folder, files={}),
+    "no weights named": without_weights,
+    "weights that nobody named": lambda folder: shutil.copy(
+        folder / "model.safetensors", folder / "model-1.safetensors"
+    ),
+    "of another file": lambda folder: rewrite(folder, sha256="0" * 64),
+    "a manifest of bytes": lambda folder: (folder / MANIFEST).write_bytes(b'{"source": "\xff"}'),
+    "a deep manifest": lambda folder: (folder / MANIFEST).write_bytes(b'{"x":' * 100_000),
     "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 1000),
     "weights altered": lambda folder: flip(folder / "model.safetensors"),
     "tokenizer missing": lambda folder: (folder / "tokenizer.json").unlink(),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,28 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def name_weights(weights: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+    return change
+
+
+def set_config(data: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_bytes(data)
+
+
 FAULTS = {
+    "deep config": (set_config(b'{"a":' * 100_000), "config.json is damaged"),
+    "deep but closed": (set_config(b'{"a":' * 5000 + b"1" + b"}" * 5000), "config.json is"),
+    "config of bytes": (set_config(b'{"a": "\xff"}'), "config.json is damaged"),
+    "a number of digits": (set_config(b'{"a": ' + b"1" * 9999 + b"}"), "config.json is damaged"),
+    "a null map": (name_weights(None), "its weight_map is no object"),
+    "a map of numbers": (name_weights({"a": 1}), "it names the file '1', which is none of"),
+    "a map to elsewhere": (name_weights({"a": "../x"}), "it names the file '../x', which is none"),
+    "an endless name": (name_weights({"a": "x" * 9999}), "which is none of its folder"),
+    "a list of names": (name_weights(["a"]), "its weight_map is no object"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),

@@ -26,6 +26,13 @@ def test_names_that_stand_for_nothing(name: str) -> None:
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "no\0name", "x" * 300])
+def test_names_that_cannot_be_looked_for(name: str) -> None:
+    with pytest.raises(ModelError, match=r"cannot be looked for|there is no model") as refused:
+        resolve_model(name)
+    assert len(str(refused.value)) < 500
+
+
 def test_missing_gguf(tmp_path: Path) -> None:
     assert "there is no file" in refusal(str(tmp_path / "nothing.gguf"))
 

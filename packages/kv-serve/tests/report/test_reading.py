@@ -66,7 +66,7 @@ def test_files_of_one_name_are_told_apart_by_their_paths(path: Path, tmp_path: P
         (b"", "is no result of `kv-serve eval`: Input data was truncated; give a file that"),
         (b"\xff\xfe", "is no result of `kv-serve eval`: JSON is malformed"),
         (b"[]", "Expected `object`, got `array`; give a file that its option --json named"),
-        (b'{"x":' + b"[" * 100_000, "is no result of `kv-serve eval`: maximum recursion depth"),
+        (b'{"x":' + b"[" * 100_000, "is no result of `kv-serve eval`: its values are nested too"),
         (b'{"name": "foundation", "rows": []}', "missing required field `model`"),
         (b'{"model": "m", "commit": "", "versions": {}, "rows": []}', "has no rows, so nothing"),
     ],

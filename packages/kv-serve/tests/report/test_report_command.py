@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import kv_serve.report.picture as picture
+from kv_policy.files import write_whole
 from kv_policy.installing import install_command
 from kv_serve.cli import app
-from kv_serve.files import write_whole
+from kv_serve.evaluate.journal import Journal
 from result_files import report, row, tree
 
 
@@ -128,3 +129,20 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
         write_whole(path, data)
         assert path.read_bytes() == data
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_journal_says_how_to_finish_it(result_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.json.partial"
+    Journal.start(path, {"model": "tiny"})
+    said = refused(path, "--out", tmp_path / "p.html")
+    assert f"{path} holds the samples of an evaluation that has not finished; run the same" in said
+    assert f"report on {tmp_path / 'x.json'}" in said
+    moved = path.rename(tmp_path / "moved")
+    assert "has not finished" in refused(result_file, moved, "--out", tmp_path / "p.html")
+
+
+@pytest.mark.parametrize("data", [b'{"model": "\xff"}', b"[" * 100_000, b'{"kept":' * 100_000])
+def test_a_result_of_no_known_form_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(data)
+    said = refused(tmp_path / "x.json", "--out", tmp_path / "p.html")
+    assert "x.json is no result of `kv-serve eval`: " in said

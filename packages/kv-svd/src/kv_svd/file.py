@@ -10,6 +10,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from kv_policy.decoding import decode
 from kv_svd.fit import Moments
 from kv_svd.io import read, read_facts, write
 from kv_svd.statistics import LayerStatistics, Statistics
@@ -46,11 +47,11 @@ def save(path: Path, facts: Facts, statistics: Statistics) -> None:
     Raises:
         ValueError: the facts tell other sizes than the statistics have.
     """
-    _check(facts, statistics, path)
     tensors = {
         name: torch.stack([getattr(layer, name).total for layer in statistics]) for name in _PARTS
     }
     tensors |= {"singular.key": statistics.key, "singular.value": statistics.value}
+    _check(facts, statistics, tensors, path)
     write(path, FORMAT, msgspec.json.encode(facts).decode(), tensors)
 
 
@@ -88,7 +89,7 @@ def stamp(path: Path) -> Stamp:
     path = Path(os.path.abspath(path))
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # a name with a null byte is a ValueError
         return Stamp(path, 0, 0, 0)
     return Stamp(path, found.st_mtime_ns, found.st_size, found.st_ino)
 
@@ -103,18 +104,23 @@ def _load(file: Stamp) -> tuple[Facts, Statistics]:
     path = file.path
     text, tensors = read(path, FORMAT)
     facts = _decode(path, text)
-    try:
-        statistics = _statistics(facts, tensors)
-    except (KeyError, IndexError) as error:
-        raise ValueError(f"{path} lacks what it tells of: {error}; calibrate again") from None
-    _check(facts, statistics, path)
-    return facts, statistics
+    for name, shape in _shapes(facts, path).items():
+        found = tensors.get(name)
+        if found is None or found.dtype != torch.float64 or tuple(found.shape) != shape:
+            had = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+            raise ValueError(
+                f"{path}: statistics do not have the sizes that are told of them: {name} should be "
+                f"float64 of {shape}, and there is {had}; calibrate again"
+            )
+        if not found.isfinite().all():
+            raise ValueError(f"{path}: {name} holds an infinity or a NaN; calibrate again")
+    return facts, _statistics(facts, tensors)
 
 
 def _decode(path: Path, text: str) -> Facts:
     try:
-        return msgspec.json.decode(text, type=Facts)
-    except msgspec.MsgspecError as error:
+        return decode(text, Facts)
+    except ValueError as error:
         raise ValueError(f"{path} does not tell what it holds: {error}; calibrate again") from None
 
 
@@ -139,26 +145,35 @@ def _rows(facts: Facts) -> dict[str, int]:
     }
 
 
-def _check(facts: Facts, statistics: Statistics, path: Path) -> None:
-    """Refuse facts that tell other sizes than the statistics have."""
-    heads, joined = facts.heads, facts.heads // facts.together
+def _shapes(facts: Facts, path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that facts tell of.
+
+    Raises:
+        ValueError: the facts contradict each other.
+    """
+    if facts.heads % facts.together or facts.output_rows % facts.group:
+        raise ValueError(
+            f"{path}: statistics do not have the sizes that are told of them: {facts.heads} KV "
+            f"heads, {facts.together} together, with {facts.output_rows} output rows for a group "
+            f"of {facts.group}; calibrate again"
+        )
+    layers, heads, joined = facts.layers, facts.heads, facts.heads // facts.together
     key, value = facts.key_dim, facts.value_dim
-    sizes = {
-        "query": (heads, key),
-        "key": (joined, key * facts.together),
-        "value": (joined, value * facts.together),
-        "output": (heads, value),
+    return {
+        "query": (layers, heads, key, key),
+        "key": (layers, joined, key * facts.together, key * facts.together),
+        "value": (layers, joined, value * facts.together, value * facts.together),
+        "output": (layers, heads, value, value),
+        "singular.key": (layers, heads, key),
+        "singular.value": (layers, heads, value),
     }
+
+
+def _check(facts: Facts, statistics: Statistics, tensors: dict[str, Tensor], path: Path) -> None:
+    """Refuse facts that tell other sizes than the statistics have."""
     rows = _rows(facts)
-    right = len(statistics.layers) == facts.layers and all(
-        tuple(moments.total.shape) == (count, dim, dim) and moments.rows == rows[name]
-        for layer in statistics
-        for name, (count, dim) in sizes.items()
-        for moments in (getattr(layer, name),)
-    )
-    spectra = ((statistics.key, key), (statistics.value, value))
-    right &= all(tuple(each.shape) == (facts.layers, heads, dim) for each, dim in spectra)
-    right &= heads % facts.together == 0 and facts.output_rows % facts.group == 0
+    right = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(facts, path)
+    right &= all(getattr(layer, name).rows == rows[name] for layer in statistics for name in _PARTS)
     if not right:
         raise ValueError(
             f"{path}: statistics of {statistics.tokens} tokens do not have the sizes that are told "

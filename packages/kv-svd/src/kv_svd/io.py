@@ -5,7 +5,6 @@ tensors; the tensors' checksum is one of the facts.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from kv_policy import calibrate_command
+from kv_policy.files import write_whole
 
 
 def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
@@ -24,16 +24,14 @@ def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> N
         form: name and version of the format.
         facts: text of any kind, which can be read without the tensors.
         tensors: on the CPU.
+
+    Raises:
+        OSError: it cannot be written; what was there is unchanged.
     """
     names = {name: tensor.contiguous() for name, tensor in tensors.items()}
     known = f"{checksum(names)} {facts}"
     header = {form: f"{_sha256(known)} {known}"}  # one entry, since the order of two is by chance
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_bytes(to_bytes(names, header))
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, to_bytes(names, header))
 
 
 def read_facts(path: Path, form: str) -> str:
@@ -66,10 +64,20 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
     command = calibrate_command("zack", str(path))
+    if path.suffix == ".partial":
+        raise ValueError(
+            f"{path} holds what an unfinished calibration has learnt; run the same `kv-serve "
+            f"calibrate zack` again, which goes on from it, and give {path.with_suffix('')}"
+        )
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist; write it with `{command}`") from None
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)[:200]} cannot be read: {reason}; name a file") from None
     if path.is_dir():
         raise ValueError(f"{path} is a directory; name a file in it")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; write it with `{command}`")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

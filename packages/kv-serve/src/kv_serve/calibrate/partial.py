@@ -1,28 +1,37 @@
 """What an unfinished calibration has learnt, in a file to go on from."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from kv_policy import Calibrator
+from kv_policy.decoding import decode
+from kv_policy.files import set_aside, write_whole
 
-FORMAT: Final = "kv-serve calibration 1"
+MAGIC: Final = b"kv-serve calibration 2 "  # then a checksum of all that follows
 
 
-class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the state depends on, the windows that were read, and the seconds that took."""
+
     settings: dict[str, object]
     windows: int
     seconds: float
 
 
 class Partial:
-    """The state of a calibrator after some windows, written whole or not at all."""
+    """The state of a calibrator after some windows, written whole or not at all.
+
+    The file is a line with a checksum of the rest, a line of JSON, and safetensors.
+    """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         """Begin with nothing; the settings say what the state depends on."""
@@ -34,11 +43,25 @@ class Partial:
         )
 
     def resume(self, calibrator: Calibrator) -> str:
-        """Go on from the file if it is of the same settings; say in a sentence what was done."""
-        if not self.path.exists():
+        """Go on from the file if it is undamaged and of the same settings; else set it aside.
+
+        Returns:
+            A sentence that says what was done; empty if there is no file.
+
+        Raises:
+            ValueError: the file cannot be read or renamed, or is a folder.
+        """
+        if not os.path.lexists(self.path):
             return ""
         try:
-            head, found = self._read()
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"the state in {self.path} cannot be read: {error.strerror}; move it away to start "
+                "anew, or make it readable to go on from it"
+            ) from None
+        try:
+            head, found = read_state(data)
             changed = [
                 f"{key} was {head.settings.get(key)!r} and is {self._settings.get(key)!r}"
                 for key in {**self._settings, **head.settings}
@@ -47,32 +70,61 @@ class Partial:
             if changed:
                 raise ValueError(f"it is of other settings: {'; '.join(changed)}")
             calibrator.restore(found)
-        except (ValueError, SafetensorError, OSError) as error:
-            return f"{self.path} cannot be gone on from, for {error}. Starting anew."
+        except (ValueError, SafetensorError) as error:
+            try:
+                aside = set_aside(self.path)
+            except OSError as refused:
+                raise ValueError(
+                    f"{self.path} cannot be gone on from ({error}), and cannot be renamed: "
+                    f"{refused.strerror}; move it away"
+                ) from None
+            return (
+                f"{self.path} cannot be gone on from, for {error}. It is set aside as {aside}. "
+                "Starting anew."
+            )
         self.windows, self.seconds = head.windows, head.seconds
         return f"Going on from {self.path}, where {calibrator.tokens:,} tokens are read."
 
     def save(self, calibrator: Calibrator) -> None:
-        """Write the state; the file that is there is replaced only when all is written."""
-        head = _Head(self._settings, self.windows, self.seconds)
-        fresh = self.path.with_name(self.path.name + ".new")
-        fresh.write_bytes(
-            to_bytes(calibrator.state(), {FORMAT: msgspec.json.encode(head).decode()})
-        )
-        os.replace(fresh, self.path)
+        """Write the state; the file that is there is replaced only when all is written.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        head = msgspec.json.encode(Head(self._settings, self.windows, self.seconds))
+        body = head + b"\n" + to_bytes(calibrator.state())
+        try:
+            write_whole(self.path, MAGIC + _checksum(body) + b"\n" + body)
+        except OSError as error:
+            raise ValueError(
+                f"the state in {self.path} cannot be written: {error.strerror}; what an earlier "
+                "window left there is unchanged"
+            ) from error
 
     def remove(self) -> None:
         """Delete the file; the result has been written."""
         self.path.unlink(missing_ok=True)
 
-    def _read(self) -> tuple[_Head, dict[str, Tensor]]:
-        with safe_open(self.path, framework="pt") as file:
-            text = (file.metadata() or {}).get(FORMAT)
-            names = file.keys()
-            found = {name: file.get_tensor(name) for name in names}
-        if text is None:
-            raise ValueError(f"it is no {FORMAT!r}")
-        try:
-            return msgspec.json.decode(text, type=_Head), found
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"its head is damaged: {error}") from None
+
+def is_partial(data: bytes) -> bool:
+    """Whether a file's bytes begin as those of an unfinished calibration do."""
+    return data.startswith(MAGIC)
+
+
+def read_state(data: bytes) -> tuple[Head, dict[str, Tensor]]:
+    """Read the bytes of a file, if none was changed.
+
+    Raises:
+        ValueError: the bytes are damaged or something else; the message is a clause.
+    """
+    first, _, body = data.partition(b"\n")
+    if not first.startswith(MAGIC):
+        raise ValueError("it is of an earlier version, or no state of a calibration")
+    if first != MAGIC + _checksum(body):
+        raise ValueError("it is damaged: its checksum does not fit")
+    head, _, tensors = body.partition(b"\n")
+    return decode(head, Head), from_bytes(tensors)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()

@@ -1,8 +1,10 @@
 """The frontier as a picture."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
+from kv_policy.files import write_whole
 from kv_policy.installing import install_command
 from kv_serve.calibrate.grid import Setting
 from kv_serve.calibrate.search import Point, frontier
@@ -39,10 +41,9 @@ def draw(
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("wb") as file:
-        figure.savefig(file, format="png")  # a Figure of its own draws without a display
-    fresh.replace(path)
+    made = BytesIO()
+    figure.savefig(made, format="png")  # a Figure of its own draws without a display
+    write_whole(path, made.getvalue())
 
 
 def _places(points: Sequence[Point[Setting]]) -> tuple[list[float], list[float]]:

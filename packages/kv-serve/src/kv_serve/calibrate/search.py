@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from kv_policy.files import write_whole
 from kv_serve.calibrate.grid import Setting
 from kv_serve.calibrate.loss import Loss, loss
 from kv_serve.evaluate.caches import MakeCache, make_cache
@@ -148,7 +149,6 @@ def write_profile(
     path: Path, point: Point[Setting], model: str, fingerprint: str, max_loss: float, length: int
 ) -> None:
     """Write what `leankv:profile=FILE` loads, whole or not at all."""
-    fresh = path.with_name(path.name + ".new")
     data = {
         "format": "leankv profile 1",
         "model": model,
@@ -159,5 +159,4 @@ def write_profile(
         "length": length,
         "bytes_ratio": round(point.ratio, 6),
     }
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
-    fresh.replace(path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")

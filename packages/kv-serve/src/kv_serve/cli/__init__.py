@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kv_serve.cli.calibrate import app as calibrate
+from kv_serve.cli.console import ending_quietly
 from kv_serve.cli.demo import demo
 from kv_serve.cli.doctor import doctor
 from kv_serve.cli.eval import evaluate
@@ -52,4 +53,5 @@ def _start(
 
 def main() -> None:
     """Run the command that the arguments name."""
-    app()
+    with ending_quietly():
+        app()

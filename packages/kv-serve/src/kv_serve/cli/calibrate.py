@@ -1,5 +1,6 @@
 """`kv-serve calibrate`: find a policy's settings for a model, and write them to a file."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from kv_serve.cli.console import (
     refuse,
     refusing,
     remark,
+    writing,
 )
 from kv_serve.cli.eval import Task
 from kv_serve.cli.options import (
@@ -135,7 +137,7 @@ def leankv(
     check_writable(out_file, "--out")
     if plot is not None:
         check_writable(plot, "--plot")
-        if plot.resolve() == out_file.resolve():
+        if os.path.realpath(plot) == os.path.realpath(out_file):
             refuse(f"--plot and --out both name {plot}; give the picture a file of its own")
         reason = missing()
         if reason is not None:
@@ -163,7 +165,8 @@ def _calibrate(
     partial = path.with_name(path.name + ".partial")
     measured = {"commit": commit(), "attention": str(served), **versions()}
     identity = search.plans[0].identity(loaded, text) | measured
-    journal, sentence = open_journal(partial, identity)
+    with refusing(ValueError):
+        journal, sentence = open_journal(partial, identity)
     if sentence:
         remark(sentence)
     try:
@@ -183,9 +186,16 @@ def _calibrate(
         raise typer.Exit(INTERRUPTED) from None
     points = search.points(journal)
     chosen = choose(points, allowed)
+    kept = f"; the samples are kept in {partial}, and the same command goes on"
+    if plot is not None:
+        with writing(plot, kept):
+            draw(plot, points, chosen, f"leankv on {loaded.name}")
+    if chosen is not None:
+        with writing(path, kept):
+            write_profile(path, chosen, loaded.name, loaded.fingerprint, allowed, search.length)
+        journal.remove()
     _show(points, chosen)
     if plot is not None:
-        draw(plot, points, chosen, f"leankv on {loaded.name}")
         remark(f"Drawn in {plot}.")
     if chosen is None:
         nearest = min(points, key=lambda p: p.worst)
@@ -196,8 +206,6 @@ def _calibrate(
             soft_wrap=True,
         )
         raise typer.Exit(NOTHING_FOUND)
-    write_profile(path, chosen, loaded.name, loaded.fingerprint, allowed, search.length)
-    journal.remove()
     remark(f"Written to {path}; use it as leankv:profile={path}.")
 
 

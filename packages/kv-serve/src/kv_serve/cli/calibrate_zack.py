@@ -14,6 +14,7 @@ from kv_serve.cli.console import (
     refuse,
     refusing,
     remark,
+    writing,
 )
 from kv_serve.cli.eval import Task
 from kv_serve.cli.options import (
@@ -165,7 +166,8 @@ def _collect(
         calibrator = load_calibrator(POLICY)(shape, weights, reading.together)
     settings = reading.identity(loaded, text) | {"commit": commit(), **versions()}
     partial = Partial(_partial(path), settings)
-    sentence = partial.resume(calibrator)
+    with refusing(ValueError):
+        sentence = partial.resume(calibrator)
     if sentence:
         remark(sentence)
     total = sum(each.shape[1] for each in windows)
@@ -190,7 +192,8 @@ def _write(
     from kv_policy import Calibrated
 
     facts = Calibrated(loaded.name, loaded.fingerprint, text.name, text.digest)
-    calibrator.write(path, facts)
+    with writing(path, f"; what was learnt is kept in {_partial(path)}"):
+        calibrator.write(path, facts)
     return facts
 
 
@@ -215,7 +218,8 @@ def _search(
     measured = {"commit": commit(), "attention": str(served), **versions()}
     identity: dict[str, object] = {**samples.plans[0].identity(loaded, text), **measured}
     identity["read"] = reading.identity(loaded, text)
-    journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
+    with refusing(ValueError):
+        journal, sentence = open_journal(path.with_name(path.name + ".samples.partial"), identity)
     if sentence:
         remark(sentence)
     baseline = samples.baseline
@@ -262,7 +266,8 @@ def _with_rate(
         max_loss=search.allowed,
         tasks=tuple(search.samples.tasks),
     )
-    calibrator.write(path, found)
+    with writing(path, "; it stays as it was, without the rate"):
+        calibrator.write(path, found)
     return found
 
 

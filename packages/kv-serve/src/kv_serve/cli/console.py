@@ -1,10 +1,11 @@
 """What every command shares: where text goes, and how a refusal is said."""
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -15,7 +16,25 @@ if TYPE_CHECKING:
 
 USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
+PIPE_CLOSED: Final = 1  # also rich's and typer's
 WIDE: Final = 200
+
+
+@runtime_checkable
+class _Stream(Protocol):
+    """What text is written to."""
+
+    def flush(self) -> None: ...
+
+    def fileno(self) -> int: ...
+
+
+class _Remarks(Console):
+    """Standard error: a command goes on without it where nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _to_nowhere(sys.stderr)
 
 
 def out() -> Console:
@@ -25,7 +44,7 @@ def out() -> Console:
 
 def err() -> Console:
     """Progress and remarks, on standard error."""
-    return Console(stderr=True)
+    return _Remarks(stderr=True)
 
 
 def progress() -> "Progress":
@@ -67,14 +86,51 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
         refuse(str(error))
 
 
+@contextmanager
+def writing(path: Path, kept: str = "") -> Iterator[None]:
+    """Turn a file that cannot be written into a refusal; it ends with what is kept elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        refuse(f"{path} cannot be written: {error.strerror or error}{kept}")
+
+
+@contextmanager
+def ending_quietly() -> Iterator[None]:
+    """Leave with status 1, and no words, where standard output was closed, as `head` does."""
+    results, remarks = sys.stdout, sys.stderr  # typer puts others in their place
+    try:
+        yield
+    finally:
+        _flushed(remarks)
+        if not _flushed(results):
+            raise SystemExit(PIPE_CLOSED)
+
+
+def _flushed(stream: _Stream) -> bool:
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        _to_nowhere(stream)
+        return False
+    return True
+
+
+def _to_nowhere(stream: _Stream) -> None:
+    """Lead what is still written to a stream, also when Python ends, to nowhere."""
+    with suppress(OSError, ValueError):  # a stream of a test has no number
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse a file that could not be written in the end; its folder is made."""
-    if path.is_dir():
-        refuse(f"{option} {path} is a folder; name a file")
+    from kv_policy.files import expect_writable
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(path.name + ".new")
-        probe.touch()
-        probe.unlink()
+        expect_writable(path)
+    except IsADirectoryError:
+        refuse(f"{option} {path} is a folder; name a file")
     except OSError as error:
         refuse(f"{option} {path} cannot be written: {error.strerror}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kv_serve.cli.console import check_writable, err, out, refusing, remark
+from kv_serve.cli.console import check_writable, err, out, refusing, remark, writing
 from kv_serve.cli.options import BackendOption, caches_by, expect_backend, load_model
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def demo(
             progress.advance(bar)
     report = show.report(tuple(outcomes), str(served))
     if json is not None:
-        report.write(json)
+        with writing(json):
+            report.write(json)
     timed = served.instructions is not None
     console.print(_table(report, timed=timed), width=width)
     held = "KV bytes: held by the cache after the long prompt, with pages, windows and tables."

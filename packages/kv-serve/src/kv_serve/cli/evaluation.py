@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kv_serve.cli.console import INTERRUPTED, out, progress, refusing, remark
+from kv_serve.cli.console import INTERRUPTED, out, progress, refusing, remark, writing
 
 if TYPE_CHECKING:
     from kv_serve.backends import Serving
@@ -54,7 +54,8 @@ def finish(
     with refusing(ValueError):  # before hours are spent
         singular = spectra([spec for work in works for spec in work.policies])
     measured = {"commit": code, "versions": under, "attention": str(served)}
-    journal, sentence = open_journal(partial, {**settings, **measured})
+    with refusing(ValueError):
+        journal, sentence = open_journal(partial, {**settings, **measured})
     if sentence:
         remark(sentence)
     try:
@@ -77,7 +78,8 @@ def finish(
         kept={name: layers for work in works for name, layers in work.kept(journal).items()},
         spectra=singular,
     )
-    report.write(path)
+    with writing(path, f"; the samples are kept in {partial}, and the same command goes on"):
+        report.write(path)
     journal.remove()
     _show(found)
     remark(f"Written to {path}.")

@@ -87,13 +87,14 @@ def inspect(
     found = _inspected(loaded, spec, tokens, backend)
     from kv_serve.cli.inspect_shown import show
 
-    show(found, None if place is None else _place(found, place))
+    shaded = None if place is None else _place(found, place)
     made = [] if json is None else [(json, found.encoded())]
     if html is not None:
         from kv_serve.inspection.page import page
 
         made.append((html, page(found)))
-    write_all(made)
+    write_all(made)  # before anything is printed: a reader such as `head` may close the pipe
+    show(found, shaded)
 
 
 def _inspected(

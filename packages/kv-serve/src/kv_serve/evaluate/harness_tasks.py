@@ -1,6 +1,7 @@
 """Tasks of lm-eval, run under every policy, as finished samples beside those of our own tasks."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -93,7 +94,7 @@ def read_data(given: Iterable[str], tasks: Iterable[str]) -> dict[str, Path]:
         if task not in asked:
             raise TaskError(f"--data {each} is for the task {task}, which --lm-eval does not name")
         path = Path(name)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise TaskError(f"--data {each}: there is no file {path}")
         found[task] = path.resolve()
     return found

@@ -8,13 +8,13 @@ from typing import Annotated, Final
 import msgspec
 
 from kv_policy import Spectral, parse
+from kv_policy.files import write_whole
 from kv_serve.backends import Serving
 from kv_serve.evaluate.harness_tasks import PREFIX, Harness
 from kv_serve.evaluate.intervals import Interval, of_change, of_mean
 from kv_serve.evaluate.journal import Finished, Journal
 from kv_serve.evaluate.plan import Plan
 from kv_serve.evaluate.specs import FULL
-from kv_serve.files import write_whole
 
 SOME: Final = msgspec.Meta(min_length=1)
 Natural = Annotated[int, msgspec.Meta(ge=1)]

@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
+from kv_policy.decoding import decode
+from kv_serve.models.folder import plain
 from kv_serve.models.quiet import muted, quiet
 from kv_serve.models.source import ModelError, Progress, Source
 
 FORMAT = 1  # of the converted folder; another number converts anew
 MANIFEST = "kv-serve.json"
+_NEEDED = frozenset({"config.json"})
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -66,7 +69,12 @@ def converted_folder(source: Source, progress: Progress) -> Path:
         ModelError: the file is damaged or of a kind that transformers cannot read, or the cache
             folder cannot be written.
     """
-    folder, sha256 = place(source)
+    try:
+        folder, sha256 = place(source)
+    except OSError as error:
+        raise ModelError(
+            f"cannot read {source.path} ({error.strerror}); {source.remedy}"
+        ) from error
     key = folder.name
     if damage(folder) is None:
         return folder
@@ -104,18 +112,36 @@ def converted_folder(source: Source, progress: Progress) -> Path:
 def damage(folder: Path) -> str | None:
     """What is wrong with a converted folder, as a clause, or None; all of its bytes are read."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = decode((folder / MANIFEST).read_bytes(), Manifest)
         if manifest.format != FORMAT:
             return f"it has format {manifest.format}, and this version writes {FORMAT}"
+        if not folder.name.endswith(f"-{manifest.sha256[:16]}"):
+            return f"{MANIFEST} is of another file, whose SHA-256 is {manifest.sha256}"
+        strange = [name for name in manifest.files if not plain(name)]
+        if strange:
+            return f"{MANIFEST} names the file {strange[0][:200]!r}, which is none of its folder"
+        if not {*manifest.files} >= _NEEDED or not any(map(_is_weights, manifest.files)):
+            return f"{MANIFEST} names no settings or no weights"
+        unknown = sorted(
+            path.name
+            for path in folder.iterdir()
+            if (path.name in _NEEDED or _is_weights(path.name)) and path.name not in manifest.files
+        )
+        if unknown:
+            return f"{unknown[0]} is there, and {MANIFEST} does not name it"
         for name, record in manifest.files.items():
             size = (folder / name).stat().st_size
             if size != record.size:
                 return f"{name} has {size} bytes and should have {record.size}"
             if _sha256(folder / name) != record.sha256:
                 return f"{name} has other contents than were written"
-    except (OSError, msgspec.MsgspecError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} or a file that it names cannot be read: {error}"
     return None
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def _lock(path: Path, progress: Progress) -> AbstractContextManager[object]:

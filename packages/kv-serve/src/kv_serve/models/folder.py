@@ -22,7 +22,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if (folder / _SINGLE).is_file():
         names = {_SINGLE}
     elif (folder / _INDEX).is_file():
-        names = set(_read_json(folder / _INDEX).get("weight_map", {}).values())
+        names = _named(folder / _INDEX)
     else:
         names = set()
     if not names:
@@ -48,18 +48,44 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     files = weight_files(folder)
     config = {key: value for key, value in _config(folder).items() if key != "transformers_version"}
-    digest.update(json.dumps(config, sort_keys=True).encode())
+    try:
+        digest.update(json.dumps(config, sort_keys=True).encode())
+    except RecursionError as error:
+        raise ModelError(f"{folder / 'config.json'} is nested too deep to be settings") from error
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        digest.update(tokenizer.read_bytes())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_SAMPLE))
-            stream.seek(max(0, size - _SAMPLE))
-            digest.update(stream.read(_SAMPLE))
+    try:
+        if tokenizer.is_file():
+            digest.update(tokenizer.read_bytes())
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLE))
+                stream.seek(max(0, size - _SAMPLE))
+                digest.update(stream.read(_SAMPLE))
+    except OSError as error:
+        raise ModelError(f"{error.filename or folder} cannot be read ({error.strerror})") from error
     return digest.hexdigest()[:16]
+
+
+def _named(index: Path) -> set[str]:
+    """The files that an index names, all in its own folder."""
+    weights = _read_json(index).get("weight_map")
+    if not isinstance(weights, dict):
+        raise ModelError(f"{index} is damaged (its weight_map is no object); fetch the model again")
+    for name in weights.values():
+        if not isinstance(name, str) or not plain(name):
+            raise ModelError(
+                f"{index} is damaged (it names the file {str(name)[:200]!r}, which is none of its "
+                "folder); fetch the model again"
+            )
+    return set(weights.values())
+
+
+def plain(name: str) -> bool:
+    """Whether a name is of a file in a folder, and of none below or beside it."""
+    size = len(name.encode(errors="replace"))
+    return 0 < size < 256 and not {*name} & {*"/\\\0"} and name not in (".", "..")
 
 
 def _check(file: Path) -> None:
@@ -83,7 +109,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is damaged ({error}); fetch the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} is damaged (it holds no JSON object); fetch the model again")

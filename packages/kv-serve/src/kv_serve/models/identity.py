@@ -57,10 +57,10 @@ def fingerprint_at(name: str | None) -> str | None:
     """Fingerprint of the files in a folder, or of a model of the hub; None if none are found."""
     if not name:
         return None
-    folder = Path(name) if Path(name).is_dir() else _snapshot(name)
     try:
+        folder = Path(name) if Path(name).is_dir() else _snapshot(name)
         return None if folder is None else fingerprint(folder)
-    except ModelError:
+    except (ModelError, OSError):  # a name too long for a folder's is an OSError
         return None
 
 

@@ -59,18 +59,24 @@ def resolve_model(name: str | None = None) -> Source:
     name = DEFAULT_MODEL if name is None else name
     if name.startswith(PACKAGE):
         return _from_package(name, name.removeprefix(PACKAGE))
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        folder, file = bool(name) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, or a user that is not known
+        raise ModelError(
+            f"the model {name[:200]!r} cannot be looked for: {getattr(error, 'strerror', error)}"
+        ) from error
+    if folder:
         return Source(name, "folder", path)
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not file:
             raise ModelError(f"there is no file {path}; name a GGUF file that exists")
         return Source(name, "gguf", path, remedy="fetch the file again")
     if name == DEFAULT_PACKAGE or _carries_gguf(name):
         return _from_package(name, name)
     if name.startswith(("~", ".", "/")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"there is no model {name!r}: it is no folder, no .gguf file, no installed package that"
+            f"there is no model {name[:200]!r}: it is no folder, no .gguf file, no installed package that"
             " carries one, and no name that the Hugging Face hub allows"
         )
     return Source(name, "hub")
@@ -100,7 +106,13 @@ def _from_package(name: str, package: str) -> Source:
         )
     sha256 = None
     if file.hash is not None and file.hash.mode == "sha256":
-        sha256 = base64.urlsafe_b64decode(file.hash.value + "=").hex()
+        try:
+            sha256 = base64.urlsafe_b64decode(file.hash.value + "=").hex()
+        except ValueError as error:
+            raise ModelError(
+                f"the record of the package {package!r} is damaged: its checksum of {file} is "
+                f"{file.hash.value!r}; {again}"
+            ) from error
     return Source(name, "gguf", path, sha256, again)
 
 

@@ -1,11 +1,12 @@
 """Reading the result files of `kv-serve eval` that go on one page."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from kv_policy.decoding import decode
+from kv_serve.evaluate.journal import ENDING, is_journal
 from kv_serve.evaluate.report import Report
 
 
@@ -34,7 +35,7 @@ def read(paths: Sequence[Path]) -> tuple[Source, ...]:
         raise ReadError("there is no file to report on; name what `kv-serve eval --json` wrote")
     reports = [_read(path) for path in paths]
     for i, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:i]]:
+        if os.path.realpath(path) in map(os.path.realpath, paths[:i]):
             raise ReadError(f"the file {path} is named twice; name each file once")
         if reports[i].model != reports[0].model:
             raise ReadError(
@@ -50,10 +51,19 @@ def read(paths: Sequence[Path]) -> tuple[Source, ...]:
 
 def _read(path: Path) -> Report:
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
-    except OSError as error:
-        raise ReadError(f"the result file {path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ReadError(f"the result file {path} cannot be read: {reason}") from None
+    if path.suffix == ENDING or is_journal(data):
+        whole = path.with_suffix("") if path.suffix == ENDING else "that file"
+        raise ReadError(
+            f"{path} holds the samples of an evaluation that has not finished; run the same "
+            f"`kv-serve eval` again, which goes on from them, and report on {whole}"
+        )
+    try:
+        report = decode(data, Report)
+    except ValueError as error:
         raise ReadError(
             f"{path} is no result of `kv-serve eval`: {error}; give a file that its option --json "
             "named, of a run that finished"

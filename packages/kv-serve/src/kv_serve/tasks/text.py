@@ -57,8 +57,9 @@ def read_text(path: str | Path) -> Text:
         raw = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"{path} is not UTF-8 text; convert it first") from error
-    except OSError as error:
-        raise TaskError(f"cannot read the text {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise TaskError(f"cannot read the text {str(path)[:200]}: {reason}") from error
     return Text(path.name, _paragraphs(raw))
 
 

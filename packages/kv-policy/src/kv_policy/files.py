@@ -1,0 +1,132 @@
+"""Files that are written whole or not at all, and never in the place of something unasked.
+
+A new file is written beside its target under a random name that did not exist, reaches the disk,
+and then replaces the target in one step.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_STEM: Final = 32  # characters of the target's name that a temporary file keeps
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, replacing one that is there only when all of it is on the disk.
+
+    A symbolic link stays one, and what it names is replaced. Permissions are those of the file
+    that is replaced, or a new file's. A device or a pipe, such as /dev/stdout, is written to.
+
+    Raises:
+        OSError: it cannot be written; its `filename` is the path, and what was there is unchanged.
+    """
+    try:
+        found = _look(path)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            with path.open("wb") as stream:  # of a folder this fails, as it should
+                stream.write(data)
+            return
+        target = Path(os.path.realpath(path))
+        fresh, handle = _fresh(target, found)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if found is not None:
+                os.chmod(fresh, stat.S_IMODE(found.st_mode))
+            os.replace(fresh, target)
+        except BaseException:  # an interruption, too, leaves nothing behind
+            with suppress(OSError):
+                fresh.unlink()
+            raise
+        _sync_folder(target.parent)
+    except (OSError, ValueError) as error:
+        raise _of(path, error) from error
+
+
+def expect_writable(path: Path) -> None:
+    """Try whether `write_whole` could write a file; its folder is made, the file is not.
+
+    Raises:
+        OSError: it could not be written; its `filename` is the path.
+    """
+    try:
+        found = _look(path)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh, handle = _fresh(target, found)
+        os.close(handle)
+        fresh.unlink()
+    except (OSError, ValueError) as error:
+        raise _of(path, error) from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file to its name with `.aside` behind it, or `.aside-2` and so on; say the new name.
+
+    Nothing is overwritten: the new name did not exist.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number = 1
+    while True:
+        aside = path.with_name(f"{path.name}.aside" + ("" if number == 1 else f"-{number}"))
+        try:
+            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            number += 1
+            continue
+        try:
+            os.replace(path, aside)  # over the empty file made just now
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+        return aside
+
+
+def _look(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _fresh(target: Path, found: os.stat_result | None) -> tuple[Path, int]:
+    """Make a file that did not exist; the system applies its mask to a new file's permissions."""
+    while True:
+        fresh = target.with_name(f".{target.name[:_STEM]}.{secrets.token_hex(8)}.part")
+        mode = 0o666 if found is None else 0o600
+        try:
+            return fresh, os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        except FileExistsError:
+            continue
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name reach the disk, where the system can open a folder."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _of(path: Path, error: OSError | ValueError) -> OSError:
+    """The same error about the path that was given: nobody knows the temporary file's name."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error), str(path))
+    return OSError(errno.EINVAL, str(error), str(path))  # a name with a null byte
