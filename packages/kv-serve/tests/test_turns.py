@@ -107,3 +107,33 @@ def test_turns_follow_their_sequences() -> None:
 def test_numbers_out_of_range(what: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Replan(**what)
+
+
+def test_those_that_read_are_due_and_those_that_generate_count_their_own_steps() -> None:
+    turns = Turns(Replan(every=3))
+    turns.prompt(2, [0])
+    assert turns.next([5, 0]) == [0]
+    turns.done([0])
+    turns.step(2, [0])
+    turns.step(2, [0])
+    turns.prompt(2, [1])  # the other one's prompt, beside a step
+    assert turns.next([7, 1], beside=[0]) == [1]
+    turns.done([1])
+    turns.step(2, [0])
+    assert turns.next([8, 1], among=[0]) == [0]
+    turns.done([0])
+    for due in ([], [], [0, 1]):
+        turns.step(2)
+        assert turns.next([9, 9]) == due
+
+
+def test_those_who_join_are_planned_with_those_that_are_there() -> None:
+    here, there = Turns(Replan(every=3)), Turns(Replan(every=3))
+    for turns in (here, there):
+        turns.prompt(1)
+        turns.done([0])
+    here.step(1)
+    here.step(1)
+    here.join(there)
+    here.step(2)
+    assert here.next([1, 1]) == [0, 1]

@@ -285,7 +285,7 @@ class Batch:
     def unchanging(self) -> tuple[object, ...]:
         """What copies of a batch share: how pages are laid out, and the code for them."""
         stores = (*self.tiers.parts, *self._beside)
-        return (self.layout, *((x for s in stores for x in (s.layout, s.kernels))))
+        return (self.layout, *(x for s in stores for x in (s.layout, s.kernels)))
 
     @property
     def _beside(self) -> tuple[TokenStore, ...]:

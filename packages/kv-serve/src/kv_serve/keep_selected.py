@@ -262,9 +262,7 @@ class KeepSelected:
     def _resolve_again(self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]) -> None:
         """Resolve the budgets of sequences that are planned, and of all the first time."""
         found = self._resolve(batch, total)
-        if self._budget is None:
-            self._budget = found
-        elif len(planned) == len(found):
+        if self._budget is None or len(planned) == len(found):
             self._budget = found
         elif planned:
             rows = torch.tensor(planned, device=found.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_serve.hf.folded import FoldedLinear
@@ -33,6 +33,10 @@ class Attends(Protocol):
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over everything held and the fresh tokens, then store those."""
+        ...
+
+    def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
+        """Raise if the tokens of a pass do not come after those that are held."""
         ...
 
 
@@ -130,6 +134,9 @@ def _attention(
             f"an attention mask of shape {tuple(attention_mask.shape)} was given; a compressed "
             "cache takes a 2D mask that marks padding"
         )
+    place = options.get("position_ids")  # most models hand them on
+    if key.layer == 0 and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
+        key.cache.expect_next(place, valid)
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return key.cache.attend(key.layer, query, fresh, value, scale, valid), None

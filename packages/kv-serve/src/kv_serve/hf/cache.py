@@ -39,6 +39,16 @@ class CompressedLayer(FreshLayer):
             cache.expect_own_attention()
         return super().update(key_states, value_states, *args, **kwargs)
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the columns a mask has to cover: all that were seen.
+
+        Raises:
+            ValueError: there is no new column.
+        """
+        if query_length == 0:
+            raise ValueError(_nothing_new(self.get_seq_length()))
+        return super().get_mask_sizes(query_length)
+
     def get_seq_length(self) -> int:
         """Columns seen, padding and dropped tokens included: positions go on from here."""
         cache = self._cache()
@@ -135,6 +145,23 @@ class CompressedCache(Cache):
             packing = self._fold.packing[layer]
             out = self.tiered.attend(layer, grouped, key, packing.unpack(value), scale)
             return packing.pack(out)
+
+    def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
+        """Raise if the tokens of a pass do not come after those that are held.
+
+        `generate` gives a used cache the end of whatever it was given, counted from its start.
+        """
+        batch = self.tiered.batch
+        if batch is None or not batch.columns:
+            return
+        held = batch.seen
+        real = position.new_ones(1, 1, dtype=torch.bool) if valid is None else valid
+        real = real.expand(len(held), position.shape[1])
+        place = position.expand(len(held), -1).gather(1, real.long().argmax(1, keepdim=True))[:, 0]
+        wrong = (place < held) & real.any(1)
+        if bool(wrong.any()):
+            row = int(wrong.long().argmax())
+            raise ValueError(_other_prompt(int(held[row]), int(place[row])))
 
     def _expect_same_fold(self) -> None:
         """Raise if projections were folded or restored since the cache was made."""
@@ -247,6 +274,29 @@ class CompressedCache(Cache):
             "save the token ids and the policy's text, and let the model read them into a new "
             "CompressedCache, or use copy.deepcopy(cache) for a copy in this process"
         )
+
+
+_GO_ON = (
+    "for another prompt call reset() on the cache or make a new one; to go on, give generate() the "
+    "whole conversation, of which it reads what is new"
+)
+
+
+def _nothing_new(columns: int) -> str:
+    """What is wrong with a pass over no column."""
+    if not columns:
+        return "the prompt is empty; give at least one sequence of at least one token"
+    return (
+        f"the cache holds {columns} columns of tokens, and the input has none after these: {_GO_ON}"
+    )
+
+
+def _other_prompt(held: int, place: int) -> str:
+    """What is wrong with tokens that come before those that are held."""
+    return (
+        f"the cache holds {held} tokens of a sequence, and the input goes on at its position "
+        f"{place}, not after them: {_GO_ON}"
+    )
 
 
 def _advice(tokens: int, columns: int) -> str:

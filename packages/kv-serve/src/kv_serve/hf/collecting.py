@@ -3,7 +3,7 @@
 from weakref import ref
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -67,6 +67,9 @@ class CollectingCache(Cache):
             enable_gqa=True,
         )
         return out.transpose(1, 2).contiguous()
+
+    def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
+        """Take any positions: nothing is held that these could follow."""
 
 
 def _expect_own(model: PreTrainedModel) -> None:

@@ -36,7 +36,7 @@ class FreshLayer(CacheLayerMixin):
         cache = self._attends()
         if cache is None:
             raise ReferenceError(
-                f"layer {self._index} outlived its cache; keep the cache, and pass that to the model"
+                f"layer {self._index} outlived its cache; keep the cache itself and pass that on"
             )
         return FreshKeys.mark(key_states, cache, self._index), value_states
 

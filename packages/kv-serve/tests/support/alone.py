@@ -1,0 +1,116 @@
+"""A padded batch beside each of its rows alone, without padding: the two must agree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kv_serve import CompressedCache
+from kv_serve.hf.passing import passing
+
+# One policy of each kind: what it stores, what it watches, when it plans and how it steps.
+POLICIES: Final = (
+    "raw",
+    "k4v2:window=4",
+    "k8v4:keys=channel",
+    "streaming:budget=8,sinks=2",
+    "snapkv:budget=10,window=4+k8v4",
+    "kv-compress:budget=10,window=4,recent=4,every=3",
+    "leankv:high=raw,low=raw,t_high=0.3,window=4",
+    "h2o:budget=8+k8v4:window=3",
+    "keyformer:budget=8",
+    "fastgen:recovery=0.5,sinks=1,window=8",
+    "cake:budget=10,window=4,pool=3",
+    "keydiff:budget=8",
+    "expected-attention:budget=10",
+)
+
+
+def sharp_model() -> PreTrainedModel:
+    """A tiny Llama in float64 whose attention depends on what is attended to."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+    return model
+
+
+def left(*lengths: int) -> Tensor:
+    """The mask of prompts of some lengths, padded on the left."""
+    width = max(lengths)
+    return torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
+
+
+def right(*lengths: int) -> Tensor:
+    """The mask of turns of some lengths, padded on the right."""
+    return left(*lengths).flip(1)
+
+
+def steps(count: int, rows: int) -> list[Tensor]:
+    """The masks of generated tokens, a pass each."""
+    return [torch.ones(rows, 1, dtype=torch.bool)] * count
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Feeds passes to caches of one model and policy."""
+
+    model: PreTrainedModel
+    policy: str
+
+    def cache(self) -> CompressedCache:
+        """Make an empty one, with small pages."""
+        return CompressedCache(self.model, self.policy, page_tokens=4, backend="torch")
+
+    def read(
+        self, cache: CompressedCache, ids: Tensor, mask: Tensor, start: int, end: int
+    ) -> Tensor:
+        """Let the model read the columns from start to end; give the logits."""
+        place = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return self.model(
+            ids[:, start:end],
+            attention_mask=mask[:, :end].long(),
+            position_ids=place[:, start:end],
+            **passing(self.model, cache),
+        ).logits
+
+    def expect_alone(self, passes: Sequence[Tensor], seed: int = 1) -> CompressedCache:
+        """Compare a batch with its rows alone, pass by pass; give the batch's cache."""
+        mask = torch.cat(list(passes), 1)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, 101, mask.shape, generator=generator)
+        cache, alone = self.cache(), [self.cache() for _ in mask]
+        start = 0
+        for valid in passes:
+            end = start + valid.shape[1]
+            got = self.read(cache, ids, mask, start, end)
+            for row, one in enumerate(alone):
+                mine = valid[row]
+                if not mine.any():
+                    continue
+                fresh = ids[row, start:end][mine][None]
+                want = self.model(fresh, **passing(self.model, one)).logits
+                torch.testing.assert_close(got[row : row + 1, mine], want, rtol=1e-8, atol=1e-8)
+            start = end
+        tokens = cache.memory().tokens
+        for row, one in enumerate(alone):
+            assert torch.equal(tokens[:, row], one.memory().tokens[:, 0])
+        return cache
