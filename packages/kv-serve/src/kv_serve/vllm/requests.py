@@ -37,7 +37,7 @@ def _read(given: object) -> Budget:
         if isinstance(given, str):
             return Budget.parse(given)
         if isinstance(given, int | float) and not isinstance(given, bool):
-            return Budget(float(given))
+            return Budget(given)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{KEY}: {error}") from error
     raise ValueError(
