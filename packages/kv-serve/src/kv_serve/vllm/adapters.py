@@ -95,6 +95,9 @@ DIFFERENT: Final = {
 
 # We call these, and give them this; what else they take must have a default.
 CALLED: Final = (
+    "vllm.v1.engine.input_processor:InputProcessor.__init__(vllm_config)",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs(request_id, prompt, params, "
+    "supported_tasks, resumable)",
     "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
     f"{_REGISTRY}:KVCacheSpecRegistry.register(kvcache_spec_cls, manager_class, "
     "uniform_type_base_spec)",

@@ -5,6 +5,8 @@ from typing import Final
 
 from kv_policy import Budget, KVPolicy
 from kv_serve.refusals import check_budgets
+from kv_serve.vllm import plugin
+from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # of a budget in vLLM's extra arguments of a request
 
@@ -22,14 +24,44 @@ def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) 
 
     Raises:
         ValueError: it is no budget, the policy goes by none, or it is smaller than what the policy
-            protects.
+            protects; or an argument was meant for kv-serve and is none.
     """
     given = (extra_args or {}).get(KEY)
+    if extra_args:
+        check_names(extra_args)
     if given is None:
         return None
     budget = _read(given)
     check_budgets(policy, [budget])
     return budget
+
+
+def check_names(extra_args: Mapping[str, object]) -> None:
+    """Refuse extra arguments that were meant for kv-serve and would change nothing.
+
+    Raises:
+        ValueError: a name begins with `kv_`, or is a misspelling of ours.
+    """
+    for name, near in strangers(extra_args, (KEY,), (KEY, *plugin.SETTINGS)):
+        if near == name:
+            raise ValueError(
+                f"{name} is set for all requests when the engine starts; a request may bring {KEY} "
+                "alone"
+            )
+        raise ValueError(
+            f"{name} is no argument of a request, and would change nothing; did you mean {KEY}?"
+        )
+
+
+def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
+    """Refuse extra arguments of a request that generates nothing.
+
+    Raises:
+        ValueError: one was meant for kv-serve.
+    """
+    check_names(extra_kwargs)
+    if KEY in extra_kwargs:
+        raise ValueError(f"{KEY} is read of requests that generate; leave it out of this one")
 
 
 def _read(given: object) -> Budget:
@@ -41,6 +73,6 @@ def _read(given: object) -> Budget:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{KEY}: {error}") from error
     raise ValueError(
-        f"{KEY} is {given!r}; give tokens per head as 1024, a share as '25%', or bytes per token "
-        "as '5760B'"
+        f"{KEY} is {given!r:.100}; give tokens per head as 1024, a share as '25%', or bytes per "
+        "token as '5760B'"
     )
