@@ -146,7 +146,7 @@ def test_a_name_that_would_change_nothing_is_refused(
 
 
 @pytest.mark.parametrize(
-    "given", [{"kv_transfer_params": {}}, {"vllm_xargs": {"mine": 1, "kv_transfer_params": 2}}]
+    "given", [{"kv_transfer_params": {}}, {"vllm_xargs": {"mine": 1, "kv_hints": 2}}]
 )
 def test_names_of_others_are_left_alone(given: dict[str, object]) -> None:
     assert sent("snapkv", json.dumps(given).encode()) == (200, given)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy
+from kv_serve.vllm.account import kept_tokens
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
@@ -46,7 +47,23 @@ class Ledger:
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
         manager.expect_room(longest)
-        return cls(policy, manager)
+        book = cls(policy, manager)
+        book._warn_if_idle(longest)
+        return book
+
+    def _warn_if_idle(self, longest: int) -> None:
+        """Say that a policy drops nothing, where the longest request is within its budget."""
+        selector, size = self.policy.selector, self.manager.account.token_bytes
+        if selector is None or selector.budget is None:
+            return
+        if kept_tokens(self.policy, longest, size) >= longest:
+            logger.warning(
+                "%s keeps every token of a request of max_model_len, %d tokens, so it drops none "
+                "unless a request brings a smaller kv_budget; raise max_model_len, or give the "
+                "policy a smaller budget",
+                self.policy,
+                longest,
+            )
 
     def welcome(self, request: "Request") -> None:
         """Read the budget of a request; `admission` refuses bad ones before they come here.

@@ -9,6 +9,7 @@ from kv_serve.vllm import plugin
 from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # of a budget in vLLM's extra arguments of a request
+_TRANSFER: Final = "kv_transfer_params"  # of vLLM, for connectors that send keys and values
 
 
 def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) -> Budget | None:
@@ -40,7 +41,8 @@ def check_names(extra_args: Mapping[str, object]) -> None:
     """Refuse extra arguments that were meant for kv-serve and would change nothing.
 
     Raises:
-        ValueError: a name begins with `kv_`, or is a misspelling of ours.
+        ValueError: a name begins with `kv_`, or is a misspelling of ours; or the request asks for
+            a transfer of keys and values.
     """
     for name, near in strangers(extra_args, (KEY,), (KEY, *plugin.SETTINGS)):
         if near == name:
@@ -50,6 +52,12 @@ def check_names(extra_args: Mapping[str, object]) -> None:
             )
         raise ValueError(
             f"{name} is no argument of a request, and would change nothing; did you mean {KEY}?"
+        )
+    # Beside a connector, vLLM's scheduler reads a table here, and ends where it is something else.
+    if extra_args.get(_TRANSFER):
+        raise ValueError(
+            f"under a {plugin.KEY} keys and values are not sent between engines; leave "
+            f"{_TRANSFER} out"
         )
 
 
