@@ -1,4 +1,5 @@
 from fractions import Fraction
+from typing import Literal
 
 import pytest
 import torch
@@ -6,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_policy import Budget
+from kv_policy.budget import LARGEST
 
 TOKENS = st.integers(1, 10**9).map(Budget)
 PERCENT = st.floats(1e-6, 100).map(lambda amount: Budget(amount, "percent"))
-BYTES = st.floats(1e-6, 1e12).map(lambda amount: Budget(amount, "bytes"))
+BYTES = st.floats(1e-6, LARGEST).map(lambda amount: Budget(amount, "bytes"))
 LENGTHS = st.lists(st.integers(0, 10**6), min_size=1, max_size=5)
 
 
@@ -49,6 +51,10 @@ def test_forms(text: str, amount: float, unit: str) -> None:
         ("1e999", "above 0"),
         ("10.5", "tokens are whole"),
         ("101%", "at most 100%"),
+        ("2147483648", "is 2147483648.0 tokens; give at most 2147483647, or 100% to keep every"),
+        ("7e18", "give at most 2147483647"),
+        ("9e290B", "is 9e[+]290 bytes; give at most 2147483647"),
+        ("9e290%", "at most 100%"),
     ],
 )
 def test_refused(text: str, reason: str) -> None:
@@ -75,6 +81,34 @@ def test_bytes_are_never_exceeded(amount: int, token_bytes: int, length: list[in
     resolved = Budget(amount, "bytes").resolve(torch.tensor(length), token_bytes, least=0)
     exact = [int(Fraction(n * amount, token_bytes)) for n in length]
     assert resolved.tolist() == exact
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("budget", [Budget(LARGEST), Budget(LARGEST, "bytes")], ids=str)
+def test_the_largest_budget_is_at_least_the_length(budget: Budget, dtype: torch.dtype) -> None:
+    length = torch.tensor([1, 4096, 10**9, LARGEST], dtype=dtype)
+    assert bool((budget.resolve(length, 1) >= length).all())
+
+
+@given(
+    st.sampled_from(("percent", "bytes")),
+    st.integers(1, 100) | st.floats(1e-6, 100),
+    st.integers(0, LARGEST),
+    st.integers(1, 10**9),
+)
+def test_what_is_resolved_grows_with_the_budget_and_never_overflows(
+    unit: Literal["percent", "bytes"], amount: float, length: int, size: int
+) -> None:
+    lengths = torch.tensor([length])
+    less = int(Budget(amount, unit).resolve(lengths, size))
+    more = int(Budget(100 if unit == "percent" else LARGEST, unit).resolve(lengths, size))
+    assert 1 <= less <= more <= LARGEST
+
+
+def test_an_integer_of_any_size_is_refused_by_a_sentence() -> None:
+    for amount in (10**19, 10**400):
+        with pytest.raises(ValueError, match="give at most 2147483647"):
+            Budget(amount)
 
 
 def test_resolve_keeps_dtype_and_device() -> None:

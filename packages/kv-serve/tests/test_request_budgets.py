@@ -3,7 +3,7 @@
 import pytest
 
 from kv_policy import Budget, parse
-from kv_serve.vllm.requests import requested_budget
+from kv_serve.vllm.requests import check_pooling, requested_budget
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,10 @@ def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) 
         ("snapkv", 0, "kv_budget: budget is 0 tokens; say a number above 0"),
         ("snapkv", 100.5, "kv_budget: budget is 100.5 tokens; tokens are whole"),
         ("snapkv", float("nan"), "kv_budget: budget is nan tokens; say a number above 0"),
-        ("snapkv", 10**400, "kv_budget: int too large"),
+        ("snapkv", 7e18, "kv_budget: budget is 7e[+]18 tokens; give at most 2147483647, or 100%"),
+        ("snapkv", "9e290B", "kv_budget: budget is 9e[+]290 bytes; give at most 2147483647"),
+        ("snapkv", "8e18B", "kv_budget: budget is 8e[+]18 bytes; give at most 2147483647"),
+        ("snapkv", 10**400, "kv_budget: budget is 10000.* tokens; give at most 2147483647"),
         ("snapkv", "101%", "kv_budget: budget is 101%; a share is at most 100%"),
         ("snapkv", True, "kv_budget is True; give tokens per head as 1024"),
         ("snapkv", [64], r"kv_budget is \[64\]; give tokens per head as 1024"),
@@ -50,3 +53,27 @@ def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) 
 def test_a_bad_budget_is_refused_with_a_sentence(policy: str, given: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         requested_budget(parse(policy), {"kv_budget": given})
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"kv_buget": 64}, "kv_buget is no argument of a request, and would change nothing; did"),
+        ({"kv_cache": 64}, "kv_cache is no argument of a request"),
+        ({"kv_policy": "k8v4"}, "kv_policy is set for all requests when the engine starts"),
+        ({"kv_transfer_params": "mine"}, "keys and values are not sent between engines; leave"),
+    ],
+)
+def test_a_name_that_would_change_nothing_is_refused(
+    extra: dict[str, object], sentence: str
+) -> None:
+    for policy in ("snapkv", "k8v4"):
+        with pytest.raises(ValueError, match=sentence):
+            requested_budget(parse(policy), extra)
+
+
+def test_a_request_that_generates_nothing_has_no_budget() -> None:
+    check_pooling({"mine": 1})
+    for extra in ({"kv_budget": 64}, {"kv_buget": 64}):
+        with pytest.raises(ValueError, match=r"kv_budget is read of requests that|kv_buget is no"):
+            check_pooling(extra)

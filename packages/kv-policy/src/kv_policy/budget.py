@@ -3,11 +3,14 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+# In tokens, or in bytes per token: no sequence has more, and a product of two fits 64 bits.
+LARGEST: Final = 2**31 - 1
 
 _FORM = re.compile(r"(?P<amount>\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?P<unit>%|B|)", re.IGNORECASE)
 _UNITS: dict[str, Literal["tokens", "percent", "bytes"]] = {
@@ -38,10 +41,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Check amount and unit."""
-        if math.isfinite(self.amount) and self.amount == int(self.amount):
-            object.__setattr__(self, "amount", int(self.amount))
         if self.unit not in _UNITS.values():
             raise ValueError(f"budget unit is {self.unit!r}; say tokens, percent or bytes")
+        if self.unit != "percent" and LARGEST < self.amount < math.inf:
+            raise ValueError(
+                f"budget is {self.amount!r:.40} {self.unit}; give at most {LARGEST}, or 100% to "
+                "keep every token"
+            )
+        if math.isfinite(self.amount) and self.amount == int(self.amount):
+            object.__setattr__(self, "amount", int(self.amount))
         if not (math.isfinite(self.amount) and self.amount > 0):
             raise ValueError(f"budget is {self.amount} {self.unit}; say a number above 0")
         if self.unit == "tokens" and self.amount != int(self.amount):
@@ -67,17 +75,22 @@ class Budget:
     def resolve(
         self, length: Int[Tensor, " B"], token_bytes: int, least: int = 1
     ) -> Int[Tensor, " B"]:
-        """Turn the budget into whole tokens per head.
+        """Turn the budget into whole tokens per head, at most `LARGEST`.
 
         Args:
             length: tokens seen so far, per sequence.
             token_bytes: bytes one kept token takes over all layers and heads, as it is stored.
             least: tokens the policy always keeps; a share or a byte budget never goes below it.
         """
+        most = min(LARGEST, torch.iinfo(length.dtype).max)
         if self.unit == "tokens":
-            return torch.full_like(length, int(self.amount))
+            return torch.full_like(length, min(int(self.amount), most))
         whole = 100 if self.unit == "percent" else token_bytes
-        return (length.double() * self.amount / whole).floor().to(length.dtype).clamp(min=least)
+        if isinstance(self.amount, int):
+            share = length.long().clamp(max=LARGEST) * self.amount // whole
+        else:
+            share = (length.double() * self.amount / whole).clamp(max=most).floor()
+        return share.clamp(min=least, max=most).to(length.dtype)
 
     def __str__(self) -> str:
         """Give back the text that `parse` reads."""

@@ -13,6 +13,7 @@ from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
 from kv_serve.batch import Batch, Pass
 from kv_serve.budgets import resolved
+from kv_serve.careful import Careful
 from kv_serve.carrying import enter, restack
 from kv_serve.passes import Forward
 from kv_serve.planning import Scored, plan_layers
@@ -38,10 +39,23 @@ class KeepSelected:
     """Keeps what a selector keeps, within each sequence's budget."""
 
     def __init__(
-        self, selector: Selector, budgets: tuple[Budget | None, ...] | None, tally: Tally
+        self,
+        selector: Selector,
+        budgets: tuple[Budget | None, ...] | None,
+        tally: Tally,
+        *,
+        careful: bool = False,
     ) -> None:
-        """Start for a batch; `budgets` holds a sequence's own budget, or None for the policy's."""
-        self.selector = selector
+        """Start for a batch.
+
+        Args:
+            selector: what stays.
+            budgets: a sequence's own budget, or None for the policy's.
+            tally: where plans are counted.
+            careful: a selector that fails about one sequence does not keep others from going on.
+        """
+        self._careful = Careful(selector) if careful else None
+        self.selector: Selector = self._careful or selector
         self.budgets = budgets
         self.tally = tally
         self.observe_prompt = selector.observe
@@ -60,6 +74,8 @@ class KeepSelected:
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Say which sequences a prompt's plan is about; pages are seen to when the plan is made."""
         self._stepped, self._mixed = (), len(now.parts) > 1
+        if self._careful is not None:
+            self._careful.sequences = len(batch.seen)
         for each in (part.now for part in now.parts):
             if not each.prompt:
                 self._stepped = each.rows
@@ -154,12 +170,46 @@ class KeepSelected:
         """Plan stored tokens of sequences anew, by the scores they carry."""
         with self.tally.timed():
             self._resolve_again(batch, batch.seen, sequences)
-            cuts = replan(self.selector, batch, sequences, self._budget)
-            if cuts is not None:
-                rows = torch.tensor(sequences, dtype=torch.long, device=cuts.device)
-                self._keep_cuts(batch, slice(None), rows, cuts)
+            assert self._budget is not None, "budgets are resolved by then"
+            try:
+                self._replan(batch, sequences, self._budget)
+            except Exception as error:
+                if self._careful is None or len(batch.seen) == 1:
+                    raise
+                self._replan_each(self._careful.errors, batch, sequences, self._budget, error)
         self._turns.done(sequences)
         self.tally.plans += 1
+
+    def _replan(self, batch: Batch, sequences: list[int], budget: Int[Tensor, " B"]) -> None:
+        cuts = replan(self.selector, batch, sequences, budget)
+        if cuts is not None:
+            rows = torch.tensor(sequences, dtype=torch.long, device=cuts.device)
+            self._keep_cuts(batch, slice(None), rows, cuts)
+
+    def _replan_each(
+        self,
+        errors: dict[int, Exception],
+        batch: Batch,
+        sequences: list[int],
+        budget: Int[Tensor, " B"],
+        error: Exception,
+    ) -> None:
+        """Plan each sequence alone; one that was planned already keeps what it has."""
+        if len(sequences) == 1:
+            errors[sequences[0]] = error
+            return
+        for i in sequences:
+            try:
+                self._replan(batch, [i], budget)
+            except Exception as alone:
+                errors[i] = alone
+
+    def failures(self) -> dict[int, Exception]:
+        """Give, once, the sequences that the selector failed about alone, if it is careful."""
+        if self._careful is None:
+            return {}
+        found, self._careful.errors = self._careful.errors, {}
+        return found
 
     def _short_of(self, batch: Batch, tokens: int | None) -> Iterator[list[int]]:
         """Plan sequences, as many at a time as should let go of so many tokens, all if None.

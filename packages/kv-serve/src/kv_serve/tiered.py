@@ -44,6 +44,7 @@ class TieredCache:
         folded: Folded = frozenset(),
         pool: PagePool | None = None,
         tally: Tally | None = None,
+        careful: bool = False,
     ) -> None:
         """Check what is asked; memory is taken when the first tokens arrive.
 
@@ -59,6 +60,8 @@ class TieredCache:
                 model's weights; with values the output is given in coordinates too.
             pool: pages that are shared with other caches; raw windows lie there, too.
             tally: where plans are counted; caches may share one.
+            careful: a selector that fails about one sequence of several does not keep the others
+                from going on; `failures` says about which.
 
         Raises:
             ValueError: the policy asks for something this cache cannot do, a budget is below what
@@ -70,6 +73,7 @@ class TieredCache:
         self.policy, self.shape = policy, shape
         self._device, self._pages, self._pool = torch.device(device), pages, pool
         self.tally = tally or Tally()
+        self._careful = careful
         self.backend = backend_for(device, backend)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
@@ -140,7 +144,9 @@ class TieredCache:
         budgets = refusals.shared_out(self._budgets, sequences)
         selector = self.policy.selector
         self._keeper = (
-            KeepAll() if selector is None else KeepSelected(selector, budgets, self.tally)
+            KeepAll()
+            if selector is None
+            else KeepSelected(selector, budgets, self.tally, careful=self._careful)
         )
         kernels = page_kernels(self.backend)
         return Batch.allocate(
@@ -253,6 +259,10 @@ class TieredCache:
         if isinstance(mine, KeepSelected) and isinstance(theirs, KeepSelected):
             mine.join(theirs)
         other.reset()
+
+    def failures(self) -> dict[int, Exception]:
+        """Give, once, the sequences that the selector failed about, if the cache is careful."""
+        return self._keeper.failures() if isinstance(self._keeper, KeepSelected) else {}
 
     def release(self) -> None:
         """Forget everything and give all pages back to the pool, which others may share."""

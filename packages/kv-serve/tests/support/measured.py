@@ -12,4 +12,6 @@ SOME = Measured(
     computed=20,
     plans=1,
     seconds=0.5,
+    dropped=24,
+    saved=900,
 )

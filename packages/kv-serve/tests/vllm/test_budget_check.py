@@ -102,6 +102,56 @@ def test_a_key_may_be_spelled_in_escapes() -> None:
     assert sent("snapkv", body)[0] == 400
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-le"])
+def test_a_body_is_read_in_whatever_encoding_the_server_reads(encoding: str) -> None:
+    for budget, status in (("9e290B", 400), (7e18, 400), ("25%", 200)):
+        body = json.dumps(asked(budget)).encode(encoding)
+        assert sent("snapkv", body, chunk=7)[0] == status
+
+
+def test_of_a_name_that_comes_twice_the_last_counts_as_for_the_server() -> None:
+    twice = b'{"prompt": "The", "vllm_xargs": {"kv_budget": %b, "kv_budget": %b}}'
+    assert sent("snapkv", twice % (b"512", b'"much"'))[0] == 400
+    assert sent("snapkv", twice % (b'"much"', b"512"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"vllm_xargs": {"kv_buget": 512}},
+            "kv_buget is no argument of a request, and would change nothing; did you mean kv_budg",
+        ),
+        ({"vllm_xargs": {"KV-Budget": 512}}, "KV-Budget is no argument of a request"),
+        ({"vllm_xargs": {"kvbudget": 512}}, "kvbudget is no argument of a request"),
+        (
+            {"vllm_xargs": {"kv_policy": "k8v4"}},
+            "kv_policy is set for all requests when the engine starts; a request may bring kv_bud",
+        ),
+        ({"kv_budget": 512}, "kv_budget would change nothing here; a request may bring kv_budget"),
+        ({"kv_policy": "raw"}, "kv_policy is set for all requests when the engine starts"),
+        (
+            {"sampling_params": {"kv_budget": 512}},
+            "kv_budget would change nothing here; a request may bring kv_budget, in extra_args of",
+        ),
+        (asked(512, use_beam_search=True), "vLLM's beam search drops vllm_xargs, and kv_budget"),
+    ],
+)
+def test_a_name_that_would_change_nothing_is_refused(
+    given: dict[str, object], sentence: str
+) -> None:
+    status, answer = sent("snapkv", json.dumps(given).encode("utf-16"))
+    assert status == 400
+    assert answer["error"]["message"].startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "given", [{"kv_transfer_params": {}}, {"vllm_xargs": {"mine": 1, "kv_hints": 2}}]
+)
+def test_names_of_others_are_left_alone(given: dict[str, object]) -> None:
+    assert sent("snapkv", json.dumps(given).encode()) == (200, given)
+
+
 @pytest.mark.parametrize("body", [b'{"kv_budget', b"[" * 100_000 + b'"kv_budget"', b"\xff\\u"])
 def test_what_is_no_json_is_left_to_the_server(body: bytes) -> None:
     status, answer = sent("k8v4", body)

@@ -85,16 +85,32 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
     assert states(step(book, a=(35, 1))) == {"a": (False, False, 35)}
 
 
-def test_a_session_that_has_more_to_read_after_its_answer_is_refused(
+def test_a_session_that_has_more_to_read_after_its_answer_fails(
     ledger: Callable[[str], "Ledger"],
 ) -> None:
-    from kv_serve.vllm.config import UnservableError
-
     book = ledger("streaming:budget=12")
     book.welcome(request("a", 20))
-    step(book, new=True, a=(0, 20))
-    with pytest.raises(UnservableError, match="a goes on with 7 new tokens after its answer"):
-        step(book, a=(20, 7))
+    (turn,) = step(book, new=True, a=(0, 20)).turns.values()
+    assert turn.refused is None
+    (turn,) = step(book, a=(20, 7)).turns.values()
+    assert turn.refused is not None
+    assert turn.refused.startswith("it goes on with 7 new tokens after its answer")
+    assert book.failed([turn.serial]) == {"a"}
+
+
+def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
+    ledger: Callable[[str], "Ledger"],
+) -> None:
+    book = ledger("streaming:budget=12")
+    for name in "ab":
+        book.welcome(request(name, 20))
+    old = {t.request: t.serial for t in step(book, new=True, a=(0, 20), b=(0, 20)).turns.values()}
+    assert book.failed([old["a"]]) == {"a"}
+    free(book, "a")
+    new = {t.request: t.serial for t in step(book, a=(0, 20), b=(20, 1)).turns.values()}
+    assert book.failed([old["a"]]) == set()  # it was preempted, and is read again
+    assert book.failed(new.values()) == {"a", "b"}
+    assert new["b"] == old["b"]
 
 
 def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"]) -> None:
@@ -111,7 +127,7 @@ def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"
     book.finished("b")
     assert step(book).gone == ("b",)
     assert step(book).gone == ()
-    assert [*book.requests, *book.budgets, *book.prompts, *book.known] == []
+    assert [*book.requests, *book.budgets, *book.prompts, *book.known, *book.serials] == []
 
 
 def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
@@ -176,7 +192,7 @@ def test_reports_of_several_workers_say_what_most_of_them_need() -> None:
     assert one.aggregate(two) == two.aggregate(one) == Reports(7, told, answered=True)
 
 
-def test_a_bad_budget_is_logged_and_served_by_the_policys_own(
+def test_a_bad_budget_is_logged_and_its_request_fails(
     ledger: Callable[[str], "Ledger"],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,7 +206,10 @@ def test_a_bad_budget_is_logged_and_served_by_the_policys_own(
     # Which loggers hand on what they get depends on what vLLM has set up before.
     said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
     assert len(said) == 2
-    assert "the request c is served by the policy's own budget" in said[0]
-    assert "the request d is served by the policy's own budget" in said[1]
+    assert "the request c cannot be served, and fails: kv_budget: budget 'plenty'" in said[0]
+    assert "the request d cannot be served, and fails: a budget of 3 tokens" in said[1]
     orders = step(book, new=True, a=(0, 20), c=(0, 20))
     assert [turn.budget for turn in orders.turns.values()] == [Budget(32), None]
+    assert [turn.refused is None for turn in orders.turns.values()] == [True, False]
+    book.finished("c")
+    assert book.refused.keys() == {"d"}

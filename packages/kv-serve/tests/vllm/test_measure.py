@@ -7,7 +7,7 @@ from kv_paging import PagePool
 from kv_policy import CacheShape, parse
 from kv_serve.tally import Tally
 from kv_serve.tiered import TieredCache
-from kv_serve.vllm.measure import EVERY, Measured, Meter
+from kv_serve.vllm.measure import EVERY, Held, Measured, Meter, held_by
 from measured import SOME
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=1, key_dim=32, value_dim=32)
@@ -25,9 +25,10 @@ class Cell:
     def cache(self) -> TieredCache:
         return TieredCache(self.policy, SHAPE, pool=self.pool, tally=self.meter.tally)
 
-    def count(self, *caches: TieredCache) -> Measured | None:
-        held = [cache.batch for cache in caches if cache.batch is not None]
-        return self.meter.step(self.pool, held)
+    def count(self, *caches: TieredCache, read: bool = False) -> Measured | None:
+        batches = [cache.batch for cache in caches if cache.batch is not None]
+        held = [each for batch in batches for each in held_by(batch, kept=True)]
+        return self.meter.step(self.pool, dict(enumerate(held)), read=read)
 
 
 def feed(
@@ -114,6 +115,58 @@ def test_plans_are_told_once() -> None:
     assert (then.plans, then.seconds) == (0, 0.0)
 
 
+def test_a_prompt_that_was_read_in_parts_is_counted_when_it_is_compressed() -> None:
+    cell = Cell("kv-compress:rate=4,floor=16,recent=16+k8v4")
+    cache = cell.cache()
+    feed(cache, 128, prompt=True, more=True)
+    first = cell.count(cache)
+    assert first is not None
+    assert first.kept == 128 * 4
+    feed(cache, 128, prompt=True)
+    then = cell.count(cache)  # long before the 16th step
+    assert then is not None
+    assert (then.kept, then.plans) == (64 * 4, 1)
+    assert then.dropped == (256 - 64) * 4
+    held = cell.pool.used * cell.pool.page_bytes
+    assert first.saved + then.saved == 256 * SHAPE.token_bytes - held
+    assert first.gauges()["compression_ratio"] == 2
+    assert then.gauges()["compression_ratio"] == 8
+    for _ in range(3):
+        feed(cache, 1, prompt=False)
+        assert cell.count(cache) is None
+    feed(cache, 1, prompt=False)
+    again = cell.count(cache, read=True)  # the prompt of another request, say
+    assert again is not None
+    assert again.dropped == 0
+
+
+def test_sums_add_up_what_each_request_saved_at_its_most() -> None:
+    meter = Meter(SHAPE, Tally())
+    pool = PagePool.over(torch.zeros(11, 100, dtype=torch.uint8))
+    full = SHAPE.token_bytes
+    counted = []
+    for held in (
+        {1: Held(2, 10, 40)},  # nothing is dropped
+        {1: Held(1, 11, 24), 2: Held(1, 4, 16)},  # 20 of 44 are
+        {1: Held(9, 12, 26), 2: Held(1, 5, 20)},  # pages were opened
+        {3: Held(1, 7, 20)},  # both are gone, and one began anew
+        {},
+    ):
+        counted.append(meter.step(pool, held, read=bool(held)))
+    assert all(each is not None for each in counted)
+    assert [each.dropped for each in counted] == [0, 20, 2, 8, 0]
+    saved = [
+        *(10 * full - 200, 11 * full - 100 - (10 * full - 200) + 4 * full - 100),
+        *(max(0, 12 * full - 900 - (11 * full - 100)) + full, 7 * full - 100, 0),
+    ]
+    assert [each.saved for each in counted] == saved
+    total = counted[0]
+    for each in counted[1:]:
+        total = total.then(each)
+    assert total.counters()["tokens_dropped"] == 30 / 4
+    assert total.counters()["bytes_saved"] == sum(saved)
+
+
 def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
     other = Measured(
         pages_used=1,
@@ -125,6 +178,8 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         computed=20,
         plans=1,
         seconds=0.75,
+        dropped=16,
+        saved=100,
     )
     both = SOME.beside(other)
     assert both == other.beside(SOME)
@@ -136,13 +191,23 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         "kv_bytes_per_token": 20,
         "compression_ratio": 6,
     }
-    assert both.counters() == {"compression_passes": 1, "compression_seconds": 0.75}
+    assert both.counters() == {
+        "compression_passes": 1,
+        "compression_seconds": 0.75,
+        "tokens_dropped": 5,
+        "bytes_saved": 1000,
+    }
 
 
 def test_a_later_count_replaces_an_earlier_one_and_plans_add_up() -> None:
-    later = Measured(0, 10, 0, 0, 0, 4, 0, 2, 0.25)
+    later = Measured(0, 10, 0, 0, 0, 4, 0, 2, 0.25, 4, 50)
     joined = SOME.then(later)
-    assert joined.counters() == {"compression_passes": 3, "compression_seconds": 0.75}
+    assert joined.counters() == {
+        "compression_passes": 3,
+        "compression_seconds": 0.75,
+        "tokens_dropped": 7,
+        "bytes_saved": 950,
+    }
     assert joined.gauges() == later.gauges()
 
 

@@ -60,6 +60,8 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
         "pages_free": 10,
         "compression_passes": 2,
         "compression_seconds": 1,
+        "tokens_dropped": 12,
+        "bytes_saved": 1800,
     }
     nothing = PagesConnector.build_kv_connector_stats()
     assert nothing is not None
@@ -94,6 +96,8 @@ def test_prometheus_is_told_by_vllms_own_way() -> None:
     assert sample("pages_free", "1") == 10
     assert sample("compression_passes_total", "1") == 2
     assert sample("compression_seconds_total", "1") == 1
+    assert sample("tokens_dropped_total", "1") == 12
+    assert sample("bytes_saved_total", "1") == 1800
     assert sample("compression_passes_total", "0") == 0
 
 
@@ -170,7 +174,7 @@ def test_a_connector_that_only_the_engine_knows_of_sends_nothing(
             told.append({each.name: each for each in engine.get_metrics()})
     names = [sorted(name for name in each if "kv_serve" in name) for each in told]
     assert names[0] == []
-    assert len(names[1]) == 8
+    assert len(names[1]) == 10
 
 
 def test_a_connector_is_refused_where_nothing_is_counted(

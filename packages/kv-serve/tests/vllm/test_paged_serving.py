@@ -1,9 +1,10 @@
 """Memory that is too small, chunks, budgets of requests, and what is left behind: nothing."""
 
-import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -84,19 +85,17 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
     assert bool(happened["freed"]) == (selector.budget is not None)  # of noise all is kept
     assert bool(happened["short"]) == selector.replan.short
     assert is_empty(small, greedy)
-    assert worker.pool.used == sum(p.pages for _, p in worker._told())
+    assert worker.pool.used == sum(each.pages for each in worker.held().values())
 
 
 @pytest.mark.parametrize("small", [SHORT], indirect=True)  # leankv goes by no budget
-def test_budgets_of_requests_are_kept_and_a_bad_one_is_told(
-    small: "LLM", caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine, (ledger, _) = small.llm_engine, ends(small)
     owned = {}
-    for given in (None, 48, "75%", "plenty"):
+    for given in (None, 48, "75%", 2**31 - 1, f"{2**31 - 1}B"):
         extra = {} if given is None else {"kv_budget": given}
         asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra_args=extra)
         name = engine.add_request(str(given), {"prompt_token_ids": [*range(3, 131)]}, asked)
@@ -106,9 +105,73 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_told(
             seen.append(len(ledger.manager.owned(name)))
         owned[given] = [n for n in seen if n][-1]
     one = ledger.manager.account
-    assert owned[None] == owned["plenty"]
-    assert owned[None] < owned[48] < owned["75%"]
-    for given, kept in ((None, 32), (48, 48), ("75%", 96)):
+    assert owned[None] < owned[48] < owned["75%"] < owned[2**31 - 1]
+    assert owned[2**31 - 1] == owned[f"{2**31 - 1}B"]
+    for given, kept in ((None, 32), (48, 48), ("75%", 96), (2**31 - 1, 128)):
         pages = sum(each.pages(kept) for each in one.streams)
         assert pages <= owned[given] * one.block_pages <= 1.6 * pages + 2 * one.block_pages
-    assert [x.getMessage() for x in caplog.records if "'plenty' is not understood" in x.message]
+    for given, sentence in (
+        ({"kv_budget": "plenty"}, "kv_budget: budget 'plenty' is not understood"),
+        ({"kv_budget": 7e18}, "give at most 2147483647, or 100% to keep every token"),
+        ({"kv_buget": 48}, "kv_buget is no argument of a request"),
+    ):
+        with pytest.raises(VLLMValidationError, match=sentence):
+            engine.add_request("bad", {"prompt_token_ids": [5]}, SamplingParams(extra_args=given))
+    with pytest.raises(VLLMValidationError, match="a prompt comes whole, and this one comes in"):
+        engine.input_processor.process_inputs(
+            "piece", {"prompt_token_ids": [5]}, SamplingParams(), ("generate",), resumable=True
+        )
+    assert not engine.has_unfinished_requests()
+
+
+TOUCHY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from kv_evict.h2o import H2O
+
+@dataclass(frozen=True)
+class Touchy(H2O):
+    name: ClassVar[str] = "touchy"
+
+    def score(self, view):
+        if bool((view.length == 77).any()):
+            raise ArithmeticError("a sequence has 77 tokens")
+        return super().score(view)
+"""
+
+
+@pytest.fixture
+def touchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A policy of an installed package that fails about a sequence of 77 tokens."""
+    (tmp_path / "touchy.py").write_text(TOUCHY)
+    info = tmp_path / "touchy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: touchy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kv_policy]\ntouchy = touchy:Touchy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "touchy:budget=40+k8v4"
+
+
+def test_a_policy_that_fails_about_a_request_ends_that_request_alone(
+    start: Start, tiny: Callable[..., str], greedy: Greedy, touchy: str
+) -> None:
+    from vllm import SamplingParams
+
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 256) for _ in range(n)] for n in (50, 70, 77, 90, 60)]
+    answers = (12, 20, 1, 12, 12)
+    with start(tiny(), touchy, kv_cache_memory_bytes=400_000, **OPTIONS) as engine:
+        alone = [greedy(engine, [prompts[i]], answers[i])[0] for i in (0, 3, 4)]
+        settings = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in answers
+        ]
+        asked = [{"prompt_token_ids": each} for each in prompts]
+        found = [each.outputs[0] for each in engine.generate(asked, settings, use_tqdm=False)]
+        assert [each.finish_reason for each in found] == [
+            *("length", "error", "error", "length", "length")
+        ]
+        assert [list(found[i].token_ids) for i in (0, 3, 4)] == alone
+        assert [len(found[i].token_ids) for i in (1, 2)] == [7, 0]
+        assert is_empty(engine, greedy)
+        assert not ends(engine)[1].failed

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -102,6 +103,40 @@ def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(
 
 
 @pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (
+            {"kv_polcy": "k8v4"},
+            "has kv_polcy, which kv-serve does not know; did you mean kv_policy?",
+        ),
+        ({"KV-Policy": "k8v4"}, "has KV-Policy, which .* did you mean kv_policy?"),
+        ({"kv_policy": "k8v4", "kv_poision": True}, "did you mean kv_poison?"),
+        ({"kv_policy": "k8v4", "kv_poison": "no"}, "kv_poison is 'no'; give true or false"),
+    ],
+)
+def test_settings_that_were_meant_for_kv_serve_are_refused(
+    named: dict[str, object], reason: str
+) -> None:
+    from kv_serve.vllm.config import UnservableError, check_settings
+
+    with pytest.raises(UnservableError, match=reason):
+        check_settings(named)
+    check_settings({"kv_policy": "k8v4", "kv_poison": True, "kv_transfer_params": 1, "mine": 2})
+
+
+@pytest.mark.parametrize("named", [{"kv_policy": "k9v9"}, {"kv_polcy": "k8v4"}])
+def test_a_configuration_is_checked_where_it_is_made(
+    llama: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in a process of its own would say that it failed to start, and no more."""
+    from vllm import LLM
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match=r"k9v9|kv_polcy"):
+        LLM(llama, load_format="dummy", skip_tokenizer_init=True, additional_config=named)
+
+
+@pytest.mark.parametrize(
     "policy",
     [
         Turned(),
@@ -180,6 +215,49 @@ def test_a_model_whose_attention_is_of_another_kind(
     with (
         pytest.raises(UnservableError, match=reason),
         start_tiny(tiny(architecture, kind, **more), "k8v4"),
+    ):
+        pass
+
+
+def nas(*groups: int | None) -> Callable[[Any], Any]:
+    """Change a configuration: its layers have so many query heads per KV head, or no attention."""
+
+    def changed(config: Any) -> Any:
+        config.num_hidden_layers = len(groups)
+        config.block_configs = [
+            SimpleNamespace(
+                attention=SimpleNamespace(no_op=group is None, n_heads_in_group=group),
+                ffn=SimpleNamespace(no_op=False, intermediate_size=128),
+            )
+            for group in groups
+        ]
+        return config
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        (
+            (1, 2),
+            "layer 1 of this model has 2 KV heads, and layer 0 has 4; this kv_policy is served",
+        ),
+        (
+            (2, None),
+            "this model has 2 layers, and 1 with attention of their own; this kv_policy is",
+        ),
+    ],
+)
+def test_a_model_whose_layers_differ_is_not_served_in_pages(
+    tiny: Callable[..., str], start_tiny: Start, groups: tuple[int | None, ...], reason: str
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    model = tiny("DeciLMForCausalLM", "llama")
+    with (
+        pytest.raises(UnservableError, match=reason),
+        start_tiny(model, "snapkv:budget=64", hf_overrides=nas(*groups)),
     ):
         pass
 

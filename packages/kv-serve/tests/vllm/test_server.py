@@ -1,5 +1,6 @@
 """A real server under a policy, and real clients: what they are answered, and what it frees."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -252,6 +254,13 @@ def test_bad_budgets_are_refused_while_a_stream_goes_on(server: Server, client: 
                 max_tokens=1,
                 extra_body=extra,
             )
+    body = {"model": MODEL, "prompt": "The", "vllm_xargs": {"kv_budget": 512}}
+    for more in ({}, {"stream": True}):
+        encoded = json.dumps(body | more).encode("utf-16")
+        kind = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{server.address}/v1/completions", encoded, kind)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(asked)
     assert server.metric("vllm:prompt_tokens_total") == before  # the engine heard of none of them
     *_, last = stream
     assert last.usage is not None
@@ -308,9 +317,12 @@ def held_bytes(server: Server, client: "OpenAI", extra: dict[str, object]) -> fl
 
 
 def test_metrics_of_a_policy_that_drops_tokens(selected: Server, other: "OpenAI") -> None:
-    for _ in range(2):
+    for asked in (1, 2):
         # Half of 400 tokens, and 112 bytes a token with its score and its position.
         assert held_bytes(selected, other, {}) == 30 * 3 * 112 / 2
+        assert selected.metric(f"{KV}tokens_dropped_total") == asked * 200
+        saved = asked * 30 * 3 * (400 * 256 - 200 * 112)
+        assert selected.metric(f"{KV}bytes_saved_total") == saved
     assert selected.metric(f"{KV}compression_ratio") == pytest.approx(2 * 256 / 112)
     assert selected.metric(f"{KV}compression_seconds_total") > 0
     assert selected.metric(f"{KV}tokens_kept") == 0

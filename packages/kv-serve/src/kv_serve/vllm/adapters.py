@@ -48,6 +48,9 @@ OVERRIDDEN: Final = (
     f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
     f"{_CONNECTOR}.build_connector_meta(scheduler_output)",
     f"{_CONNECTOR}.build_connector_worker_meta()",
+    f"{_CONNECTOR}.get_block_ids_with_load_errors()",
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks(invalid_block_ids, "
+    "num_scheduled_tokens)",
     f"{_CONNECTOR}.update_connector_output(connector_output)",
     f"{_CONNECTOR}.on_new_request(request)",
     f"{_CONNECTOR}.get_num_new_matched_tokens(request, num_computed_tokens)",
@@ -95,6 +98,9 @@ DIFFERENT: Final = {
 
 # We call these, and give them this; what else they take must have a default.
 CALLED: Final = (
+    "vllm.v1.engine.input_processor:InputProcessor.__init__(vllm_config)",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs(request_id, prompt, params, "
+    "supported_tasks, resumable)",
     "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
     f"{_REGISTRY}:KVCacheSpecRegistry.register(kvcache_spec_cls, manager_class, "
     "uniform_type_base_spec)",

@@ -20,7 +20,7 @@ from kv_serve.backends import serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.custom import CustomBackend
 from kv_serve.vllm.rows import Rows
-from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
+from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
 from kv_serve.vllm.step import Step
 from kv_serve.vllm.storage import Pages, Slots, stored
 from kv_serve.vllm.switch import CpuBackend
@@ -135,6 +135,7 @@ class PagedImpl(AttentionImpl[Step | Rows]):
             layer.attn_backend = first
         else:
             storage = stored(self.config, self.policy, model_shape(self.config, layer))
+            check_alike(self.config, layers, in_pages=isinstance(storage, Pages))
             layer.attn_backend = bound(chosen, self.policy, storage)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention runs by %s",

@@ -1,11 +1,14 @@
 """Which policy a vLLM configuration asks for, and whether it can be served."""
 
+from collections.abc import Mapping
+
 from vllm import __version__
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat, parse, tier_formats
 from kv_serve.vllm.attach import is_ours
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.nearest import strangers
+from kv_serve.vllm.plugin import KEY, POISON, SETTINGS
 from kv_serve.vllm.versions import SERVED, is_served
 
 
@@ -22,14 +25,34 @@ def served_policy(config: VllmConfig) -> KVPolicy:
         ValueError: the text is not a policy's.
     """
     check_version(__version__)
-    text = config.additional_config[KEY]
-    if not isinstance(text, str):
+    check_settings(config.additional_config)
+    policy = parse(config.additional_config[KEY])
+    check_engine(config, policy)
+    return policy
+
+
+def check_settings(given: object) -> None:
+    """Refuse settings in `additional_config` that were meant for kv-serve and cannot be read.
+
+    Args:
+        given: what stands there, of whatever plugin; an object that is no table is left alone.
+
+    Raises:
+        UnservableError: a setting is not of its kind, or its name is not known.
+    """
+    if not isinstance(given, Mapping):
+        return
+    for name, near in strangers(given, SETTINGS, SETTINGS):
+        raise UnservableError(
+            f"additional_config has {name}, which kv-serve does not know; did you mean {near}?"
+        )
+    text, poison = given.get(KEY), given.get(POISON, False)
+    if KEY in given and not isinstance(text, str):
         raise UnservableError(
             f'{KEY} is {text!r}; give a policy\'s text, for example {{"{KEY}": "k8v4"}}'
         )
-    policy = parse(text)
-    check_engine(config, policy)
-    return policy
+    if not isinstance(poison, bool):
+        raise UnservableError(f"{POISON} is {poison!r}; give true or false")
 
 
 def check_version(version: str) -> None:
@@ -90,7 +113,16 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     }
     for what in (name for name, given in wrong.items() if given):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
+    _check_failures(config.kv_transfer_config)
     check_dtype(config.cache_config.cache_dtype)
+
+
+def _check_failures(given: KVTransferConfig | None) -> None:
+    if given is not None and given.kv_load_failure_policy != "fail":
+        raise UnservableError(
+            f"kv_load_failure_policy is {given.kv_load_failure_policy}, and under a {KEY} a "
+            "request whose tokens cannot be kept fails; leave the option out"
+        )
 
 
 def check_dtype(cache_dtype: str) -> None:

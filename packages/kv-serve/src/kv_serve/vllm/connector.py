@@ -1,5 +1,6 @@
 """Between scheduler and workers: which requests a step is about, and how many pages they hold."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_serve.vllm import failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.ledger import Ledger
@@ -48,7 +50,7 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         self._policy = served_policy(vllm_config)
         self._ledger: Ledger | None = None
         self._worker: Worker | None = None
-        self._stats: PolicyStats | None = None  # since vLLM asked last
+        self._stats: KVConnectorStats | None = None  # since vLLM asked last
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -76,6 +78,14 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
         self.worker.begin(connector_metadata)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Say which requests the worker could not go on with.
+
+        vLLM has this for blocks that could not be loaded, and lets their requests fail. Ours are
+        found by their serials, as negative numbers, which no block has: `failures` reads them.
+        """
+        return {-serial for serial in self.worker.failures()}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
         """End a step."""
@@ -111,7 +121,12 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_kv_cache_manager(kv_cache_manager)
         longest = self._vllm_config.model_config.max_model_len
+        failures.watch()
         self._ledger = Ledger.over(self._policy, kv_cache_manager, longest)
+
+    def failed(self, told: Collection[int]) -> set[str]:
+        """Give the requests that workers could not go on with, by what vLLM takes for blocks."""
+        return self.ledger.failed({-each for each in told})
 
     def on_new_request(self, request: "Request") -> None:
         """Read what the request asks for."""
@@ -142,7 +157,8 @@ class PagesConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(reports, Reports):
             self.ledger.note(reports)
             if reports.measured is not None and is_heard(self._vllm_config):
-                self._stats = PolicyStats.of(reports.measured)
+                later = PolicyStats.of(reports.measured)
+                self._stats = later if self._stats is None else self._stats.aggregate(later)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """Give what workers counted; they report to the scheduler, and have none for vLLM."""

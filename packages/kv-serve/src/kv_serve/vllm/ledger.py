@@ -1,12 +1,13 @@
 """The scheduler's side: requests, their budgets, and what workers told of their pages."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy
-from kv_serve.vllm.config import UnservableError
+from kv_serve.vllm.account import kept_tokens
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
@@ -29,6 +30,9 @@ class Ledger:
     budgets: dict[str, Budget] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)  # tokens to read before one is generated
     known: dict[str, int] = field(default_factory=dict)  # whom workers hold, since which step
+    serials: dict[str, int] = field(default_factory=dict)  # of those: of this time that they began
+    refused: dict[str, str] = field(default_factory=dict)  # who cannot be served, and why
+    begun: int = 0  # how often a request began
     step: int = 0  # the last one's number
     asked: bool = False  # the next step says that blocks are short
     answered: bool = False  # workers compressed what they could, and blocks are short still
@@ -43,12 +47,28 @@ class Ledger:
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
         manager.expect_room(longest)
-        return cls(policy, manager)
+        book = cls(policy, manager)
+        book._warn_if_idle(longest)
+        return book
+
+    def _warn_if_idle(self, longest: int) -> None:
+        """Say that a policy drops nothing, where the longest request is within its budget."""
+        selector, size = self.policy.selector, self.manager.account.token_bytes
+        if selector is None or selector.budget is None:
+            return
+        if kept_tokens(self.policy, longest, size) >= longest:
+            logger.warning(
+                "%s keeps every token of a request of max_model_len, %d tokens, so it drops none "
+                "unless a request brings a smaller kv_budget; raise max_model_len, or give the "
+                "policy a smaller budget",
+                self.policy,
+                longest,
+            )
 
     def welcome(self, request: "Request") -> None:
-        """Read the budget of a request; vLLM's HTTP server under `kv-serve serve` refuses bad ones.
+        """Read the budget of a request; `admission` refuses bad ones before they come here.
 
-        Where nobody did, it is too late to refuse: the request is served by the policy's own.
+        Where nobody did, the request fails in its first step, as no other answer would be right.
         """
         self.requests[request.request_id] = request
         params = request.sampling_params
@@ -56,9 +76,8 @@ class Ledger:
         try:
             budget = requested_budget(self.policy, extra)
         except ValueError as error:
-            own = "the request %s is served by the policy's own budget: %s"
-            logger.warning(own, request.request_id, error)
-            budget = None
+            self._refuse(request.request_id, str(error))
+            return
         if budget is not None:
             self.budgets[request.request_id] = budget
 
@@ -67,6 +86,11 @@ class Ledger:
         self.requests.pop(request, None)
         self.budgets.pop(request, None)
         self.prompts.pop(request, None)
+        self.refused.pop(request, None)
+
+    def failed(self, serials: Collection[int]) -> set[str]:
+        """Give the requests that workers could not go on with, by what those say of them."""
+        return {name for name, serial in self.serials.items() if serial in serials}
 
     def ask(self) -> bool:
         """Ask workers to compress before anything is preempted; False if they just did.
@@ -80,11 +104,7 @@ class Ledger:
         return True
 
     def orders(self, step: "SchedulerOutput") -> Orders:
-        """Say what a step is about.
-
-        Raises:
-            UnservableError: a request has more to read after its answer.
-        """
+        """Say what a step is about."""
         self.step += 1
         turns = {}
         begun = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
@@ -97,6 +117,7 @@ class Ledger:
         gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
             del self.known[request]
+            self.serials.pop(request, None)
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
         return Orders(self.step, turns, gone, short)
@@ -111,11 +132,26 @@ class Ledger:
 
     def _turn(self, request: str, computed: int, tokens: int) -> Turn:
         if computed == 0:  # after a preemption what was generated is read again, too
+            self.begun += 1
             self.prompts[request] = self.requests[request].num_tokens
-            self.known[request] = self.step
+            self.known[request], self.serials[request] = self.step, self.begun
         elif tokens > 1 and computed >= self.prompts[request]:
-            raise UnservableError(
-                f"the request {request} goes on with {tokens} new tokens after its answer; a "
-                "kv_policy serves no sessions whose input comes in pieces: send a new request"
+            self._refuse(
+                request,
+                f"it goes on with {tokens} new tokens after its answer, and under a policy a "
+                "prompt comes whole",
             )
-        return Turn(request, computed, tokens, self.prompts[request], self.budgets.get(request))
+        return Turn(
+            request,
+            computed,
+            tokens,
+            self.prompts[request],
+            self.budgets.get(request),
+            self.serials[request],
+            self.refused.get(request),
+        )
+
+    def _refuse(self, request: str, reason: str) -> None:
+        if request not in self.refused:
+            logger.error("the request %s cannot be served, and fails: %s", request, reason)
+        self.refused[request] = reason

@@ -1,12 +1,10 @@
 """What workers hold for requests, counted every so many steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import CacheShape
@@ -29,6 +27,8 @@ class Measured:
     computed: int  # tokens of the requests, whether kept or not
     plans: int
     seconds: float  # to plan
+    dropped: int = 0  # tokens since the last count, summed over layers and KV heads
+    saved: int = 0  # bytes since then: see `Meter`
 
     def beside(self, other: "Measured") -> "Measured":
         """Add what a worker holds of other heads; it has the same requests and plans with me."""
@@ -42,12 +42,19 @@ class Measured:
             computed=max(self.computed, other.computed),
             plans=max(self.plans, other.plans),
             seconds=max(self.seconds, other.seconds),
+            dropped=self.dropped + other.dropped,
+            saved=self.saved + other.saved,
         )
 
     def then(self, later: "Measured") -> "Measured":
-        """Let a later count replace this one, but for plans, which add up."""
-        plans, seconds = self.plans + later.plans, self.seconds + later.seconds
-        return replace(later, plans=plans, seconds=seconds)
+        """Let a later count replace this one, but for what happened, which adds up."""
+        return replace(
+            later,
+            plans=self.plans + later.plans,
+            seconds=self.seconds + later.seconds,
+            dropped=self.dropped + later.dropped,
+            saved=self.saved + later.saved,
+        )
 
     def gauges(self) -> dict[str, int | float]:
         """Give what is so after the step, by name; ratios only if something is held."""
@@ -66,57 +73,107 @@ class Measured:
 
     def counters(self) -> dict[str, int | float]:
         """Give what has happened since the last count, by name."""
-        return {"compression_passes": self.plans, "compression_seconds": self.seconds}
+        return {
+            "compression_passes": self.plans,
+            "compression_seconds": self.seconds,
+            "tokens_dropped": self.dropped / self.streams,
+            "bytes_saved": self.saved,
+        }
+
+
+class Held(NamedTuple):
+    """What a request holds after a step."""
+
+    pages: int
+    computed: int  # tokens
+    kept: int  # of these, summed over layers and KV heads
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts what a worker holds, and what its caches did."""
+    """Counts what a worker holds, and what its caches did.
+
+    What has been dropped of a request, and what it saves, are noted after each step, and added as
+    they rise above what was most for this request before. So a sum never falls, also where a new
+    page makes a request save less for some steps.
+    """
 
     shape: CacheShape
     tally: Tally
     steps: int = 0  # since a step that held nothing
     told: Tally = field(default_factory=Tally)  # as of the last count
+    most: dict[int, tuple[int, int]] = field(default_factory=dict)  # dropped and saved, by serial
+    dropped: int = 0  # since the last count
+    saved: int = 0
 
-    def step(self, pool: PagePool, batches: Sequence[Batch]) -> Measured | None:
-        """End a step: count after the first, every `EVERY` steps, and when nothing is held again.
+    @property
+    def streams(self) -> int:
+        """Layers times KV heads."""
+        return self.shape.layers * self.shape.kv_heads
+
+    def step(
+        self, pool: PagePool, held: Mapping[int, Held], *, read: bool = False
+    ) -> Measured | None:
+        """End a step, and count after the first, every `EVERY` steps, and where much changes.
+
+        That is when a prompt has been read, when a plan was made, and when nothing is held again.
 
         Args:
             pool: where all pages lie.
-            batches: of the requests that hold some.
+            held: what requests hold, by the serial of the time that they began.
+            read: whether a prompt has been read in this step.
 
         Returns:
             None in a step that does not count.
         """
-        was, self.steps = self.steps, self.steps + 1 if batches else 0
-        due = was % EVERY == 0 if batches else was > 0
-        return self._count(pool, batches) if due else None
+        self._note(held, pool.page_bytes)
+        was, self.steps = self.steps, self.steps + 1 if held else 0
+        planned = self.tally.plans != self.told.plans
+        due = was % EVERY == 0 or read or planned if held else was > 0
+        return self._count(pool, held) if due else None
 
-    def _count(self, pool: PagePool, batches: Sequence[Batch]) -> Measured:
-        pages, kept, computed = 0, 0, 0
-        if batches:
-            counts = torch.stack([_counts(batch) for batch in batches]).sum(0)
-            pages, kept, computed = counts.tolist()
-        plans = self.tally.plans - self.told.plans
-        seconds = self.tally.seconds - self.told.seconds
-        self.told = replace(self.tally)
-        return Measured(
+    def _note(self, held: Mapping[int, Held], page_bytes: int) -> None:
+        before, self.most = self.most, {}
+        for serial, each in held.items():
+            dropped, saved = before.get(serial, (0, 0))
+            now = (
+                max(dropped, each.computed * self.streams - each.kept),
+                max(saved, each.computed * self.shape.token_bytes - each.pages * page_bytes),
+            )
+            self.dropped, self.saved = self.dropped + now[0] - dropped, self.saved + now[1] - saved
+            self.most[serial] = now
+
+    def _count(self, pool: PagePool, held: Mapping[int, Held]) -> Measured:
+        pages = sum(each.pages for each in held.values())
+        computed = sum(each.computed for each in held.values())
+        found = Measured(
             pages_used=pages,
             pages_free=pool.capacity - pages,
             held_bytes=pages * pool.page_bytes,
             full_bytes=computed * self.shape.token_bytes,
-            kept=kept,
-            streams=self.shape.layers * self.shape.kv_heads,
+            kept=sum(each.kept for each in held.values()),
+            streams=self.streams,
             computed=computed,
-            plans=plans,
-            seconds=seconds,
+            plans=self.tally.plans - self.told.plans,
+            seconds=self.tally.seconds - self.told.seconds,
+            dropped=self.dropped,
+            saved=self.saved,
         )
+        self.told, self.dropped, self.saved = replace(self.tally), 0, 0
+        return found
 
 
-def _counts(batch: Batch) -> Int[Tensor, "3"]:
-    """Count pages, kept tokens over layers and heads, and computed tokens, without waiting."""
-    kept = batch.tiers.counts().sum()
-    if batch.window is not None:
-        filled = (batch.window.position >= 0).sum()
-        kept = kept + filled * batch.shape.layers * batch.shape.kv_heads
-    return torch.stack([batch.pages_used().sum(), kept, batch.seen.sum()])
+def held_by(batch: Batch, *, kept: bool) -> list[Held]:
+    """Read what each sequence of a batch holds, which waits for the device once.
+
+    Args:
+        batch: the sequences.
+        kept: whether to count kept tokens, too; else they are 0.
+    """
+    pages, tokens = batch.pages_used(), torch.zeros_like(batch.seen)
+    if kept:
+        tokens = batch.tiers.counts().sum((0, 1, 3))
+        if batch.window is not None:
+            filled = (batch.window.position >= 0).sum(-1)
+            tokens = tokens + filled * batch.shape.layers * batch.shape.kv_heads
+    return [Held(*row) for row in torch.stack((pages, batch.seen, tokens), 1).tolist()]

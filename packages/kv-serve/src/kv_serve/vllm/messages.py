@@ -20,6 +20,8 @@ class Turn:
     tokens: int  # of the step
     prompt: int  # tokens that are read before any is generated; after a preemption more than asked
     budget: Budget | None = None  # its own, instead of the policy's
+    serial: int = 0  # of this time that it begins; no other request, or time, has it
+    refused: str | None = None  # why it cannot be served, so that workers let it fail
 
     @property
     def reads(self) -> bool:

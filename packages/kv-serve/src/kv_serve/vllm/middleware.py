@@ -1,14 +1,15 @@
 """What looks at a request before vLLM's server reads it: `vllm serve --middleware` takes it."""
 
-import functools
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from fastapi import HTTPException
 
-from kv_policy import KVPolicy, parse
 from kv_serve.vllm import plugin, requests
+from kv_serve.vllm.nearest import strangers
+from kv_serve.vllm.policies import policy_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -18,13 +19,19 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 PATH: Final = "kv_serve.vllm.middleware.BudgetCheck"
 BAD_REQUEST: Final = 400
 
+# Prompts may be long, and most requests have no name of ours. A name may be spelled in escapes, and
+# only in UTF-16 and UTF-32 is a byte of a JSON text zero.
+_MAY_NAME: Final = re.compile(rb'"\s*kv|\\u|\x00', re.IGNORECASE)
+
 
 class BudgetCheck:
     """ASGI middleware that answers a request with a bad `kv_budget` with status 400.
 
-    The engine never hears of such a request, and no step of it does anything for the check. It is
-    made while the server reads the body, so whatever vLLM looks at first, such as an API key, comes
-    first; and as what it raises is an HTTP exception, the answer is one of vLLM's own.
+    It reads a body as the server does, so that a stream is refused before it has begun, and so are
+    names beside the prompt, which vLLM drops. `admission` checks what vLLM has parsed, whatever the
+    route and the form. It looks while the server reads the body, so whatever vLLM looks at first,
+    such as an API key, comes first; and as what it raises is an HTTP exception, the answer is one
+    of vLLM's own.
     """
 
     def __init__(self, app: App) -> None:
@@ -61,35 +68,44 @@ def check(body: bytes, config: Mapping[str, object]) -> None:
     Raises:
         HTTPException: with status 400 and a sentence.
     """
-    # Prompts may be long, and most of them ask for no budget; \u may spell any key.
-    if requests.KEY.encode() not in body and b"\\u" not in body:
+    if _MAY_NAME.search(body) is None:
         return
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
         return  # a form, or something for which the server has its own words
-    extra = _extra_args(given)
-    if extra.get(requests.KEY) is None:
+    if not isinstance(given, dict):
         return
-    text = config.get(plugin.KEY)
     try:
-        if text is None:
-            raise ValueError(f"this server has no policy, so {requests.KEY} has no meaning")
-        requests.requested_budget(_policy(str(text)), extra)
+        _check(given, config.get(plugin.KEY))
     except ValueError as error:
         raise HTTPException(BAD_REQUEST, str(error)) from error
 
 
-@functools.cache
-def _policy(text: str) -> KVPolicy:
-    return parse(text)  # looks through what is installed, and a server has one policy
-
-
-def _extra_args(given: object) -> Mapping[str, object]:
-    """Find vLLM's extra arguments, which the routes with tokens name as `SamplingParams` does."""
-    if not isinstance(given, dict):
-        return {}
+def _check(given: Mapping[str, object], policy: object) -> None:
     sampling = given.get("sampling_params")
-    inner = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    found = given.get("vllm_xargs") or inner
-    return found if isinstance(found, dict) else {}
+    inner: Mapping[str, object] = sampling if isinstance(sampling, dict) else {}
+    _check_beside(given, "vllm_xargs")
+    _check_beside(inner, "extra_args of sampling_params")
+    for found in (given.get("vllm_xargs"), inner.get("extra_args")):
+        if not isinstance(found, dict):
+            continue
+        if policy is not None:
+            requests.requested_budget(policy_of(str(policy)), found)
+        elif found.get(requests.KEY) is not None:
+            raise ValueError(f"this server has no policy, so {requests.KEY} has no meaning")
+        if found.get(requests.KEY) is not None and given.get("use_beam_search"):
+            raise ValueError(
+                f"vLLM's beam search drops vllm_xargs, and {requests.KEY} with it; leave one of "
+                "the two out"
+            )
+
+
+def _check_beside(given: Mapping[str, object], place: str) -> None:
+    """Refuse names of ours where vLLM drops them."""
+    for name, near in strangers(given, (), (requests.KEY, *plugin.SETTINGS)):
+        if near in plugin.SETTINGS:
+            requests.check_names({name: given[name]})
+        raise ValueError(
+            f"{name} would change nothing here; a request may bring {requests.KEY}, in {place}"
+        )

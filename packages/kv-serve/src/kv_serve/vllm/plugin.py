@@ -5,6 +5,9 @@ from typing import Final
 KEY: Final = "kv_policy"  # of a policy's text in `additional_config`
 POISON: Final = "kv_poison"  # there, true: free pages are filled with NaN, to find who reads them
 
+# What kv-serve reads in `additional_config`; other names that begin so are refused.
+SETTINGS: Final = (KEY, POISON)
+
 # What vLLM calls its attention on a CPU, and our class in its place: the stock one until a
 # configuration names a policy.
 OVERRIDES: Final = {
@@ -21,10 +24,11 @@ CUSTOM: Final = "kv_serve.vllm.custom.CustomBackend"
 def register() -> None:
     """Put our attention in front of vLLM's; called in every process of vLLM, any number of times.
 
-    Nothing is imported here that vLLM has not imported already, and nothing changes for an engine
-    without `kv_policy` in its `additional_config`. On a GPU nothing changes for an engine with one
-    either, unless `--attention-backend CUSTOM` goes with it, as `kv-serve serve` sees to.
+    Nothing changes for an engine without `kv_policy` in its `additional_config`, except that names
+    which are nearly that are refused. On a GPU a policy is served under
+    `--attention-backend CUSTOM`, as `kv-serve serve` sees to.
     """
+    _watch()
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -42,3 +46,13 @@ def register() -> None:
     for name, path in OVERRIDES.items():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], path)
+
+
+def _watch() -> None:
+    """Let configurations and requests be checked, in a vLLM that is known."""
+    from kv_serve.vllm.versions import installed, is_served
+
+    if is_served(installed() or ""):
+        from kv_serve.vllm.admission import watch
+
+        watch()

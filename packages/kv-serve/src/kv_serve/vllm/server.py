@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from kv_policy import KVPolicy, parse
 from kv_serve.vllm import adapters, middleware, plain
 from kv_serve.vllm.attach import connector, is_ours
-from kv_serve.vllm.config import is_plain
+from kv_serve.vllm.config import check_settings, is_plain
 from kv_serve.vllm.plugin import KEY
 
 logger = init_logger("vllm.kv_serve")
@@ -52,6 +52,7 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         ValueError: an option of vLLM says something else, or there is no such policy.
     """
     config = given.additional_config
+    check_settings(config)
     named = config.get(KEY, text)
     if named is None:
         return

@@ -1,17 +1,62 @@
 """The attention layers of a vLLM model, and what its cache looks like on this device."""
 
+from collections.abc import Sequence
+
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kv_policy import CacheShape
 from kv_serve.backends import serving
+from kv_serve.vllm.config import UnservableError
+from kv_serve.vllm.plugin import KEY
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
     """Give the layers that have a cache, in the order in which they run."""
     layers = config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if isinstance(layer, Attention)]
+
+
+def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bool) -> None:
+    """Refuse a model whose layers differ in what is stored of a token.
+
+    Args:
+        config: the engine's.
+        layers: those that have a cache.
+        in_pages: whether tokens lie in pages, which one account counts for all layers and heads;
+            else each layer has slots of its own.
+
+    Raises:
+        UnservableError: a layer has no attention, or differs from the first.
+    """
+    every = config.model_config.get_num_layers(config.parallel_config)
+    if in_pages and len(layers) != every:
+        raise UnservableError(
+            f"this model has {every} layers, and {len(layers)} with attention of their own; this "
+            f"{KEY} is served where every layer has: take one with one format for all tokens, such "
+            "as k8v4"
+        )
+    first = _sizes(layers[0], in_pages=in_pages)
+    for i, layer in enumerate(layers):
+        for what, size in _sizes(layer, in_pages=in_pages).items():
+            if size != first[what]:
+                raise UnservableError(
+                    f"layer {i} of this model has {size:g} {what}, and layer 0 has "
+                    f"{first[what]:g}; this {KEY} is served where all layers are alike: remove it "
+                    "from additional_config"
+                )
+
+
+def _sizes(layer: Attention, *, in_pages: bool) -> dict[str, int | float]:
+    dims = {
+        "dimensions of a key": layer.head_size,
+        "dimensions of a value": layer.head_size_v,
+    }
+    if not in_pages:
+        return dims
+    heads = {"KV heads": layer.num_kv_heads, "query heads": layer.num_heads}
+    return {**heads, **dims, "as the scale of its attention": layer.impl.scale}
 
 
 def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:

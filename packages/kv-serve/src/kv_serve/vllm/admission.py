@@ -1,0 +1,95 @@
+"""What vLLM refuses for us, in the process that is given a configuration or a request.
+
+vLLM makes an `InputProcessor` of a configuration before it starts an engine, and takes every
+request through it: of its servers, whatever the route, of a file of requests, and of `LLM`. It
+offers no hook there, so two of its methods are extended. By then a request is what vLLM has parsed,
+however it was written.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from kv_serve.vllm import plugin
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+
+
+def watch() -> None:
+    """Let vLLM's `InputProcessor` check what is meant for kv-serve; any number of times."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if InputProcessor.process_inputs.__module__ == __name__:
+        return
+    make, admit = InputProcessor.__init__, InputProcessor.process_inputs
+
+    @functools.wraps(make, assigned=("__name__", "__qualname__", "__doc__"))
+    def made(self: InputProcessor, vllm_config: "VllmConfig", *more: Any, **options: Any) -> None:
+        check_configuration(vllm_config)
+        make(self, vllm_config, *more, **options)
+
+    @functools.wraps(admit, assigned=("__name__", "__qualname__", "__doc__"))
+    def admitted(
+        self: InputProcessor, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any
+    ) -> Any:
+        check_request(self.vllm_config, params, goes_on=bool(options.get("resumable")))
+        return admit(self, request_id, prompt, params, *more, **options)
+
+    InputProcessor.__init__ = made
+    InputProcessor.process_inputs = admitted
+
+
+def check_configuration(config: "VllmConfig") -> None:
+    """Refuse a configuration whose policy cannot be served; one without is left alone.
+
+    Raises:
+        ValueError: the sentence says what is wrong.
+    """
+    from kv_serve.vllm.config import check_settings, served_policy
+
+    check_settings(config.additional_config)
+    if _policy_of(config) is not None:
+        served_policy(config)
+
+
+def check_request(
+    config: "VllmConfig", params: "SamplingParams | PoolingParams", *, goes_on: bool
+) -> None:
+    """Refuse a request that the engine's policy cannot go by; without a policy nothing is done.
+
+    Args:
+        config: the engine's.
+        params: what the request asks for.
+        goes_on: whether more of its prompt comes after its answer.
+
+    Raises:
+        VLLMValidationError: vLLM's own, so its servers answer with status 400, and the sentence.
+    """
+    text = _policy_of(config)
+    if text is None:
+        return
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    from kv_serve.vllm.policies import policy_of
+    from kv_serve.vllm.requests import check_pooling, requested_budget
+
+    try:
+        if isinstance(params, SamplingParams):
+            requested_budget(policy_of(text), params.extra_args)
+        else:
+            check_pooling(params.extra_kwargs or {})
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
+    if goes_on:
+        raise VLLMValidationError(
+            f"under a {plugin.KEY} a prompt comes whole, and this one comes in pieces, with "
+            "answers between them; send each turn as a request of its own"
+        )
+
+
+def _policy_of(config: "VllmConfig") -> str | None:
+    given = config.additional_config
+    return given.get(plugin.KEY) if isinstance(given, dict) else None
