@@ -151,8 +151,10 @@ def plan_layers(
     window: int,
     page: Int[Tensor, "K n H"],
     due: Int[Tensor, " D"] | None,
-) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n B H"] | None]:
+) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n _ H"] | None]:
     """Plan some layers together; give each group's tiers, layer by layer, and the plan's cuts.
+
+    The cuts are of the sequences that are due.
 
     Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
     beside the budget. Of sequences that are not `due` (None: all are) every token stays.

@@ -31,7 +31,7 @@ def started(reader: Reader) -> CompressedCache:
     return cache
 
 
-def answer(reader: Reader, cache: CompressedCache, first: int, count: int = 6) -> Tensor:
+def answer(reader: Reader, cache: CompressedCache, first: int, count: int = 3) -> Tensor:
     """The logits of some tokens more in each row, which depend on `first`."""
     rows = len(MASK)
     ids = torch.cat((IDS, first + torch.arange(rows * count).view(rows, count)), 1)
@@ -47,18 +47,16 @@ def test_a_copy_and_what_it_is_a_copy_of_answer_as_fresh_caches(model, policy) -
     cache = started(reader)
     with torch.inference_mode():
         second = copy.deepcopy(cache)
-        third = copy.deepcopy(second)
-    found = [answer(reader, cache, 5), answer(reader, second, 40), answer(reader, third, 5)]
+    found = [answer(reader, cache, 5), answer(reader, second, 40)]
     wanted = [answer(reader, started(reader), first) for first in (5, 40)]
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
-    assert torch.equal(found[2], wanted[0])
-    for each in (cache, second, third):
+    for each in (cache, second):
         each.tiered.batch.pool.check(each.tiered.batch.pages())
         assert torch.equal(each.memory().tokens, cache.memory().tokens)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[1::4])
 @torch.no_grad()
 def test_a_copy_in_mid_chat_is_repeated_and_reset_on_its_own(model, policy) -> None:
     reader = Reader(model, policy)
@@ -67,7 +65,7 @@ def test_a_copy_in_mid_chat_is_repeated_and_reset_on_its_own(model, policy) -> N
     before = cache.memory().tokens
     second = copy.deepcopy(cache)
     second.batch_repeat_interleave(2)
-    place = torch.tensor([[17], [7], [12]]).repeat_interleave(2, 0)
+    place = torch.tensor([[14], [4], [9]]).repeat_interleave(2, 0)
     token = torch.tensor([[9], [8], [7]]).repeat_interleave(2, 0)
     twice = model(token, position_ids=place, **passing(model, second)).logits
     assert torch.equal(cache.memory().tokens, before)
