@@ -172,7 +172,7 @@ class Worker:
             if turn.refused is not None:
                 raise ValueError(turn.refused)
             cache = self._prompt(turn)
-        except ValueError as error:
+        except Exception as error:
             self._note(turn.request, error)
             self.lost.append(slice(begin, end))
             self._let_go({turn.request})
