@@ -231,9 +231,10 @@ def peers_vllm(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Runs the tests that repeat at scale what others show, and those inside vLLM among them."""
-    install_vllm(session, groups=("test", "model"))
+    """Runs the tests that repeat at scale what others show, and then those inside vLLM."""
+    install(session, *editable(["kv-serve[cpu]"]), groups=("test",), own="kv-serve")
     pytest(session, "packages/kv-serve/tests", "-m", "slow")
+    session.notify("vllm", ("-m", "slow"))
 
 
 @nox.session

@@ -20,7 +20,7 @@ class World:
         self.site = site
         patch.setattr(sys, "path", [str(site)])
 
-    def install(self, name: str, direct: dict[str, object] | None) -> None:
+    def install(self, name: str, direct: object) -> None:
         info = self.site / f"{name.replace('-', '_')}-0.1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
@@ -71,10 +71,13 @@ def test_in_a_checkout_packages_are_named_by_their_folders(
         {"url": "file:///wheels/kv_policy-0.1.0-py3-none-any.whl", "archive_info": {}},
         {"url": "https://example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": "0"}},
         {"url": "file:///a/folder/that/is/gone", "dir_info": {}},
+        {"url": 3, "dir_info": {}},
+        {"dir_info": {}},
+        ["dir_info"],
     ],
 )
 def test_elsewhere_packages_are_named_by_their_names(
-    world: World, packages: Path, direct: dict[str, object] | None
+    world: World, packages: Path, direct: object
 ) -> None:
     world.install("kv-policy", direct)
     assert checkout_of("kv-odd") is None

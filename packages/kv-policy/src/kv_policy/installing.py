@@ -70,13 +70,11 @@ def _installed_from(package: str) -> Path | None:
     """The folder that a distribution was installed from, as PEP 610 records it."""
     try:
         text = metadata.distribution(package).read_text("direct_url.json")
-    except (metadata.PackageNotFoundError, ValueError):
-        return None
-    direct: dict[str, Any] = json.loads(text) if text else {}
-    url = urlsplit(str(direct.get("url", "")))
-    if url.scheme != "file" or "dir_info" not in direct:
-        return None
-    return Path(url2pathname(url.path))
+        direct = json.loads(text or "{}")
+        url = urlsplit(direct["url"]) if "dir_info" in direct else None
+    except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # whatever else stands there: a name is advised then
+    return None if url is None or url.scheme != "file" else Path(url2pathname(url.path))
 
 
 def _project(folder: Path) -> dict[str, Any]:
