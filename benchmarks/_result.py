@@ -71,6 +71,7 @@ def write(
     if quick:
         print(f"{name}: a quick run, nothing is written", file=sys.stderr)
         return None
+    from kv_policy.files import write_whole
     from kv_serve.evaluate.machine import machine
 
     result = {
@@ -83,5 +84,5 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    write_whole(path, f"{json.dumps(result, indent=2, allow_nan=False)}\n".encode())
     return path

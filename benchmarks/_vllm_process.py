@@ -12,6 +12,8 @@ from unittest.mock import patch
 import _result
 from rich.console import Console
 
+from kv_serve.evaluate.records import Records
+
 P = ParamSpec("P")
 T = TypeVar("T")
 CONSOLE: Final = Console(stderr=True)
@@ -38,7 +40,7 @@ class Rows:
     """What has been measured, on disk row by row, so that a later run goes on from here.
 
     The file is `<name>.partial` beside the results. Its first line says what was asked and of which
-    commit; a file that was asked something else is begun anew. A quick run keeps no file. After
+    commit; a file that was asked something else is set aside. A quick run keeps no file. After
     `minutes` no row is begun.
     """
 
@@ -52,16 +54,13 @@ class Rows:
         self.rows: list[Row] = []
         if quick:
             return
-        head = json.loads(json.dumps({"commit": _result.commit(), **asked}))
-        if self.path.exists():
-            first, *rest = self.path.read_text().splitlines()
-            if json.loads(first) == head:
-                self.rows = [json.loads(line) for line in rest]
-                CONSOLE.print(f"going on from {self.path}, which has {len(self.rows)} rows")
-                return
-            CONSOLE.print(f"{self.path} is of other settings or another commit; starting anew")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(head) + "\n")
+        head = {"commit": _result.commit(), **asked}
+        if not self.path.exists():
+            self.records = Records.start(self.path, head)
+            return
+        self.records, wrong = Records.resume(self.path, head)
+        self.rows = [json.loads(line) for line in self.records.lines]
+        CONSOLE.print(f"{wrong} going on from {self.path}, which has {len(self.rows)} rows".strip())
 
     def measured(self, key: Row, measure: Callable[[], Row]) -> Row:
         """Give the row that begins with these fields; measure it if it is not there yet.
@@ -80,8 +79,7 @@ class Rows:
         self.rows.append(row)
         CONSOLE.print(f"  {row}")
         if not self.quick:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+            self.records.append([json.dumps(row, allow_nan=False).encode()])
         return row
 
     def finish(self, summary: Mapping[str, float]) -> None:
@@ -89,7 +87,7 @@ class Rows:
         for name, value in summary.items():
             print(f"{name:44} {value:.4f}")
         if _result.write(self.name, summary, self.rows, quick=self.quick):
-            self.path.unlink()
+            self.records.remove()
 
 
 def alternating(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

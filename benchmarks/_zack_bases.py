@@ -1,6 +1,7 @@
 """What the bases of a model are like: spectra, how they differ between texts, and a picture."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
@@ -8,6 +9,7 @@ import _zack
 from _evaluation import CONSOLE
 from _zack_size import Size
 
+from kv_policy.files import write_whole
 from kv_serve.models import LoadedModel
 from kv_serve.tasks import Text, default_text
 from kv_svd import Moments, Statistics, Zack, load, rotation
@@ -100,5 +102,7 @@ def draw(rows: Sequence[dict[str, object]], path: Path) -> None:
         ax.set(title=pair, xlabel="dimension", yscale="log", ylim=(1e-3, 1.1))
     axes[0].set_ylabel("singular value / greatest")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    made = BytesIO()
+    figure.savefig(made, format=path.suffix[1:], metadata={"Date": None})
+    write_whole(path, made.getvalue())
     pyplot.close(figure)

@@ -31,6 +31,7 @@ from triton.runtime.errors import OutOfResources
 from kv_attention import DenseTokens, attend
 from kv_attention.gpu import tuning
 from kv_policy import Observe, PagedTokens
+from kv_policy.files import write_whole
 
 TABLE = _bare.ROOT / "packages/kv-attention/src/kv_attention/gpu/tuned.json"
 TOKENS = {"prompt": 8192, "look_back": 8192}
@@ -184,7 +185,7 @@ def main() -> None:
     if given.quick:
         print("a quick run, nothing is written")
         return
-    given.out.write_text(json.dumps(table, indent=2) + "\n")
+    write_whole(given.out, f"{json.dumps(table, indent=2)}\n".encode())
     print(f"written to {given.out}")
 
 

@@ -29,6 +29,7 @@ from _zack_bases import calibration, draw, spectra, stability
 from _zack_rates import greatest, placed, rates
 from _zack_size import full_size, quick_size
 
+from kv_policy.files import write_whole
 from kv_serve.calibrate.loss import loss
 from kv_serve.calibrate.plot import missing
 from kv_serve.evaluate.caches import make_cache
@@ -132,7 +133,7 @@ def main() -> None:
             mine = spectra(found) + stability(loaded, size, others, folder, quick)
         else:
             mine = rates(loaded, size, path)
-        store.write_bytes(msgspec.json.encode(mine))
+        write_whole(store, msgspec.json.encode(mine))
         rows += mine
 
     def make(model: "PreTrainedModel", spec: str) -> "Cache":

@@ -2,13 +2,14 @@
 
 import ast
 import re
+import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tools.release import checked
+from tools.release import checked, expect_on_main
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
@@ -83,12 +84,75 @@ def test_a_workflow_takes_turns_and_ends(path: Path) -> None:
 
 
 @each_workflow
-def test_actions_are_held_to_a_major_version(path: Path) -> None:
-    steps = [step for job in read(path)["jobs"].values() for step in job["steps"]]
-    used = [step["uses"] for step in steps if "uses" in step]
-    assert used
-    for action in used:
-        assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", action), action
+def test_actions_are_named_by_their_commit_and_say_their_version(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if "uses:" in line]
+    assert lines
+    for line in lines:
+        said = r"\s*(- )?uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+        assert re.fullmatch(said, line), line
+
+
+def test_an_action_is_the_same_in_all_workflows() -> None:
+    used = {a for path in WORKFLOWS for a in re.findall(r"uses: (.+)", path.read_text())}
+    names = [action.partition("@")[0] for action in used]
+    assert len(names) == len({*names})
+
+
+@each_workflow
+def test_a_job_with_an_identity_runs_nothing_of_the_repository(path: Path) -> None:
+    for job in read(path)["jobs"].values():
+        if "id-token" in job.get("permissions", {}):
+            assert all("uses" in step and "run" not in step for step in job["steps"])
+            assert not any("checkout" in step["uses"] for step in job["steps"])
+
+
+@each_workflow
+def test_tools_are_installed_from_files_of_hashes(path: Path) -> None:
+    text = path.read_text()
+    given = re.findall(r"pip install (.*)", text)
+    for words in given:
+        hashed = re.fullmatch(r"--require-hashes -r (\.github/tools/\w+\.txt)", words)
+        trial = words.startswith("--python try ")  # of a wheel that was uploaded before
+        assert trial or (hashed is not None and (ROOT / hashed[1]).is_file()), words
+    assert "uvx" not in text
+    assert "pipx" not in text
+
+
+def test_what_a_wheel_is_tried_with_cannot_change_it() -> None:
+    steps = read(next(path for path in WORKFLOWS if path.stem == "release"))["jobs"]["native"][
+        "steps"
+    ]
+    uploads = next(i for i, step in enumerate(steps) if "upload-artifact" in step.get("uses", ""))
+    tries = [i for i, step in enumerate(steps) if "--python try" in step.get("run", "")]
+    assert tries
+    assert min(tries) > uploads
+
+
+TOOLS = sorted(ROOT.glob(".github/tools/*.txt"))
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.stem)
+def test_a_file_of_tools_has_a_version_and_hashes_for_each(path: Path) -> None:
+    text = re.sub(r" *#.*", "", path.read_text())
+    entries = [entry for entry in re.split(r"\n(?=\S)", text.strip()) if entry.strip()]
+    found = {}
+    for entry in entries:
+        named = re.match(r"([\w-]+)==([\w.]+)( ; [^\\]+)? ?\\\n", entry)
+        assert named is not None, entry
+        hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}\b", entry)
+        assert hashes
+        assert len(hashes) == entry.count("--hash")
+        found[named[1]] = named[2]
+    wanted = re.findall(r"^[\w-]+", path.with_suffix(".in").read_text(), re.MULTILINE)
+    assert {*wanted} <= {*found}
+    assert "//" not in path.read_text()  # the address of an index, or of a file
+    assert "index" not in text
+
+
+def test_both_files_of_tools_have_the_same_uv() -> None:
+    assert [path.stem for path in TOOLS] == ["nox", "release"]
+    versions = {re.search(r"^uv==([\w.]+)", path.read_text(), re.MULTILINE)[1] for path in TOOLS}
+    assert len(versions) == 1
 
 
 @each_workflow
@@ -114,6 +178,33 @@ def test_every_package_can_be_released_by_a_tag(package: str, tmp_path: Path) ->
     assert fnmatchcase(tag, pattern)
     root = workspace(tmp_path, package, "0.1.0", "0.1.0")
     assert checked(tag, root) == (package, "0.1.0")
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.invalid", "-c", "commit.gpgsign=false")
+    subprocess.run(("git", "-C", str(folder), *who, *words), check=True, capture_output=True)
+
+
+def test_a_commit_that_is_not_on_main_is_not_released(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--initial-branch", "main")
+    with pytest.raises(ValueError, match="is unknown: "):
+        expect_on_main(tmp_path, "main")
+    for name in ("one", "two"):
+        git(tmp_path, "commit", "--allow-empty", "--message", name)
+    expect_on_main(tmp_path, "main")
+    git(tmp_path, "checkout", "--detach", "HEAD~1")
+    expect_on_main(tmp_path, "main")
+    git(tmp_path, "commit", "--allow-empty", "--message", "beside")
+    with pytest.raises(ValueError, match="commit is not on main; land it there"):
+        expect_on_main(tmp_path, "main")
+
+
+def test_a_release_sees_the_history_of_main() -> None:
+    job = read(next(path for path in WORKFLOWS if path.stem == "release"))["jobs"]["check"]
+    checkout, *_ = job["steps"]
+    assert checkout["with"]["fetch-depth"] == 0
+    run = next(step["run"] for step in job["steps"] if "run" in step)
+    assert run.startswith("python tools/release.py ")
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,10 @@ _DRAW: Final = {"kept": kept, "basis": basis, "channels": channels}
 
 
 if __name__ == "__main__":
+    from kv_policy.files import write_whole
+
     METHODS.mkdir(parents=True, exist_ok=True)
     for path, picture in pictures().items():
         if not path.exists() or path.read_text() != picture:
-            path.write_text(picture)
+            write_whole(path, picture.encode())
             print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kv_policy import Part, installed, load
+from kv_policy.files import write_whole
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
@@ -95,5 +96,5 @@ if __name__ == "__main__":
         before = path.read_text()
         after = written(before)
         if after != before:
-            path.write_text(after)
+            write_whole(path, after.encode())
             print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)

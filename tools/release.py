@@ -1,12 +1,14 @@
 """What a tag releases: `kv-quant-v0.1.0` names a package and its version, and nothing else may."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+MAIN = "refs/remotes/origin/main"
 TAG = re.compile(r"(?P<package>[a-z][a-z-]*)-v(?P<version>\d[^/\s]*)")
 
 
@@ -54,8 +56,23 @@ def checked(tag: str, root: Path = ROOT) -> Release:
     return release
 
 
+def expect_on_main(root: Path = ROOT, main: str = MAIN) -> None:
+    """Compares the commit that is checked out with the history of the main branch.
+
+    Raises:
+        ValueError: the commit is not in it, or there is no such branch here.
+    """
+    command = ("git", "-C", str(root), "merge-base", "--is-ancestor", "HEAD", main)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 1:
+        raise ValueError(f"the tag's commit is not on {main}; land it there, and tag it then")
+    if done.returncode:
+        raise ValueError(f"whether the tag's commit is on {main} is unknown: {done.stderr.strip()}")
+
+
 if __name__ == "__main__":
     try:
+        expect_on_main()
         release = checked(sys.argv[1])
     except ValueError as error:
         sys.exit(str(error))

@@ -1,14 +1,17 @@
 """What has been answered, on disk row by row, so that a later run goes on from here."""
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 from _work import Key, Row
 
+from kv_serve.evaluate.records import Records
+
 
 class Partial:
-    """Rows by environment, in a file whose first line says of which samples and model.
+    """Rows by environment, in a file that says of which samples and model they are.
 
     A row keeps the commit that it was measured with: hours of answers outlive a commit.
     """
@@ -16,33 +19,28 @@ class Partial:
     def __init__(self, path: Path | None, asked: Row) -> None:
         """Take over the rows of a file, if it is there; without a path nothing is kept.
 
-        Raises:
-            ValueError: the file is of other samples or of another model.
+        A file of other samples or of another model is set aside, which is said on standard error.
         """
-        self._path = path
+        self._records: Records | None = None
         self.rows: dict[str, dict[Key, Row]] = defaultdict(dict)
         self.versions: dict[str, dict[str, str]] = {}
         if path is None:
             return
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asked) + "\n")
+            self._records = Records.start(path, asked)
             return
-        text = path.read_text()
-        first, *lines = text[: text.rfind("\n") + 1].splitlines()
-        if json.loads(first) != asked:
-            raise ValueError(f"{path} is of {first}, and asked is {asked}: move it away")
-        path.write_text("".join(f"{line}\n" for line in (first, *lines)))  # without a line cut off
-        for line in lines:
-            self._keep(json.loads(line))
+        self._records, wrong = Records.resume(path, asked)
+        if wrong:
+            print(wrong, file=sys.stderr)
+        for row in self._records.lines:
+            self._keep(json.loads(row))
 
     def take(self, environment: str, commit: str, row: Row) -> None:
         """Keep a row that a script printed."""
         line = {"environment": environment, "commit": commit, **row}
         self._keep(line)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+        if self._records is not None:
+            self._records.append([json.dumps(line, allow_nan=False).encode()])
 
     def done(self, environment: str) -> frozenset[Key]:
         """Which rows are there."""
@@ -50,8 +48,8 @@ class Partial:
 
     def remove(self) -> None:
         """Delete the file; the result has been written."""
-        if self._path is not None:
-            self._path.unlink()
+        if self._records is not None:
+            self._records.remove()
 
     def _keep(self, line: Row) -> None:
         environment = line["environment"]

@@ -1,6 +1,7 @@
 """Puts the tables of all results into the page of benchmarks: `python -m tools.tables`."""
 
+from kv_policy.files import write_whole
 from tools.tables.page import PAGE, renew
 
 if __name__ == "__main__":
-    PAGE.write_text(renew(PAGE.read_text()))
+    write_whole(PAGE, renew(PAGE.read_text()).encode())

@@ -21,6 +21,7 @@ from kv_serve.calibrate.rate import Rate, RateSearch
 from kv_serve.calibrate.search import Search
 from kv_serve.cli import app
 from kv_serve.evaluate.journal import Finished, Journal
+from kv_serve.evaluate.records import Records
 from kv_serve.evaluate.specs import FULL
 from kv_serve.hf.collecting import output_projections
 from kv_serve.hf.support import cache_shape
@@ -277,7 +278,7 @@ def test_halving_finds_the_greatest_rate(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Search, "run", trial)
         patched.setattr(Search, "points", points)
-        list(search.run(loaded, text, Journal(Path("none"), {})))
+        list(search.run(loaded, text, Journal(Records(Path("none"), {}))))
     below = [level for level in levels if level <= cliff]
     assert (search.found is None) == (not below)
     if search.found is not None:

@@ -9,13 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from damaged import mutated
-from kv_serve.evaluate.journal import (
-    MAGIC,
-    Finished,
-    Journal,
-    JournalError,
-    open_journal,
-)
+from kv_serve.evaluate.journal import Finished, Journal, open_journal
+from kv_serve.evaluate.records import MAGIC, Records, RecordsError
 
 ASKED = {"model": "tiny", "length": 100, "versions": {"torch": "1"}}
 
@@ -55,8 +50,9 @@ def test_no_change_of_the_file_is_taken_for_a_sample(tmp_path: Path) -> None:
     lines = {e.key: whole.split(b"\n")[1 + i] for i, e in enumerate(entries)}
     for _ in range(3000):
         data = mutated(whole, chance)
-        journal = Journal(path, ASKED)
-        wrong = journal._take(data)
+        records = Records(path, ASKED)
+        wrong = records.take(data)
+        journal = Journal(records)
         held = [e for e in entries if journal.get(*e.key) is not None]
         assert [journal.get(*e.key) for e in held] == held
         assert len(journal) == len(held)
@@ -142,7 +138,7 @@ def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(
 
     with monkeypatch.context() as patched:
         patched.setattr("os.write", filling)
-        with pytest.raises(JournalError) as error:
+        with pytest.raises(RecordsError) as error:
             journal.append([entry(1)])
     assert str(error.value) == (
         f"the samples in {path} cannot be written: No space left on device; 1 sample is kept "
@@ -207,8 +203,8 @@ def test_a_file_that_is_something_else_is_set_aside(tmp_path: Path, content: byt
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.mkdir()
-    with pytest.raises(JournalError, match=r"x cannot be read: Is a directory; move it away"):
+    with pytest.raises(RecordsError, match=r"x cannot be read: Is a directory; move it away"):
         open_journal(path, ASKED)
     (tmp_path / "file").touch()
-    with pytest.raises(JournalError, match=r"cannot be written: "):
+    with pytest.raises(RecordsError, match=r"cannot be written: "):
         open_journal(tmp_path / "file" / "x", ASKED)

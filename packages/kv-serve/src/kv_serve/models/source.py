@@ -76,8 +76,8 @@ def resolve_model(name: str | None = None) -> Source:
         return _from_package(name, name)
     if name.startswith(("~", ".", "/")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"there is no model {name[:200]!r}: it is no folder, no .gguf file, no installed package that"
-            " carries one, and no name that the Hugging Face hub allows"
+            f"there is no model {name[:200]!r}: it is no folder, no .gguf file, no installed "
+            "package that carries one, and no name that the Hugging Face hub allows"
         )
     return Source(name, "hub")
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_policy.decoding import decode
-from kv_serve.evaluate.journal import ENDING, is_journal
+from kv_serve.evaluate.journal import ENDING
+from kv_serve.evaluate.records import is_journal
 from kv_serve.evaluate.report import Report
 
 
