@@ -73,11 +73,13 @@ class Budget:
             length: tokens seen so far, per sequence.
             token_bytes: bytes one kept token takes over all layers and heads, as it is stored.
             least: tokens the policy always keeps; a share or a byte budget never goes below it.
+
+        What is whole but for rounding, such as 9.2% of 750 tokens, counts as whole.
         """
         if self.unit == "tokens":
             return torch.full_like(length, int(self.amount))
         whole = 100 if self.unit == "percent" else token_bytes
-        return (length.double() * self.amount / whole).floor().to(length.dtype).clamp(min=least)
+        return (length.double() * self.amount / whole + 1e-6).floor().to(length.dtype).clamp(min=least)
 
     def __str__(self) -> str:
         """Give back the text that `parse` reads."""

@@ -248,14 +248,12 @@ def _devices() -> Iterator[Device]:
 
 
 def _policy_problems() -> Iterator[Problem]:
-    from kv_policy import installed, load
+    from kv_policy import BrokenPolicyError, Registry
 
-    for name, entry in installed().items():
+    registry = Registry.scan()
+    for name in registry.claims:
         try:
-            load(name)
-        except Exception as error:  # somebody else's package may fail in any way
-            package = "its package" if entry.dist is None else entry.dist.name
-            yield Problem(
-                f"the policy {name} cannot be loaded: {type(error).__name__}: {error}",
-                f"install {package} again, in a version that goes with the rest",
-            )
+            registry.load(name)
+        except BrokenPolicyError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            yield Problem(what, remedy)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
+from kv_serve.answers import expect_numbers
 from kv_serve.batch import Batch, Pass
 from kv_serve.budgets import resolved
 from kv_serve.carrying import enter, restack
@@ -52,6 +53,7 @@ class KeepSelected:
         self._prompted = False  # the last pass was over prompts
         self._waiting: list[_Arrival] = []
         self._observed: list[Observed] = []  # of the layers that are still to be scored
+        self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's scores of a prompt are NaN
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of what generated tokens brought
 
     def prepare(self, batch: Batch, now: Pass) -> None:
@@ -79,10 +81,12 @@ class KeepSelected:
         if not now.prompt:
             self._waiting.append(_Arrival(key, value))
             self._observed.append(observed)
-            if len(self._observed) * observed.tokens >= _TOGETHER:
+            alone = "queries" in self.selector.reads  # layers may turn theirs differently
+            if alone or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
         scored = score(self.selector, batch, now, layer, [observed])
+        self._wrong += () if scored.wrong is None else (scored.wrong,)
         arrival = _Arrival(key, value, scored)
         if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
@@ -93,6 +97,8 @@ class KeepSelected:
         """Settle what waited for all layers."""
         self._score_step(batch, now)
         waiting, self._waiting = self._waiting, []
+        wrong, self._wrong = self._wrong, []
+        expect_numbers(self.selector, wrong)
         if now.prompt:
             if waiting:
                 self._plan_prompts(batch, now, 0, waiting)

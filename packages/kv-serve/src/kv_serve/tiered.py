@@ -179,13 +179,21 @@ class TieredCache:
         fresh = (query, key, value)
         result = attended(batch, now, layer, fresh, scale, (observe, *others), self.backend)
         observed = dict(zip((observe, *others), (result, *result.others), strict=True))
-        queries = Queries(query, now.position)
+        queries = self._queries(query, now, scale)
         self.keep(layer, key, value, result, queries)
         for follower in self.followers:
             follower.keep(layer, key, value, observed[follower.observe], queries)
         if self._pass is None:
             self.followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
+        """The queries of a pass as selectors see them: q·k / sqrt(D) is the logit."""
+        readers = (self, *self.followers)
+        selectors = [reader.policy.selector for reader in readers]
+        factor = scale * query.shape[-1] ** 0.5
+        read = any(each is not None and "queries" in each.reads for each in selectors)
+        return Queries(query * factor if read and factor != 1 else query, now.position)
 
     @property
     def observe(self) -> Observe:
