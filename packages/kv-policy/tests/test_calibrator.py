@@ -33,13 +33,17 @@ def test_an_unknown_name_lists_those_there_are(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_name_claimed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ("mine", "one:A"), ("mine", "other:B"))
-    with pytest.raises(BrokenPolicyError, match="2 installed packages claim the calibration 'mine'"):
+    with pytest.raises(
+        BrokenPolicyError, match="2 installed packages claim the calibration 'mine'"
+    ):
         load_calibrator("mine")
 
 
 def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ("mine", "no_such_module:A"), ("number", "kv_policy.calibrator:CALIBRATION"))
-    with pytest.raises(BrokenPolicyError, match="'mine' of no_such_module cannot be loaded: Module"):
+    with pytest.raises(
+        BrokenPolicyError, match="'mine' of no_such_module cannot be loaded: Module"
+    ):
         load_calibrator("mine")
     with pytest.raises(BrokenPolicyError, match="CALIBRATION cannot be called"):
         load_calibrator("number")

@@ -66,12 +66,14 @@ def test_the_case_of_letters_does_not_matter(given: str) -> None:
 
 
 def test_the_nearest_three_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("kv-compress", "k8v4", "k4v4", "snapkv", "ada-snapkv", "streaming", "palu")
+    names = ("kv-compress", "k8v4", "k4v4", "k8v8", "snapkv", "ada-snapkv", "streaming", "palu")
     use(monkeypatch, *((name, "kv_policy.raw:Raw") for name in names))
-    with pytest.raises(UnknownPolicyError, match=r"the nearest of 7 installed: snapkv, ada-snapkv,"):
+    with pytest.raises(UnknownPolicyError, match=r"the nearest of 8 installed: snapkv, ada-snapkv"):
         load("SnapVK")
-    with pytest.raises(UnknownPolicyError, match="'kv-compres'; the nearest of 7 .*: kv-compress"):
+    with pytest.raises(UnknownPolicyError, match=r"'kv-compres'; the nearest of 8 .*: kv-compress"):
         load("kv-compres")
+    with pytest.raises(UnknownPolicyError, match=r"installed: k8v8, k8v4, k4v4$"):
+        load("K8V5")
 
 
 def test_entry_points_are_scanned_once_for_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_entry_points_are_scanned_once_for_a_text(monkeypatch: pytest.MonkeyPatc
 
 def test_a_class_without_a_name_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ("part", "kv_policy.part:Part"))
-    with pytest.raises(BrokenPolicyError, match="kv_policy.part:Part has no name; register"):
+    with pytest.raises(BrokenPolicyError, match=r"kv_policy\.part:Part has no name; register"):
         load("part")
     with pytest.raises(TypeError, match="Part has no name; set `name: ClassVar"):
         Part()

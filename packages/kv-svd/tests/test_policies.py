@@ -123,12 +123,12 @@ def test_zack_takes_the_rate_that_calibration_found(made, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"the rate 0.35 in .* was found with adaptive ranks"):
         Zack(str(path), ranks="uniform")
     for multiple in (1, 8, 32):
-        sentence = f"multiples of 16; with multiple={multiple} give a rate"
+        sentence = f"multiples of 16; with multiple={multiple} say keep="
         with pytest.raises(ValueError, match=sentence):
             Zack(str(path), multiple=multiple)
         assert Zack(str(path), rate=0.3, multiple=multiple).allotment.rate >= 0.3
     assert Zack(str(path), multiple=16) == Zack(str(path))
-    with pytest.raises(ValueError, match=r"svd-kv needs rate=\.\.\. "):
+    with pytest.raises(ValueError, match=r"svd-kv needs keep=\.\.\. "):
         SvdKV(str(path))
 
 

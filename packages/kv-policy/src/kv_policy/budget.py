@@ -79,7 +79,9 @@ class Budget:
         if self.unit == "tokens":
             return torch.full_like(length, int(self.amount))
         whole = 100 if self.unit == "percent" else token_bytes
-        return (length.double() * self.amount / whole + 1e-6).floor().to(length.dtype).clamp(min=least)
+        return (
+            (length.double() * self.amount / whole + 1e-6).floor().to(length.dtype).clamp(min=least)
+        )
 
     def __str__(self) -> str:
         """Give back the text that `parse` reads."""

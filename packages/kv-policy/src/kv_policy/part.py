@@ -1,7 +1,6 @@
 """The base of everything that has a name in a policy's text form."""
 
 import dataclasses
-import math
 import re
 import types
 from dataclasses import dataclass
@@ -58,7 +57,9 @@ class Part:
                 object.__setattr__(self, key, _checked(value, hint))  # 1 becomes 1.0 in a float
             except ValueError as error:
                 meant = self._meant(key, str(value))
-                raise ValueError(f"{self.name}: {key}={value!r} is refused: {error}{meant}") from None
+                raise ValueError(
+                    f"{self.name}: {key}={value!r} is refused: {error}{meant}"
+                ) from None
 
     @property
     def selector(self) -> Selector | None:
@@ -127,7 +128,9 @@ class Part:
         """Describe the parameters, in order, with their defaults as text; `keep` comes last."""
         hints = _hints(cls)
         instead = " or ".join(cls.amounts)
-        keep = Parameter(KEEP, "%", "none", f"share of the {cls.amount_of} that stays, instead of {instead}")
+        keep = Parameter(
+            KEEP, "%", "none", f"share of the {cls.amount_of} that stays, instead of {instead}"
+        )
         return (
             *(
                 Parameter(f.name, _type_name(hints[f.name]), _default(f), _doc(hints[f.name]))
@@ -168,7 +171,7 @@ class Part:
 
     @classmethod
     def _meant(cls, key: str, text: str) -> str:
-        """What was probably meant by a number that is refused; nothing where that cannot be told."""
+        """What was probably meant by a number that is refused; empty where that cannot be told."""
         number = re.fullmatch(r"(\d*\.?\d+)(%?)", strip(text))
         if not cls._keeps() or key not in (KEEP, *cls.amounts) or number is None:
             return ""

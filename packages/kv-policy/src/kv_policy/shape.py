@@ -36,8 +36,8 @@ class Rope:
 
     def turned(
         self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
-    ) -> Float[Tensor, "*S D"]:
-        """Turn vectors by as many positions; the shape of these broadcasts to that of vectors."""
+    ) -> Float[Tensor, "*T D"]:
+        """Turn vectors by as many positions; S and P broadcast to T."""
         rate, partner = self._by_dimension(x.shape[-1], x.device)
         angle = position[..., None] * rate
         return x * angle.cos() - x[..., partner] * angle.sin()

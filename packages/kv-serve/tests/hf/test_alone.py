@@ -40,7 +40,7 @@ def kept(cache: CompressedCache) -> list[list[tuple[int, int]]]:
     return [sorted(row) for row in found]
 
 
-# Prompts so short that the pools of many tokens are the same (15), and that hold tokens twice, whose
+# Prompts so short that the pools of many tokens are the same, and that hold tokens twice, whose
 # keys have one norm: scores are equal but for rounding, which differs between a batch and a row.
 @pytest.mark.parametrize("policy", selectors())
 @torch.no_grad()

@@ -74,7 +74,7 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
 
 
 def _kinds(model: "PreTrainedModel") -> Iterator[str]:
-    """What transformers calls the kinds of the rotary embeddings of a model, by layer type or not."""
+    """What transformers calls the kinds of the rotary embeddings of a model."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         yield from map(str, kind.values() if isinstance(kind, dict) else (kind,))
@@ -121,7 +121,7 @@ def _queries(
 
 
 def _candidates(model: "PreTrainedModel", dim: int) -> Iterator[Rope]:
-    """Rotations that a layer may have: none, or any frequencies of the model over some dimensions."""
+    """Rotations that a layer may have: none, or frequencies of the model over some dimensions."""
     yield Rope((), ())
     seen: set[tuple[float, ...]] = set()
     for name, buffer in model.named_buffers():
