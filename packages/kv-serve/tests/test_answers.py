@@ -1,12 +1,12 @@
 """What a selector of somebody else answers, and what is refused of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import pytest
 import torch
 
-from kv_policy import Budget, CacheShape, Evictor, LayerView, PlanView
+from kv_policy import Budget, CacheShape, Evictor, LayerView, PlanView, Rope, parse
 from kv_serve.hf.support import expect_order
 from kv_serve.tiered import TieredCache
 
@@ -79,3 +79,20 @@ def test_what_is_right_is_taken_and_nan_of_the_model_is_no_fault_of_the_methods(
 def test_arguments_that_are_no_model_and_policy_are_refused(given: tuple[object, object]) -> None:
     with pytest.raises(TypeError, match="a model of transformers and then a policy or its text"):
         expect_order(*given)
+
+
+def test_queries_are_read_in_the_scale_of_the_models_attention() -> None:
+    # Expected attention is of q·k / sqrt(D), so a model with another scale has other queries.
+    kept = []
+    for scale, factor in ((0.5, 1.0), (8**-0.5, 0.5 * 8**0.5)):
+        shape = replace(SHAPE, rope=Rope((1.0, 0.3, 0.1, 0.01)))
+        cache = TieredCache(parse("expected-attention:budget=8,sinks=1"), shape, page_tokens=4)
+        draw = torch.Generator().manual_seed(5)
+        cache.begin(torch.ones(1, 40, dtype=torch.bool))
+        for layer in range(2):
+            query = 4 * torch.randn(1, 2, 2, 40, 8, generator=draw)
+            key, value = torch.randn(2, 1, 2, 40, 8, generator=draw)
+            cache.attend(layer, query * factor, key, value, scale)
+        store = cache.batch.stores[0]
+        kept.append(store.read(store.streams()).position.sort(-1).values.tolist())
+    assert kept[0] == kept[1]
