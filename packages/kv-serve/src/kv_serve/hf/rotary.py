@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS: Final = 5
-POSITIONS: Final = (0, 1, 13, 101)  # of which frequencies from 1 to 0.001 leave their marks
-NEAR: Final = 0.02  # of a query's norm: bfloat16 rounds to less, another rotation is far off
+POSITIONS: Final = (0, 1, 13, 101, 1009)  # frequencies from 1 to 0.0001 leave their marks
+FAR: Final = 2047  # the last position, for a model that names none
+NEAR: Final = 1e-3  # of a query's norm: a wrong rotation is far off
+NEAR_IN_16_BITS: Final = 0.02  # which round the model's own rotation to less
 _GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on what is read
 
 
@@ -43,13 +45,15 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
                 f"({kind}) changes with the length of what is read; use a policy that reads no "
                 "queries, such as snapkv"
             )
-    last = model.config.get_text_config(decoder=True).max_position_embeddings - 1
+    config = model.config.get_text_config(decoder=True)
+    last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
+    near = NEAR if model.dtype.itemsize >= 4 else NEAR_IN_16_BITS
     places = [*(p for p in POSITIONS if p < last), last]
     query = _queries(model, shape, places)  # N T P H D
     start = query[:, :, :1]
     size = vector_norm(start, dim=(1, 2, 3, 4)).clamp(min=torch.finfo(torch.float32).tiny)
     position = torch.tensor(places[:-1], device=query.device)[:, None]
-    best: list[tuple[float, Rope | None]] = [(NEAR, None)] * shape.layers
+    best: list[tuple[float, Rope | None]] = [(near, None)] * shape.layers
     for rope in _candidates(model, shape.key_dim):
         off = rope.turned(start, position) - query[:, :, :-1]
         error = vector_norm(off, dim=(1, 3, 4)).amax(1) / size
@@ -60,7 +64,9 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
     # Far off an angle is rounded too much to compare, but no rotation changes a norm.
     norm = vector_norm(query, dim=-1)
     grown = (norm / norm[:, :, :1] - 1).abs().nan_to_num(0).amax((1, 2, 3)).tolist()
-    ropes = [None if off > NEAR else rope for off, (_, rope) in zip(grown, best, strict=True)]
+    ropes = [
+        None if off > NEAR_IN_16_BITS else rope for off, (_, rope) in zip(grown, best, strict=True)
+    ]
     missing = [layer for layer, rope in enumerate(ropes) if rope is None]
     if missing:
         raise UnsupportedModelError(
@@ -104,7 +110,7 @@ def _queries(
     ids = (torch.arange(TOKENS, device=model.device) * 7 + 3) % vocabulary
     position = torch.tensor(places, device=model.device).repeat(TOKENS)
     rows = ids.repeat_interleave(len(places))[:, None]
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
@@ -115,9 +121,11 @@ def _queries(
                 **passing(model, Watching(model, "raw")),
             )
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
     each = torch.stack([found[layer] for layer in range(shape.layers)])
-    return each.unflatten(1, (TOKENS, len(places)))
+    by_token: Tensor = each.unflatten(1, (TOKENS, len(places)))
+    return by_token
 
 
 def _candidates(model: "PreTrainedModel", dim: int) -> Iterator[Rope]:
