@@ -11,14 +11,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 TABLE = re.compile(r"^\| it says \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 REFUSED = {
     "nothing": "no policy is called",
+    "kv-compres": "no policy is called",
     "snapkv:budgt=3": "has no parameter",
     "snapkv:budget=0": "is refused",
     "k8v4+k4v2": "both say how tokens are stored",
     "leankv+k8v4": "both say how tokens are stored",
     "h2o+leankv": "both say which tokens are kept",
     "snapkv:budget=16": "is smaller than the",
-    "kv-compress:rate=4,budget=512": "both say how much is kept",
-    "zack:file=none.safetensors,rate=0.2": "does not exist",
+    "kv-compress:keep=25%,budget=512": "both say how much is kept",
+    "zack:file=none.safetensors,keep=80%": "does not exist",
 }
 
 

@@ -218,6 +218,17 @@ def test_a_rate_is_a_share_of_the_tokens_seen() -> None:
     assert selector.budget.resolve(length, 1, selector.protected).tolist() == [512, 128]
 
 
+def test_keep_is_a_rate_where_that_is_whole_and_a_budget_elsewhere() -> None:
+    # The policies of results keep their names, and no share is rounded on the way.
+    assert str(parse("kv-compress:keep=25%")) == "kv-compress:rate=4"
+    assert str(parse("kv-compress:keep=12.5%+k8v4")) == "kv-compress:rate=8+k8v4"
+    assert str(parse("kv-compress:keep=30%,floor=64")) == "kv-compress:budget=30%,floor=64"
+    length = torch.tensor([290, 900, 145])
+    for rate in (29, 9):  # 100 / 29 and 100 / 9 are below what they stand for
+        selector = KVCompress(rate=rate).selector
+        assert selector.budget.resolve(length, 1).tolist() == [n // rate for n in length.tolist()]
+
+
 def test_it_plans_while_generating_only_if_asked() -> None:
     assert not KVCompress().observe.generated
     policy = parse("kv-compress:budget=64,every=16,most=900")
@@ -233,6 +244,10 @@ def test_it_plans_while_generating_only_if_asked() -> None:
         ("kv-compress:budget=11,sinks=4", "smaller than the 12 it protects"),
         ("kv-compress:budget=9,window=full", "smaller than the 10 it protects"),
         ("kv-compress:rate=0.5", "rate=0.5 is refused"),
+        ("kv-compress:rate=0.25", "to keep 0.25 of the tokens seen write keep=25%"),
+        ("kv-compress:rate=25%", "write the share of the tokens seen that stays as keep=25%"),
+        ("kv-compress:keep=25%,rate=4", "keep=25% and rate=4 both say how much is kept"),
+        ("kv-compress:budget=64,keep=25%", "keep=25% and budget=64 both say how much is kept"),
         ("kv-compress:rate=2,budget=64", "both say how much is kept"),
         ("kv-compress:rate=2,floor=4", "floor=4 tokens is smaller than the 8 it protects"),
         ("kv-compress:pool=4", "pool=4 has no middle"),

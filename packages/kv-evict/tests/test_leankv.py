@@ -401,3 +401,16 @@ def test_a_format_that_is_not_installed_says_where_formats_come_from() -> None:
         UnknownPolicyError, match=r"are in the package kv-quant: `.* install .*kv-quant`"
     ):
         LeanKV(high="k99v1")
+
+
+def test_what_adds_up_to_a_threshold_but_for_rounding_reaches_it() -> None:
+    # All of a head's attention is 1, in whatever order it is added up: the best token reaches it.
+    policy = lean(low="drop", t_high=1.0)
+    for seed in range(20):
+        score = torch.rand(1, 1, 2, 37, generator=torch.Generator().manual_seed(seed))
+        for padding in (0, 64):
+            view = plan_view(torch.nn.functional.pad(score, (0, padding)))
+            view = replace(view, position=view.position.masked_fill(view.position >= 37, -1))
+            kept = policy.plan(view) != DROP
+            assert kept.sum(-1).tolist() == [[[1, 1]]]
+            assert torch.equal(kept.int().argmax(-1), score.argmax(-1))

@@ -47,3 +47,19 @@ def test_what_lies_across_a_gap_is_no_neighbour():
 def test_a_single_token():
     one = torch.tensor([[[3]]])
     assert pool(one.float(), one, one > 0, 21, "avg").tolist() == [[[3.0]]]
+
+
+@given(heads(), st.sampled_from([3, 7, 21]))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_tokens_of_the_same_pool_are_worth_the_same_to_the_last_bit(row, size):
+    # Whoever keeps the best of them decides by position then, in a batch as alone.
+    positions, scores, counted = row
+    position, counts = torch.tensor([[positions]]), torch.tensor([[counted]])
+    found = pool(torch.tensor([[scores]]).float() / 3, position, counts, size, "avg")[0, 0]
+    pools = {}
+    for i, p in enumerate(positions):
+        if counted[i]:
+            near = (abs(p - q) <= size // 2 for q in positions)
+            mine = tuple(j for j, n in enumerate(near) if n and counted[j])
+            pools.setdefault(mine, set()).add(found[i].item())
+    assert all(len(values) == 1 for values in pools.values())

@@ -76,6 +76,11 @@ def test_a_share_is_the_exact_share_rounded_down(
     assert resolved.tolist() == [max(least, n * percent // 100) for n in length]
 
 
+@pytest.mark.parametrize(("share", "length", "tokens"), [("9.2%", 750, 69), ("32.8%", 1625, 533)])
+def test_a_share_that_is_whole_is_not_rounded_away(share: str, length: int, tokens: int) -> None:
+    assert Budget.parse(share).resolve(torch.tensor([length]), 1).tolist() == [tokens]
+
+
 @given(st.integers(1, 10**6), st.integers(1, 10**6), LENGTHS)
 def test_bytes_are_never_exceeded(amount: int, token_bytes: int, length: list[int]) -> None:
     resolved = Budget(amount, "bytes").resolve(torch.tensor(length), token_bytes, least=0)

@@ -4,12 +4,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from kv_policy import calibrator, load_calibrator
+from kv_policy import BrokenPolicyError, calibrator, load_calibrator, registry
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     made = [EntryPoint(name, value, calibrator.CALIBRATION) for name, value in entries]
-    monkeypatch.setattr(calibrator, "entry_points", lambda group: made)
+    monkeypatch.setattr(registry, "entry_points", lambda group: made)
 
 
 def test_one_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,5 +33,17 @@ def test_an_unknown_name_lists_those_there_are(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_name_claimed_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ("mine", "one:A"), ("mine", "other:B"))
-    with pytest.raises(ValueError, match="two installed packages claim 'mine'"):
+    with pytest.raises(
+        BrokenPolicyError, match="2 installed packages claim the calibration 'mine'"
+    ):
         load_calibrator("mine")
+
+
+def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, ("mine", "no_such_module:A"), ("number", "kv_policy.calibrator:CALIBRATION"))
+    with pytest.raises(
+        BrokenPolicyError, match="'mine' of no_such_module cannot be loaded: Module"
+    ):
+        load_calibrator("mine")
+    with pytest.raises(BrokenPolicyError, match="CALIBRATION cannot be called"):
+        load_calibrator("number")

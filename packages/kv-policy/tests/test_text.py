@@ -132,7 +132,7 @@ def test_order_of_parts_and_keys_does_not_matter(register: Callable[..., None]) 
         (
             "every:windw=3",
             "every has no parameter 'windw'; its parameters: budget, window, rate, text, maybe, "
-            "limit, floor, kind, size, flag",
+            "limit, floor, kind, size, flag, keep",
         ),
         ("raw:x=1", "raw has no parameter 'x'; its parameters: none"),
         ("stored", "stored needs path="),
@@ -196,3 +196,47 @@ def test_parameters_describe_themselves() -> None:
     assert described["flag"].default == "false"
     assert described["maybe"].default == "none"
     assert [p.default for p in Stored.parameters()] == ["required"]
+
+
+@given(st.integers(1, 100).map(str) | st.floats(0.01, 100).map(repr))
+@repeated
+def test_keep_is_a_budget_in_percent(register: Callable[..., None], share: str) -> None:
+    register(Every)
+    policy = parse(f"every:keep={share}%,window=4")
+    assert policy == parse(f"every:budget={share}%,window=4")
+    assert parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("every:keep=25%,budget=8", "every: keep=25% and budget=8 both say how much is kept"),
+        ("every:keep=25%,keep=20%", "'keep' is given twice"),
+        ("every:keep=0.25", "to keep 0.25 of the tokens seen write keep=25%"),
+        ("every:keep=25", "to keep 0.25 of the tokens seen write keep=25%"),
+        ("every:keep=0%", "from above 0% to 100%"),
+        ("every:keep=101%", "from above 0% to 100%"),
+        ("every:keep=512B", "from above 0% to 100%"),
+        ("every:keep=much", "from above 0% to 100%"),
+        ("every:budget=0.25", "tokens are whole; to keep 0.25 of the tokens seen write keep=25%"),
+        ("stored:path=x,keep=25%", "stored has no parameter 'keep'; its parameters: path"),
+    ],
+)
+def test_a_share_that_is_not_one_is_refused(
+    register: Callable[..., None], text: str, message: str
+) -> None:
+    register(Every, Stored)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        parse(text)
+    assert message in str(error.value)
+
+
+def test_a_parameter_of_that_name_is_the_parts_own(register: Callable[..., None]) -> None:
+    @dataclass(frozen=True)
+    class Own(Every):
+        name: ClassVar[str] = "own"
+        keep: int = 3
+
+    register(Own)
+    assert parse("own:keep=5") == Own(keep=5)
+    assert [p.name for p in Own.parameters()].count("keep") == 1

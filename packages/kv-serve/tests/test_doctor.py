@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kv_attention import BACKENDS, Instructions
+from kv_policy import registry
 from kv_policy.installing import install_command, uninstall_command
 from kv_serve.cli import app
 from kv_serve.doctor import Diagnosis, Problem, diagnose
@@ -256,19 +258,25 @@ def test_without_torch_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_broken_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kv_policy
+    real, listed = EntryPoint.load, registry.entry_points
 
-    real = kv_policy.load
-
-    def load(name: str) -> object:
-        if name == "snapkv":
+    def load(entry: EntryPoint) -> object:
+        if entry.name == "snapkv":
             raise ImportError("libmissing.so")
-        return real(name)
+        return real(entry)
 
-    monkeypatch.setattr(kv_policy, "load", load)
-    (problem,) = broken(diagnose())
-    assert problem.what == "the policy snapkv cannot be loaded: ImportError: libmissing.so"
-    assert "kv-evict" in problem.remedy
+    def twice(group: str) -> list[EntryPoint]:
+        return [*listed(group=group), EntryPoint("k8v4", "other.format:K8V4", group)]
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    monkeypatch.setattr(registry, "entry_points", twice)
+    contested, problem = broken(diagnose())
+    assert contested.what.startswith("2 installed packages claim the policy 'k8v4': kv-quant (")
+    assert contested.remedy == "uninstall all but one of them"
+    assert problem.what == (
+        "the policy 'snapkv' of kv-evict cannot be loaded: ImportError: libmissing.so"
+    )
+    assert install_command("kv-evict", deps=False, again=True) in problem.remedy
 
 
 def test_a_cache_folder_that_cannot_be_written(

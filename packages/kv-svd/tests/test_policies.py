@@ -1,6 +1,7 @@
 """The policies that are fitted to statistics: their ranks, their maps, and what they refuse."""
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -122,12 +123,12 @@ def test_zack_takes_the_rate_that_calibration_found(made, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"the rate 0.35 in .* was found with adaptive ranks"):
         Zack(str(path), ranks="uniform")
     for multiple in (1, 8, 32):
-        sentence = f"multiples of 16; with multiple={multiple} give a rate"
+        sentence = f"multiples of 16; with multiple={multiple} say keep="
         with pytest.raises(ValueError, match=sentence):
             Zack(str(path), multiple=multiple)
         assert Zack(str(path), rate=0.3, multiple=multiple).allotment.rate >= 0.3
     assert Zack(str(path), multiple=16) == Zack(str(path))
-    with pytest.raises(ValueError, match=r"svd-kv needs rate=\.\.\. "):
+    with pytest.raises(ValueError, match=r"svd-kv needs keep=\.\.\. "):
         SvdKV(str(path))
 
 
@@ -306,12 +307,23 @@ def test_think_leaves_values_alone_unless_asked(made, file: Path) -> None:
     assert ThinK(str(file), rate=0.0).bind(0, made.shape).key is None
 
 
+@pytest.mark.parametrize("share", [1, 12.5, 30, 70, 75, 99.9, 100])
+def test_keep_says_what_a_rate_leaves(share: float, file: Path) -> None:
+    rate = float(Fraction(100 - Fraction(str(share)), 100))
+    for name in ("zack", "svd-kv", "kq-svd"):
+        found = parse(f"{name}:file={file},keep={share}%,multiple=1") if share >= 30 else None
+        assert found is None or found.rate == rate
+    thin = parse(f"think:file={file},keep={share}%")
+    assert thin == ThinK(str(file), rate=rate)
+    assert parse(str(thin)) == thin
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("zack:file={},rate=0.3,removal=0.1", "each of them says the ranks, so give one"),
-        ("zack:file={}", "names no rate, since none was searched for; give rate=0.3"),
-        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform give a rate"),
+        ("zack:file={}", "names no rate, since none was searched for; give keep=70%"),
+        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform say keep=..., or a rate"),
         ("zack:file={},rate=1", "rate=1 is refused"),
         ("zack:file={},rate=-0.1", "is refused"),
         (
@@ -321,7 +333,12 @@ def test_think_leaves_values_alone_unless_asked(made, file: Path) -> None:
         ("zack:file={},removal=1.5", "is refused"),
         ("zack:file={},rate=0.3,multiple=0", "multiple=0 is refused"),
         ("zack:file={},rate=0.3,ranks=even", "ranks=even is refused"),
-        ("kq-svd:file={}", "kq-svd needs rate=... (a share of the cache to remove) or removal"),
+        ("kq-svd:file={}", "kq-svd needs keep=... (the share of the dimensions to keep), or rate"),
+        ("zack:file={},keep=70%,rate=0.3", "keep=70% and rate=0.3 both say how much is kept"),
+        ("zack:file={},keep=70%,removal=0.1", "keep=70% and removal=0.1 both say how much is"),
+        ("zack:file={},keep=0.7", "to keep 0.7 of the dimensions write keep=70%"),
+        ("zack:file={},rate=4", "to keep 0.25 of the dimensions write keep=25%"),
+        ("zack:file={},keep=10%", "a rate of 0.9 cannot be reached"),
         ("think:file={},rate=1.0", "is refused"),
         ("zack:rate=0.3", "zack needs file=..., which has no default"),
         (

@@ -69,6 +69,8 @@ def observe_part(
                 seen[..., at] += counts.sum(dim=2)
             for i, each in enumerate(_terms(p, position[:, chunk], observe)):
                 sums[i][..., at] += _summed(each, observe)
+    if observe.group == "mean":
+        sums /= q.shape[2]  # at the end: what is counted, with `above`, is whole until then
     mass, *also = sums.amax(dim=3) if apart else sums
     return Sums(mass, seen, dict(zip(sorted(observe.also), also, strict=True)))
 
@@ -106,8 +108,7 @@ def _summed(p: Float[Tensor, "B H G L S"], observe: Observe) -> Float[Tensor, "B
         return p.sum(dim=3)
     if observe.group == "max":
         return p.amax(dim=2).sum(dim=2)
-    total = p.sum(dim=(2, 3))
-    return total / p.shape[2] if observe.group == "mean" else total
+    return p.sum(dim=(2, 3))
 
 
 def last_queries(

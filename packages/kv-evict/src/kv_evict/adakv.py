@@ -7,7 +7,7 @@ from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import adaptive, pyramid, spread
+from kv_evict.layer_budgets import adaptive, pyramid, spread, whole_tokens
 from kv_evict.pyramidkv import PyramidKV
 from kv_evict.snapkv import SnapKV
 from kv_policy import Capabilities, PlanView
@@ -51,6 +51,6 @@ class AdaPyramidKV(PyramidKV):
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer, and then by head."""
-        average = pyramid(view, self.window, self.beta).floor()
+        average = whole_tokens(pyramid(view, self.window, self.beta)).double()
         asked = adaptive(view, average, self.floor)
         return spread(view, self.window, asked, over=(0, 2))

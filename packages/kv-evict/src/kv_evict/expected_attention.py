@@ -20,6 +20,8 @@ class ExpectedAttention(Evictor):
     of a token's expected attention is mean . key / sqrt(D) + key . covariance . key / (2 D), and a
     softmax over the tokens but the sinks makes probabilities, averaged over the query heads of a KV
     head. That plus `epsilon`, times the norm of the value, is the score. The first `sinks` stay.
+    Each layer's queries are turned as its own rotary embedding does, or not at all where it has
+    none.
     The formulas are those of `expected_attention_press.py` of kvpress, read; generated tokens join
     the cache.
     """
@@ -48,8 +50,9 @@ class ExpectedAttention(Evictor):
         assert view.keys is not None  # they are read
         assert view.values is not None
         assert view.queries is not None
-        assert view.shape.rope is not None  # the host refuses models where it is unknown
-        mean, covariance = self._future(view.queries, view.length, view.shape.rope)
+        rope = view.shape.rope_of(view.layer)
+        assert rope is not None  # the host refuses models where it is unknown
+        mean, covariance = self._future(view.queries, view.length, rope)
         keys, dim = view.keys, view.keys.shape[-1]
         logit = torch.einsum("bhgd,bhld->bhgl", mean, keys) / dim**0.5
         logit += torch.einsum("bhld,bhgde,bhle->bhgl", keys, covariance, keys) / (2 * dim)
@@ -62,33 +65,18 @@ class ExpectedAttention(Evictor):
         self, queries: Queries, length: Tensor, rope: Rope
     ) -> tuple[Float[Tensor, "B H G D"], Float[Tensor, "B H G D D"]]:
         """Mean and covariance of the queries to come, per query head."""
-        frequencies = torch.tensor(rope.frequencies, device=length.device)
         counts = queries.position >= 0
         late = counts & (queries.position >= self.sinks)
         # A pass over the first tokens alone has no others to go by.
         counts = torch.where(late.any(-1, keepdim=True), late, counts)
-        angle = queries.position.clamp(min=0)[..., None] * frequencies
-        plain = _turn(queries.vectors.float(), -angle[:, None, None])
+        back = -queries.position.clamp(min=0)[:, None, None]
+        plain = rope.turned(queries.vectors.float(), back)
         weight = counts[:, None, None, :, None].float()
         number = weight.sum(3).clamp(min=1)
         mean = (plain * weight).sum(3) / number
         apart = (plain - mean[..., None, :]) * weight
         covariance = apart.mT @ apart / number[..., None]
         to_come = length[:, None] + torch.arange(self.future, device=length.device)
-        angle = to_come[..., None] * frequencies  # B future D/2
-        matrix = _mean_turn(angle)[:, None, None]
+        matrix = rope.mean_turn(to_come, plain.shape[-1])[:, None, None]
         mean = (matrix @ mean[..., None])[..., 0]
         return mean, matrix @ covariance @ matrix.mT
-
-
-def _turn(x: Float[Tensor, "*S D"], angle: Float[Tensor, "*T F"]) -> Float[Tensor, "*S D"]:
-    """Rotate dimensions i and i + D / 2 by angle i."""
-    first, second = x.chunk(2, -1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def _mean_turn(angle: Float[Tensor, "B T F"]) -> Float[Tensor, "B D D"]:
-    """The mean over positions of the matrices that rotate by these angles."""
-    cos, sin = angle.cos().mean(1).diag_embed(), angle.sin().mean(1).diag_embed()
-    return torch.cat([torch.cat([cos, -sin], -1), torch.cat([sin, cos], -1)], -2)

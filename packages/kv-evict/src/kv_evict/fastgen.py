@@ -92,7 +92,9 @@ class FastGen(Selecting):
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in; let the weakest go where a head holds more than its share."""
-        enough = view.count[0] >= (view.length[None, :, None] * view.cuts[0] - 1e-3).ceil()
+        share = view.length[None, :, None] * view.cuts[0].double()
+        # Cuts are kept in float32: what is whole but for that is whole.
+        enough = view.count[0] >= (share - (share * 2**-22).clamp(min=1e-3)).ceil()
         victim = torch.where(enough & (view.count[0] > 0) & (view.cuts[0] < 1), 0, NOBODY)
         victim = victim.to(torch.uint8)
         return Step(torch.zeros_like(victim), victim, torch.full_like(victim, DROP))

@@ -1,13 +1,15 @@
 """Knorm: keys of small norm."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kv_policy import Evictor, LayerView
+
+_BITS: Final = 12  # of a norm that are compared: rounding is seen in later ones
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,9 @@ class Knorm(Evictor):
 
     Nothing is observed and nothing protected (`knorm_press.py` of kvpress, read). Generated
     tokens are judged like the others, each when it arrives.
+
+    A rotary embedding changes no norm, so a token that comes again has the norm it had before, but
+    for rounding. Norms are compared to 12 bits, and of equal ones the earlier token stays.
     """
 
     name: ClassVar[str] = "knorm"
@@ -35,4 +40,5 @@ class Knorm(Evictor):
         """Give a key its norm, the smallest first."""
         assert view.keys is not None  # they are read
         norm: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
-        return -norm
+        mantissa, exponent = torch.frexp(norm)
+        return -torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)

@@ -1,7 +1,7 @@
 """KV-Compress: whole pages go, at a rate that differs per head and layer."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -37,8 +37,9 @@ class KVCompress(Evictor):
     all queries count but those fewer than `skip` positions after the token, as a sum, and nothing
     is pooled (Eq. 19). The newest `window` tokens, or `skip` of them, and the first `sinks` stay.
 
-    `rate` keeps 1 / rate of the tokens seen and never fewer than `floor` a head on average; a
-    `budget` in tokens says how many. `layers=even` gives every layer the same.
+    `keep` says which share of the tokens seen is kept, never fewer than `floor` a head on average;
+    `rate` is its inverse, and a `budget` in tokens says how many. `layers=even` gives every layer
+    the same.
 
     With `every`, `uncompressed` or `short` tokens are let go of while generating as well: what
     generated queries pay is added to the metric (Eq. 20). `most` bounds a plan, as Replan says.
@@ -49,6 +50,7 @@ class KVCompress(Evictor):
 
     name: ClassVar[str] = "kv-compress"
     source: ClassVar[str] = "KV-Compress, Rehg, 2024, https://arxiv.org/abs/2410.00161"
+    amounts: ClassVar[tuple[str, ...]] = ("rate", "budget")
 
     rate: Annotated[
         Rate | None, Meta(description="tokens seen over tokens kept, instead of a budget")
@@ -104,6 +106,12 @@ class KVCompress(Evictor):
                 f"{self.name}: floor={self.floor} tokens is smaller than the {self._held} it "
                 "protects (sinks and window); give at least that many"
             )
+
+    @classmethod
+    def keeping(cls, share: Budget) -> dict[str, Any]:
+        """Keep a share: as a rate where that is whole, as texts have always said it."""
+        rate = 100 / share.amount
+        return {"rate": int(rate)} if rate == int(rate) else {"budget": share}
 
     @property
     def selector(self) -> Selector:

@@ -4,7 +4,7 @@ All give tokens per head beside the `window` newest, which every head keeps.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from kv_policy import PlanView, best
@@ -76,9 +76,18 @@ def spread(
     room = whole - kept
     excess = (asked - kept).sum(over, keepdim=True)
     part = (excess / room.sum(over, keepdim=True).clamp(min=1)).clamp(max=1)
-    return (kept + room * part + 1e-6).floor().long() + window
+    return whole_tokens(kept + room * part) + window
 
 
 def share_of(whole: Int[Tensor, " B"], share: float) -> Int[Tensor, " B"]:
     """Round a share of whole numbers down, where the product is not whole but for rounding."""
-    return (whole.double() * share + 1e-6).floor().long()
+    return whole_tokens(whole.double() * share)
+
+
+def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+    """Round tokens down; what is whole but for the rounding of a third or a tenth counts as whole.
+
+    A batch adds shares up in another order than a row alone, so the two may differ in a last bit,
+    and must not differ by a token.
+    """
+    return (given + 1e-6).floor().long()

@@ -231,7 +231,7 @@ class LeanKV(Selecting):
             fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
             return [view.score < alpha * asked for alpha in fixed]
         here = view.position >= 0
-        score = view.score.masked_fill(~here, 0).clamp(min=0)
+        score = view.score.double().masked_fill(~here, 0).clamp(min=0)
         total = score.sum(-1)
         if view.aside is not None:
             total = total + view.aside
@@ -239,4 +239,5 @@ class LeanKV(Selecting):
         order = view.score.masked_fill(~here, torch.inf).argsort(dim=-1, stable=True)
         below = share.gather(-1, order).cumsum(-1)
         reached = torch.empty_like(below).scatter_(-1, order, below)
-        return [reached < t for t in (self.t_high, self.t_low)[: self.tiers]]
+        # What adds up to a threshold but for rounding, as all of it does to 1, has reached it.
+        return [reached < t - 1e-9 for t in (self.t_high, self.t_low)[: self.tiers]]

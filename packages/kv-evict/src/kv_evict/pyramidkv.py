@@ -7,7 +7,7 @@ from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import pyramid
+from kv_evict.layer_budgets import pyramid, whole_tokens
 from kv_evict.snapkv import SnapKV
 from kv_policy import PlanView
 
@@ -32,5 +32,5 @@ class PyramidKV(SnapKV):
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer."""
-        layers = pyramid(view, self.window, self.beta).floor().long() + self.window
+        layers = whole_tokens(pyramid(view, self.window, self.beta)) + self.window
         return layers[..., None].expand(view.score.shape[:-1])

@@ -33,7 +33,7 @@ from kv_policy.observe import Observe
 from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
-from kv_policy.registry import UnknownPolicyError, installed, load
+from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
 from kv_policy.replan import Replan
 from kv_policy.running import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
@@ -48,6 +48,7 @@ __all__ = [
     "NOBODY",
     "Basis",
     "BitLayout",
+    "BrokenPolicyError",
     "Budget",
     "CacheShape",
     "Calibrated",
@@ -71,6 +72,7 @@ __all__ = [
     "Queries",
     "Raw",
     "RawCodec",
+    "Registry",
     "Replan",
     "Rope",
     "Running",

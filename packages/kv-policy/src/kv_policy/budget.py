@@ -81,6 +81,8 @@ class Budget:
             length: tokens seen so far, per sequence.
             token_bytes: bytes one kept token takes over all layers and heads, as it is stored.
             least: tokens the policy always keeps; a share or a byte budget never goes below it.
+
+        What is whole but for rounding, such as 9.2% of 750 tokens, counts as whole.
         """
         most = min(LARGEST, torch.iinfo(length.dtype).max)
         if self.unit == "tokens":
@@ -89,7 +91,7 @@ class Budget:
         if isinstance(self.amount, int):
             share = length.long().clamp(max=LARGEST) * self.amount // whole
         else:
-            share = (length.double() * self.amount / whole).clamp(max=most).floor()
+            share = (length.double() * self.amount / whole + 1e-6).clamp(max=most).floor()
         return share.clamp(min=least, max=most).to(length.dtype)
 
     def __str__(self) -> str:

@@ -3,13 +3,13 @@
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kv_policy.registry import BrokenPolicyError, claims, imported, package_of
 from kv_policy.shape import CacheShape
 
 CALIBRATION: Final = "kv_calibration"  # the entry point group of what starts a calibrator
@@ -126,13 +126,17 @@ def load_calibrator(name: str) -> StartsCalibrator:
     """Import what starts the calibrator of that name.
 
     Raises:
-        ValueError: nothing of that name is installed, or by two packages.
+        ValueError: nothing of that name is installed.
+        BrokenPolicyError: two packages claim it, or its package cannot be imported.
     """
-    found = sorted(entry_points(group=CALIBRATION), key=lambda entry: entry.name)
-    mine = {entry.value: entry for entry in found if entry.name == name}
-    if len(mine) != 1:
-        names = ", ".join(dict.fromkeys(entry.name for entry in found)) or "none"
-        what = f"two installed packages claim {name!r}" if mine else f"nothing is called {name!r}"
-        raise ValueError(f"{what}; what can be calibrated: {names}")
-    start: StartsCalibrator = next(iter(mine.values())).load()
+    found = claims(CALIBRATION)
+    if name not in found:
+        names = ", ".join(found) or "none"
+        raise ValueError(f"nothing is called {name!r}; what can be calibrated: {names}")
+    start = imported(f"the calibration {name!r}", found[name])
+    if not isinstance(start, StartsCalibrator):
+        raise BrokenPolicyError(
+            f"the calibration {name!r} of {package_of(found[name][0])} cannot be used: "
+            f"{found[name][0].value} cannot be called; register what starts a kv_policy.Calibrator"
+        )
     return start

@@ -58,7 +58,7 @@ def compose(*policies: KVPolicy) -> KVPolicy:
     """Join policies into one; the order they are given in does not matter.
 
     Two may select tokens where one evicts and the other sorts what stays into tiers, such as
-    `kv-compress:rate=4+leankv`.
+    `kv-compress:keep=25%+leankv`.
 
     Raises:
         CompositionError: two policies supply the same facet or were calibrated with different

@@ -48,7 +48,10 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """The queries of a forward pass, after RoPE, by KV head and place in its group."""
+    """The queries of a forward pass, after RoPE, by KV head and place in its group.
+
+    They are scaled so that q·k / sqrt(D) is the logit, whatever scale the model's attention has.
+    """
 
     vectors: Float[Tensor, "B H G Q D"]
     position: Int[Tensor, "B Q"]  # -1: padding
@@ -66,7 +69,8 @@ class LayerView:
     is no token.
 
     In decoding the view may be of several layers at once: B then counts the sequences of each, one
-    layer's after another's, and a row is scored as it would be alone.
+    layer's after another's, and a row is scored as it would be alone. It is of one layer if the
+    policy reads queries, which are turned as `shape.rope_of(layer)` says.
     """
 
     layer: int  # the first, where they are several

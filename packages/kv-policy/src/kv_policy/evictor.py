@@ -1,7 +1,7 @@
 """The common ground of eviction methods: one tier, a budget, the best tokens stay."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -42,6 +42,8 @@ class Evictor(Selecting):
     an infinite score, and `protected` says how many tokens that can be.
     """
 
+    amounts: ClassVar[tuple[str, ...]] = ("budget",)
+
     budget: Annotated[
         Budget, Meta(description="kept per KV head: tokens, % or bytes a token (B)")
     ] = Budget(1024)
@@ -54,6 +56,11 @@ class Evictor(Selecting):
                 f"{self.name}: a budget of {self.budget} tokens is smaller than the "
                 f"{self.protected} it protects (sinks and window); give at least that many"
             )
+
+    @classmethod
+    def keeping(cls, share: Budget) -> dict[str, Any]:
+        """Keep a share of the tokens seen: a budget in percent."""
+        return {"budget": share}
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Say how many tokens each head keeps: the budget, unless a method shares it out."""

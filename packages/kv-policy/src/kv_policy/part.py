@@ -4,12 +4,14 @@ import dataclasses
 import re
 import types
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from kv_policy.budget import Budget
 from kv_policy.contract import Basis, Capabilities, Formats, Selector
+
+KEEP: Final = "keep"  # the parameter by which every part with an amount can be told how much
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +36,30 @@ class Part:
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
+    amounts: ClassVar[tuple[str, ...]] = ()  # parameters that say how much stays, as `keep` does
+    amount_of: ClassVar[str] = "tokens seen"  # what `keep` is a share of
 
     def __post_init__(self) -> None:
         """Check every parameter against its annotation.
 
         Raises:
             ValueError: a value has the wrong type or is out of range.
+            TypeError: the class has no name.
         """
+        if not isinstance(getattr(type(self), "name", None), str):
+            raise TypeError(
+                f"{type(self).__name__} has no name; set `name: ClassVar[str]` to what its text "
+                "form starts with"
+            )
         for key, hint in _hints(type(self)).items():
             value = getattr(self, key)
             try:
                 object.__setattr__(self, key, _checked(value, hint))  # 1 becomes 1.0 in a float
             except ValueError as error:
-                raise ValueError(f"{self.name}: {key}={value!r} is refused: {error}") from None
+                meant = self._meant(key, str(value))
+                raise ValueError(
+                    f"{self.name}: {key}={value!r} is refused: {error}{meant}"
+                ) from None
 
     @property
     def selector(self) -> Selector | None:
@@ -74,8 +87,18 @@ class Part:
         return None
 
     @classmethod
+    def keeping(cls, share: Budget) -> dict[str, Any]:
+        """Give the parameters that `keep` with this percentage stands for.
+
+        A part that has `amounts` must say.
+        """
+        raise TypeError(f"{cls.__name__} must define keeping(share)")
+
+    @classmethod
     def from_text(cls, options: dict[str, str]) -> "Part":
         """Make the part from the key=value texts of its text form.
+
+        Where it has `amounts`, `keep=25%` is another way to say one of them.
 
         Raises:
             ValueError: an unknown key (the right ones are listed), a missing one, or a value that
@@ -84,13 +107,17 @@ class Part:
         hints = _hints(cls)
         values: dict[str, Any] = {}
         for key, text in options.items():
+            if key == KEEP and cls._keeps():
+                values |= cls.keeping(cls._share(options))
+                continue
             if key not in hints:
-                known = ", ".join(hints) or "none"
+                known = ", ".join(parameter.name for parameter in cls.parameters()) or "none"
                 raise ValueError(f"{cls.name} has no parameter {key!r}; its parameters: {known}")
             try:
                 values[key] = _read(text, hints[key])
             except ValueError as error:
-                raise ValueError(f"{cls.name}: {key}={text} is refused: {error}") from None
+                meant = cls._meant(key, text)
+                raise ValueError(f"{cls.name}: {key}={text} is refused: {error}{meant}") from None
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:
                 raise ValueError(f"{cls.name} needs {field.name}=..., which has no default")
@@ -98,12 +125,68 @@ class Part:
 
     @classmethod
     def parameters(cls) -> tuple[Parameter, ...]:
-        """Describe the parameters, in order, with their defaults as text."""
+        """Describe the parameters, in order, with their defaults as text; `keep` comes last."""
         hints = _hints(cls)
-        return tuple(
-            Parameter(f.name, _type_name(hints[f.name]), _default(f), _doc(hints[f.name]))
-            for f in dataclasses.fields(cls)
+        instead = " or ".join(cls.amounts)
+        keep = Parameter(
+            KEEP, "%", "none", f"share of the {cls.amount_of} that stays, instead of {instead}"
         )
+        return (
+            *(
+                Parameter(f.name, _type_name(hints[f.name]), _default(f), _doc(hints[f.name]))
+                for f in dataclasses.fields(cls)
+            ),
+            *(keep,) * cls._keeps(),
+        )
+
+    @classmethod
+    def _keeps(cls) -> bool:
+        """Whether `keep` is understood, and is no parameter of the part's own."""
+        return bool(cls.amounts) and KEEP not in _hints(cls)
+
+    @classmethod
+    def _share(cls, options: dict[str, str]) -> Budget:
+        """The share that `keep` says, which must be all that says how much stays.
+
+        Raises:
+            ValueError: it is no percentage, or another parameter says it too.
+        """
+        text = strip(options[KEEP])
+        try:
+            share = Budget.parse(text)
+        except ValueError:
+            share = Budget(1)
+        if share.unit != "percent":
+            raise ValueError(
+                f"{cls.name}: {KEEP}={text} is refused: it is a share of the {cls.amount_of}, from "
+                f"above 0% to 100%{cls._meant(KEEP, text)}"
+            )
+        for other in cls.amounts:
+            if other in options:
+                raise ValueError(
+                    f"{cls.name}: {KEEP}={text} and {other}={options[other]} both say how much is "
+                    "kept; give one of them"
+                )
+        return share
+
+    @classmethod
+    def _meant(cls, key: str, text: str) -> str:
+        """What was probably meant by a number that is refused; empty where that cannot be told."""
+        number = re.fullmatch(r"(\d*\.?\d+)(%?)", strip(text))
+        if not cls._keeps() or key not in (KEEP, *cls.amounts) or number is None:
+            return ""
+        value, percent = float(number[1]), bool(number[2])
+        if percent and key != KEEP:
+            return f"; write the share of the {cls.amount_of} that stays as {KEEP}=25%"
+        if key == KEEP and value > 1:
+            share = value / 100  # keep=25
+        elif key == "rate" and value > 1:
+            share = 1 / value  # rate=4, where a rate is what is removed
+        else:
+            share = value  # rate=0.25, where a rate is tokens seen over tokens kept
+        if percent or not 0 < share < 1:
+            return ""
+        return f"; to keep {share:.4g} of the {cls.amount_of} write {KEEP}={100 * share:.4g}%"
 
     def __str__(self) -> str:
         """Give the canonical text: the name, then what differs from the defaults."""

@@ -3,13 +3,66 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: dimensions i and i + D / 2 turn by position * frequencies[i]."""
+    """Rotary position embedding of a head: pairs of dimensions, each turned by its own frequency.
 
-    frequencies: tuple[float, ...]
+    At an angle a = position * frequency, pair (i, j) of a vector x becomes cos(a) x_i - sin(a) x_j
+    and cos(a) x_j + sin(a) x_i. Dimensions of no pair stay as they are; without any pair a layer
+    has no positions (NoPE).
+    """
+
+    frequencies: tuple[float, ...]  # radians a position, of each pair
+    pairs: tuple[tuple[int, int], ...] | None = None  # None: i and i + D / 2, halves of a head
+
+    def __post_init__(self) -> None:
+        """Check that each pair has a frequency, and no dimension is in two pairs.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        if self.pairs is None:
+            return
+        dims = [dim for pair in self.pairs for dim in pair]
+        if len(self.pairs) != len(self.frequencies) or len(dims) != len(set(dims)):
+            raise ValueError(
+                f"{len(self.frequencies)} frequencies and the pairs {self.pairs} do not fit "
+                "together; give each pair a frequency, and each dimension to one pair at most"
+            )
+
+    def turned(
+        self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
+    ) -> Float[Tensor, "*T D"]:
+        """Turn vectors by as many positions; S and P broadcast to T."""
+        rate, partner = self._by_dimension(x.shape[-1], x.device)
+        angle = position[..., None] * rate
+        return x * angle.cos() - x[..., partner] * angle.sin()
+
+    def mean_turn(self, position: Int[Tensor, "*B T"], dim: int) -> Float[Tensor, "*B D D"]:
+        """Give the mean of the matrices that turn a vector of `dim` dimensions by each position."""
+        rate, partner = self._by_dimension(dim, position.device)
+        angle = position[..., None] * rate
+        matrix = angle.cos().mean(-2).diag_embed()
+        sine = angle.sin().mean(-2)[..., None]
+        return matrix.scatter_add(-1, partner[:, None].expand_as(sine), -sine)
+
+    def _by_dimension(
+        self, dim: int, device: torch.device
+    ) -> tuple[Float[Tensor, " D"], Int[Tensor, " D"]]:
+        """Give for each dimension how fast it turns towards minus its partner, and the partner."""
+        half = dim // 2
+        pairs = self.pairs
+        if pairs is None:
+            pairs = tuple((i, i + half) for i in range(len(self.frequencies)))
+        rate, partner = [0.0] * dim, list(range(dim))
+        for (i, j), frequency in zip(pairs, self.frequencies, strict=True):
+            rate[i], rate[j] = frequency, -frequency
+            partner[i], partner[j] = j, i
+        return torch.tensor(rate, device=device), torch.tensor(partner, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +80,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     first_head: int = 0
-    rope: Rope | None = None  # None: unknown, or of another kind
+    rope: Rope | tuple[Rope, ...] | None = None  # of all layers, or of each; None: not known
 
     def __post_init__(self) -> None:
         """Check that every size is positive."""
@@ -36,6 +89,15 @@ class CacheShape:
                 raise ValueError(f"{name} is {getattr(self, name)}; a cache shape needs at least 1")
         if self.first_head < 0:
             raise ValueError(f"first_head is {self.first_head}; heads are counted from 0")
+        if isinstance(self.rope, tuple) and len(self.rope) != self.layers:
+            raise ValueError(
+                f"{len(self.rope)} rotary embeddings are given for {self.layers} layers; give one "
+                "for each, or one for all"
+            )
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Give the rotary embedding of a layer; None: it is not known."""
+        return self.rope[layer] if isinstance(self.rope, tuple) else self.rope
 
     @property
     def token_bytes(self) -> int:

@@ -1,9 +1,14 @@
 """The text form of a policy: `name[:key=value[,key=value...]]`, joined by `+`."""
 
-from kv_policy.compose import compose
+from typing import Final
+
+from kv_policy.compose import CompositionError, compose
 from kv_policy.contract import KVPolicy
 from kv_policy.part import Part, split
-from kv_policy.registry import load
+from kv_policy.registry import Registry
+
+MOST_PARTS: Final = 16  # more than go together; so few are told what is wrong with them
+LONGEST: Final = 1 << 16  # characters, of which a path may have some thousands
 
 
 def parse(text: str) -> KVPolicy:
@@ -15,15 +20,28 @@ def parse(text: str) -> KVPolicy:
 
     Raises:
         UnknownPolicyError: a name that is not installed.
+        BrokenPolicyError: a name that two packages claim, or whose package cannot be imported.
         CompositionError: parts that do not go together.
-        ValueError: a malformed text, an unknown or repeated key, or a value that is refused.
+        ValueError: a malformed or very long text, an unknown or repeated key, or a value that is
+            refused.
     """
-    return compose(*(_part(piece) for piece in split(text, "+")))
+    if len(text) > LONGEST:
+        raise ValueError(
+            f"the policy's text has {len(text):,} characters; at most {LONGEST:,} are read"
+        )
+    pieces = split(text, "+")
+    if len(pieces) > MOST_PARTS:
+        raise CompositionError(
+            f"{len(pieces):,} policies are joined by +; at most a basis, two selectors and a "
+            "format go together"
+        )
+    registry = Registry.scan()
+    return compose(*(_part(piece, registry) for piece in pieces))
 
 
-def _part(text: str) -> Part:
+def _part(text: str, registry: Registry) -> Part:
     name, options = read(text)
-    return load(name).from_text(options)
+    return registry.load(name).from_text(options)
 
 
 def read(text: str) -> tuple[str, dict[str, str]]:

@@ -249,16 +249,12 @@ def _devices() -> Iterator[Device]:
 
 
 def _policy_problems() -> Iterator[Problem]:
-    from kv_policy import installed, load
+    from kv_policy import BrokenPolicyError, Registry
 
-    for name, entry in installed().items():
+    registry = Registry.scan()
+    for name in registry.claims:
         try:
-            load(name)
-        except Exception as error:  # somebody else's package may fail in any way
-            again = "install its package again"
-            if entry.dist is not None:
-                again = f"`{install_command(entry.dist.name, deps=False, again=True)}`"
-            yield Problem(
-                f"the policy {name} cannot be loaded: {type(error).__name__}: {error}",
-                f"{again}, in a version that goes with the rest",
-            )
+            registry.load(name)
+        except BrokenPolicyError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            yield Problem(what, remedy)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
+from kv_serve.answers import expect_numbers
 from kv_serve.batch import Batch, Pass
 from kv_serve.budgets import resolved
 from kv_serve.careful import Careful
@@ -69,6 +70,7 @@ class KeepSelected:
         self._waiting: list[_Arrival] = []  # of prompts
         self._steps: list[_Arrival] = []  # of what generated
         self._observed: list[Observed] = []  # of the layers that are still to be scored
+        self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's scores of a prompt are NaN
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of what generated tokens brought
 
     def prepare(self, batch: Batch, now: Forward) -> None:
@@ -102,11 +104,14 @@ class KeepSelected:
         if not now.prompt:
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
-            # What is beside it changes the stores, which must be as they were attended to.
-            if self._mixed or len(self._observed) * observed.tokens >= _TOGETHER:
+            # Layers may turn their queries differently, and what is beside generated tokens changes
+            # the stores, which must be as they were attended to.
+            alone = self._mixed or "queries" in self.selector.reads
+            if alone or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
         scored = score(self.selector, batch, now, layer, [observed])
+        self._wrong += () if scored.wrong is None else (scored.wrong,)
         arrival = _Arrival(key, value, scored)
         if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
@@ -117,6 +122,8 @@ class KeepSelected:
         """Settle what waited for all layers."""
         if now.prompt:
             waiting, self._waiting = self._waiting, []
+            wrong, self._wrong = self._wrong, []
+            expect_numbers(self.selector, wrong)
             if waiting:
                 self._plan_prompts(batch, now, 0, waiting)
             self._planned_all()

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import RaggedStore, TokenStore
 from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Queries, Selector
+from kv_serve.answers import expect_plan, expect_scores, lacks_numbers
 from kv_serve.batch import Pass
 
 
@@ -48,6 +49,7 @@ class Scored:
     position: Int[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
     gauge: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
+    wrong: Bool[Tensor, ""] | None = None  # whether it gave NaN, in a prompt
 
     @classmethod
     def carried(cls, groups: Sequence[Group]) -> "Scored":
@@ -111,9 +113,10 @@ def score_layers(
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
         queries=queries if "queries" in selector.reads else None,
     )
-    score = selector.score(view).float()
+    score = expect_scores(selector, view, selector.score(view))
     gauge = selector.gauge(view) if now.prompt else None
-    return Scored(tuple(groups), order, view.position, score, gauge)
+    wrong = lacks_numbers(view, score) if now.prompt else None
+    return Scored(tuple(groups), order, view.position, score, gauge, wrong)
 
 
 def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
@@ -202,7 +205,8 @@ def planned(
             position=view.position.masked_fill(held_raw, -1),
             aside=view.score.masked_fill(~held_raw, 0).sum(-1),
         )
-    plan = torch.where(view.position >= 0, selector.plan(view), DROP)
+    plan = expect_plan(selector, view, selector.plan(view))
+    plan = torch.where(view.position >= 0, plan, DROP)
     return plan, selector.cuts(view) if selector.decode == "step" else None
 
 

@@ -20,10 +20,11 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
             f"{policy} turns queries to other positions, and its basis stores keys where that "
             "cannot be done; leave one of the two out"
         )
-    if not shape.rope:
+    if shape.rope is None:
         raise ValueError(
-            f"{policy} turns queries to other positions, which needs the model's rotary "
-            "embedding; this model has none, or one that is not known here"
+            f"{policy} turns queries to other positions, which needs the model's rotary embedding, "
+            "and this host does not know it; use kv_serve.CompressedCache with a model of "
+            "transformers, or a policy that reads no queries"
         )
 
 

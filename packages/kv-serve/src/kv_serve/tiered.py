@@ -24,7 +24,7 @@ from kv_serve.keep_all import KeepAll
 from kv_serve.keep_selected import KeepSelected
 from kv_serve.layout import Layout
 from kv_serve.memory import MemoryReport
-from kv_serve.passes import Forward
+from kv_serve.passes import Forward, Pass
 from kv_serve.tally import Tally
 
 
@@ -187,13 +187,21 @@ class TieredCache:
         watch = (observe, *others)
         result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
         observed = dict(zip(watch, (result, *result.others), strict=True))
-        queries = Queries(query, now.whole.position)
+        queries = self._queries(query, now.whole, scale)
         self.keep(layer, key, value, result, queries)
         for follower in self.followers:
             follower.keep(layer, key, value, observed[follower.observe], queries)
         if self._pass is None:
             self.followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
+        """The queries of a pass as selectors see them: q·k / sqrt(D) is the logit."""
+        readers = (self, *self.followers)
+        selectors = [reader.policy.selector for reader in readers]
+        factor = scale * query.shape[-1] ** 0.5
+        read = any(each is not None and "queries" in each.reads for each in selectors)
+        return Queries(query * factor if read and factor != 1 else query, now.position)
 
     @property
     def observe(self) -> Observe:

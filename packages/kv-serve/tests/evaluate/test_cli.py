@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 import kv_serve.evaluate.caches as caches
 import kv_serve.evaluate.runner as runner
 from closed_pipe import run_unread
+from kv_policy import registry
 from kv_serve.backends import serving
 from kv_serve.cli import app, main
 from kv_serve.cli.eval import Task, Where
@@ -63,19 +65,36 @@ def test_policies_refuses_an_unknown_name() -> None:
 
 
 def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kv_policy
+    real = EntryPoint.load
 
-    real = kv_policy.load
-
-    def load(name: str) -> object:
-        if name == "raw":
+    def load(entry: EntryPoint) -> object:
+        if entry.name == "raw":
             raise ImportError("libmissing.so")
-        return real(name)
+        return real(entry)
 
-    monkeypatch.setattr(kv_policy, "load", load)
-    result = run("policies")
-    assert "cannot be loaded: ImportError: libmissing.so (package kv-policy)" in result.stdout
-    assert "Keys in 8 bits, values in 4." in result.stdout
+    monkeypatch.setattr(EntryPoint, "load", load)
+    said = " ".join(run("policies").stdout.split())
+    assert "broken: the policy 'raw' of kv-policy cannot be loaded: ImportError: libmiss" in said
+    assert "Keys in 8 bits, values in 4." in said
+    assert "'raw' of kv-policy cannot be loaded" in refused("policies", "raw")
+    assert "'raw' of kv-policy cannot be loaded" in refused("generate", "--policy", "raw", "a")
+    assert "no policy is called" not in run("policies", "SnapKV").output
+
+
+def test_a_name_that_two_packages_claim_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = registry.entry_points
+
+    def twice(group: str) -> list[EntryPoint]:
+        return [*real(group=group), EntryPoint("k8v4", "other.format:K8V4", group)]
+
+    monkeypatch.setattr(registry, "entry_points", twice)
+    said = " ".join(run("policies").stdout.split())
+    assert "2 installed packages claim the policy 'k8v4': kv-quant (kv_quant" in said
+    assert "SnapKV, Li et al." in said
+    assert "claim the policy 'k8v4'" in refused("policies", "k8v4")
+    assert run("policies", "snapkv").exit_code == 0
 
 
 # generate

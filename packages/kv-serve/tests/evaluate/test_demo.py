@@ -20,7 +20,7 @@ from kv_serve.tasks import Text
 def test_the_policy_of_the_readme_is_shown() -> None:
     assert demo.caches(2200) == (
         *("full", "k8v4", "k4v2", "streaming:budget=1100"),
-        "kv-compress:rate=4+k8v4",
+        "kv-compress:keep=25%+k8v4",
     )
 
 

@@ -14,7 +14,7 @@ from kv_paging import PoolExhausted
 from kv_policy import Budget, UnknownPolicyError
 from kv_serve import CompressedCache
 from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_serve.hf.support import UnsupportedModelError, expect_order
 
 TINY = {
     "vocab_size": 64,
@@ -28,8 +28,16 @@ TINY = {
 
 
 def test_an_unknown_policy_lists_the_installed_ones(make) -> None:
-    with pytest.raises(UnknownPolicyError, match=r"'k9v9'.*k8v4.*snapkv.*streaming"):
+    with pytest.raises(UnknownPolicyError, match=r"'nope'.*k8v4.*snapkv.*streaming"):
+        CompressedCache(make(), "nope")
+    with pytest.raises(UnknownPolicyError, match=r"'k9v9'; the nearest of \d+ installed: k"):
         CompressedCache(make(), "k9v9")
+
+
+def test_a_policy_and_then_a_model_is_told_the_order(make) -> None:
+    # As a user's program has it, where types are not checked while it runs.
+    with pytest.raises(TypeError, match=r"write CompressedCache\(model, 'k8v4'\)"):
+        expect_order("k8v4", make())
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,30 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis, NotCalibratedError, Part
+from kv_policy import (
+    Basis,
+    Budget,
+    CacheShape,
+    HeadBasis,
+    LayerBasis,
+    NotCalibratedError,
+    Part,
+)
 from kv_svd.file import Facts, load_facts
 
 
 @dataclass(frozen=True)
 class Fitted(Part, ABC):
     """A policy that is a basis, found from the statistics that `kv-serve calibrate zack` wrote."""
+
+    amounts: ClassVar[tuple[str, ...]] = ("rate", "removal")
+    amount_of: ClassVar[str] = "dimensions"
 
     file: Annotated[str, Meta(min_length=1, description="what kv-serve calibrate zack wrote")]
 
@@ -31,6 +43,11 @@ class Fitted(Part, ABC):
             raise NotCalibratedError(self.name, self.file, "zack") from None
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    @classmethod
+    def keeping(cls, share: Budget) -> dict[str, Any]:
+        """Keep a share of the dimensions: what is left of 100% is the rate."""
+        return {"rate": float((100 - Decimal(repr(share.amount))) / 100)}
 
     @property
     def path(self) -> Path:

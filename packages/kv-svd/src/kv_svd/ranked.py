@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import Annotated, Literal
 
 import torch
@@ -57,7 +58,7 @@ class Ranked(Fitted):
         if self.removal is not None and self.ranks == "uniform":
             raise ValueError(
                 f"{self.name}: removal={self.removal} gives each head a rank of its own; with "
-                "ranks=uniform give a rate"
+                "ranks=uniform say keep=..., or a rate"
             )
         rate = self.found_rate(self.facts) if self._asked is None else self.rate
         dims = self.facts.key_dim * self.joined, self.facts.value_dim * self.joined
@@ -65,7 +66,8 @@ class Ranked(Fitted):
             raise ValueError(
                 f"{self.name}: a rate of {rate} cannot be reached: with ranks of a multiple of "
                 f"{self.multiple}, heads of {dims[0]} and {dims[1]} dimensions give up at most "
-                f"{greatest_rate(*dims, self.multiple):.4f}"
+                f"{greatest_rate(*dims, self.multiple):.4f}, so keep at least "
+                f"{ceil(1e4 * (1 - greatest_rate(*dims, self.multiple))) / 100:g}%"
             )
 
     @property
@@ -111,7 +113,8 @@ class Ranked(Fitted):
             ValueError: there is none.
         """
         raise ValueError(
-            f"{self.name} needs rate=... (a share of the cache to remove) or removal=..."
+            f"{self.name} needs keep=... (the share of the dimensions to keep), or rate=... or "
+            "removal=..."
         )
 
     def allot(self, statistics: Statistics) -> Allotment:

@@ -29,6 +29,9 @@ class ThinK(Fitted):
     name: ClassVar[str] = "think"
     source: ClassVar[str] = "ThinK, Xu et al., 2024, https://arxiv.org/abs/2407.21018"
 
+    amounts: ClassVar[tuple[str, ...]] = ("rate",)
+    amount_of: ClassVar[str] = "channels of each head's keys"
+
     rate: Annotated[Rate, Meta(description="share of each head's key channels to prune")] = 0.4
     value_rate: Annotated[Rate, Meta(description="share of its value channels to prune")] = 0.0
     multiple: Annotated[int, Meta(ge=1, description="channels left are a multiple of this")] = 1
@@ -47,7 +50,8 @@ class ThinK(Fitted):
         rank = min(dim, max(1, left // self.multiple) * self.multiple)
         if rank == dim:
             return None
-        channel = score.topk(rank).indices.sort(-1).values
+        order = score.argsort(dim=-1, descending=True, stable=True)  # of equal ones the first
+        channel = order[:, :rank].sort(-1).values
         matrix = torch.zeros(heads, dim, rank).scatter_(1, channel[:, None], 1.0)
         return HeadBasis(matrix, (rank,) * heads)
 

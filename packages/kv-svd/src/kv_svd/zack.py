@@ -19,10 +19,10 @@ class Zack(Ranked):
     Attention runs in the reduced space, since q·R times k·R stands for q·k.
 
     One removal rate for all heads says what share of its singular values a head may lose (Eq. 6),
-    so heads whose values fall fast keep fewer dimensions. `rate` asks for the least removal that
-    takes that share of the whole cache away; with neither, it is the rate that the search of
-    `kv-serve calibrate zack --max-loss` wrote into the file, which found it with adaptive ranks in
-    multiples of 16.
+    so heads whose values fall fast keep fewer dimensions. `keep` asks for the least removal that
+    leaves no more than that share of the whole cache, and `rate` says the same by what is removed.
+    With neither, it is the rate that the search of `kv-serve calibrate zack --max-loss` wrote into
+    the file, which found it with adaptive ranks in multiples of 16.
     """
 
     name: ClassVar[str] = "zack"
@@ -45,17 +45,17 @@ class Zack(Ranked):
         """
         if facts.rate is None:
             raise ValueError(
-                f"zack: {self.file} names no rate, since none was searched for; give rate=0.3 or "
-                "another share of the cache, or calibrate with --max-loss"
+                f"zack: {self.file} names no rate, since none was searched for; give keep=70% or "
+                "another share of the dimensions, or calibrate with --max-loss"
             )
         if self.ranks == "uniform":
             raise ValueError(
                 f"zack: the rate {facts.rate} in {self.file} was found with adaptive ranks; with "
-                "ranks=uniform give a rate"
+                "ranks=uniform say keep=..., the share of the dimensions"
             )
         if self.multiple != MULTIPLE:
             raise ValueError(
                 f"zack: the rate {facts.rate} in {self.file} was found with ranks that are "
-                f"multiples of {MULTIPLE}; with multiple={self.multiple} give a rate"
+                f"multiples of {MULTIPLE}; with multiple={self.multiple} say keep=..."
             )
         return facts.rate

@@ -48,5 +48,5 @@ def show(
         table.add_row("rate", f"{facts.rate:.4f}")
     table.add_row("bytes", f"{size:,}")
     out().print(table)
-    rate = "" if facts.rate is not None else ",rate=0.3"
+    rate = "" if facts.rate is not None else ",keep=70%"
     remark(f"Written to {path}; use it as zack:file={path}{rate}.")

@@ -66,7 +66,7 @@ def evaluate(
             help="Policies to compare, between commas or as repeated options, for example "
             "k8v4,snapkv:budget=1024,window=32+k8v4. A comma starts the next policy when no `=` "
             "follows before the next comma, `+` or `:`. Choices between braces stand for a policy "
-            "each: 'kv-compress:rate={2,4,8}+k8v4'. `full`, transformers' own cache, is always "
+            "each: 'kv-compress:keep={50,25}%+k8v4'. `full`, transformers' own cache, is always "
             "run, and may stand alone."
         ),
     ],

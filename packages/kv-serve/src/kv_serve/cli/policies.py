@@ -1,13 +1,17 @@
 """`kv-serve policies`: what is installed, and what each policy can be told."""
 
-from importlib.metadata import EntryPoint
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from kv_serve.cli.console import out, refusing
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from kv_policy import Registry
 
 
 def policies(
@@ -21,36 +25,35 @@ def policies(
     A policy is written name[:key=value[,key=value...]], and several are joined by +, for example
     snapkv:budget=1024,window=32+k8v4.
     """
-    from kv_policy import UnknownPolicyError, installed
+    from kv_policy import Registry
 
+    registry = Registry.scan()
     if name is not None:
-        with refusing(UnknownPolicyError):
-            _one(name)
+        with refusing(ValueError):
+            _one(registry, name)
         return
     table = Table("policy", "what it does, and its source", box=None, padding=(0, 2, 0, 0))
-    with refusing(ValueError):
-        found = installed()
-    for entry in found.values():
-        what, source = map(escape, _line(entry))
-        table.add_row(escape(entry.name), f"{what} [dim]({source})[/]")
+    for each in registry.claims:
+        what, source = map(escape, _line(registry, each))
+        table.add_row(escape(each), f"{what} [dim]({source})[/]")
     out().print(table)
 
 
-def _line(entry: EntryPoint) -> tuple[str, str]:
-    from kv_policy import load
+def _line(registry: "Registry", name: str) -> tuple[str, str]:
+    from kv_policy import BrokenPolicyError
 
+    package = ", ".join(_package(entry) for entry in registry.claims[name])
     # A broken package of somebody else must not hide the others.
     try:
-        part = load(entry.name)
-    except Exception as error:
-        return f"cannot be loaded: {type(error).__name__}: {error}", _package(entry)
-    return _first_line(part.__doc__), part.source or _package(entry)
+        part = registry.load(name)
+    except BrokenPolicyError as error:
+        return f"broken: {error}", package
+    return _first_line(part.__doc__), part.source or package
 
 
-def _one(name: str) -> None:
-    from kv_policy import load
-
-    part = load(name)
+def _one(registry: "Registry", name: str) -> None:
+    part = registry.load(name)
+    name = part.name
     console = out()
     console.print(
         f"[bold]{name}[/]: {escape(_first_line(part.__doc__))}", soft_wrap=True, highlight=False
@@ -72,5 +75,5 @@ def _first_line(doc: str | None) -> str:
     return (doc or "").strip().partition("\n")[0]
 
 
-def _package(entry: EntryPoint) -> str:
+def _package(entry: "EntryPoint") -> str:
     return f"package {entry.dist.name}" if entry.dist is not None else "unknown package"

@@ -41,8 +41,8 @@ def expand(spec: str) -> list[str]:
 
     A brace behind a backslash belongs to a value.
 
-    >>> expand("kv-compress:rate={2,4}+k{8,4}v4")[1:]
-    ['kv-compress:rate=2+k4v4', 'kv-compress:rate=4+k8v4', 'kv-compress:rate=4+k4v4']
+    >>> expand("kv-compress:keep={50,25}%+k{8,4}v4")[1:]
+    ['kv-compress:keep=50%+k4v4', 'kv-compress:keep=25%+k8v4', 'kv-compress:keep=25%+k4v4']
 
     Raises:
         ValueError: a brace has no other, or stands inside of others.
@@ -50,7 +50,7 @@ def expand(spec: str) -> list[str]:
     pieces = _CHOICE.split(spec)
     if any(_OPENS.search(text) or _CLOSES.search(text) for text in pieces[::2]):
         raise ValueError(
-            f"{spec!r} has a brace without its other; write choices as in rate={{2,4,8}}, or a "
+            f"{spec!r} has a brace without its other; write choices as in keep={{50,25}}%, or a "
             "backslash before a brace that belongs to a value"
         )
     choices = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]

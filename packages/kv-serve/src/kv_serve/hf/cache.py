@@ -16,7 +16,8 @@ from kv_serve.backends import AUTO
 from kv_serve.hf.attention import NAME, install
 from kv_serve.hf.fold import expect_fold, folded_by
 from kv_serve.hf.fresh_layer import FreshLayer
-from kv_serve.hf.support import cache_shape
+from kv_serve.hf.rotary import with_ropes
+from kv_serve.hf.support import cache_shape, expect_order
 from kv_serve.memory import MemoryReport
 from kv_serve.models.identity import check_fitted
 from kv_serve.tiered import TieredCache
@@ -93,9 +94,10 @@ class CompressedCache(Cache):
                 calibrated with another model, the model is folded for another basis, or the backend
                 cannot be used here.
         """
+        expect_order(model, policy)
         self.policy = parse(policy) if isinstance(policy, str) else policy
         check_fitted(model, self.policy)
-        shape = cache_shape(model)
+        shape = with_ropes(model, cache_shape(model), self.policy)
         self._fold, self._model = expect_fold(model, self.policy), ref(model)
         self.tiered = TieredCache(
             self.policy,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_policy import CacheShape, Rope
+from kv_policy import CacheShape, KVPolicy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,6 +12,25 @@ if TYPE_CHECKING:
 
 class UnsupportedModelError(ValueError):
     """The model needs something a compressed cache does not do; the message says what."""
+
+
+def expect_order(model: object, policy: object) -> None:
+    """Refuse a cache's first two arguments where they are no model and no policy.
+
+    Raises:
+        TypeError: they are not; the message says how they are given.
+    """
+    from transformers import PreTrainedModel
+
+    swapped = isinstance(policy, PreTrainedModel)
+    if isinstance(policy, str | KVPolicy) and not isinstance(model, str | KVPolicy):
+        return
+    was = f"{type(model).__name__} and {type(policy).__name__}"
+    example = repr(model) if swapped and isinstance(model, str) else '"snapkv:budget=1024+k8v4"'
+    raise TypeError(
+        f"a compressed cache is made of a model of transformers and then a policy or its text, and "
+        f"{was} were given; write CompressedCache(model, {example})"
+    )
 
 
 def cache_shape(model: "PreTrainedModel") -> CacheShape:
@@ -39,20 +58,7 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
         key_dim=dim,
         value_dim=dim,
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
-        rope=_rope(model, dim),
     )
-
-
-def _rope(model: "PreTrainedModel", dim: int) -> Rope | None:
-    """The rotary embedding of a model that has the common one, over all dimensions of a head."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    frequencies = getattr(rotary, "inv_freq", None)
-    kind = getattr(rotary, "rope_type", "default")
-    if frequencies is None or kind not in ("default", "linear", "llama3"):
-        return None
-    if 2 * len(frequencies) != dim:
-        return None
-    return Rope(tuple(frequencies.double().tolist()))
 
 
 def _refuse(config: "PreTrainedConfig", model: str) -> None:

@@ -1,0 +1,57 @@
+"""A rotation of pairs of dimensions, beside its matrix written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_policy import CacheShape, Rope
+
+ROPES = {
+    "halves": Rope((1.0, 0.3, 0.05)),
+    "neighbours": Rope((1.0, 0.3, 0.05), ((0, 1), (2, 3), (4, 5))),
+    "reversed": Rope((1.0, 0.3, 0.05), ((3, 0), (4, 1), (5, 2))),
+    "some": Rope((0.7,), ((4, 2),)),
+    "none": Rope((), ()),
+}
+
+
+def matrix(rope: Rope, place: int) -> Tensor:
+    found = torch.eye(6, dtype=torch.float64)
+    pairs = rope.pairs if rope.pairs is not None else ((0, 3), (1, 4), (2, 5))
+    for (i, j), frequency in zip(pairs, rope.frequencies, strict=True):
+        cos, sin = math.cos(place * frequency), math.sin(place * frequency)
+        found[i, i], found[i, j], found[j, i], found[j, j] = cos, -sin, sin, cos
+    return found
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_vectors_are_turned_as_the_matrix_turns_them(rope: Rope) -> None:
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).double()
+    places = [0, 1, 7, -3]
+    found = rope.turned(x, torch.tensor(places))
+    for i, place in enumerate(places):
+        torch.testing.assert_close(
+            found[:, i], x[:, i] @ matrix(rope, place).T, rtol=1e-5, atol=1e-5
+        )
+    back = rope.turned(found, -torch.tensor(places))
+    torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
+    mean = torch.stack([matrix(rope, place) for place in places]).mean(0)
+    turn = rope.mean_turn(torch.tensor([places]), 6)
+    torch.testing.assert_close(turn[0].double(), mean, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    for frequencies, pairs in (((1.0,), ()), ((1.0, 0.1), ((0, 1), (1, 2)))):
+        with pytest.raises(ValueError, match="do not fit together"):
+            Rope(frequencies, pairs)
+    with pytest.raises(ValueError, match="2 rotary embeddings are given for 3 layers"):
+        CacheShape(3, 1, 1, 6, 6, rope=(Rope(()), Rope(())))
+
+
+def test_layers_may_have_their_own() -> None:
+    one, other = ROPES["halves"], ROPES["none"]
+    assert CacheShape(2, 1, 1, 6, 6, rope=(one, other)).rope_of(1) is other
+    assert CacheShape(2, 1, 1, 6, 6, rope=one).rope_of(1) is one
+    assert CacheShape(2, 1, 1, 6, 6).rope_of(1) is None

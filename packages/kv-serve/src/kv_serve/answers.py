@@ -1,0 +1,77 @@
+"""What a cache refuses of a selector's answers, in sentences."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kv_policy import LayerView, Part, PlanView, Selector
+
+
+def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
+    """Give scores as float32, if they are floats, one for each place of the view.
+
+    Raises:
+        ValueError: they are not.
+    """
+    shape = tuple(view.position.shape)
+    if isinstance(given, Tensor) and given.is_floating_point() and given.shape == shape:
+        return given.float()
+    raise ValueError(
+        f"{_called(selector)} scored layer {view.layer} with {_kind(given)}; score(view) returns "
+        f"floats of the shape of view.position, {shape}: one for each sequence, KV head and token"
+    )
+
+
+def expect_plan(selector: Selector, view: PlanView, given: object) -> Tensor:
+    """Give a plan, if it is of tiers, one for each place of the view.
+
+    Raises:
+        ValueError: it is not.
+    """
+    shape = tuple(view.position.shape)
+    if isinstance(given, Tensor) and given.dtype == torch.uint8 and given.shape == shape:
+        return given
+    raise ValueError(
+        f"{_called(selector)} planned from layer {view.first_layer} on with {_kind(given)}; "
+        f"plan(view) returns uint8 of the shape of view.position, {shape}: a tier, or DROP"
+    )
+
+
+def lacks_numbers(view: LayerView, score: Float[Tensor, "B H L"]) -> Bool[Tensor, ""]:
+    """Say whether a token's score is NaN though nothing in the view is; nobody waits for it.
+
+    NaN that a model makes, such as float16 beyond its range, is no fault of the selector's.
+    """
+    queries = None if view.queries is None else view.queries.vectors
+    looked_at = (view.mass, view.keys, view.values, queries, view.score, *view.also.values())
+    wrong = (score.isnan() & (view.position >= 0)).any()
+    for x in looked_at:
+        if x is not None:
+            wrong = wrong & ~x.isnan().any()
+    return wrong
+
+
+def expect_numbers(selector: Selector, wrong: list[Bool[Tensor, ""]]) -> None:
+    """Refuse scores that `lacks_numbers` found; waits for the device once.
+
+    Raises:
+        ValueError: some view's scores are NaN.
+    """
+    if wrong and bool(torch.stack(wrong).any()):
+        layer = torch.stack(wrong).nonzero()[0].item()
+        raise ValueError(
+            f"{_called(selector)} gave tokens NaN for a score (in scoring {layer + 1} of "
+            f"{len(wrong)} of this pass), though what it looked at was all numbers; a score is a "
+            "number, or infinity for a token that always stays. It may divide by a sum that is 0. "
+            "The pass is not stored: reset() the cache"
+        )
+
+
+def _called(selector: Selector) -> str:
+    return selector.name if isinstance(selector, Part) else type(selector).__name__
+
+
+def _kind(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
+    return f"a {type(given).__name__}"

@@ -1,0 +1,148 @@
+"""How each layer of a model turns its queries, found by what the model does to a few tokens."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from kv_policy import CacheShape, KVPolicy, Rope
+from kv_serve.hf.passing import passing
+from kv_serve.hf.support import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS: Final = 5
+POSITIONS: Final = (0, 1, 13, 101, 1009)  # frequencies from 1 to 0.0001 leave their marks
+FAR: Final = 2047  # the last position, for a model that names none
+NEAR: Final = 1e-3  # of a query's norm: a wrong rotation is far off
+NEAR_IN_16_BITS: Final = 0.02  # which round the model's own rotation to less
+_GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on what is read
+
+
+def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) -> CacheShape:
+    """Let a shape say how each layer turns its queries, if the policy looks at them.
+
+    The model reads a few single tokens at several positions. A token alone attends to itself
+    whatever its position, so its queries in any layer differ by the rotation and nothing else.
+
+    Raises:
+        UnsupportedModelError: a layer does something else to them, or frequencies depend on the
+            length of what is read; the message names the layer.
+    """
+    selector = policy.selector
+    if selector is None or policy.basis is not None or "queries" not in selector.reads:
+        return shape
+    name = type(model).__name__
+    for kind in _kinds(model):
+        if kind in _GROWING:
+            raise UnsupportedModelError(
+                f"{policy} turns queries to other positions, and the rotary embedding of {name} "
+                f"({kind}) changes with the length of what is read; use a policy that reads no "
+                "queries, such as snapkv"
+            )
+    config = model.config.get_text_config(decoder=True)
+    last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
+    near = NEAR if model.dtype.itemsize >= 4 else NEAR_IN_16_BITS
+    places = [*(p for p in POSITIONS if p < last), last]
+    query = _queries(model, shape, places)  # N T P H D
+    start = query[:, :, :1]
+    size = vector_norm(start, dim=(1, 2, 3, 4)).clamp(min=torch.finfo(torch.float32).tiny)
+    position = torch.tensor(places[:-1], device=query.device)[:, None]
+    best: list[tuple[float, Rope | None]] = [(near, None)] * shape.layers
+    for rope in _candidates(model, shape.key_dim):
+        off = rope.turned(start, position) - query[:, :, :-1]
+        error = vector_norm(off, dim=(1, 3, 4)).amax(1) / size
+        best = [
+            (each, rope) if each < least else (least, found)
+            for each, (least, found) in zip(error.tolist(), best, strict=True)
+        ]
+    # Far off an angle is rounded too much to compare, but no rotation changes a norm.
+    norm = vector_norm(query, dim=-1)
+    grown = (norm / norm[:, :, :1] - 1).abs().nan_to_num(0).amax((1, 2, 3)).tolist()
+    ropes = [
+        None if off > NEAR_IN_16_BITS else rope for off, (_, rope) in zip(grown, best, strict=True)
+    ]
+    missing = [layer for layer, rope in enumerate(ropes) if rope is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{policy} turns queries to other positions, and layer {missing[0]} of {name} changes "
+            "them from position to position in a way that is no rotary embedding known here "
+            "(halves or neighbours turned by the model's inv_freq, or nothing); use a policy that "
+            "reads no queries, such as snapkv"
+        )
+    known = tuple(rope for rope in ropes if rope is not None)
+    return replace(shape, rope=known[0] if len(set(known)) == 1 else known)
+
+
+def _kinds(model: "PreTrainedModel") -> Iterator[str]:
+    """What transformers calls the kinds of the rotary embeddings of a model."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        yield from map(str, kind.values() if isinstance(kind, dict) else (kind,))
+
+
+def _queries(
+    model: "PreTrainedModel", shape: CacheShape, places: list[int]
+) -> Float[Tensor, "N T P H D"]:
+    """What queries of a few tokens, each alone, are at these positions."""
+    from kv_serve.hf.cache import CompressedCache
+
+    class Watching(CompressedCache):
+        def attend(
+            self,
+            layer: int,
+            query: Float[Tensor, "B Hq L D"],
+            key: Float[Tensor, "B H L D"],
+            value: Float[Tensor, "B Hv L Dv"],
+            scale: float,
+            valid: Bool[Tensor, "B L"] | None,
+        ) -> Float[Tensor, "B L *out"]:
+            found[layer] = query[:, :, 0].float()
+            return super().attend(layer, query, key, value, scale, valid)
+
+    found: dict[int, Tensor] = {}
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(TOKENS, device=model.device) * 7 + 3) % vocabulary
+    position = torch.tensor(places, device=model.device).repeat(TOKENS)
+    rows = ids.repeat_interleave(len(places))[:, None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(
+                rows,
+                attention_mask=torch.ones_like(rows),
+                position_ids=position[:, None],
+                **passing(model, Watching(model, "raw")),
+            )
+    finally:
+        for module in training:
+            module.training = True
+    each = torch.stack([found[layer] for layer in range(shape.layers)])
+    by_token: Tensor = each.unflatten(1, (TOKENS, len(places)))
+    return by_token
+
+
+def _candidates(model: "PreTrainedModel", dim: int) -> Iterator[Rope]:
+    """Rotations that a layer may have: none, or frequencies of the model over some dimensions."""
+    yield Rope((), ())
+    seen: set[tuple[float, ...]] = set()
+    for name, buffer in model.named_buffers():
+        if not name.endswith("inv_freq") or "original" in name or buffer.ndim != 1:
+            continue
+        frequencies = tuple(buffer.double().tolist())
+        count = len(frequencies)
+        if frequencies in seen or 2 * count > dim:
+            continue
+        seen.add(frequencies)
+        for first in dict.fromkeys((0, dim - 2 * count)):
+            halves = tuple((first + i, first + count + i) for i in range(count))
+            neighbours = tuple((first + 2 * i, first + 2 * i + 1) for i in range(count))
+            for pairs in (halves, neighbours):
+                yield Rope(frequencies, pairs)
+                yield Rope(frequencies, tuple((j, i) for i, j in pairs))
