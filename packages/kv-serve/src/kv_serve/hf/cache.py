@@ -1,20 +1,19 @@
 """The compressed cache as the cache of a model of transformers."""
 
 from collections.abc import Sequence
-from weakref import ref
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kv_policy import Budget, KVPolicy, parse
 from kv_serve.backends import AUTO
-from kv_serve.hf.attention import NAME, install
+from kv_serve.hf.columns import SeenColumns
 from kv_serve.hf.fold import expect_fold, folded_by
-from kv_serve.hf.fresh_layer import FreshLayer
+from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
 from kv_serve.hf.support import cache_shape
+from kv_serve.hf.switch import install
 from kv_serve.memory import MemoryReport
 from kv_serve.models.identity import check_fitted
 from kv_serve.tiered import TieredCache
@@ -28,19 +27,12 @@ class CompressedLayer(FreshLayer):
         super().__init__(cache, index)
         self._cache = cache
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys, if the model's attention will see the mark."""
-        self._cache.expect_own_attention()
-        return super().update(key_states, value_states, *args, **kwargs)
-
     def get_seq_length(self) -> int:
         """Columns seen, padding and dropped tokens included: positions go on from here."""
         return self._cache.tiered.columns
 
 
-class CompressedCache(Cache):
+class CompressedCache(AttendingCache):
     """A KV cache that holds what a policy keeps, as the policy stores it.
 
     Pass it as `cache` to `generate` or to a forward pass; before transformers 5.24 that argument is
@@ -49,7 +41,9 @@ class CompressedCache(Cache):
     exist as the model made them (those of all layers, for a policy that decides over all layers at
     once).
 
-    The model's attention implementation becomes `kv_serve`, which serves other caches as SDPA.
+    Passes over the cache use an attention function of their own. The model's other calls, with
+    other caches or none, use the implementation that it is configured for, as before;
+    `kv_serve.uninstall` takes the hooks away that see to this.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class CompressedCache(Cache):
         self.policy = parse(policy) if isinstance(policy, str) else policy
         check_fitted(model, self.policy)
         shape = cache_shape(model)
-        self._fold, self._model = expect_fold(model, self.policy), ref(model)
+        self._fold = expect_fold(model, self.policy)
         self.tiered = TieredCache(
             self.policy,
             shape,
@@ -92,18 +86,9 @@ class CompressedCache(Cache):
             backend=backend,
             folded=frozenset() if self._fold is None else self._fold.what,
         )
+        self._seen = SeenColumns(model.device)
         install(model)
-        self._config = model.config
-        super().__init__(layers=[CompressedLayer(self, i) for i in range(shape.layers)])
-
-    def expect_own_attention(self) -> None:
-        """Raise if the model was switched to an attention that does not know this cache."""
-        used = self._config._attn_implementation
-        if used != NAME:
-            raise RuntimeError(
-                f"the model's attention implementation was changed to {used!r}; a compressed cache "
-                f"needs {NAME!r}: make a new cache, or call model.set_attn_implementation({NAME!r})"
-            )
+        super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
 
     def attend(
         self,
@@ -131,9 +116,18 @@ class CompressedCache(Cache):
             out = self.tiered.attend(layer, grouped, key, packing.unpack(value), scale)
             return packing.pack(out)
 
+    def expect_mask(self, mask: Bool[Tensor, "B T"] | None, fresh: int) -> None:
+        """Refuse a 2D mask that hides stored columns or shows padding; nothing is stored then.
+
+        Raises:
+            ValueError: it does.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._seen.take(mask, self.tiered.columns, fresh)
+
     def _expect_same_fold(self) -> None:
         """Raise if projections were folded or restored since the cache was made."""
-        model = self._model()
+        model = self.model
         if model is not None and folded_by(model) is not self._fold:
             raise RuntimeError(
                 "the model was folded or restored since this cache was made, so it would read "
@@ -173,6 +167,7 @@ class CompressedCache(Cache):
         # As in `attend`: what is stored outlives the inference mode it may be called in.
         with torch.inference_mode(False), torch.no_grad():
             self.tiered.select(source.clone())
+            self._seen.select(source.clone())
 
     @property
     def batch_size(self) -> int:
