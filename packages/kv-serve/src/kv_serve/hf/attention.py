@@ -7,6 +7,7 @@ another cache, gets the implementation that the model is configured for.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,10 +53,14 @@ class FreshKeys(Tensor):
 
 
 class PassMask(Tensor):
-    """What a pass over our cache gets in place of a 4D mask."""
+    """What a pass over our cache gets in place of a 4D mask: the batch's padding, [B, 1, 1, T].
+
+    It has four dimensions, as a mask that a model makes outside of its decoder is handed on by
+    transformers only then.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    padded: bool  # it is the batch's 2D mask; else every column holds a token
+    padded: bool  # else it is a single True, and every column holds a token
     causal: bool  # otherwise the model asked for another mask, which is not served
 
 
@@ -106,7 +111,7 @@ def _mask(
         running.cache.expect_mask(attention_mask, q_length)
     padded = attention_mask is not None
     columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
-    mask = columns.as_subclass(PassMask)
+    mask = columns[:, None, None].as_subclass(PassMask)
     mask.padded, mask.causal = padded, causal
     return mask
 
@@ -141,9 +146,8 @@ def _attention(
                 "cache so"
             )
         own = _own(module, name)
-        return own(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
-        )
+        options |= {"scaling": scaling, "dropout": dropout}
+        return own(module, query, key, value, attention_mask, **options)
     for option, kind in UNSERVED.items():
         if options.get(option) is not None:
             raise ValueError(
@@ -176,7 +180,7 @@ def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) 
                 "attends causally to everything it holds, so use a cache of transformers for this "
                 "input"
             )
-        return mask.as_subclass(Tensor)[:, -length:].bool() if mask.padded else None
+        return mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
     if mask is not None:
         shape = getattr(mask, "shape", None)
         what = f"of shape {tuple(shape)}" if shape is not None else f"of type {type(mask).__name__}"
@@ -193,12 +197,13 @@ def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) 
     return None
 
 
-def _own(module: "nn.Module", name: str | None) -> Any:
+def _own(module: "nn.Module", name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function of a module, by the implementation its model is configured for."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     home = vars(sys.modules[type(module).__module__])
     interface = home.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    found: Callable[..., tuple[Tensor, Tensor | None]] | None
     found = interface.get(name, home.get("eager_attention_forward"))
     if found is None:
         raise RuntimeError(

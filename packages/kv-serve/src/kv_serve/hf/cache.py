@@ -86,7 +86,8 @@ class CompressedCache(AttendingCache):
             backend=backend,
             folded=frozenset() if self._fold is None else self._fold.what,
         )
-        self._seen = SeenColumns(model.device)
+        self._device = model.device
+        self._seen = SeenColumns(self._device)
         install(model)
         super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
 
@@ -106,6 +107,7 @@ class CompressedCache(AttendingCache):
         # What is stored outlives the pass, so none of it may be made as inference-mode tensors.
         with torch.inference_mode(False), torch.no_grad():
             if layer == 0:
+                self._expect_same_device(query.device)
                 self._expect_same_fold()
                 self.tiered.begin(self._columns(query, valid))
             grouped = query.unflatten(1, (key.shape[1], -1))
@@ -124,6 +126,14 @@ class CompressedCache(AttendingCache):
         """
         with torch.inference_mode(False), torch.no_grad():
             self._seen.take(mask, self.tiered.columns, fresh)
+
+    def _expect_same_device(self, found: torch.device) -> None:
+        """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
+        if found != self._device:
+            raise RuntimeError(
+                f"the model attends on {found}, and this cache was made while it was on "
+                f"{self._device}: it was moved since, or is offloaded; make a cache where it runs"
+            )
 
     def _expect_same_fold(self) -> None:
         """Raise if projections were folded or restored since the cache was made."""

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from kv_policy import CacheShape, Calibrator
 from kv_serve.hf.fold import folded_by
 from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
-from kv_serve.hf.modules import OUTPUT, attention_modules
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_serve.hf.modules import attention_modules
+from kv_serve.hf.support import OUTPUT, UnsupportedModelError, cache_shape
 from kv_serve.hf.switch import install
 
 

@@ -1,8 +1,14 @@
 """Which columns of a batch held tokens when a cache stored them, to compare later masks with."""
 
+from typing import Final
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+_GIVEN: Final = "attention_mask"
+_NONE: Final = "the absence of an attention_mask"
+_EARLIER: Final = "the attention_mask of a step before"
 
 
 class SeenColumns:
@@ -32,13 +38,13 @@ class SeenColumns:
                 pass.
         """
         if self._late is not None and bool(self._late):
-            raise ValueError(_refusal("an earlier attention_mask"))
+            raise ValueError(_refusal(_EARLIER))
         before = None if self._mask is None else self._mask[:, :columns]
         if columns and not (mask is None and before is None):
             differs = _differ(mask, before, columns)
             if self.waits or fresh > 1:
                 if bool(differs):
-                    raise ValueError(_refusal("attention_mask" if mask is not None else "no mask"))
+                    raise ValueError(_refusal(_GIVEN if mask is not None else _NONE))
             else:
                 self._late = self._pinned(differs) if self._late is None else self._late
                 self._late.copy_(differs, non_blocking=True)
@@ -76,7 +82,7 @@ def _differ(
 
 def _refusal(what: str) -> str:
     return (
-        f"{what} hides columns whose tokens the compressed cache has stored, or shows some that "
-        "were padding then: give the mask of earlier passes with columns added on the right, or "
-        "begin with a new cache to leave tokens out"
+        f"{what} hides columns whose tokens the compressed cache holds, or shows columns that were "
+        "padding; give the mask of the passes before with columns added on the right, or leave "
+        "tokens out with a new cache"
     )

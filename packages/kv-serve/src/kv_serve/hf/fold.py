@@ -25,6 +25,7 @@ from kv_serve.models.identity import check_fitted
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 class Fold:
     """A model whose projections hold a basis, until `restore`; also a context manager.
 

@@ -16,6 +16,7 @@ class Running:
 
     cache: "AttendingCache"
     handed: int | None = None  # layer whose fresh keys were handed on and are not attended to yet
+    used: bool = False  # the model has brought keys
 
     def hand(self, layer: int) -> None:
         """Note that a layer's fresh keys go to attention.
@@ -24,11 +25,24 @@ class Running:
             RuntimeError: those of another layer never got there.
         """
         self.expect_attended()
-        self.handed = layer
+        self.handed, self.used = layer, True
 
     def attended(self) -> None:
         """Note that the fresh keys came to attention."""
         self.handed = None
+
+    def expect_done(self) -> None:
+        """Raise if a pass has ended that did not use its cache, or not as it has to.
+
+        Raises:
+            RuntimeError: the model brought no keys, or nothing attended to them.
+        """
+        self.expect_attended()
+        if not self.used:
+            raise RuntimeError(
+                "the model was given a compressed cache and did not use it; discard what this pass "
+                "returned, and leave the cache out"
+            )
 
     def expect_attended(self) -> None:
         """Raise if fresh keys that were handed on never came to attention.

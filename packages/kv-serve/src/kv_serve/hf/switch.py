@@ -18,7 +18,7 @@ from kv_serve.hf.attention import configured, switched
 from kv_serve.hf.folded import FOLDED
 from kv_serve.hf.fresh_layer import AttendingCache
 from kv_serve.hf.running import current, enter, leave
-from kv_serve.hf.support import UnsupportedModelError
+from kv_serve.hf.support import UnsupportedModelError, of_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -92,7 +92,7 @@ class Switch:
             return
         self.ended()
         if frame.outermost and not failed:
-            frame.running.expect_attended()
+            frame.running.expect_done()
 
     def ended(self) -> None:
         """Count one call over a cache less; after the last, the configuration is the user's."""
@@ -184,8 +184,7 @@ def _holders(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if module is model
-        or (isinstance(module, PreTrainedModel) and _text(module.config) is text)
+        if module is model or (isinstance(module, PreTrainedModel) and _text(module.config) is text)
     ]
 
 
@@ -199,8 +198,7 @@ def _configs(model: nn.Module) -> "Iterator[PreTrainedConfig]":
         if not isinstance(config, PreTrainedConfig) or id(config) in seen:
             continue
         seen.add(id(config))
-        # Some models build their decoder from a copy of the configuration.
-        if _text(config) is text or type(config) is type(text):
+        if of_decoder(config, text):
             yield config
 
 
@@ -211,7 +209,7 @@ def _text(config: Any) -> Any:
 def _name(config: "PreTrainedConfig", name: str | None) -> None:
     """Name the implementation of one configuration, and not of those within it."""
     if config._attn_implementation != name:
-        config._attn_implementation = {"": name}  # type: ignore[assignment]
+        config._attn_implementation = {"": name}
 
 
 def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> AttendingCache | None:
@@ -273,7 +271,7 @@ class Prepared:
         prepared = self.__wrapped__(*args, **kwargs)
         cache = _found(args, kwargs)
         if cache is not None and _found((), prepared) is None:
-            model = getattr(self.__wrapped__, "__self__", cache.model)
+            model: Any = getattr(self.__wrapped__, "__self__", cache.model)
             limit = getattr(_text(model.config), "original_max_position_embeddings", None)
             where = f" past {limit} tokens (original_max_position_embeddings)" if limit else ""
             raise RuntimeError(
