@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
+from kv_serve import uninstall
 from kv_serve.hf.cache import CompressedCache
 from kv_serve.hf.fold import Fold, folded_by
 from kv_serve.hf.folded import FoldedLinear
@@ -187,6 +188,12 @@ def test_another_attention_implementation_does_not_go_wrong_silently(make) -> No
         with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
             model(ids)
         model.set_attn_implementation("sdpa")  # models of the tests share a configuration
+
+
+def test_a_folded_model_keeps_its_hooks(make) -> None:
+    model = make()
+    with Fold(model, RAGGED), pytest.raises(ValueError, match="restore the model first"):
+        uninstall(model)
 
 
 def test_tied_projections_stay_tied(make) -> None:

@@ -87,7 +87,7 @@ class CompressedCache(AttendingCache):
             folded=frozenset() if self._fold is None else self._fold.what,
         )
         self._device = model.device
-        self._seen = SeenColumns(self._device)
+        self._seen = SeenColumns(waits=self._device.type == "cpu")
         install(model)
         super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
 
@@ -125,7 +125,7 @@ class CompressedCache(AttendingCache):
             ValueError: it does.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._seen.take(mask, self.tiered.columns, fresh)
+            self._seen = self._seen.after(mask, self.tiered.columns, fresh)
 
     def _expect_same_device(self, found: torch.device) -> None:
         """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
@@ -177,7 +177,7 @@ class CompressedCache(AttendingCache):
         # As in `attend`: what is stored outlives the inference mode it may be called in.
         with torch.inference_mode(False), torch.no_grad():
             self.tiered.select(source.clone())
-            self._seen.select(source.clone())
+            self._seen = self._seen.selected(source.clone())
 
     @property
     def batch_size(self) -> int:

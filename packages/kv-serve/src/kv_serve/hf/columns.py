@@ -1,5 +1,6 @@
 """Which columns of a batch held tokens when a cache stored them, to compare later masks with."""
 
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -11,21 +12,25 @@ _NONE: Final = "the absence of an attention_mask"
 _EARLIER: Final = "the attention_mask of a step before"
 
 
+@dataclass(frozen=True)
 class SeenColumns:
     """The 2D mask of the passes so far.
 
     A mask that hides stored columns, or shows padding, cannot be heeded: what is stored has been
     counted, scored and maybe dropped. On a CPU, and in passes of several columns, it is refused at
     once. A decode step on a GPU does not wait for the answer: a later pass reads it.
+
+    Attributes:
+        waits: for the comparison of a decode step, as on a CPU.
+        mask: of the columns seen; None if every one held a token.
+        late: whether the mask of a decode step differed, on the host, once the device knows.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        """Have seen nothing; a mask's comparison is waited for on a CPU."""
-        self.waits = torch.device(device).type == "cpu"
-        self._mask: Bool[Tensor, "B T"] | None = None  # None: every column held a token
-        self._late: Bool[Tensor, ""] | None = None  # whether an earlier mask differed, on the host
+    waits: bool
+    mask: Bool[Tensor, "B T"] | None = None
+    late: Bool[Tensor, ""] | None = None
 
-    def take(self, mask: Bool[Tensor, "B T"] | None, columns: int, fresh: int) -> None:
+    def after(self, mask: Bool[Tensor, "B T"] | None, columns: int, fresh: int) -> "SeenColumns":
         """Compare a pass's mask with what was seen, and remember it.
 
         Args:
@@ -34,36 +39,31 @@ class SeenColumns:
             fresh: how many the pass brings.
 
         Raises:
-            ValueError: the mask differs, now or in a decode step before; nothing is stored of this
-                pass.
+            ValueError: the mask differs, now or in a decode step before.
         """
-        if self._late is not None and bool(self._late):
+        if self.late is not None and bool(self.late):  # on the host, so nothing waits
             raise ValueError(_refusal(_EARLIER))
-        before = None if self._mask is None else self._mask[:, :columns]
-        if columns and not (mask is None and before is None):
-            differs = _differ(mask, before, columns)
-            if self.waits or fresh > 1:
-                if bool(differs):
-                    raise ValueError(_refusal(_GIVEN if mask is not None else _NONE))
-            else:
-                self._late = self._pinned(differs) if self._late is None else self._late
-                self._late.copy_(differs, non_blocking=True)
-        if mask is not None:
-            self._mask = mask.clone()  # the caller may write into the one it gave
-        elif before is not None:
-            more = before.new_ones(len(before), fresh)
-            self._mask = torch.cat((before, more), 1)
-        else:
-            self._mask = None
+        before = None if self.mask is None else self.mask[:, :columns]
+        if not columns:
+            return replace(self, mask=None if mask is None else mask.clone())
+        if mask is None and before is None:
+            return self
+        differs, late = _differ(mask, before, columns), self.late
+        if not self.waits and fresh == 1:
+            late = torch.zeros((), dtype=torch.bool, pin_memory=differs.is_cuda)
+            late.copy_(differs, non_blocking=True)
+        elif bool(differs):
+            raise ValueError(_refusal(_NONE if mask is None else _GIVEN))
+        if mask is None:
+            assert before is not None
+            return replace(self, mask=_shown(before, columns + fresh), late=late)
+        return replace(self, mask=mask.clone(), late=late)  # the caller may write into its own
 
-    def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let sequences become source[0], source[1], ..."""
-        if self._mask is not None and len(self._mask) > 1:
-            self._mask = self._mask[source.to(self._mask.device)]
-
-    @staticmethod
-    def _pinned(like: Tensor) -> Tensor:
-        return torch.zeros((), dtype=torch.bool, pin_memory=like.is_cuda)
+    def selected(self, source: Int[Tensor, " B2"]) -> "SeenColumns":
+        """Let sequences be source[0], source[1], ..."""
+        if self.mask is None or len(self.mask) == 1:  # that of one row goes for all
+            return self
+        return replace(self, mask=self.mask[source.to(self.mask.device)])
 
 
 def _differ(
@@ -74,10 +74,12 @@ def _differ(
         assert before is not None
         return ~before.all()
     now = mask[:, :columns]
-    if before is None:
-        return ~now.all()
-    shown = torch.nn.functional.pad(before, (0, columns - before.shape[1]), value=True)
-    return (now != shown).any()
+    return ~now.all() if before is None else (now != _shown(before, columns)).any()
+
+
+def _shown(mask: Bool[Tensor, "B T"], columns: int) -> Bool[Tensor, "B T2"]:
+    """The mask of so many columns, of which the later ones hold tokens."""
+    return torch.nn.functional.pad(mask, (0, columns - mask.shape[1]), value=True)
 
 
 def _refusal(what: str) -> str:

@@ -178,15 +178,20 @@ def _module_reasons(
             "nothing that a compressed cache could follow"
         )
     for layer, named in sorted(at.items()):
-        if any(getattr(module, "is_causal", True) is False for _, module in named):
-            yield f"attends in both directions in layer {layer}; a compressed cache is causal"
-        cross = [says_cross(module) or named_cross(name) for name, module in named]
-        attends = [any(n in OUTPUT for n, _ in module.named_children()) for _, module in named]
-        if any(cross) and not any(a and not c for a, c in zip(attends, cross, strict=True)):
+        own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
+        attending = [each for each in own if _attends(each[1])]
+        if len(own) < len(named) and not attending:
             yield f"attends in layer {layer} to something else than the layer's own tokens"
-        for (name, module), there, elsewhere in zip(named, attends, cross, strict=True):
-            if there and not elsewhere:
-                yield from _attention_reasons(name, module, width, group)
+        if any(getattr(module, "is_causal", True) is False for _, module in own):
+            yield f"attends in both directions in layer {layer}; a compressed cache is causal"
+        for each in attending:
+            yield from _attention_reasons(*each, width, group)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module is attention, as models of transformers write it."""
+    groups = getattr(module, "num_key_value_groups", None)
+    return isinstance(groups, int) or any(name in OUTPUT for name, _ in module.named_children())
 
 
 def _attention_reasons(name: str, module: nn.Module, width: int, group: int) -> Iterator[str]:
