@@ -45,9 +45,6 @@ nox.options.sessions = ["lint", "types", "tests"]
 NATIVE = "kv-cpu"  # the package that is compiled
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # lines of a source file that warn, and the most there may be
-    500,
-    800,
-)  # lines of a source file: from one on a warning, beyond the other a refusal
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
 # What runs under sanitizers: vectors with masks at their ends, and tiles that plain C++ stands for,

@@ -43,7 +43,7 @@ class Load:
 
 def text_ids() -> list[int]:
     """The default text as token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(), trust_remote_code=False)
     ids: list[int] = tokenizer.encode(default_text().body, add_special_tokens=False, verbose=False)
     return ids
 
@@ -55,5 +55,5 @@ def raw_token_bytes() -> int:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_folder())
+    config = AutoConfig.from_pretrained(model_folder(), trust_remote_code=False)
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

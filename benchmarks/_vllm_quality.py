@@ -18,7 +18,9 @@ Z: float = 1.959964  # of a normal distribution's middle 95 %
 def scores(way: str, room: Room, tasks: Mapping[str, Sequence[Sample]]) -> dict[str, list[float]]:
     """Score every sample, one at a time: 1 or 0 for an answer, nats per token for a text."""
     with started(way, room) as (engine, _):
-        tokenizer = AutoTokenizer.from_pretrained(room.arguments(way)["model"])
+        tokenizer = AutoTokenizer.from_pretrained(
+            room.arguments(way)["model"], trust_remote_code=False
+        )
 
         def score(sample: Sample, name: str) -> float:
             _ask(engine, name, sample)
@@ -46,7 +48,9 @@ def answered_among(
     turns |= {name: (i + 1) / len(samples) for i, name in enumerate(samples)}
     found: dict[str, float] = {}
     with started(way, room) as (engine, counting):
-        tokenizer = AutoTokenizer.from_pretrained(room.arguments(way)["model"])
+        tokenizer = AutoTokenizer.from_pretrained(
+            room.arguments(way)["model"], trust_remote_code=False
+        )
         counting.counts = Counts()
         for name in sorted(turns, key=turns.__getitem__):
             if name in others:

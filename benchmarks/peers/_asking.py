@@ -52,7 +52,11 @@ def load(folder: str) -> Any:
     logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
     )
     if needed():
         widen(model)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_serve.hf.cache import CompressedCache
     from kv_serve.hf.fold import Fold
+    from kv_serve.hf.switch import uninstall
 
-__all__ = ["CompressedCache", "Fold"]
+__all__ = ["CompressedCache", "Fold", "uninstall"]
 
 
 def __getattr__(name: str) -> object:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> object:
         from kv_serve.hf.fold import Fold
 
         return Fold
+    if name == "uninstall":
+        from kv_serve.hf.switch import uninstall
+
+        return uninstall
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -182,15 +182,6 @@ def test_another_batch_in_the_same_cache(make, batch) -> None:
         model(torch.ones(3, 1, dtype=torch.long), **passing(model, cache))
 
 
-@torch.no_grad()
-def test_an_attention_that_does_not_know_the_cache(make) -> None:
-    model = make()
-    cache = CompressedCache(model, "k8v4")
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="changed to 'sdpa'"):
-        model(torch.ones(1, 4, dtype=torch.long), **passing(model, cache))
-
-
 def test_training_is_refused(make) -> None:
     model = make()
     cache = CompressedCache(model, "k8v4")

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
+from kv_serve import uninstall
 from kv_serve.hf.cache import CompressedCache
 from kv_serve.hf.fold import Fold, folded_by
 from kv_serve.hf.folded import FoldedLinear
@@ -183,9 +184,16 @@ def test_a_folded_model_serves_caches_of_its_basis_only(make) -> None:
 def test_another_attention_implementation_does_not_go_wrong_silently(make) -> None:
     model, ids = make(), torch.randint(3, 101, (1, 9))
     with Fold(model, RAGGED):
-        model.set_attn_implementation("sdpa")
-        with pytest.raises(RuntimeError):  # shapes do not fit
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
             model(ids)
+        model.set_attn_implementation("sdpa")  # models of the tests share a configuration
+
+
+def test_a_folded_model_keeps_its_hooks(make) -> None:
+    model = make()
+    with Fold(model, RAGGED), pytest.raises(ValueError, match="restore the model first"):
+        uninstall(model)
 
 
 def test_tied_projections_stay_tied(make) -> None:

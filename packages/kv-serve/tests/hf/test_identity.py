@@ -138,7 +138,7 @@ def test_other_caches_go_on_working_in_the_model(make, batch, compressed) -> Non
     before = model(**inputs, **passing(model, DynamicCache())).logits
     text = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     compressed(model, "raw")
-    assert model.config._attn_implementation == "kv_serve"
+    assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(**inputs, **passing(model, DynamicCache())).logits, before)
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), text)
     assert torch.equal(model(**inputs, use_cache=False).logits, before)

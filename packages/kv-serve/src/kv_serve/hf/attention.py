@@ -1,139 +1,168 @@
 """The attention function that lets transformers attend over pages in place.
 
 `update` of the cache hands the fresh keys on with a mark; the function registered here sees the
-mark and asks the cache to attend. Without the mark it is transformers' own SDPA attention.
+mark and asks the cache to attend. A model is switched to it for the passes over our caches alone
+(`kv_serve.hf.switch`). What attends without a mark meanwhile, such as a pass of another thread over
+another cache, gets the implementation that the model is configured for.
 """
 
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_serve.hf.folded import FoldedLinear
+from kv_serve.hf.running import current
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
 
-NAME: Final = "kv_serve"  # of the attention implementation, in a model's configuration
+    from kv_serve.hf.fresh_layer import AttendingCache
 
+PREFIX: Final = "kv_serve|"  # of the implementation in a model's configuration, before its own
 
-@runtime_checkable
-class Attends(Protocol):
-    """What the attention function asks of a cache."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "B Hq L D"],
-        key: Float[Tensor, "B H L D"],
-        value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L *out"]:
-        """Attend over everything held and the fresh tokens, then store those."""
-        ...
-
-    def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
-        """Raise if the tokens of a pass do not come after those that are held."""
-        ...
-
+# What a model may ask of attention that attention over pages does not do, and what that is.
+UNSERVED: Final = {
+    "softcap": "a cap on attention logits",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "sliding_window": "a sliding window",
+    "position_bias": "a bias by position",
+    "indices": "attention to selected tokens",
+    "block_indices": "attention to selected blocks",
+    "cu_seq_lens_q": "several sequences in a row",
+    "cu_seq_lens_k": "several sequences in a row",
+}
 
 class FreshKeys(Tensor):
     """Keys of a forward pass on their way from the cache to the attention function."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    cache: Attends
+    cache: "AttendingCache"
     layer: int
 
     @classmethod
-    def mark(cls, key: Tensor, cache: Attends, layer: int) -> "FreshKeys":
+    def mark(cls, key: Tensor, cache: "AttendingCache", layer: int) -> "FreshKeys":
         """Mark the keys with the cache and the layer they belong to."""
         marked = key.as_subclass(cls)
         marked.cache, marked.layer = cache, layer
         return marked
 
 
-class PaddingMask(Tensor):
-    """The batch's 2D padding mask, with a recipe for the usual 4D mask if a layer wants that."""
+class PassMask(Tensor):
+    """What a pass over our cache gets in place of a 4D mask: the batch's padding, [B, 1, 1, T].
+
+    It has four dimensions, as a mask that a model makes outside of its decoder is handed on by
+    transformers only then.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    whole: Callable[[], Tensor | None]
-    padded: bool
+    padded: bool  # else it is a single True, and every column holds a token
+    causal: bool  # otherwise the model asked for another mask, which is not served
+
+
+def switched(name: str | None) -> str:
+    """The implementation that serves our caches in a model that is configured for `name`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    ours = f"{PREFIX}{name or ''}"
+    if ours not in AttentionInterface._global_mapping:
+        AttentionMaskInterface.register(ours, partial(_mask, name))
+        AttentionInterface.register(ours, partial(_attention, name))
+    return ours
+
+
+def configured(name: str | None) -> str | None:
+    """The implementation that a model is configured for, by the name that serves our caches."""
+    if name is None or not name.startswith(PREFIX):
+        return name
+    return name.removeprefix(PREFIX) or None
 
 
 def _mask(
+    name: str | None,
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
+    *args: Any,
+    mask_function: Any = None,
     attention_mask: Tensor | None = None,
     **options: Any,
-) -> PaddingMask:
-    from transformers.masking_utils import sdpa_mask
+) -> Any:
+    """The padding of the batch, for our caches; else the mask the model is configured for."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
 
+    running = current()
+    if running is None:  # another thread's pass
+        make = AttentionMaskInterface().get(name)
+        if make is None:
+            return None
+        if mask_function is not None:
+            options["mask_function"] = mask_function
+        options["attention_mask"] = attention_mask
+        return make(batch_size, q_length, kv_length, *args, **options)
+    causal = mask_function is None or mask_function is causal_mask_function
+    if causal:
+        _expect_columns(attention_mask, q_length, kv_length)
+        running.cache.expect_mask(attention_mask, q_length)
     padded = attention_mask is not None
     columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
-    mask = columns.as_subclass(PaddingMask)
-    mask.padded = padded
-    mask.whole = lambda: sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        **options,
-    )
+    mask = columns[:, None, None].as_subclass(PassMask)
+    mask.padded, mask.causal = padded, causal
     return mask
 
 
+def _expect_columns(mask: Tensor | None, fresh: int, columns: int) -> None:
+    """Raise if a 2D mask is not as long as the columns of the cache and of this pass."""
+    if mask is not None and mask.shape[-1] != columns:
+        raise ValueError(
+            f"attention_mask has {mask.shape[-1]} columns, and there are {columns}: "
+            f"{columns - fresh} that the compressed cache has seen and {fresh} of this pass; give "
+            "a mask over all of them"
+        )
+
+
 def _attention(
-    module: torch.nn.Module,
+    name: str | None,
+    module: "nn.Module",
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+) -> tuple[Tensor, Tensor | None]:
     if not isinstance(key, FreshKeys):
-        if any(isinstance(child, FoldedLinear) for child in module.children()):
-            raise ValueError(
-                "the model's projections are folded for a policy's basis; pass a CompressedCache "
-                "of that policy as the cache, or restore the model"
+        if isinstance(attention_mask, PassMask):
+            raise RuntimeError(
+                f"{type(module).__name__} attends to keys that are not those the compressed cache "
+                "handed on: it changes them after cache.update, or was given no cache (in training "
+                "with gradient checkpointing, for instance); it cannot be used with a compressed "
+                "cache so"
             )
-        mask = attention_mask
-        if isinstance(mask, PaddingMask):
-            mask = mask.whole()
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, scaling=scaling, dropout=dropout, **options
-        )
-        return out, None
-    for name in ("softcap", "s_aux", "sliding_window"):
-        if options.get(name) is not None:
+        own = _own(module, name)
+        options |= {"scaling": scaling, "dropout": dropout}
+        return own(module, query, key, value, attention_mask, **options)
+    for option, kind in UNSERVED.items():
+        if options.get(option) is not None:
             raise ValueError(
-                f"{type(module).__name__} asks for {name}, which a compressed cache does not do"
+                f"{type(module).__name__} asks for {kind} ({option}), which a compressed cache "
+                "does not do"
             )
     if dropout or (query.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
             "a compressed cache serves inference only: put the model in eval() and call it under "
             "torch.inference_mode() or torch.no_grad()"
         )
-    valid = None
-    if isinstance(attention_mask, PaddingMask):
-        if attention_mask.padded:
-            valid = attention_mask.as_subclass(Tensor)[:, -query.shape[2] :].bool()
-    elif attention_mask is not None:
-        raise ValueError(
-            f"an attention mask of shape {tuple(attention_mask.shape)} was given; a compressed "
-            "cache takes a 2D mask that marks padding"
-        )
+    valid = _valid(module, attention_mask, query.shape[2], options.get("is_causal"))
+    running = current()
+    if running is None or running.cache is not key.cache:
+        raise RuntimeError("fresh keys of a compressed cache came to attention after their pass")
+    running.attended()
     place = options.get("position_ids")  # most models hand them on
     if key.layer == 0 and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
         key.cache.expect_next(place, valid)
@@ -142,23 +171,45 @@ def _attention(
     return key.cache.attend(key.layer, query, fresh, value, scale, valid), None
 
 
-def install(model: "PreTrainedModel") -> None:
-    """Register the attention function and switch the model to it.
-
-    Other caches, and no cache, go on working: they get transformers' SDPA attention.
-
-    Raises:
-        ValueError: the model's code does not take its attention function from the interface.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
-    if model.config._attn_implementation != NAME:
-        model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:
+    """Which of the fresh columns hold a token; None: all. Refuses what is not plainly causal."""
+    kind = type(module).__name__
+    if isinstance(mask, PassMask):
+        if not mask.causal:
+            raise ValueError(
+                f"{kind} attends by a mask that is not plainly causal (a prefix or a picture whose "
+                "tokens see each other, is_causal=False, a mask function); a compressed cache "
+                "attends causally to everything it holds, so use a cache of transformers for this "
+                "input"
+            )
+        return mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
+    if mask is not None:
+        shape = getattr(mask, "shape", None)
+        what = f"of shape {tuple(shape)}" if shape is not None else f"of type {type(mask).__name__}"
         raise ValueError(
-            f"{type(model).__name__} does not let its attention function be chosen, so a "
-            "compressed cache cannot attend over its pages"
+            f"an attention mask {what} reached {kind}; a compressed cache takes a 2D mask that "
+            "marks padding"
         )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal and length > 1:
+        raise ValueError(
+            f"{kind} attends in both directions (is_causal=False); a compressed cache attends "
+            "causally, so use a cache of transformers"
+        )
+    return None
+
+
+def _own(module: "nn.Module", name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function of a module, by the implementation its model is configured for."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    home = vars(sys.modules[type(module).__module__])
+    interface = home.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    found: Callable[..., tuple[Tensor, Tensor | None]] | None
+    found = interface.get(name, home.get("eager_attention_forward"))
+    if found is None:
+        raise RuntimeError(
+            f"{type(module).__name__} is configured for the attention implementation {name!r}, "
+            "which is not found while another thread runs a pass over a compressed cache"
+        )
+    return found

@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kv_policy import Budget, KVPolicy, parse
 from kv_serve.backends import AUTO
-from kv_serve.hf.attention import NAME, install
+from kv_serve.hf.columns import SeenColumns
 from kv_serve.hf.fold import expect_fold, folded_by
-from kv_serve.hf.fresh_layer import FreshLayer
+from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
 from kv_serve.hf.rotary import with_ropes
 from kv_serve.hf.support import cache_shape, expect_order
+from kv_serve.hf.switch import install
 from kv_serve.memory import MemoryReport
 from kv_serve.models.identity import check_fitted
 from kv_serve.tiered import TieredCache
@@ -30,15 +30,6 @@ class CompressedLayer(FreshLayer):
         """Stand for layer `index` of `cache`."""
         super().__init__(cache, index)
         self._cache = ref(cache)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys, if the model's attention will see the mark."""
-        cache = self._cache()
-        if cache is not None:
-            cache.expect_own_attention()
-        return super().update(key_states, value_states, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the columns a mask has to cover: all that were seen.
@@ -56,7 +47,7 @@ class CompressedLayer(FreshLayer):
         return 0 if cache is None else cache.tiered.columns
 
 
-class CompressedCache(Cache):
+class CompressedCache(AttendingCache):
     """A KV cache that holds what a policy keeps, as the policy stores it.
 
     Pass it as `cache` to `generate` or to a forward pass; before transformers 5.24 that argument is
@@ -65,7 +56,9 @@ class CompressedCache(Cache):
     exist as the model made them (those of all layers, for a policy that decides over all layers at
     once).
 
-    The model's attention implementation becomes `kv_serve`, which serves other caches as SDPA.
+    Passes over the cache use an attention function of their own. The model's other calls, with
+    other caches or none, use the implementation that it is configured for, as before;
+    `kv_serve.uninstall` takes the hooks away that see to this.
     """
 
     def __init__(
@@ -98,7 +91,7 @@ class CompressedCache(Cache):
         self.policy = parse(policy) if isinstance(policy, str) else policy
         check_fitted(model, self.policy)
         shape = with_ropes(model, cache_shape(model), self.policy)
-        self._fold, self._model = expect_fold(model, self.policy), ref(model)
+        self._fold = expect_fold(model, self.policy)
         self.tiered = TieredCache(
             self.policy,
             shape,
@@ -109,18 +102,10 @@ class CompressedCache(Cache):
             backend=backend,
             folded=frozenset() if self._fold is None else self._fold.what,
         )
+        self._device = model.device
+        self._seen = SeenColumns(waits=self._device.type == "cpu")
         install(model)
-        self._config = model.config
-        super().__init__(layers=[CompressedLayer(self, i) for i in range(shape.layers)])
-
-    def expect_own_attention(self) -> None:
-        """Raise if the model was switched to an attention that does not know this cache."""
-        used = self._config._attn_implementation
-        if used != NAME:
-            raise RuntimeError(
-                f"the model's attention implementation was changed to {used!r}; a compressed cache "
-                f"needs {NAME!r}: make a new cache, or call model.set_attn_implementation({NAME!r})"
-            )
+        super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
 
     def attend(
         self,
@@ -138,6 +123,7 @@ class CompressedCache(Cache):
         # What is stored outlives the pass, so none of it may be made as inference-mode tensors.
         with torch.inference_mode(False), torch.no_grad():
             if layer == 0:
+                self._expect_same_device(query.device)
                 self._expect_same_fold()
                 self.tiered.begin(self._columns(query, valid))
             grouped = query.unflatten(1, (key.shape[1], -1))
@@ -165,9 +151,26 @@ class CompressedCache(Cache):
             row = int(wrong.long().argmax())
             raise ValueError(_other_prompt(int(held[row]), int(place[row])))
 
+    def expect_mask(self, mask: Bool[Tensor, "B T"] | None, fresh: int) -> None:
+        """Refuse a 2D mask that hides stored columns or shows padding; nothing is stored then.
+
+        Raises:
+            ValueError: it does.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._seen = self._seen.after(mask, self.tiered.columns, fresh)
+
+    def _expect_same_device(self, found: torch.device) -> None:
+        """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
+        if found != self._device:
+            raise RuntimeError(
+                f"the model attends on {found}, and this cache was made while it was on "
+                f"{self._device}: it was moved since, or is offloaded; make a cache where it runs"
+            )
+
     def _expect_same_fold(self) -> None:
         """Raise if projections were folded or restored since the cache was made."""
-        model = self._model()
+        model = self.model
         if model is not None and folded_by(model) is not self._fold:
             raise RuntimeError(
                 "the model was folded or restored since this cache was made, so it would read "
@@ -207,6 +210,7 @@ class CompressedCache(Cache):
         # As in `attend`: what is stored outlives the inference mode it may be called in.
         with torch.inference_mode(False), torch.no_grad():
             self.tiered.select(source.clone())
+            self._seen = self._seen.selected(source.clone())
 
     @property
     def batch_size(self) -> int:

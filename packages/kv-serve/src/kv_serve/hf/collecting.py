@@ -1,23 +1,20 @@
 """Showing a calibrator what a model attends with, layer by layer, and holding none of it."""
 
-from weakref import ref
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kv_policy import CacheShape, Calibrator
-from kv_serve.hf.attention import install
 from kv_serve.hf.fold import folded_by
-from kv_serve.hf.fresh_layer import FreshLayer
-from kv_serve.hf.modules import OUTPUT, attention_modules
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
+from kv_serve.hf.modules import attention_modules
+from kv_serve.hf.support import OUTPUT, UnsupportedModelError, cache_shape
+from kv_serve.hf.switch import install
 
 
-class CollectingCache(Cache):
+class CollectingCache(AttendingCache):
     """Stands where a cache would, shows a calibrator what comes by, and keeps nothing.
 
     Use it as the cache of forward passes of whole texts. A pass attends to itself alone.
@@ -32,10 +29,10 @@ class CollectingCache(Cache):
                 is folded.
         """
         _expect_own(model)
-        self._calibrator, self._model = calibrator, ref(model)
+        self._calibrator = calibrator
         layers = cache_shape(model).layers
         install(model)
-        super().__init__(layers=[FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
 
     def attend(
         self,
@@ -51,7 +48,7 @@ class CollectingCache(Cache):
         Raises:
             ValueError: the model was folded since.
         """
-        model = self._model()
+        model = self.model
         if layer == 0 and model is not None:
             _expect_own(model)
         grouped = query.unflatten(1, (key.shape[1], -1))

@@ -7,25 +7,23 @@ give coordinates too; otherwise both are rotated after it, once for each new tok
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
 from kv_serve.bases import Bases, Folded, same_maps, widened
-from kv_serve.hf.attention import install
-from kv_serve.hf.folded import FoldedLinear, FoldState, Packing
+from kv_serve.hf.folded import FOLDED, FoldedLinear, FoldState, Packing
 from kv_serve.hf.modules import attention_modules
 from kv_serve.hf.probe import expect_direct
 from kv_serve.hf.projections import OUTPUT, Projections, folded_keys, folded_values
 from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_serve.hf.switch import install
 from kv_serve.models.identity import check_fitted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_STATE: Final = "_kv_serve_folded"  # an attribute of a model that is folded
 
 
 class Fold:
@@ -76,7 +74,7 @@ class Fold:
         self._old = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, layer in changes:  # nothing has changed before all are made
             setattr(module, name, layer)
-        setattr(model.base_model, _STATE, self.state)
+        setattr(model.base_model, FOLDED, self.state)
 
     def restore(self) -> None:
         """Put the old projections back."""
@@ -87,7 +85,7 @@ class Fold:
                 layer.to(new.weight.device, new.weight.dtype)
             setattr(module, name, layer)
         if old:
-            setattr(self._model.base_model, _STATE, None)
+            setattr(self._model.base_model, FOLDED, None)
 
     def __enter__(self) -> "Fold":
         """Fold for the length of a `with` block."""
@@ -105,7 +103,7 @@ class Fold:
 
 def folded_by(model: "PreTrainedModel") -> FoldState | None:
     """What a model's projections hold of a basis; None: they are its own."""
-    found: FoldState | None = getattr(model.base_model, _STATE, None)
+    found: FoldState | None = getattr(model.base_model, FOLDED, None)
     return found
 
 

@@ -1,6 +1,7 @@
 """Linear layers that a basis is folded into, and what they know of it."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,9 @@ from torch.nn.functional import pad
 
 from kv_policy import Basis, HeadBasis, LayerBasis
 from kv_serve.bases import Folded
+from kv_serve.hf.running import current
+
+FOLDED: Final = "_kv_serve_folded"  # an attribute of a model whose projections hold a basis
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,19 @@ class FoldedLinear(nn.Linear):
         )
         new.state = state
         return new.train(old.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Project, within a pass over a compressed cache.
+
+        Raises:
+            ValueError: there is none, so coordinates would be taken for the model's own vectors.
+        """
+        if current() is None:
+            raise ValueError(
+                "the model's projections are folded for a policy's basis; pass a CompressedCache "
+                "of that policy as the cache, or restore the model"
+            )
+        return super().forward(input)
 
     def _save_to_state_dict(
         self, destination: dict[str, object], prefix: str, keep_vars: bool

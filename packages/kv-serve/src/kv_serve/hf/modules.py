@@ -1,18 +1,16 @@
 """Finding the attention modules of a model of transformers, layer by layer."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from kv_serve.hf.support import UnsupportedModelError
+from kv_serve.hf.support import OUTPUT, UnsupportedModelError, named_cross, says_cross
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Named: TypeAlias = tuple[str, nn.Module]
-
-OUTPUT: Final = ("o_proj", "out_proj", "dense")  # what transformers calls output projections
 
 
 def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]:
@@ -29,7 +27,7 @@ def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]
     found: dict[int, list[Named]] = {}
     for name, module in model.base_model.named_modules():
         index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
-        if isinstance(index, int) and 0 <= index < layers and not _says_cross(module):
+        if isinstance(index, int) and 0 <= index < layers and not says_cross(module):
             found.setdefault(index, []).append((name, module))
     return {index: _own(model, index, found[index]) for index in sorted(found)}
 
@@ -38,7 +36,7 @@ def _own(model: "PreTrainedModel", layer: int, modules: list[Named]) -> Named:
     """The one that is self-attention; each test is asked only while there is more than one."""
     tests: tuple[Callable[[str, nn.Module], bool], ...] = (
         lambda _, module: any(child in OUTPUT for child, _ in module.named_children()),
-        lambda name, _: not _named_cross(name),
+        lambda name, _: not named_cross(name),
         lambda name, _: "self" in name.rsplit(".", 1)[-1],
     )
     left = modules
@@ -53,12 +51,3 @@ def _own(model: "PreTrainedModel", layer: int, modules: list[Named]) -> Named:
         "neither is_cross_attention nor a name with self tells which attends to the layer's own "
         "tokens"
     )
-
-
-def _says_cross(module: nn.Module) -> bool:
-    return getattr(module, "is_cross_attention", False) is True
-
-
-def _named_cross(name: str) -> bool:
-    """Whether a name is one that transformers gives to cross-attention."""
-    return "cross" in name or "encoder_attn" in name

@@ -187,11 +187,17 @@ def _convert(source: Source, folder: Path, progress: Progress) -> None:
         try:
             progress(f"converting {file}: reading the tokenizer")
             with muted():
-                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    where, gguf_file=file, trust_remote_code=False
+                )
             progress(f"converting {file}: unpacking the weights")
             with muted():
                 model = AutoModelForCausalLM.from_pretrained(
-                    where, gguf_file=file, dtype=torch.bfloat16, **_unpacked()
+                    where,
+                    gguf_file=file,
+                    dtype=torch.bfloat16,
+                    trust_remote_code=False,
+                    **_unpacked(),
                 )
         except Exception as error:  # a damaged file makes the readers fail in any way
             raise ModelError(

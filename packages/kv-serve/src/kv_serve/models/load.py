@@ -77,11 +77,22 @@ def load_model(
         loader: Any = AutoModelForCausalLM  # its types do not know `output_loading_info`
         target = _device(device)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             model, info = loader.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except Exception as error:  # what a strange config or tokenizer raises is not documented
+            if "trust_remote_code" in str(error):  # of transformers' own message
+                raise ModelError(
+                    f"{source.name} can only be loaded by code in its folder, which kv-serve never"
+                    " runs; use a model of an architecture that the installed transformers has"
+                ) from error
             raise ModelError(
                 f"{source.name} cannot be loaded as a causal language model from {folder}"
                 f" ({type(error).__name__}: {_first_line(error)})"

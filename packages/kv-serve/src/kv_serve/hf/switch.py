@@ -1,0 +1,302 @@
+"""Switching a model to the attention over pages, for the passes over our caches and no others.
+
+Hooks on the model see every forward call. One that is given a cache of ours switches the attention
+implementation that the model's configuration names, and its end switches back. All other calls run
+as if there were no compressed cache.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from threading import Lock
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from kv_serve.hf.attention import configured, switched
+from kv_serve.hf.folded import FOLDED
+from kv_serve.hf.fresh_layer import AttendingCache
+from kv_serve.hf.running import current, enter, leave
+from kv_serve.hf.support import UnsupportedModelError, of_decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_SWITCH: Final = "_kv_serve_switch"  # an attribute of the decoder of a model that has hooks
+_PREPARE: Final = "prepare_inputs_for_generation"
+
+
+class Switch:
+    """The hooks of a model, and how many calls over our caches run in it."""
+
+    def __init__(self) -> None:
+        """Know no model yet."""
+        self.configs: list[PreTrainedConfig] = []  # of the decoder, and of models around it
+        self.models = WeakSet[nn.Module]()  # that caches are made for: the model, what is around it
+        self.active = 0
+        self._lock = Lock()
+
+    def add(self, model: nn.Module) -> None:
+        """Watch the calls of a model and of those within that hand its cache on."""
+        for module in _holders(model):
+            if not self._mine(module._forward_hooks):
+                module.register_forward_pre_hook(self._begin, with_kwargs=True)
+                module.register_forward_hook(self._end, always_call=True)
+        known = {id(config) for config in self.configs}
+        self.configs += [config for config in _configs(model) if id(config) not in known]
+        self.models.add(model)
+
+    def remove(self, model: nn.Module) -> None:
+        """Take the hooks away."""
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in self._mine(hooks):
+                    del hooks[key]
+
+    def _mine(self, hooks: Mapping[int, Callable[..., Any]]) -> list[int]:
+        return [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]
+
+    def _begin(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        cache = _found(args, kwargs)
+        if cache is not None or self.active:
+            self._enter(module, cache, kwargs)
+
+    def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if self.active:
+            self._leave(module, failed=output is None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a pass over pages is not traced
+    def _enter(
+        self, module: nn.Module, cache: AttendingCache | None, kwargs: dict[str, object]
+    ) -> None:
+        if cache is not None:
+            self._expect_own(cache)
+            running = current()
+            if running is None or running.cache is not cache:  # once in a pass
+                _expect_served(module, kwargs)
+                _expect_one_sequence_a_row(kwargs)
+        enter(module, self, cache)
+        if cache is not None:
+            with self._lock:
+                self.active += 1
+                for config in self.configs:
+                    _name(config, switched(configured(config._attn_implementation)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, module: nn.Module, failed: bool) -> None:
+        frame = leave(module)
+        if frame is None or frame.running is None:
+            return
+        self.ended()
+        if frame.outermost and not failed:
+            frame.running.expect_done()
+
+    def ended(self) -> None:
+        """Count one call over a cache less; after the last, the configuration is the user's."""
+        with self._lock:
+            self.active -= 1
+            if not self.active:
+                for config in self.configs:
+                    _name(config, configured(config._attn_implementation))
+
+    def _expect_own(self, cache: AttendingCache) -> None:
+        """Raise if a cache was made for another model."""
+        if cache.model not in self.models:
+            raise RuntimeError(
+                "this compressed cache was made for another model than the one it is given to (a "
+                "copy, a reloaded model or an assistant, for instance); make a CompressedCache for "
+                "each model"
+            )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Switch":
+        """No hooks and no models: a copied model has to be installed in, for caches of its own."""
+        made = Switch()
+        memo[id(self)] = made
+        return made
+
+    def __reduce__(self) -> tuple[type["Switch"], tuple[()]]:
+        """As a copy: what is loaded again is another model."""
+        return Switch, ()
+
+
+def install(model: "PreTrainedModel") -> None:
+    """Let a model serve our caches; what it does with other caches, or none, does not change.
+
+    Raises:
+        UnsupportedModelError: the model's code does not take its attention function from the
+            interface; nothing was installed.
+    """
+    from transformers import PreTrainedModel
+
+    holders = _holders(model)
+    for module in holders:
+        if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} does not let its attention function be chosen, so a "
+                "compressed cache cannot attend over its pages"
+            )
+    decoder = holders[-1]
+    switch: Switch | None = getattr(decoder, _SWITCH, None)
+    if switch is None:
+        switch = Switch()
+        setattr(decoder, _SWITCH, switch)
+    if model not in switch.models:
+        switch.add(model)
+        for module in holders:
+            _watch_prepared(module)
+
+
+def uninstall(model: "PreTrainedModel") -> None:
+    """Take away what `CompressedCache` and `Fold` add to a model, which is hooks on its calls.
+
+    A model behaves without our caches as if there were none, so this is needed only where hooks are
+    in the way, as of `torch.save(model)` for a process without kv-serve. Caches that were made for
+    the model are refused afterwards. A model without such hooks stays as it is.
+
+    Args:
+        model: what a cache was made for.
+
+    Raises:
+        ValueError: the model is folded, and would be wrong without them.
+    """
+    if getattr(model.base_model, FOLDED, None) is not None:
+        raise ValueError("the model's projections are folded for a policy; restore the model first")
+    decoder = _holders(model)[-1]
+    switch: Switch | None = getattr(decoder, _SWITCH, None)
+    if switch is None:
+        return
+    switch.remove(model)
+    delattr(decoder, _SWITCH)
+    for module in model.modules():
+        prepared = vars(module).get(_PREPARE)
+        if isinstance(prepared, Prepared):
+            prepared.restore(module)
+
+
+def _holders(model: nn.Module) -> list[nn.Module]:
+    """The model, and those in it that hand its cache on, from the outermost to the decoder."""
+    from transformers import PreTrainedModel
+
+    text = _text(model.config)
+    return [
+        module
+        for module in model.modules()
+        if module is model or (isinstance(module, PreTrainedModel) and _text(module.config) is text)
+    ]
+
+
+def _configs(model: nn.Module) -> "Iterator[PreTrainedConfig]":
+    """The configurations that its decoder's attention and masks read, each once."""
+    from transformers import PreTrainedConfig
+
+    text, seen = _text(model.config), set[int]()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not isinstance(config, PreTrainedConfig) or id(config) in seen:
+            continue
+        seen.add(id(config))
+        if of_decoder(config, text):
+            yield config
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def _name(config: "PreTrainedConfig", name: str | None) -> None:
+    """Name the implementation of one configuration, and not of those within it."""
+    if config._attn_implementation != name:
+        config._attn_implementation = {"": name}
+
+
+def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> AttendingCache | None:
+    """The cache of ours among the arguments of a call."""
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, AttendingCache):
+            return value
+    return None
+
+
+def _expect_served(module: nn.Module, kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that a pass over a compressed cache cannot heed."""
+    if kwargs.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False was given together with a compressed cache, which would store each "
+            "token again at every step; leave one of them out"
+        )
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise ValueError(
+            "output_attentions was given together with a compressed cache, which gives no "
+            "attention weights (kv-serve inspect shows what a policy reads); leave one of them out"
+        )
+
+
+def _expect_one_sequence_a_row(kwargs: Mapping[str, object]) -> None:
+    """Refuse rows that hold several sequences, by positions that go back among tokens.
+
+    The host waits for the device, in a pass of several columns only.
+    """
+    position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if not isinstance(position, Tensor) or position.ndim != 2 or position.shape[1] < 2:
+        return
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= position.shape[1]:
+        held = mask[:, -position.shape[1] :].to(position.device) != 0
+        position = position.masked_fill(~held, -1)
+        back = held & (position < position.cummax(-1).values)
+    else:
+        back = position.diff(dim=-1) < 0
+    if bool(back.any()):
+        raise ValueError(
+            "position_ids go back within a row, so it holds several sequences, which a compressed "
+            "cache would read as one; give each sequence a row of its own"
+        )
+
+
+class Prepared:
+    """`prepare_inputs_for_generation` of a model that overrides it: it must keep our cache."""
+
+    def __init__(self, inner: Callable[..., Mapping[str, object]]) -> None:
+        """Go by what the model has; `generate` reads the signature of it."""
+        self.__wrapped__ = inner
+
+    def __call__(self, *args: object, **kwargs: object) -> Mapping[str, object]:
+        """Prepare as the model does.
+
+        Raises:
+            RuntimeError: the model set a compressed cache aside, and would go on without it.
+        """
+        prepared = self.__wrapped__(*args, **kwargs)
+        cache = _found(args, kwargs)
+        if cache is not None and _found((), prepared) is None:
+            model: Any = getattr(self.__wrapped__, "__self__", cache.model)
+            limit = getattr(_text(model.config), "original_max_position_embeddings", None)
+            where = f" past {limit} tokens (original_max_position_embeddings)" if limit else ""
+            raise RuntimeError(
+                f"{type(model).__name__} sets its cache aside{where} and reads everything again, "
+                "with another one that would not be compressed; keep prompt and answer together "
+                "below that, or use a cache of transformers"
+            )
+        return prepared
+
+    def restore(self, module: nn.Module) -> None:
+        """Give the module its own method back."""
+        inner = self.__wrapped__
+        if isinstance(inner, MethodType) and inner.__self__ is module:
+            delattr(module, _PREPARE)
+        else:
+            setattr(module, _PREPARE, inner)
+
+
+def _watch_prepared(module: nn.Module) -> None:
+    """Watch what a model that prepares inputs in its own way does with our cache."""
+    from transformers import GenerationMixin
+
+    own = getattr(type(module), _PREPARE, None)
+    if own is None or own is GenerationMixin.prepare_inputs_for_generation:
+        return
+    inner = getattr(module, _PREPARE)
+    if not isinstance(inner, Prepared):
+        setattr(module, _PREPARE, Prepared(inner))
