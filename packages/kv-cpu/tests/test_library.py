@@ -1,9 +1,12 @@
 """The library is found, chooses an instruction set, and says what is wrong."""
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from attention_cases import random_case
 from kv_attention import BACKENDS, Choice, available, choose_backend
 from kv_cpu import chosen, compiled, forced, missing, runnable
-from kv_cpu.library import FORCE, _load, folders
+from kv_cpu.library import FILE, FORCE, INTERFACE, _load, _loaded, _wrong, folders
 
 
 def test_it_loads_and_kv_attention_finds_it():
@@ -63,6 +66,38 @@ def test_a_library_that_was_not_built_or_does_not_load(tmp_path):
                 random_case(1, L=1).attend(backend="cpu")
     finally:
         _load.cache_clear()
+
+
+def test_a_library_that_was_cut_off_or_is_another(tmp_path):
+    whole = next(path for path in (each / FILE for each in folders()) if path.is_file())
+    data = whole.read_bytes()
+    (tmp_path / FILE).write_bytes(data[: len(data) // 2])
+    assert f"was cut off at {len(data) // 2} of" in _wrong(tmp_path / FILE)
+    (tmp_path / FILE).write_bytes(data[:30])
+    assert "is no library for this machine" in _wrong(tmp_path / FILE)
+    (tmp_path / FILE).write_bytes(data)
+    assert _wrong(tmp_path / FILE) is None
+    with patch("kv_cpu.library.INTERFACE", INTERFACE + 1):
+        reason = f"has interface {INTERFACE}, and these sources have {INTERFACE + 1}"
+        assert reason in _loaded(whole)
+    stranger = Path(torch.__file__).parent / "lib" / "libshm.so"
+    with patch("torch.ops.kv_cpu", object()):
+        assert "has interface 0" in _loaded(stranger)
+
+
+def test_the_interface_is_counted_on_where_operators_change():
+    """A library of other operators must not be taken for this one: count INTERFACE up with them."""
+    csrc = Path(__file__).parents[1] / "csrc"
+    found = "".join(path.read_text() for path in sorted(csrc.glob("*op.cpp")))
+    schemas = re.sub(r'"\s*"|\s', "", "".join(re.findall(r"m\.def\((.*?)\);", found, re.DOTALL)))
+    known = {1: "b3d6cc2af7ba7d33"}
+    assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
+
+
+@pytest.mark.parametrize("isa", ["PLAIN", " plain", "plain ", "plain,avx2", "\n", "0", "ünsinn"])
+def test_nonsense_in_the_environment_is_refused(isa):
+    with patch.dict(os.environ, {FORCE: isa}):
+        assert missing().startswith(f"KV_CPU_ISA is {isa!r}; this machine can run plain")
 
 
 def test_what_an_editable_install_built_is_found_by_its_metadata(tmp_path):

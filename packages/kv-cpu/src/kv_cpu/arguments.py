@@ -13,6 +13,7 @@ from kv_policy import Observe, PagedTokens
 from kv_policy.described import NUMBERS, described
 
 MOST_DIM: Final = 1024  # of a vector
+MOST_GROUP: Final = 4096  # queries that a KV head has at a position
 TERMS: Final = {"squares": 1, "entropy": 2}
 GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 
@@ -26,6 +27,8 @@ def refused(
     """Say why native code does not take these tensors; None if it does."""
     if q.device.type != "cpu":
         return f"tensors on {q.device.type}"
+    if not 0 < q.shape[2] <= MOST_GROUP:
+        return f"{q.shape[2]} queries of a KV head; 1 to {MOST_GROUP} are native"
     for tokens in dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
             return "plain tokens with numbers that are not consecutive"

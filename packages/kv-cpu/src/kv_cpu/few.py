@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.partial import Partial
-from kv_cpu.arguments import parts, refused
+from kv_cpu.arguments import MOST_GROUP, parts, refused
 from kv_cpu.library import chosen
 from kv_policy import PagedTokens
 
@@ -35,6 +35,8 @@ def few_to_pages(
         RuntimeError: a table names a page that its pool does not have, or a length is impossible.
     """
     if not pages or q.shape[3] > MOST or refused(q, pages, (), value_dim) is not None:
+        return None
+    if q.shape[2] * q.shape[3] > MOST_GROUP:
         return None
     out, lse = torch.ops.kv_cpu.decode(
         q.flatten(2, 3)[:, :, :, None],

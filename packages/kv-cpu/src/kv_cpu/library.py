@@ -11,6 +11,7 @@ import torch
 
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
 FILE: Final = "libkv_cpu.so"
+INTERFACE: Final = 1  # what the operators take and give back; the library says the same
 
 
 def missing() -> str | None:
@@ -81,12 +82,43 @@ def _load() -> str | None:
     for folder in folders():
         path = folder / FILE
         if path.is_file():
-            try:
-                torch.ops.load_library(path)
-            except OSError as error:
-                return f"its library does not load: {error}"
-            return None
+            return _wrong(path) or _loaded(path)
     return f"its library {FILE} was not built; install a wheel, or build it with a C++ compiler"
+
+
+def _wrong(path: Path) -> str | None:
+    """Say why a file is no library of 64 bits, whole: the loader ends the process at some others."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        return f"its library does not load: {error}"
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        return f"its library does not load: {path} is no library for this machine"
+    # The table of sections, by e_shoff, e_shentsize and e_shnum, is what a file ends with.
+    end = int.from_bytes(head[40:48], "little") + int.from_bytes(
+        head[58:60], "little"
+    ) * int.from_bytes(head[60:62], "little")
+    if end > size:
+        return f"its library does not load: {path} was cut off at {size} of {end} bytes"
+    return None
+
+
+def _loaded(path: Path) -> str | None:
+    """Load the library; say why it cannot be used, if it cannot."""
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"its library does not load: {error}"
+    number = getattr(torch.ops.kv_cpu, "interface", None)
+    found = 0 if number is None else number()
+    if found != INTERFACE:
+        return (
+            f"its library {path} has interface {found}, and these sources have {INTERFACE}: it was "
+            "built from others; install or build kv-cpu again"
+        )
+    return None
 
 
 def folders() -> list[Path]:

@@ -70,6 +70,13 @@ class Arena:
         return False
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """The numbers of a tensor as bytes, so that each NaN is itself."""
+    if x.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Call:
     """A call, and whether no memory stands behind one of its tensors."""
@@ -404,10 +411,12 @@ def _bent_tensor(
     if how <= 3 and x.numel():
         x = x.clone()
         at = random.randrange(x.numel())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape))
+        index: tuple[int, ...] = ()
+        for size in reversed(x.shape):
+            index, at = (at % size, *index), at // size
         if x.is_floating_point():
             value = random.choice([0.0, 1e30, float("nan"), float("inf"), -60000.0])
-        elif x.dtype == torch.bool:
+        elif x.dtype == torch.bool or x.is_complex():
             value = random.randint(0, 1)
         else:
             info = torch.iinfo(x.dtype)
@@ -449,7 +458,7 @@ def _bent_tensor(
         return x.to("meta"), True, "on meta"
     if x.element_size() > 1 and x.numel():
         room = torch.zeros(x.numel() * x.element_size() + 1, dtype=torch.uint8)
-        room[1:] = x.contiguous().flatten().view(torch.uint8)
+        room[1:] = bytes_of(x)
         odd = torch.frombuffer(room.numpy(), dtype=x.dtype, offset=1, count=x.numel())
         return odd.view(x.shape), False, "at an odd address"
     return x.clone(), False, "cloned"

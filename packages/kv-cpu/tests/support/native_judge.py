@@ -4,7 +4,7 @@ Every place that is read or written is looked up with its bounds checked, so tha
 the memory of its arguments is an IndexError here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -177,11 +177,11 @@ def attention(q, position, tensors, numbers, value_dim, scale):
             p = logits.masked_fill(~sees, -torch.inf)
             lse[b, h] = p.logsumexp(-1) if key.shape[0] else lse[b, h]
             weights = p.softmax(-1).masked_fill(~sees, 0)
-            large = max((float(x.abs().max()) for x in (q[b, h], key, value) if x.numel()), default=0)
-            out[b, h] = weights @ value if large < LARGE else torch.nan
-            if not large < LARGE:
-                lse[b, h] = torch.nan
-            streams[b, h] = each, logits if large < LARGE else logits * torch.nan, sees
+            given = [x for x in (q[b, h], key, value, torch.tensor(scale)) if x.numel()]
+            small = all(bool((x.abs() < LARGE).all()) for x in given)
+            out[b, h] = weights @ value if small else torch.nan
+            lse[b, h] = lse[b, h] if small else torch.nan
+            streams[b, h] = each, logits if small else logits * torch.nan, sees
     return out, lse, streams
 
 
@@ -205,8 +205,6 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
         stored = torch.cat([torch.full((len(x.slot),), x.stored) for x in parts])
         real = position[b] >= 0
         later = real.long().flip(0).cumsum(0).flip(0)
-        ends = torch.arange(len(parts[0].slot))
-        del ends
         term = 0
         for w, (how, skip, kinds, share) in enumerate(described):
             counts = sees & (real & (later <= last[w]))[:, None]
@@ -220,7 +218,7 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
                 if kind == 1:
                     low = high = p**2
                 elif kind == 2:
-                    low = high = torch.where(counts & (p > 0), -p * difference, 0.0)
+                    low = high = torch.where(counts & (p != 0), -p * difference, 0.0)
                 elif kind == 3:
                     low, high = (p > even * 1.01 + 1e-5).double(), (p > even * 0.99 - 1e-5).double()
                     low, high = (x * counts for x in (low, high))
@@ -253,8 +251,7 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
 
 def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa):
     out, lse, streams = attention(q, position, tensors, numbers, value_dim, scale)
-    found = [unknown(out[:, :, :, 0], NEAR), unknown(lse[..., 0], NEAR)]
-    found[1] = Bounds(lse[..., 0], lse[..., 0], NEAR)
+    found = [unknown(out[:, :, :, 0], NEAR), Bounds(lse[..., 0], lse[..., 0], NEAR)]
     if not above:
         return found
     last = [1] * len(above)
@@ -490,7 +487,6 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
         at(range(tier.table.shape[1]), column)
         return i, tier.table.shape[1] - 1 - column if tier.reverse else column
 
-    order: list[tuple[int, Callable[[], None]]] = []
     for tier, i, slot in gone:
         page = int(tier.table[entry(tier, i, slot)])
         ring[(int(start) + int(free)) % pages] = page
@@ -511,7 +507,6 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
                         tier.table[entry(tier, i, slot)] = ring[int(start)]
                         start.copy_((start + 1) % pages)
                         free -= 1
-    del order
     for own, tiers, i, moving, entering, swap, end in taken:
         if moving is not None:
             t, vectors, beside = moving

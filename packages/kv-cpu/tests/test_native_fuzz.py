@@ -1,0 +1,158 @@
+"""Native operators called directly: what does not fit is refused, and no memory is left.
+
+`KV_CPU_FUZZ=50000:7` makes that many calls from that seed; `native_fuzz.py` says how.
+"""
+
+import os
+
+import pytest
+import torch
+
+from kv_cpu import missing, runnable
+from native_fuzz import call_of, fuzz
+
+CALLS, SEED = 500, 0
+
+
+def test_random_calls_give_what_they_should_or_are_refused():
+    calls, _, seed = os.environ.get("KV_CPU_FUZZ", f"{CALLS}:{SEED}").partition(":")
+    faults, done = fuzz(int(seed or SEED), int(calls))
+    assert not faults, "\n".join(str(fault) for fault in faults)
+    assert done["calls"] == int(calls)
+    assert done["refused"] >= int(calls) // 4  # most are bent, and
+    assert done["calls"] - done["refused"] >= int(calls) // 8  # some are not
+
+
+def valid(name):
+    """A call of an operator that is not bent."""
+    assert missing() is None
+    calls = (call_of(3, i) for i in range(10_000))
+    return next(call for call in calls if call.name == name and not call.bent and _full(call))
+
+
+def _full(call):
+    """Whether something is held: streams are named, and attention has pages."""
+    tensors = [x for x in call.args if isinstance(x, torch.Tensor)]
+    if any(x.numel() == 0 for x in tensors[:5]):
+        return False
+    lists = [x for x in call.args if isinstance(x, list)]
+    return bool(lists[1][0] == 1) if call.name in ("decode", "prompt", "look_back") else True
+
+
+PARTS = {"decode": 3, "prompt": 3, "look_back": 4}  # where the numbers of parts are
+FIRST = {  # of the first part, which is of pages
+    "tokens": (11, 2**61, "tokens of a page of part 0 is 2305843009213693952; it must be 1 to 2147483647"),
+    "offset": (12, 2**63 - 8, "offset of keys of part 0 is 9223372036854775800; .* do not lie"),
+    "before": (12, -4, "offset of keys of part 0 is -4; .* do not lie from there on inside"),
+    "width": (1, -1, "width of part 0 is -1; it must be 0 to 2147483647"),
+    "kind": (2, 7, "keys of part 0 are of kind 7; there are 0, codes, and 1 to 3"),
+    "dim": (3, 0, "keys of part 0 have 0 dimensions; 1 to 1024 are possible"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("what", FIRST)
+def test_numbers_of_a_part_are_refused_by_name(name, what):
+    call = valid(name)
+    place, number, message = FIRST[what]
+    call.args[PARTS[name]][place] = number
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize(("bits", "group", "message"), [
+    (0, 4, "keys of part 0 are codes of 0 bits; 1, 2, 4 and 8 are possible"),
+    (3, 4, "keys of part 0 are codes of 3 bits; 1, 2, 4 and 8 are possible"),
+    (4, 0, "keys of part 0 have a scale for 0 dimensions; 1 or more are possible"),
+    (4, -1, "keys of part 0 have a scale for -1 dimensions; 1 or more are possible"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", PARTS)
+def test_codes_that_there_are_not_are_refused(name, bits, group, message):
+    call = valid(name)
+    numbers = call.args[PARTS[name]]
+    numbers[2], numbers[4], numbers[5] = 0, bits, group
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("which", "argument"), [(0, "page data"), (1, "table"), (2, "lengths")])
+def test_tensors_of_a_part_are_refused_by_name(name, which, argument):
+    call = valid(name)
+    tensors = call.args[PARTS[name] - 1]
+    given = tensors[which]
+    wrong = [(given.double(), "float64"), (given[None], r"\[1, ")]
+    for tensor, reason in wrong:
+        tensors[which] = tensor
+        with pytest.raises(RuntimeError, match=f"^{argument} of part 0 is .*{reason}.*it must be"):
+            getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+def test_group_0_and_negative_numbers_of_queries_are_refused():
+    for name in PARTS:
+        call = valid(name)
+        call.args[0] = call.args[0][:, :, :0]
+        with pytest.raises(RuntimeError, match="^queries of a KV head is 0; it must be 1 to 4096"):
+            getattr(torch.ops.kv_cpu, name)(*call.args)
+    call = valid("look_back")
+    call.args[7] = [-1] * len(call.args[7])
+    with pytest.raises(RuntimeError, match="^a number of last queries is -1; it must be 0 to"):
+        torch.ops.kv_cpu.look_back(*call.args)
+
+
+TIER = {
+    "tokens": (0, 2**61, "tokens of a page is 2305843009213693952; it must be 1 to"),
+    "offset": (1, 2**63 - 8, "offset of keys is 9223372036854775800; .* do not lie"),
+    "scores": (5, 2**63 - 8, "offset of scores is 9223372036854775800; it must be -1 to"),
+    "dim": (13, 1025, "values have 1025 dimensions; 1 to 1024 are possible"),
+    "both": (3, None, "offset of values is .* a page holds something else of its tokens"),
+}
+PAGES = ("page_read", "page_weakest", "page_rescore", "page_accumulate", "page_write")
+
+
+@pytest.mark.parametrize("name", [*PAGES, "page_close_up", "page_step"])
+@pytest.mark.parametrize("what", TIER)
+def test_numbers_of_a_tier_are_refused_by_name(name, what):
+    call = valid(name)
+    numbers = call.args[5][1:17] if name == "page_step" else call.args[2]
+    place, number, message = TIER[what]
+    numbers[place] = numbers[1] if number is None else number
+    if name == "page_step":
+        call.args[5][1:17] = numbers
+    before = call.args[0].clone()
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+    assert torch.equal(before, call.args[0])
+
+
+def test_memory_that_is_written_is_shared_with_nothing():
+    call = valid("page_rescore")
+    data, table = call.args[:2]
+    apart = torch.zeros(data.numel() + table.numel() * 8, dtype=torch.uint8)
+    inside = apart[: table.numel() * table.element_size()].view(table.dtype).view(table.shape)
+    call.args[:2] = [apart[: data.numel()].view(data.shape), inside]
+    with pytest.raises(RuntimeError, match="^page data is written to and shares memory with table"):
+        torch.ops.kv_cpu.page_rescore(*call.args)
+
+
+def test_memory_that_was_given_back_is_refused():
+    call = valid("page_read")
+    call.args[0].untyped_storage().resize_(8)
+    with pytest.raises(RuntimeError, match="^page data reaches to byte .* of its storage, .* has 8"):
+        torch.ops.kv_cpu.page_read(*call.args)
+
+
+def test_a_shared_copy_is_left_alone():
+    call = valid("page_copy")
+    call.args[1], call.args[2] = torch.tensor([0]), torch.tensor([1])
+    first = call.args[0]
+    before = first.clone()
+    call.args[0] = torch._lazy_clone(first)
+    torch.ops.kv_cpu.page_copy(*call.args)
+    assert torch.equal(first, before)
+    assert torch.equal(call.args[0][1], before[0])
+
+
+def test_every_instruction_set_is_called():
+    found = {call_of(0, i).args[-1] for i in range(CALLS)}
+    assert set(runnable()) <= {arg for arg in found if isinstance(arg, str)}
