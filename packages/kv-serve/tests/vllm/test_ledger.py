@@ -213,3 +213,33 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
     assert [turn.refused is None for turn in orders.turns.values()] == [True, False]
     book.finished("c")
     assert book.refused.keys() == {"d"}
+
+
+@pytest.mark.parametrize(
+    ("text", "longest", "warned"),
+    [
+        ("kv-compress:rate=4+k8v4", 64, True),  # never fewer than 128
+        ("kv-compress:rate=4+k8v4", 400, False),
+        ("snapkv:budget=64,window=16", 64, True),
+        ("snapkv:budget=64,window=16", 65, False),
+        ("leankv:window=8", 64, False),  # goes by no budget
+    ],
+)
+def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
+    manager_of: Callable[..., "PagedManager"],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    longest: int,
+    warned: bool,
+) -> None:
+    from kv_serve.vllm.ledger import Ledger
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    policy = parse(text)
+    coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
+    Ledger.over(policy, SimpleNamespace(coordinator=coordinator), longest)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(
+        f"keeps every token of a request of max_model_len, {longest}" in x for x in said
+    ) == (warned)

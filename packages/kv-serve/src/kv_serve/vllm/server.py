@@ -66,10 +66,11 @@ def apply_policy(given: Namespace, text: str | None) -> None:
     _choose_metrics(given, policy)
     if current_platform.is_cuda():
         _choose_backend(given)
-    if given.grpc or envs.VLLM_USE_RUST_FRONTEND:
+    if envs.VLLM_USE_RUST_FRONTEND:
         logger.warning(
-            "budgets of requests are checked in vLLM's HTTP server in Python; in this one a bad "
-            "kv_budget is not refused, and the request is served by the policy's own"
+            "budgets of requests are checked in vLLM's servers in Python; in the one in Rust a "
+            "request with a bad kv_budget fails in its first step, or goes on without a budget "
+            "where the policy has one format for all tokens"
         )
 
 
