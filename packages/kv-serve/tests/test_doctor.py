@@ -266,12 +266,12 @@ def test_a_broken_policy(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(entry)
 
     def twice(group: str) -> list[EntryPoint]:
-        return [*listed(group=group), EntryPoint("k8v4", "other.format:K8V4", group)]
+        return [*listed(group=group), EntryPoint("palu", "other.basis:Palu", group)]
 
     monkeypatch.setattr(EntryPoint, "load", load)
     monkeypatch.setattr(registry, "entry_points", twice)
     contested, problem = broken(diagnose())
-    assert contested.what.startswith("2 installed packages claim the policy 'k8v4': kv-quant (")
+    assert contested.what.startswith("2 installed packages claim the policy 'palu': kv-svd (")
     assert contested.remedy == "uninstall all but one of them"
     assert problem.what == (
         "the policy 'snapkv' of kv-evict cannot be loaded: ImportError: libmissing.so"

@@ -46,7 +46,7 @@ class Registry:
         folded = [each for each in self.claims if each.casefold() == name.casefold()]
         if len(folded) == 1:
             return folded[0]
-        if get_close_matches(name.casefold(), self.claims, 1):
+        if get_close_matches(name.casefold(), self.claims, 1, 0.5):
             near = get_close_matches(name.casefold(), self.claims, 3, 0.3)
             known = f"the nearest of {len(self.claims)} installed: {', '.join(near)}"
         else:
