@@ -4,11 +4,13 @@
 """
 
 import os
+from random import Random
 
 import pytest
 import torch
 
 from kv_cpu import missing, runnable
+from native_calls import Call, Maker
 from native_fuzz import call_of, fuzz
 
 CALLS, SEED = 500, 0
@@ -24,24 +26,19 @@ def test_random_calls_give_what_they_should_or_are_refused():
 
 
 def valid(name):
-    """A call of an operator that is not bent."""
+    """A call of an operator that is not bent, with tokens; attention has pages first."""
     assert missing() is None
-    calls = (call_of(3, i) for i in range(10_000))
-    return next(call for call in calls if call.name == name and not call.bent and _full(call))
-
-
-def _full(call):
-    """Whether something is held: streams are named, and attention has pages."""
-    tensors = [x for x in call.args if isinstance(x, torch.Tensor)]
-    if any(x.numel() == 0 for x in tensors[:5]):
-        return False
-    lists = [x for x in call.args if isinstance(x, list)]
-    return bool(lists[1][0] == 1) if call.name in ("decode", "prompt", "look_back") else True
+    makers = (Maker(Random(i), runnable()) for i in range(1000))
+    return next(call for maker in makers if (call := Call(name, getattr(maker, name)())).full)
 
 
 PARTS = {"decode": 3, "prompt": 3, "look_back": 4}  # where the numbers of parts are
 FIRST = {  # of the first part, which is of pages
-    "tokens": (11, 2**61, "tokens of a page of part 0 is 2305843009213693952; it must be 1 to 2147483647"),
+    "tokens": (
+        11,
+        2**61,
+        "tokens of a page of part 0 is 2305843009213693952; it must be 1 to 2147483647",
+    ),
     "offset": (12, 2**63 - 8, "offset of keys of part 0 is 9223372036854775800; .* do not lie"),
     "before": (12, -4, "offset of keys of part 0 is -4; .* do not lie from there on inside"),
     "width": (1, -1, "width of part 0 is -1; it must be 0 to 2147483647"),
@@ -92,11 +89,11 @@ def test_group_0_and_negative_numbers_of_queries_are_refused():
     for name in PARTS:
         call = valid(name)
         call.args[0] = call.args[0][:, :, :0]
-        with pytest.raises(RuntimeError, match="^queries of a KV head is 0; it must be 1 to 4096"):
+        with pytest.raises(RuntimeError, match=r"^queries of a KV head is 0; it must be 1 to 4096"):
             getattr(torch.ops.kv_cpu, name)(*call.args)
     call = valid("look_back")
     call.args[7] = [-1] * len(call.args[7])
-    with pytest.raises(RuntimeError, match="^a number of last queries is -1; it must be 0 to"):
+    with pytest.raises(RuntimeError, match=r"^a number of last queries is -1; it must be 0 to"):
         torch.ops.kv_cpu.look_back(*call.args)
 
 
@@ -131,14 +128,18 @@ def test_memory_that_is_written_is_shared_with_nothing():
     apart = torch.zeros(data.numel() + table.numel() * 8, dtype=torch.uint8)
     inside = apart[: table.numel() * table.element_size()].view(table.dtype).view(table.shape)
     call.args[:2] = [apart[: data.numel()].view(data.shape), inside]
-    with pytest.raises(RuntimeError, match="^page data is written to and shares memory with table"):
+    with pytest.raises(
+        RuntimeError, match=r"^page data is written to and shares memory with table"
+    ):
         torch.ops.kv_cpu.page_rescore(*call.args)
 
 
 def test_memory_that_was_given_back_is_refused():
     call = valid("page_read")
     call.args[0].untyped_storage().resize_(8)
-    with pytest.raises(RuntimeError, match="^page data reaches to byte .* of its storage, .* has 8"):
+    with pytest.raises(
+        RuntimeError, match=r"^page data reaches to byte .* of its storage, .* has 8"
+    ):
         torch.ops.kv_cpu.page_read(*call.args)
 
 

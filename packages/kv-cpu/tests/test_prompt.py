@@ -237,9 +237,19 @@ def test_arguments_that_do_not_fit_are_errors(case):
     c = case(17, L=20, tiers=[], D=8, Dv=8)
     parts = arguments.parts([], [], c.dense, watched=False)
     for q, position, isa, reason in (
-        (c.q[0], c.position, "plain", r"q is float\d+ .*; it must be float32, .* \[any, any, any, any, any\]"),
+        (
+            c.q[0],
+            c.position,
+            "plain",
+            r"q is float\d+ .*; it must be float32, .* \[any, any, any, any, any\]",
+        ),
         (c.q, c.position[:, 1:], "plain", r"position is int64 .* it must be int64 \[\d+, 20\]"),
-        (c.q[..., :5], c.position, "plain", "part 0 has keys and values of 8 and 8 dimensions; queries and the output have 5 and 8"),
+        (
+            c.q[..., :5],
+            c.position,
+            "plain",
+            "part 0 has keys and values of 8 and 8 dimensions; queries and the output have 5 and 8",
+        ),
         (c.q, c.position, "mmx", "no kernels for mmx here"),
     ):
         with pytest.raises(RuntimeError, match=reason):

@@ -87,7 +87,7 @@ def _load() -> str | None:
 
 
 def _wrong(path: Path) -> str | None:
-    """Say why a file is no library of 64 bits, whole: the loader ends the process at some others."""
+    """Say why a file is no whole library of 64 bits; the loader crashes on some others."""
     try:
         with path.open("rb") as file:
             head = file.read(64)

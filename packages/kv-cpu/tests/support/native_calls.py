@@ -86,6 +86,20 @@ class Call:
     hopeless: bool = False
     bent: tuple[str, ...] = ()
 
+    @property
+    def full(self) -> bool:
+        """Whether none of the first tensors is empty, and attention is to pages first."""
+        lists = [arg for arg in self.args if isinstance(arg, list)]
+        attends = not self.name.startswith("page_")
+        if attends and (not lists[1] or not lists[1][0]):
+            return False
+        first = [
+            x
+            for x in (*self.args[:7], *(x for arg in lists[:1] for x in arg[:4]))
+            if isinstance(x, Tensor)
+        ]
+        return all(x.numel() for x in first)
+
 
 @dataclass
 class Maker:
@@ -141,7 +155,7 @@ class Maker:
         return key, value, self.format(key), self.format(value)
 
     def pages(self, tokens: int, formats: list[list[int]], more: int) -> tuple[Tensor, list[int]]:
-        """Pages and where in them lie codes and metadata of keys and values, and `more` rows of 4."""
+        """Pages, and where in them lie codes and metadata of both sides and `more` rows of 4."""
         pages, columns, places = 6, [], []
         at = 0
 
@@ -384,9 +398,7 @@ def bend(call: Call, random: Random) -> Call:
     return replace(call, args=args, hopeless=hopeless, bent=(*call.bent, f"{which}: {what}"))
 
 
-def _bent(
-    arg: Arg, tensors: list[Tensor], random: Random, hopeless: bool
-) -> tuple[Arg, bool, str]:
+def _bent(arg: Arg, tensors: list[Tensor], random: Random, hopeless: bool) -> tuple[Arg, bool, str]:
     if isinstance(arg, bool):
         return not arg, hopeless, "the other"
     if isinstance(arg, int):

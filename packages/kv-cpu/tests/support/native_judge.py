@@ -56,7 +56,9 @@ class Format:
             return codes.clone().view(DTYPES[self.number]).double()
         d = torch.arange(self.dim)
         code = codes[d % self.bytes].long() >> (d // self.bytes * self.bits) & (1 << self.bits) - 1
-        scale, zero = meta.clone().view(torch.float16).double().view(2, self.groups)[:, d // self.group]
+        scale, zero = (
+            meta.clone().view(torch.float16).double().view(2, self.groups)[:, d // self.group]
+        )
         return code * scale + zero
 
 
@@ -130,7 +132,9 @@ class Bounds:
         x = x.double()
         room = self.near * (1 + self.low.abs().maximum(self.high.abs()))
         fine = (x >= self.low - room) & (x <= self.high + room) | (x == self.low) | (x == self.high)
-        return x.shape == self.low.shape and bool((fine | self.low.isnan() | self.high.isnan()).all())
+        return x.shape == self.low.shape and bool(
+            (fine | self.low.isnan() | self.high.isnan()).all()
+        )
 
 
 def exactly(x: Tensor) -> Bounds:
@@ -148,8 +152,10 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
     if len(numbers) != 18 * count or len(tensors) != 4 * count:
         raise IndexError("parts")
     pieces = zip(range(count), range(count), strict=True)
-    return [(tensors[4 * i : 4 * i + (4 if numbers[18 * i] else 3)], numbers[18 * j : 18 * j + 18])
-            for i, j in pieces]
+    return [
+        (tensors[4 * i : 4 * i + (4 if numbers[18 * i] else 3)], numbers[18 * j : 18 * j + 18])
+        for i, j in pieces
+    ]
 
 
 def attention(q, position, tensors, numbers, value_dim, scale):
@@ -166,10 +172,7 @@ def attention(q, position, tensors, numbers, value_dim, scale):
             if not each:
                 continue
             sees = torch.cat(
-                [
-                    (query >= 0) & (x.stored | ((x.place >= 0) & (x.place <= query)))
-                    for x in each
-                ],
+                [(query >= 0) & (x.stored | ((x.place >= 0) & (x.place <= query))) for x in each],
                 dim=1,
             )
             key, value = torch.cat([x.key for x in each]), torch.cat([x.value for x in each])
@@ -244,7 +247,9 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
         wild = ~((low.abs() < LARGE) & (high.abs() < LARGE))
         if not orders:
             wild, count = torch.ones_like(wild), count * torch.nan
-        results.append(Bounds(low.masked_fill(wild, torch.nan), high.masked_fill(wild, torch.nan), NEAR))
+        results.append(
+            Bounds(low.masked_fill(wild, torch.nan), high.masked_fill(wild, torch.nan), NEAR)
+        )
         results.append(Bounds(count, count, EXACT))
     return results
 
@@ -262,7 +267,9 @@ def prompt(q, position, tensors, numbers, value_dim, scale, isa):
     out, lse, _ = attention(q, position, tensors, numbers, value_dim, scale)
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
     # Products in bfloat16 round weights.
-    values = max([float(x.abs().max()) for x in tensors if x.is_floating_point() and x.numel()] + [4])
+    values = max(
+        [float(x.abs().max()) for x in tensors if x.is_floating_point() and x.numel()] + [4]
+    )
     return [unknown(out, near * values), Bounds(lse, lse, near * 4)]
 
 
@@ -350,8 +357,11 @@ def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
         extra.append((tier.score, torch.zeros(count, slots).double(), torch.float32))
     if tier.position >= 0:
         extra.append((tier.position, torch.full((count, slots), -1.0).double(), torch.int32))
-    read = [(i, torch.zeros(count, slots, tier.formats[i].dim).double())
-            for i, wanted in enumerate((keys, values)) if wanted]
+    read = [
+        (i, torch.zeros(count, slots, tier.formats[i].dim).double())
+        for i, wanted in enumerate((keys, values))
+        if wanted
+    ]
     for i, stream in enumerate(streams.tolist()):
         for slot in range(held[i]):
             found[0][i, slot] = 1
@@ -370,12 +380,12 @@ def page_weakest(data, table, numbers, length, streams, slots, until):
     for i, stream in enumerate(streams.tolist()):
         for slot in range(held[i]):
             score = float(tier.number(stream, slot, tier.score, torch.float32))
-            if len(until) and int(
-                tier.number(stream, slot, tier.position, torch.int32)
-            ) >= at(until, i):
+            if len(until) and int(tier.number(stream, slot, tier.position, torch.int32)) >= at(
+                until, i
+            ):
                 continue
             now = float(least[i])
-            if where[i] < 0 or (score < now or score != score) and now == now:
+            if where[i] < 0 or ((score < now or score != score) and now == now):
                 least[i], where[i] = score, slot
     return [exactly(least), exactly(where)]
 
@@ -403,7 +413,9 @@ def page_accumulate(data, table, numbers, length, streams, before, mass, seen, l
                 new = torch.tensor(0.0)
             elif tokens >= 0 and position >= 0:
                 given = mass[i, at(range(mass.shape[1]), slot)]
-                past = torch.tensor(float(max(0, min(tokens - 1 - position, last if last >= 0 else 2**62))))
+                past = torch.tensor(
+                    float(max(0, min(tokens - 1 - position, last if last >= 0 else 2**62)))
+                )
                 queries = (past + float(seen[i, slot])).clamp(min=1)
                 new = old + given / float(over) if over > 0 else (old * past + given) / queries
             span(page, tier.score, row, 4).copy_(new[None].clone().view(torch.uint8))
@@ -471,7 +483,10 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
                     vectors = [tier.read(i, slot, w).float() for w in (0, 1)]
                     beside = [
                         tier.number(i, slot, where, dtype) if where >= 0 else None
-                        for where, dtype in ((tier.score, torch.float32), (tier.position, torch.int32))
+                        for where, dtype in (
+                            (tier.score, torch.float32),
+                            (tier.position, torch.int32),
+                        )
                     ]
                     moving = to, vectors, beside
                 if entering != t:
@@ -515,7 +530,9 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
         if entering is not None:
             vectors = own[4][i, 0], own[5][i, 0]
             tier = tiers[entering][0]
-            beside = [own[k][i] if w >= 0 else None for k, w in ((6, tier.score), (7, tier.position))]
+            beside = [
+                own[k][i] if w >= 0 else None for k, w in ((6, tier.score), (7, tier.position))
+            ]
             tier.write(i, end[entering] if swap is None else swap, vectors, *beside)
             end[entering] += swap is None
         for t, (_, length) in enumerate(tiers):
