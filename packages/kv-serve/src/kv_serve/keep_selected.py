@@ -176,14 +176,13 @@ class KeepSelected:
     def _again(self, batch: Batch, sequences: list[int]) -> None:
         """Plan stored tokens of sequences anew, by the scores they carry."""
         with self.tally.timed():
-            self._resolve_again(batch, batch.seen, sequences)
-            assert self._budget is not None, "budgets are resolved by then"
+            budget = self._resolve_again(batch, batch.seen, sequences)
             try:
-                self._replan(batch, sequences, self._budget)
+                self._replan(batch, sequences, budget)
             except Exception as error:
                 if self._careful is None or len(batch.seen) == 1:
                     raise
-                self._replan_each(self._careful.errors, batch, sequences, self._budget, error)
+                self._replan_each(self._careful.errors, batch, sequences, budget, error)
         self._turns.done(sequences)
         self.tally.plans += 1
 
@@ -279,9 +278,9 @@ class KeepSelected:
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
         """Plan some layers together and carry it out, layer by layer."""
         if first == 0:
-            self._resolve_again(batch, now.total, self._planned)
+            budget = self._resolve_again(batch, now.total, self._planned)
             if batch.pool.grows and self.selector.budget is not None:
-                batch.reserve(torch.minimum(now.total, self._budget), spare=1)
+                batch.reserve(torch.minimum(now.total, budget), spare=1)
         assert self._budget is not None
         scored = [a.scored for a in arrivals if a.scored is not None]
         due = None
@@ -316,14 +315,16 @@ class KeepSelected:
             self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
         self._cuts[:, layers][:, :, slice(None) if due is None else due] = cuts
 
-    def _resolve_again(self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]) -> None:
+    def _resolve_again(
+        self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]
+    ) -> Int[Tensor, " B"]:
         """Resolve the budgets of sequences that are planned, and of all the first time."""
-        found = self._resolve(batch, total)
-        if self._budget is None or len(planned) == len(found):
-            self._budget = found
-        elif planned:
-            rows = torch.tensor(planned, device=found.device)
-            self._budget = self._budget.index_copy(0, rows, found[rows])
+        found, old = self._resolve(batch, total), self._budget
+        if old is not None and len(planned) < len(found):
+            rows = torch.tensor(planned, dtype=torch.long, device=found.device)
+            found = old.index_copy(0, rows, found[rows])
+        self._budget = found
+        return found
 
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)

@@ -29,7 +29,8 @@ class Turns:
     def prompt(self, sequences: int, rows: Sequence[int] | None = None) -> None:
         """Count a pass over prompts of some sequences of the batch, all if None: they are due."""
         if not self._due:
-            self._planned, self._due, self._steps = ([x] * sequences for x in (0, False, 0))
+            self._planned, self._steps = [0] * sequences, [0] * sequences
+            self._due = [False] * sequences
         self._passes += 1
         self._let(range(sequences) if rows is None else rows)
 

@@ -53,7 +53,6 @@ def test_a_copy_and_what_it_is_a_copy_of_answer_as_fresh_caches(model, policy) -
     assert torch.equal(found[1], wanted[1])
     for each in (cache, second):
         each.tiered.batch.pool.check(each.tiered.batch.pages())
-        assert torch.equal(each.memory().tokens, cache.memory().tokens)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1::4])
