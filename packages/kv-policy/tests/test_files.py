@@ -112,6 +112,15 @@ def test_a_name_that_cannot_be_written_is_an_os_error(tmp_path: Path, name: str)
     assert names(tmp_path) == []
 
 
+def test_links_that_lead_in_a_circle_are_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for write in (lambda path: write_whole(path, b""), expect_writable):
+        with pytest.raises(OSError, match="symbolic links"):
+            write(tmp_path / "a")
+    assert names(tmp_path) == ["a", "b"]
+
+
 def test_a_long_name_that_a_file_may_have_is_written(tmp_path: Path) -> None:
     write_whole(tmp_path / ("x" * 255), b"")
     write_whole(tmp_path / ("\N{SNOWMAN}" * 85), b"")
