@@ -81,10 +81,24 @@ def test_permissions_are_those_of_the_older_file_or_of_a_new_one(tmp_path: Path)
     plain.touch()
     write_whole(path, b"")
     assert path.stat().st_mode == plain.stat().st_mode
-    for mode in (0o600, 0o644, 0o444, 0o770):
+    for mode in (0o600, 0o644, 0o770):
         path.chmod(mode)
         write_whole(path, b"again")
         assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_file_that_may_not_be_written_to_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    path.write_text("dear")
+    path.chmod(0o444)
+    monkeypatch.setattr("os.access", lambda *_: False)  # as it is for all but the superuser
+    for write in (lambda path: write_whole(path, b""), expect_writable):
+        with pytest.raises(PermissionError, match="Permission denied"):
+            write(path)
+    assert path.read_text() == "dear"
+    assert names(tmp_path) == ["x"]
 
 
 def test_a_device_or_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
@@ -110,6 +124,15 @@ def test_a_name_that_cannot_be_written_is_an_os_error(tmp_path: Path, name: str)
         assert raised.value.filename == str(tmp_path / name)
         assert raised.value.strerror
     assert names(tmp_path) == []
+
+
+def test_links_that_lead_in_a_circle_are_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for write in (lambda path: write_whole(path, b""), expect_writable):
+        with pytest.raises(OSError, match="symbolic links"):
+            write(tmp_path / "a")
+    assert names(tmp_path) == ["a", "b"]
 
 
 def test_a_long_name_that_a_file_may_have_is_written(tmp_path: Path) -> None:

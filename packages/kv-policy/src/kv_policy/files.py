@@ -19,7 +19,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file, replacing one that is there only when all of it is on the disk.
 
     A symbolic link stays one, and what it names is replaced. Permissions are those of the file
-    that is replaced, or a new file's. A device or a pipe, such as /dev/stdout, is written to.
+    that is replaced, or a new file's; one that may not be written to is not replaced. A device or a
+    pipe, such as /dev/stdout, is written to.
 
     Raises:
         OSError: it cannot be written; its `filename` is the path, and what was there is unchanged.
@@ -30,6 +31,8 @@ def write_whole(path: Path, data: bytes) -> None:
             with path.open("wb") as stream:  # of a folder this fails, as it should
                 stream.write(data)
             return
+        if found is not None:
+            _expect_permitted(path)
         target = Path(os.path.realpath(path))
         fresh, handle = _fresh(target, found)
         try:
@@ -57,12 +60,12 @@ def expect_writable(path: Path) -> None:
     """
     try:
         found = _look(path)
-        if found is not None and not stat.S_ISREG(found.st_mode):
+        if found is not None:
             if stat.S_ISDIR(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
+            _expect_permitted(path)
+            if not stat.S_ISREG(found.st_mode):
+                return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh, handle = _fresh(target, found)
@@ -102,6 +105,11 @@ def _look(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
+
+
+def _expect_permitted(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _fresh(target: Path, found: os.stat_result | None) -> tuple[Path, int]:

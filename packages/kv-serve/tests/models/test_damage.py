@@ -174,3 +174,14 @@ def test_disk_that_is_full(tiny_gguf: Path, cache: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     assert "No space left" in refusal(str(tiny_gguf))
     assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(
+    tiny_gguf: Path, cache: Path, tiny_converted: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("dear")
+    cache.mkdir(parents=True)
+    (cache / f".{tiny_converted.name}.lock").symlink_to(victim)
+    assert "symbolic links" in refusal(str(tiny_gguf))
+    assert victim.read_text() == "dear"

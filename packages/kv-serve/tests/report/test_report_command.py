@@ -104,6 +104,10 @@ def test_places_that_cannot_be_written_are_refused(result_file: Path, tmp_path: 
     said = refused(result_file, "--out", out, "--png", tmp_path / "." / "p.html")
     assert "--png and --out both name" in said
     assert "which is a result to read" in refused(result_file, "--out", result_file)
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    assert "symbolic links" in refused(result_file, "--out", circle)
+    assert "symbolic links" in refused(circle, circle, "--out", out)
     assert not out.exists()
     assert result_file.read_bytes() == before
 
