@@ -36,7 +36,6 @@ STATED = {
     "docs/decisions/0007-leankv-in-one-reading.md": {
         **dict.fromkeys(("5 %", "0.05", "0.0005"), "what the paper's words would mean"),
     },
-    "docs/glossary.md": {"0.75": "an example"},
     "docs/methods/leankv.md": {"0.001": "a parameter"},
     "docs/methods/expected-attention.md": {"0.01": "a parameter of kvpress"},
     "docs/methods/zigzagkv.md": {"0.5": "a default"},
