@@ -46,16 +46,6 @@ def test_a_cache_is_refused_by_any_other_model(kind) -> None:
     model(IDS, **passing(model, cache))  # nothing was lost
 
 
-def test_the_assistant_of_assisted_generation_has_a_cache_of_its_own() -> None:
-    model, draft = llama(), llama(num_hidden_layers=1)
-    want = model.generate(IDS[:1], max_new_tokens=6, do_sample=False)
-    cache = CompressedCache(model, "raw")
-    got = model.generate(
-        IDS[:1], max_new_tokens=6, do_sample=False, assistant_model=draft, **passing(model, cache)
-    )
-    assert torch.equal(got, want)
-
-
 class Around(nn.Module):
     """A wrapper that calls a method in place of the module, as adapters do."""
 

@@ -162,7 +162,9 @@ def test_a_window_is_advised_away_where_that_works() -> None:
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1),
         Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
         NemotronHConfig(
-            **(SIZES | {"num_hidden_layers": 3}), layer_types=["mamba", "attention", "mlp"], **MAMBA
+            **(SIZES | {"num_hidden_layers": 3}),
+            layer_types=["linear_attention", "full_attention", "mlp"],
+            **MAMBA,
         ),
         gemma4(),
     ],
