@@ -19,6 +19,7 @@ DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
 EXACT: Final = 0.0
 NEAR: Final = 3e-3  # of all instruction sets; what a single one keeps to, other tests show
+MOST: Final = 4096  # slots and dimensions: the judge takes no more memory than that needs
 LARGE: Final = 64.0  # numbers above this are rounded by more than `NEAR`
 
 
@@ -160,6 +161,7 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
 
 def attention(q, position, tensors, numbers, value_dim, scale):
     """The output and log-sum-exp of each query, and of each stream its parts and logits."""
+    at(range(MOST), value_dim)
     sequences, heads, group, length, _ = q.shape
     parts = parts_of(tensors, numbers)
     out = torch.zeros(sequences, heads, group, length, value_dim).double()
@@ -191,7 +193,7 @@ def attention(q, position, tensors, numbers, value_dim, scale):
 def observed(q, position, lse, streams, numbers, watches, above, last):
     """Bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
-    widths = [numbers[i + 1] for i in range(0, len(numbers), 18)]
+    widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), 18)]
     described, rest = [], list(watches)
     for share in above:
         how, skip, count = rest[:3]
@@ -349,6 +351,7 @@ def lengths(tier: Tier, length: Tensor, streams: Tensor, slots: int) -> list[int
 
 def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
     tier = Tier(data, table, numbers)
+    at(range(MOST), slots)
     held = lengths(tier, length, streams, slots)
     count = len(held)
     found = [torch.zeros(count, slots).double()]
