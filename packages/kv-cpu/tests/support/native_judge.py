@@ -216,6 +216,8 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
             apart = torch.where(stored, 1, 0)[None] >= skip
             counts = counts & (apart | (position[b][:, None] >= where + skip))
             difference = (logits - lse[b, h][..., None]).clamp(min=-87)
+            # With another log-sum-exp than that of the pass nothing is known.
+            difference = difference.masked_fill(difference > 1e-3, torch.nan)
             p = torch.where(counts, difference.exp(), 0.0)
             even = share / (position[b][:, None] + 1).double()
             for kind in kinds:
