@@ -21,7 +21,7 @@ std::vector<int64_t> seen_by(const Job& job, const Sequence& sequence,
       seen[0] += part.count(stream);
       continue;
     }
-    const int* start = &starts[i][stream / job.heads * part.width];
+    const int* start = starts[i].data() + stream / job.heads * part.width;
     for (int64_t slot = 0; slot < part.width; ++slot)
       if (start[slot] < count) ++seen[start[slot]];
   }

@@ -463,8 +463,8 @@ def _bent_tensor(
     if how == 12:
         return random.choice(tensors), False, "another of its tensors"
     if how == 13:
-        if random.random() < 0.5:
-            return torch._lazy_clone(x), False, "sharing memory until it is written"
+        if random.random() < 0.5:  # memory that torch did not allocate cannot be shared so
+            return torch._lazy_clone(x.clone()), False, "sharing memory until it is written"
         if random.random() < 0.5:
             return None, True, "None"
         return x.to("meta"), True, "on meta"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import native_judge
 from kv_cpu import missing, runnable
 from native_calls import Arena, Arg, Call, Maker, bend, bytes_of
 
+MEMORY = 8 << 30  # bytes of addresses that a call may take beyond those of its process
 HANGS = 120  # seconds without an end that no call may take
 
 
@@ -125,6 +127,7 @@ def work(seed: int, first: int, calls: int, progress: Path) -> None:
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
+    _limit_memory()
     with progress.open("r+b") as file, mmap.mmap(file.fileno(), 8) as at:
         arena, refused = Arena(), 0
         for index in range(first, calls):
@@ -136,6 +139,13 @@ def work(seed: int, first: int, calls: int, progress: Path) -> None:
             if wrong is not None:
                 print(json.dumps([index, call.name, list(call.bent), wrong[:2000]]), flush=True)
         print(json.dumps({"calls": calls - first, "refused": refused}), flush=True)
+
+
+def _limit_memory() -> None:
+    """Let what asks for too much fail alone; under sanitizers addresses are not counted."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    if taken < 1 << 40:
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
 
 
 def fuzz(seed: int, calls: int) -> tuple[list[list[Any]], dict[str, int]]:

@@ -19,6 +19,7 @@ DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
 EXACT: Final = 0.0
 NEAR: Final = 3e-3  # of all instruction sets; what a single one keeps to, other tests show
+MOST: Final = 4096  # slots and dimensions: the judge takes no more memory than that needs
 LARGE: Final = 64.0  # numbers above this are rounded by more than `NEAR`
 
 
@@ -160,6 +161,7 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
 
 def attention(q, position, tensors, numbers, value_dim, scale):
     """The output and log-sum-exp of each query, and of each stream its parts and logits."""
+    at(range(MOST), value_dim)
     sequences, heads, group, length, _ = q.shape
     parts = parts_of(tensors, numbers)
     out = torch.zeros(sequences, heads, group, length, value_dim).double()
@@ -191,7 +193,7 @@ def attention(q, position, tensors, numbers, value_dim, scale):
 def observed(q, position, lse, streams, numbers, watches, above, last):
     """Bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
-    widths = [numbers[i + 1] for i in range(0, len(numbers), 18)]
+    widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), 18)]
     described, rest = [], list(watches)
     for share in above:
         how, skip, count = rest[:3]
@@ -214,6 +216,8 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
             apart = torch.where(stored, 1, 0)[None] >= skip
             counts = counts & (apart | (position[b][:, None] >= where + skip))
             difference = (logits - lse[b, h][..., None]).clamp(min=-87)
+            # With another log-sum-exp than that of the pass nothing is known.
+            difference = difference.masked_fill(difference > 1e-3, torch.nan)
             p = torch.where(counts, difference.exp(), 0.0)
             even = share / (position[b][:, None] + 1).double()
             for kind in kinds:
@@ -327,7 +331,7 @@ class Tier:
                 meta = span(page, self.places[2 * which + 1], row, 4 * form.groups)
                 meta.copy_(codes[form.bytes :])
         if self.score >= 0:
-            given = torch.as_tensor(score, dtype=torch.float32)[None].view(torch.uint8)
+            given = torch.tensor([float(score)]).view(torch.uint8)
             span(page, self.score, row, 4).copy_(given)
         if self.position >= 0:
             given = torch.tensor([int(position)], dtype=torch.int32).view(torch.uint8)
@@ -349,6 +353,7 @@ def lengths(tier: Tier, length: Tensor, streams: Tensor, slots: int) -> list[int
 
 def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
     tier = Tier(data, table, numbers)
+    at(range(MOST), slots)
     held = lengths(tier, length, streams, slots)
     count = len(held)
     found = [torch.zeros(count, slots).double()]
@@ -395,8 +400,8 @@ def page_rescore(data, table, numbers, length, streams, score):
     for i, held in enumerate(lengths(tier, length, streams, 2**62)):
         for slot in range(-(-held // tier.tokens) * tier.tokens):
             page, row = tier.locate(int(streams[i]), slot)
-            new = score[i, slot : slot + 1] if slot < score.shape[1] else torch.zeros(1)
-            span(page, tier.score, row, 4).copy_(new.clone().view(torch.uint8))
+            new = float(score[i, slot]) if slot < score.shape[1] else 0.0
+            span(page, tier.score, row, 4).copy_(torch.tensor([new]).view(torch.uint8))
     return []
 
 
@@ -469,7 +474,7 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
         given = given[16 * count :]
         works.append((own, tiers))
     gone, taken = [], []
-    for own, tiers in works:
+    for w, (own, tiers) in enumerate(works):
         candidate, victim, target, place = own[:4]
         for i in range(len(candidate)):
             t, to, into = int(victim[i]), int(target[i]), int(candidate[i])
@@ -480,7 +485,7 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
             if slot >= 0:
                 tier = tiers[t][0]
                 if t < to < len(tiers):
-                    vectors = [tier.read(i, slot, w).float() for w in (0, 1)]
+                    vectors = [tier.read(i, slot, which).float() for which in (0, 1)]
                     beside = [
                         tier.number(i, slot, where, dtype) if where >= 0 else None
                         for where, dtype in (
@@ -493,7 +498,7 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
                     end[t] -= 1
                     tier.move(i, end[t], slot)
                     if end[t] % tier.tokens == 0:
-                        gone.append((tier, i, end[t]))
+                        gone.append((w, t, tier, i, end[t]))
             swap = slot if slot >= 0 and entering == t else None
             taken.append((own, tiers, i, moving, entering, swap, end))
 
@@ -502,7 +507,7 @@ def page_step(data, ring, start, free, tensors, numbers, poison, isa):
         at(range(tier.table.shape[1]), column)
         return i, tier.table.shape[1] - 1 - column if tier.reverse else column
 
-    for tier, i, slot in gone:
+    for *_, tier, i, slot in sorted(gone, key=lambda each: each[:2]):
         page = int(tier.table[entry(tier, i, slot)])
         ring[(int(start) + int(free)) % pages] = page
         free += 1
