@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import CacheShape, Rope
+from kv_policy import CacheShape, Rope, Ropes
 
 ROPES = {
     "halves": Rope((1.0, 0.3, 0.05)),
@@ -47,11 +47,11 @@ def test_what_does_not_fit_together_is_refused() -> None:
         with pytest.raises(ValueError, match="do not fit together"):
             Rope(frequencies, pairs)
     with pytest.raises(ValueError, match="2 rotary embeddings are given for 3 layers"):
-        CacheShape(3, 1, 1, 6, 6, rope=(Rope(()), Rope(())))
+        CacheShape(3, 1, 1, 6, 6, rope=Ropes((Rope(()), Rope(()))))
 
 
 def test_layers_may_have_their_own() -> None:
     one, other = ROPES["halves"], ROPES["none"]
-    assert CacheShape(2, 1, 1, 6, 6, rope=(one, other)).rope_of(1) is other
+    assert CacheShape(2, 1, 1, 6, 6, rope=Ropes((one, other))).rope_of(1) is other
     assert CacheShape(2, 1, 1, 6, 6, rope=one).rope_of(1) is one
     assert CacheShape(2, 1, 1, 6, 6).rope_of(1) is None

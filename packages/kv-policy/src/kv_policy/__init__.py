@@ -37,7 +37,7 @@ from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, 
 from kv_policy.replan import Replan
 from kv_policy.running import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
-from kv_policy.shape import CacheShape, Rope
+from kv_policy.shape import CacheShape, Rope, Ropes
 from kv_policy.spec import parse
 from kv_policy.spectral import Spectral
 from kv_policy.tiered import TieredFormats, read_formats
@@ -75,6 +75,7 @@ __all__ = [
     "Registry",
     "Replan",
     "Rope",
+    "Ropes",
     "Running",
     "RunningMean",
     "RunningSum",

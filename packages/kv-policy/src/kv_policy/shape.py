@@ -66,6 +66,13 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Ropes:
+    """The rotary embeddings of layers that differ."""
+
+    each: tuple[Rope, ...]  # layer by layer
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a model's cache looks like on one device: the whole of it, or a shard of its KV heads.
 
@@ -80,7 +87,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     first_head: int = 0
-    rope: Rope | tuple[Rope, ...] | None = None  # of all layers, or of each; None: not known
+    rope: Rope | Ropes | None = None  # of all layers, or of each; None: not known
 
     def __post_init__(self) -> None:
         """Check that every size is positive."""
@@ -89,15 +96,15 @@ class CacheShape:
                 raise ValueError(f"{name} is {getattr(self, name)}; a cache shape needs at least 1")
         if self.first_head < 0:
             raise ValueError(f"first_head is {self.first_head}; heads are counted from 0")
-        if isinstance(self.rope, tuple) and len(self.rope) != self.layers:
+        if isinstance(self.rope, Ropes) and len(self.rope.each) != self.layers:
             raise ValueError(
-                f"{len(self.rope)} rotary embeddings are given for {self.layers} layers; give one "
-                "for each, or one for all"
+                f"{len(self.rope.each)} rotary embeddings are given for {self.layers} layers; give "
+                "one for each, or one for all"
             )
 
     def rope_of(self, layer: int) -> Rope | None:
         """Give the rotary embedding of a layer; None: it is not known."""
-        return self.rope[layer] if isinstance(self.rope, tuple) else self.rope
+        return self.rope.each[layer] if isinstance(self.rope, Ropes) else self.rope
 
     @property
     def token_bytes(self) -> int:

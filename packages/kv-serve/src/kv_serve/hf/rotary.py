@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from kv_policy import CacheShape, KVPolicy, Rope
+from kv_policy import CacheShape, KVPolicy, Rope, Ropes
 from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError
 
@@ -76,7 +76,7 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
             "reads no queries, such as snapkv"
         )
     known = tuple(rope for rope in ropes if rope is not None)
-    return replace(shape, rope=known[0] if len(set(known)) == 1 else known)
+    return replace(shape, rope=known[0] if len(set(known)) == 1 else Ropes(known))
 
 
 def _kinds(model: "PreTrainedModel") -> Iterator[str]:
