@@ -85,10 +85,10 @@ def test_attention_weights_are_given_as_before() -> None:
 
 
 def test_continuous_batching_finds_its_implementation() -> None:
-    model = used(llama())
-    manager = model.init_continuous_batching()  # refuses implementations that it does not know
-    assert model.config._attn_implementation == "sdpa"
-    del manager
+    model, never = used(llama()), llama()
+    model.init_continuous_batching()  # refuses implementations that it does not know
+    never.init_continuous_batching()  # may change the implementation, depending on the version
+    assert model.config._attn_implementation == never.config._attn_implementation
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])

@@ -152,9 +152,8 @@ def install(model: "PreTrainedModel") -> None:
 def uninstall(model: "PreTrainedModel") -> None:
     """Take away what `CompressedCache` and `Fold` add to a model, which is hooks on its calls.
 
-    A model behaves without our caches as if there were none, so this is needed only where hooks are
-    in the way, as of `torch.save(model)` for a process without kv-serve. Caches that were made for
-    the model are refused afterwards. A model without such hooks stays as it is.
+    Needed only where hooks are in the way, as of `torch.save(model)` for a process without
+    kv-serve. Caches that were made for the model are refused afterwards.
 
     Args:
         model: what a cache was made for.
@@ -235,10 +234,7 @@ def _expect_served(module: nn.Module, kwargs: Mapping[str, object]) -> None:
 
 
 def _expect_one_sequence_a_row(kwargs: Mapping[str, object]) -> None:
-    """Refuse rows that hold several sequences, by positions that go back among tokens.
-
-    The host waits for the device, in a pass of several columns only.
-    """
+    """Refuse positions that go back among a row's tokens; prefill alone waits for the device."""
     position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(position, Tensor) or position.ndim != 2 or position.shape[1] < 2:
         return
