@@ -5,7 +5,7 @@ One layer of 32 query heads over 8 KV heads of 128 dimensions, queries in bfloat
 order. A row is one process's median over rounds in which all variants take turns; a ratio is the
 median over rounds of vLLM's seconds in bfloat16 over the variant's. Bytes are codes and scales, or
 numbers of 2 bytes; the share of bandwidth is bytes per second over those of summing a long tensor
-in the same rounds.
+in the same rounds. On a processor with AMX the result is `cpu_decode_amx`, of fewer sizes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kv_attention import attend
-from kv_cpu import chosen
+from kv_cpu import chosen, runnable
 from kv_policy import Observe, PagedTokens
 
 HEADS = Heads(query=32, kv=8, dim=128)
@@ -39,6 +39,8 @@ WATCHED = {
 }
 NOTHING = Observe()
 READ_BYTES = 1 << 28
+SIZES = list(product((1, 4, 16), (1024, 4096, 16384, 32768)))
+AMX_SIZES = [(1, 4096), (1, 32768), (4, 16384), (16, 1024)]
 CONSOLE = Console(stderr=True)
 Step = Callable[[], Tensor]
 
@@ -108,6 +110,7 @@ def measured(
         torch.set_num_threads(count)
         turns = timed(work, rounds, clock=time.perf_counter)
         size = {"sequences": sequences, "tokens": tokens, "threads": count, "isa": chosen()}
+        size["amx"] = "amx" in runnable()
         rows += [
             size | row(turns, name, variants.bytes[name]) | {"error": errors.get(name, 0.0)}
             for name in work
@@ -137,7 +140,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--rounds", type=int, default=15, help="turns that every variant takes")
     arguments = parser.parse_args()
-    sizes = list(product((1, 4, 16), (1024, 4096, 16384, 32768)))
+    has_amx = "amx" in runnable()
+    sizes = AMX_SIZES if has_amx else SIZES
     threads: tuple[int, ...] = (1, 2)
     rounds = arguments.rounds
     if arguments.quick:
@@ -165,6 +169,7 @@ def main() -> None:
         "k4v2_vs_vllm_bf16": of("k4v2", "vs_vllm_bf16"),
         "mix_20_80_vs_vllm_bf16": of("mix_20_80", "vs_vllm_bf16"),
         "raw_vs_vllm_bf16": of("raw", "vs_vllm_bf16"),
+        "k8v4_page_16_over_k8v4": of("k8v4_page_16", "vs_vllm_bf16") / of("k8v4", "vs_vllm_bf16"),
         "k8v4_vs_sdpa": of("k8v4", "vs_vllm_bf16") / of("sdpa_bf16", "vs_vllm_bf16"),
         "k8v4_share_of_bandwidth": of("k8v4", "share_of_bandwidth"),
         "vllm_share_of_bandwidth": of("vllm_bf16", "share_of_bandwidth"),
@@ -176,7 +181,8 @@ def main() -> None:
     }
     for name, value in summary.items():
         print(f"{name:28} {value:.4f}")
-    _result.write("cpu_decode", summary, rows, quick=arguments.quick)
+    name = "cpu_decode_amx" if has_amx else "cpu_decode"
+    _result.write(name, summary, rows, quick=arguments.quick)
 
 
 if __name__ == "__main__":

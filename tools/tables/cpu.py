@@ -175,6 +175,7 @@ def cpu_scores(result: Row, said: Said) -> Iterator[str]:
 
 WRITERS: Final = {
     "cpu_decode": cpu_decode,
+    "cpu_decode_amx": cpu_decode,
     "cpu_end_to_end": cpu_end_to_end,
     "cpu_isa": only_figures,
     "cpu_prefill": cpu_prefill,

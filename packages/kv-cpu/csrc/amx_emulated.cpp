@@ -3,7 +3,8 @@
 
 namespace kv {
 
-extern const Kernels amx_emulated_kernels = {"amx-emulated", prepared_size, prepare, dot_amx,
-                                             weigh_amx,      soften,        observe, widen};
+extern const Kernels amx_emulated_kernels = {
+    "amx-emulated", prepared_size, prepare, dot_amx, weigh_amx, soften_amx, observe, widen, strips,
+    begin,          end};
 
 }  // namespace kv

@@ -33,18 +33,29 @@ struct Format {
 
 // The vectors of up to kBlock tokens, each by its address, as pages may hold few that lie together.
 // The last one is repeated up to a multiple of kLanes.
+//
+// Kernels may take a format in strips of kLanes rows: of a strip that is whole, whose rows lie in equal
+// steps, only the first row's address is given.
 struct Rows {
   int count;
   const uint8_t* const* data;
   const uint8_t* const* meta;  // scales, then zeros; nothing to read for plain numbers
+  const bool* whole;           // by strip; null where all addresses are given
+  int64_t step;                // bytes from row to row of a whole strip
 };
 
 // The rows that come next: kernels ask the memory for them, a few at a time, while they compute.
 struct Ahead {
-  int count;
-  const uint8_t* const* data;
-  const uint8_t* const* meta;
+  Rows rows;
   int bytes, meta_bytes;  // of a row
+
+  // Those from row `first` on, which a strip starts with, up to `last`.
+  Ahead part(int first, int last) const {
+    return {{last - first, rows.data + first, rows.meta + first,
+             rows.whole ? rows.whole + first / kLanes : nullptr, rows.step},
+            bytes,
+            meta_bytes};
+  }
 };
 
 // The queries of one KV head, with the scale of the logits multiplied in.
@@ -77,12 +88,17 @@ struct Kernels {
   // weights = exp(logits - top), where top is the largest logit so far; sums and total are
   // scaled down where a larger one came. In place; 0 up to a multiple of kLanes.
   void (*soften)(float* logits, int count, int group, float* top, float* total, float* sums,
-                 int width);
+                 int width, const Ahead&);
   // out[i] = the group's terms of p[g] = weights[g][i] * factor[g]
   void (*observe)(const float* weights, int count, int group, const float* factor, Term, Group,
                   float above, float* out);
   // Numbers of any kind but codes, to float32.
   void (*widen)(Number, const void* from, int count, float* to);
+  // Whether rows of a format are taken in strips; null: none are.
+  bool (*strips)(const Format&) = nullptr;
+  // What a thread calls before the first of its products and after the last; may be null.
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
 };
 
 extern const Kernels plain_kernels;

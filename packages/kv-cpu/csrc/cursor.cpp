@@ -6,9 +6,26 @@
 namespace kv {
 namespace {
 
-// Addresses of `count` rows that lie one behind the other.
-void list(const uint8_t* first, int64_t step, int count, const uint8_t** to) {
-  for (int i = 0; i < count; ++i) to[i] = first + i * step;
+// Addresses of `count` rows that lie one behind the other, from place `at` of a block on; in strips, of
+// the first row alone of what fills one.
+void list(const uint8_t* first, int64_t step, int at, int count, bool strips, const uint8_t** to) {
+  if (!strips) {
+    for (int i = 0; i < count; ++i) to[at + i] = first + i * step;
+    return;
+  }
+  for (int i = 0; i < count;) {
+    const int some = std::min(count - i, kLanes - (at + i) % kLanes);
+    const int listed = some == kLanes ? 1 : some;
+    for (int k = 0; k < listed; ++k) to[at + i + k] = first + (i + k) * step;
+    i += some;
+  }
+}
+
+// Which strips are filled by the `count` tokens behind a block's last.
+void mark(Block& block, int count) {
+  const int at = block.count, end = at + count;
+  for (int s = at / kLanes; s * kLanes < end; ++s)
+    block.whole[s] = at <= s * kLanes && (s + 1) * kLanes <= end;
 }
 
 // Repeats the last row, so that kernels need not stop within a vector.
@@ -21,8 +38,8 @@ void pad(Block& block) {
 }  // namespace
 
 Cursor::Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
-               bool rows)
-    : job_(job), fault_(fault), rows_(rows), stream_(stream), at_(first), last_(last) {
+               Places places)
+    : job_(job), fault_(fault), places_(places), stream_(stream), at_(first), last_(last) {
   if (!job.parts.empty()) end_ = std::min(job.parts[0].count(stream), last);
 }
 
@@ -31,13 +48,14 @@ bool Cursor::next(Block& block) {
   while (block.count == 0 && enter()) {
     const Part& part = job_.parts[part_];
     block.part = part_;
+    start(part, block);
     if (!part.paged)
       from_tensors(part, block);
     else
       while (block.count < kBlock && at_ < end_ && from_pages(part, block)) {
       }
   }
-  if (block.count && rows_) pad(block);
+  if (block.count && places_ != Places::kSlots) pad(block);
   return block.count > 0;
 }
 
@@ -48,6 +66,15 @@ bool Cursor::enter() {
     end_ = std::min(before_ + job_.parts[++part_].count(stream_), last_);
   }
   return at_ < last_;
+}
+
+// How a block names the tokens of a part.
+void Cursor::start(const Part& part, Block& block) const {
+  const auto strips = places_ == Places::kStrips ? job_.kernels->strips : nullptr;
+  block.key_strips = strips && strips(part.key);
+  block.value_strips = strips && strips(part.value);
+  block.key_step = part.paged ? part.key.bytes() : part.key_step[2];
+  block.value_step = part.paged ? part.value.bytes() : part.value_step[2];
 }
 
 // Adds tokens of the page that holds the next slot, up to a hole; false if the page cannot be.
@@ -79,15 +106,16 @@ bool Cursor::from_pages(const Part& part, Block& block) {
   at_ += skipped + count;
   if (count == 0) return true;
   const int64_t first = inside + skipped;
-  auto add = [&](const Format& format, const int64_t* offset, const uint8_t** rows,
-                 const uint8_t** meta) {
-    const int step = format.bytes(), more = format.meta_bytes();
-    list(at + offset[0] + first * step, step, int(count), rows + block.count);
-    list(at + offset[1] + first * more, more, int(count), meta + block.count);
-  };
-  if (rows_) {
-    add(part.key, part.offset, block.key, block.key_meta);
-    add(part.value, part.offset + 2, block.value, block.value_meta);
+  if (places_ != Places::kSlots) {
+    mark(block, int(count));
+    auto add = [&](const Format& format, const int64_t* offset, bool strips, const uint8_t** rows,
+                   const uint8_t** meta) {
+      const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
+      list(at + offset[0] + first * step, step, to, int(count), strips, rows);
+      list(at + offset[1] + first * more, more, to, int(count), strips, meta);
+    };
+    add(part.key, part.offset, block.key_strips, block.key, block.key_meta);
+    add(part.value, part.offset + 2, block.value_strips, block.value, block.value_meta);
   }
   block.run[block.runs++] = {slot + skipped, int(count)};
   block.count += int(count);
@@ -113,14 +141,15 @@ void Cursor::from_tensors(const Part& part, Block& block) {
     const int count = int(stop - slot);
     if (count == 0) continue;
     const int64_t key = part.key_step[2], value = part.value_step[2];
-    if (rows_) {
-      list(keys + slot * key, key, count, block.key + block.count);
-      list(values + slot * value, value, count, block.value + block.count);
+    if (places_ != Places::kSlots) {
+      mark(block, count);
+      list(keys + slot * key, key, block.count, count, block.key_strips, block.key);
+      list(values + slot * value, value, block.count, count, block.value_strips, block.value);
     }
     block.run[block.runs++] = {slot, count};
     block.count += count;
   }
-  if (!rows_) return;
+  if (places_ == Places::kSlots) return;
   // Plain numbers have no scales.
   std::fill_n(block.key_meta, block.count, nullptr);
   std::fill_n(block.value_meta, block.count, nullptr);

@@ -36,23 +36,22 @@ bool has_amx() {
   static const bool granted = [] {
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return has_vnni() && __builtin_cpu_supports("amx-tile") &&
-           __builtin_cpu_supports("amx-int8") &&
+           __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") &&
            syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   }();
   return granted;
 }
 #endif
 
-// The last that runs is used. Emulated tiles are for tests, so something else always follows them; and
-// AMX stands before VNNI, which decodes faster; see the benchmark cpu_isa.
+// The last that runs is used. Emulated tiles are for tests, so something else always follows them.
 const Choice choices[] = {
     {&plain_kernels, always},
 #ifdef KV_X86
     {&amx_emulated_kernels, has_vnni},
     {&avx2_kernels, has_avx2},
     {&avx512_kernels, has_avx512},
-    {&amx_kernels, has_amx},
     {&vnni_kernels, has_vnni},
+    {&amx_kernels, has_amx},
 #endif
 };
 
@@ -70,7 +69,7 @@ int level_of(const std::string& isa) {
 #ifdef KV_X86
   if (isa == "avx512" || !__builtin_cpu_supports("avx512bf16")) return 2;
   if (isa == "amx-emulated") return 4;
-  if (has_amx() && __builtin_cpu_supports("amx-bf16")) return 5;
+  if (has_amx()) return 5;
   // On the Intel processor that was tried, AVX512-BF16 was slower than float32.
   if (!__builtin_cpu_is("intel")) return 3;
 #endif

@@ -108,28 +108,38 @@ struct Block {
   Run run[kBlock];
   // where the numbers of each token lie, and its scales and zeros
   const uint8_t *key[kBlock], *key_meta[kBlock], *value[kBlock], *value_meta[kBlock];
+  bool whole[kBlock / kLanes];                    // see Rows
+  bool key_strips = false, value_strips = false;  // whether they are taken so
+  int64_t key_step = 0, value_step = 0;
 
-  Rows keys() const { return {count, key, key_meta}; }
-  Rows values() const { return {count, value, value_meta}; }
+  Rows keys() const { return {count, key, key_meta, key_strips ? whole : nullptr, key_step}; }
+  Rows values() const {
+    return {count, value, value_meta, value_strips ? whole : nullptr, value_step};
+  }
 };
 
+// What a block says of its tokens: which slots they are, where all of them lie too, or where strips do
+// if the kernels take them so.
+enum class Places { kSlots, kRows, kStrips };
+
 // Goes over the visible tokens first .. last - 1 of a stream, in the order of its parts, and gives
-// them in blocks; without rows, a block says which slots they are, and not where they lie.
+// them in blocks.
 class Cursor {
  public:
   Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
-         bool rows = true);
+         Places places = Places::kRows);
   // Fills the next block; false where there are no tokens left.
   bool next(Block& block);
 
  private:
   bool enter();
+  void start(const Part& part, Block& block) const;
   bool from_pages(const Part& part, Block& block);
   void from_tensors(const Part& part, Block& block);
 
   const Job& job_;
   Fault& fault_;
-  const bool rows_;
+  const Places places_;
   int64_t stream_, at_, last_;  // in tokens of the stream
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // of the part: tokens in those before; where it ends, or `last`

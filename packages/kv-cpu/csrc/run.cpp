@@ -42,8 +42,24 @@ struct Scratch {
 
 // The rows of a block that are needed next.
 Ahead ahead_of(const Format& format, const Rows& rows) {
-  return {rows.count, rows.data, rows.meta, format.bytes(), format.meta_bytes()};
+  return {rows, format.bytes(), format.meta_bytes()};
 }
+
+// What kernels ask for around their products.
+class Around {
+ public:
+  explicit Around(const Kernels& kernels) : end_(kernels.end) {
+    if (kernels.begin) kernels.begin();
+  }
+  Around(const Around&) = delete;
+  Around& operator=(const Around&) = delete;
+  ~Around() {
+    if (end_) end_();
+  }
+
+ private:
+  void (*end_)();
+};
 
 class Runner {
  public:
@@ -96,6 +112,7 @@ class Runner {
 
   void attend(int worker) {
     Scratch& scratch = scratch_[worker];
+    const Around around(*job_.kernels);
     for (size_t i; (i = next_++) < plan_.pieces.size() && fault_.part < 0;) {
       const Piece& piece = plan_.pieces[i];
       const bool whole = piece.split < 0, watching = !job_.watches.empty();
@@ -115,7 +132,7 @@ class Runner {
     std::fill_n(state.sums, group * width, 0.0f);
     if (piece.first == piece.last) return;
     const Queries queries = prepare(piece.stream, scratch);
-    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_);
+    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, Places::kStrips);
     Block blocks[2];
     Block *now = blocks, *next = blocks + 1;
     cursor.next(*now);
@@ -126,9 +143,12 @@ class Runner {
       job_.kernels->dot(part.key, now->keys(), queries,
                         prepared < 0 ? nullptr : scratch.prepared.get() + prepared, weights,
                         ahead_of(part.value, now->values()));
-      job_.kernels->soften(weights, now->count, group, state.top, state.total, state.sums, width);
+      const Ahead keys = ahead_of(coming.key, next->keys());
+      const int first = job_.kernels->strips ? next->count / 3 / kLanes * kLanes : 0;
+      job_.kernels->soften(weights, now->count, group, state.top, state.total, state.sums, width,
+                           keys.part(0, first));
       job_.kernels->weigh(part.value, now->values(), group, weights, state.sums, width,
-                          ahead_of(coming.key, next->keys()));
+                          keys.part(first, next->count));
       if (job_.watches.empty()) continue;
       std::copy_n(state.top, group, weights + kBlock * group);
       weights += block_size();
@@ -206,7 +226,7 @@ class Runner {
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
     clear(piece);
-    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, false);
+    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, Places::kSlots);
     Block block;
     while (cursor.next(block)) {
       const float* top = weights + kBlock * group;

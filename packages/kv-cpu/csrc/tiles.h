@@ -57,16 +57,22 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
   ~Tiles() {
-    if (height_) __asm__ volatile("tilerelease" ::: "memory");
+    if (height_) release();
   }
 
   // Configures the tiles, which clears them, unless they are of this shape.
   void shape(int height, int depth) {
     if (height == height_ && depth == depth_) return;
-    const Palette palette(height, depth);
-    __asm__ volatile("ldtilecfg %0" ::"m"(palette) : "memory");
+    configure(height, depth);
     height_ = height, depth_ = depth;
   }
+
+  // The same until `release`, for tiles that are used as they are found.
+  static void configure(int height, int depth) {
+    const Palette palette(height, depth);
+    __asm__ volatile("ldtilecfg %0" ::"m"(palette) : "memory");
+  }
+  static void release() { __asm__ volatile("tilerelease" ::: "memory"); }
 
   template <int kTile>
   void clear() {

@@ -37,8 +37,8 @@ def compiled() -> tuple[str, ...]:
 def runnable() -> tuple[str, ...]:
     """Give those that this processor has too; `plain` is always among them.
 
-    `amx-emulated` is for tests, and `vnni` decodes faster than `amx`: neither is ever the last, so
-    they are used only where `KV_CPU_ISA` names them. Prompts under `vnni` use AMX where it is.
+    `amx-emulated` is for tests: it is never the last, so it is used only where `KV_CPU_ISA` names
+    it. Prompts under `vnni` use AMX where it is.
 
     Raises:
         OSError: the library cannot be loaded.
