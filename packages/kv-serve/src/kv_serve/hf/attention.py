@@ -36,6 +36,7 @@ UNSERVED: Final = {
     "cu_seq_lens_k": "several sequences in a row",
 }
 
+
 class FreshKeys(Tensor):
     """Keys of a forward pass on their way from the cache to the attention function."""
 
