@@ -293,9 +293,15 @@ Pool pool_of(const View& data, const Tensor& ring, const Tensor& start, const Te
     memory.add(found, label, Role::kWritten);
     return found;
   };
+  auto number = [&](const Tensor& x, Label label) {
+    if (x.defined() && x.dim() != 0) return written(x, label, kInt64, 1);
+    const View found = view(x, label, kInt64, {}, Lay::kContiguous, Use::kWrites);
+    memory.add(found, label, Role::kWritten);
+    return found;
+  };
   Pool pool{written(ring, {"ring of free pages"}, kInt32, pages + 1).as<int32_t>(),
-            written(start, {"start of the ring"}, kInt64, 1).as<int64_t>(),
-            written(free, {"number of free pages"}, kInt64, 1).as<int64_t>(), pages, data.size(1)};
+            number(start, {"start of the ring"}).as<int64_t>(),
+            number(free, {"number of free pages"}).as<int64_t>(), pages, data.size(1)};
   memory.check();
   const int64_t there = within({"number of free pages"}, *pool.free, 0, pages);
   const int64_t first = within({"start of the ring"}, *pool.start, 0, std::max<int64_t>(pages - 1, 0));
