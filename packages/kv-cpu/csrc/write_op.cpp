@@ -117,6 +117,8 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t* mine = marks + i * columns;
+    // A stream that keeps none of its tokens has no place for them, and its start may be -1.
+    if (std::none_of(mine, mine + columns, [](uint8_t mark) { return mark != 0; })) continue;
     int64_t slot = within({"start"}, first[i], 0, tier.room());
     for (int64_t token = 0; token < columns; token += kShare) {
       const int64_t last = token + kShare < columns ? token + kShare : columns;

@@ -92,7 +92,9 @@ def test_beams_after_rows_of_one_token(model) -> None:
     reader.read(cache, ids, mask, 0, 6)
     cache.batch_repeat_interleave(2)
     tokens, place = torch.tensor([[5], [6], [5], [6]]), torch.tensor([[6], [6], [1], [1]])
-    got = model(tokens, position_ids=place, **passing(model, cache)).logits
+    grown = torch.nn.functional.pad(mask.repeat_interleave(2, 0), (0, 1), value=1)
+    given = {"attention_mask": grown, "position_ids": place}
+    got = model(tokens, **given, **passing(model, cache)).logits
     for row, token in enumerate((5, 6, 5, 6)):
         one = reader.cache()
         model(ids[row // 2][mask[row // 2]][None], **passing(model, one))
