@@ -221,7 +221,7 @@ def test_a_rate_is_a_share_of_the_tokens_seen() -> None:
 def test_keep_is_a_rate_where_that_is_whole_and_a_budget_elsewhere() -> None:
     # The policies of results keep their names, and no share is rounded on the way.
     assert str(parse("kv-compress:keep=25%")) == "kv-compress:rate=4"
-    assert str(parse("kv-compress:keep=12.5%+k8v4")) == "kv-compress:rate=8+k8v4"
+    assert str(parse("kv-compress:keep=12.5%+raw")) == "kv-compress:rate=8+raw"
     assert str(parse("kv-compress:keep=30%,floor=64")) == "kv-compress:budget=30%,floor=64"
     length = torch.tensor([290, 900, 145])
     for rate in (29, 9):  # 100 / 29 and 100 / 9 are below what they stand for

@@ -45,10 +45,10 @@ def test_no_bytes_of_a_profile_end_in_anything_but_a_sentence(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("x" * 5000, "cannot be read (File name too long)"),
-        ("no\0name", "cannot be read (embedded null byte)"),
-        (".", "cannot be read (Is a directory)"),
-        ("x.json.partial", "run the same `kv-serve calibrate leankv` again, which goes on from"),
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("no\0name", "cannot be read: embedded null byte"),
+        (".", "is a directory; name a file in it"),
+        ("x.json.partial", "run the same `kv-serve calibrate leankv` again, which resumes from"),
     ],
 )
 def test_a_name_of_no_profile_is_a_sentence(tmp_path: Path, name: str, says: str) -> None:

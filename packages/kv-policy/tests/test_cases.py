@@ -392,5 +392,9 @@ def test_a_budget_below_what_is_protected_is_refused() -> None:
 def test_a_method_without_a_score_says_so() -> None:
     position = torch.arange(4).expand(1, 2, 4)
     view = LayerView(0, SHAPE, position, position == 0, position.float(), length=torch.tensor([4]))
-    with pytest.raises(TypeError, match="Evictor must define score"):
-        Evictor().score(view)
+
+    class Scoreless(Evictor):
+        name = "scoreless"
+
+    with pytest.raises(TypeError, match="Scoreless must define score"):
+        Scoreless().score(view)

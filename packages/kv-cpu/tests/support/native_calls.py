@@ -469,8 +469,7 @@ def _bent_tensor(
             return None, True, "None"
         return x.to("meta"), True, "on meta"
     if x.element_size() > 1 and x.numel():
-        room = torch.zeros(x.numel() * x.element_size() + 1, dtype=torch.uint8)
-        room[1:] = bytes_of(x)
-        odd = torch.frombuffer(room.numpy(), dtype=x.dtype, offset=1, count=x.numel())
+        room = bytearray([0, *bytes_of(x).tolist()])
+        odd = torch.frombuffer(room, dtype=x.dtype, offset=1, count=x.numel())
         return odd.view(x.shape), False, "at an odd address"
     return x.clone(), False, "cloned"

@@ -169,7 +169,7 @@ def said(result: Result) -> str:
 
 def test_help_names_the_extra_that_is_needed() -> None:
     result = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "300"})
-    assert "Needs kv-serve[lm-eval]." in " ".join(result.stdout.replace("│", " ").split())
+    assert "Needs lm-eval." in " ".join(result.stdout.replace("│", " ").split())
 
 
 def test_tasks_of_lm_eval_are_rows_beside_our_own(

@@ -66,9 +66,12 @@ def test_a_copy_in_mid_chat_is_repeated_and_reset_on_its_own(model, policy) -> N
     second.batch_repeat_interleave(2)
     place = torch.tensor([[14], [4], [9]]).repeat_interleave(2, 0)
     token = torch.tensor([[9], [8], [7]]).repeat_interleave(2, 0)
-    twice = model(token, position_ids=place, **passing(model, second)).logits
+    mask = torch.nn.functional.pad(MASK, (0, 4), value=True).repeat_interleave(2, 0)
+    both = {"attention_mask": mask, "position_ids": place}
+    twice = model(token, **both, **passing(model, second)).logits
     assert torch.equal(cache.memory().tokens, before)
-    once = model(token[::2], position_ids=place[::2], **passing(model, cache)).logits
+    each = {name: x[::2] for name, x in both.items()}
+    once = model(token[::2], **each, **passing(model, cache)).logits
     torch.testing.assert_close(twice[::2], once, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(twice[1::2], once, rtol=1e-8, atol=1e-8)
     second.reset()

@@ -46,8 +46,10 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
     cache = CompressedCache(model, policy, page_tokens=8)
     inputs = batch((70, 41))
     model(**inputs, **passing(model, cache))
+    mask = inputs["attention_mask"]
     for _ in range(5):
-        model(torch.full((2, 1), 9), **passing(model, cache))
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        model(torch.full((2, 1), 9), attention_mask=mask, **passing(model, cache))
         report = cache.memory()
         named = (
             report.vector_bytes,
