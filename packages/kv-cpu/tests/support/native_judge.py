@@ -271,14 +271,19 @@ def prompt(q, position, tensors, numbers, value_dim, scale, isa):
     out, lse, _ = attention(q, position, tensors, numbers, value_dim, scale)
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
     # Products in bfloat16 round weights.
-    values = max(
-        [float(x.abs().max()) for x in tensors if x.is_floating_point() and x.numel()] + [4]
-    )
+    values = max([_largest(x) for x in tensors if x.is_floating_point() and x.numel()] + [4])
     return [unknown(out, near * values), Bounds(lse, lse, near * 4)]
 
 
+def _largest(x: Tensor) -> float:
+    """The largest magnitude; NaN, which is in no bounds, says nothing of it."""
+    return float(x.masked_fill(x.isnan(), 0).abs().max())
+
+
 def look_back(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
-    _, _, streams = attention(q, position, tensors, numbers, value_dim, scale)
+    streams = {}
+    if any(last):  # of no query nothing is observed, and nothing is read for it
+        _, _, streams = attention(q, position, tensors, numbers, value_dim, scale)
     return observed(q, position, lse.double(), streams, numbers, watches, above, last)
 
 
@@ -326,6 +331,8 @@ class Tier:
                 raise IndexError("dimensions")
             codes = form.codec.encode(x[None, None].float() if form.number == 0 else x[None, None])
             codes = codes.reshape(-1)
+            if form.number:  # what bits a NaN has is not promised: native code writes the quiet one
+                codes.view(DTYPES[form.number])[x.isnan()] = torch.nan
             span(page, self.places[2 * which], row, form.bytes).copy_(codes[: form.bytes])
             if form.groups:
                 meta = span(page, self.places[2 * which + 1], row, 4 * form.groups)
