@@ -19,7 +19,7 @@ class Knorm(Evictor):
     Nothing is observed and nothing protected (`knorm_press.py` of kvpress, read). Generated
     tokens are judged like the others, each when it arrives.
 
-    A rotary embedding changes no norm, so a token that comes again has the norm it had before, but
+    A rotary embedding changes no norm, so a repeated token has an equal norm, but
     for rounding. Norms are compared to 12 bits, and of equal ones the earlier token stays.
     """
 

@@ -50,7 +50,7 @@ def load_profile(path: Path) -> Profile:
     if path.suffix == ".partial":
         raise ValueError(
             f"{path} holds the samples of a calibration that has not finished; run the same "
-            "`kv-serve calibrate leankv` again, which goes on from them, and give "
+            "`kv-serve calibrate leankv` again, which resumes from them, and give "
             f"{path.with_suffix('')}"
         )
     try:

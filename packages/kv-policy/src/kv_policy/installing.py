@@ -73,7 +73,7 @@ def _installed_from(package: str) -> Path | None:
         direct = json.loads(text or "{}")
         url = urlsplit(direct["url"]) if "dir_info" in direct else None
     except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # whatever else stands there: a name is advised then
+        return None  # malformed or of another kind: the package is named instead
     return None if url is None or url.scheme != "file" else Path(url2pathname(url.path))
 
 

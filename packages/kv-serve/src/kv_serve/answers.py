@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kv_policy import LayerView, Part, PlanView, Selector
+from kv_serve.careful import Careful
 
 
 def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
@@ -68,6 +69,7 @@ def expect_numbers(selector: Selector, wrong: list[Bool[Tensor, ""]]) -> None:
 
 
 def _called(selector: Selector) -> str:
+    selector = selector.selector if isinstance(selector, Careful) else selector
     return selector.name if isinstance(selector, Part) else type(selector).__name__
 
 

@@ -34,7 +34,7 @@ class Batch:
     columns: int = field(default=0)  # columns of the batch, padding included
     started: bool = field(default=False)  # every sequence has a token
     shares: bool = field(default=False)  # the pool, with others
-    record: Columns | None = field(default=None)  # of columns, where they can be taken back
+    record: Columns | None = field(default=None)  # of columns; None: the host keeps none
 
     @classmethod
     def allocate(
@@ -79,7 +79,7 @@ class Batch:
             window=layout.raw_window(tiers, sequences, device, scores, window_in_pages),
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
             shares=shares,
-            record=Columns(sequences, device) if rolls_back(policy) and not shares else None,
+            record=None if shares else Columns(sequences, device),
         )
 
     @property

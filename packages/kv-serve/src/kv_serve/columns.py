@@ -1,4 +1,4 @@
-"""Which columns of a batch held a token, so that the newest can be taken back by columns."""
+"""Which columns of a batch hold a token: to crop by columns, and to compare later masks with."""
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,6 +17,11 @@ class Columns:
     def nbytes(self) -> int:
         """Memory."""
         return self._held.numel()
+
+    @property
+    def held(self) -> Bool[Tensor, "B T"]:
+        """Whether each column of each sequence holds a token."""
+        return self._held[:, : self.count]
 
     def append(self, held: Bool[Tensor, "B L"]) -> None:
         """Note the columns of a pass, without waiting for the device."""

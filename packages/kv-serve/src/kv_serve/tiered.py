@@ -298,6 +298,12 @@ class TieredCache:
             self._keeper.select(source)
 
     @property
+    def held_columns(self) -> Bool[Tensor, "B T"] | None:
+        """Which columns seen hold a token; None: nothing is held, or the pool is shared."""
+        record = None if self.batch is None else self.batch.record
+        return None if record is None or not record.count else record.held
+
+    @property
     def rolls_back(self) -> bool:
         """Whether the newest columns can be taken back."""
         return self._pool is None and rolls_back(self.policy)

@@ -142,7 +142,7 @@ def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(
             journal.append([entry(1)])
     assert str(error.value) == (
         f"the samples in {path} cannot be written: No space left on device; 1 sample is kept "
-        "there, and the same command goes on from it"
+        "there, and the same command resumes from it"
     )
     assert len(journal) == 1
     journal.append([entry(2)])

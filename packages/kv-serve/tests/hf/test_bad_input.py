@@ -119,8 +119,8 @@ def test_a_used_cache_and_another_prompt(make, policy, options) -> None:
     said = {
         1: "the cache holds 25 columns of tokens, and the input has none after these",
         12: "the cache holds 25 columns of tokens, and the input has none after these",
-        19: "holds 25 tokens of a sequence, and the input goes on at its position 6",
-        25: "holds 25 tokens of a sequence, and the input goes on at its position 0",
+        19: "holds 25 tokens of a sequence, and the input begins at position 6",
+        25: "holds 25 tokens of a sequence, and the input begins at position 0",
     }
     for length, message in said.items():
         if options and length > 12:

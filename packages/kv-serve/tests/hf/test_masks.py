@@ -17,7 +17,7 @@ from transformers import (
 from transformers import masking_utils as masking
 
 from kv_serve import CompressedCache
-from kv_serve.hf.columns import SeenColumns
+from kv_serve.hf.columns import MaskCheck
 from kv_serve.hf.passing import passing
 from kv_serve.hf.support import UnsupportedModelError
 from own_llama import IDS, SIZES, llama
@@ -96,13 +96,15 @@ def test_columns_taken_back_may_come_again_as_padding(model) -> None:
 
 def test_a_decode_step_that_does_not_wait_is_refused_by_the_next() -> None:
     """As on a GPU, where the comparison is read a pass later."""
-    seen = SeenColumns(waits=False).after(mask(12).bool(), 0, 12)
-    seen = seen.after(mask(13).bool(), 12, 1)
+    check = MaskCheck(waits=False).after(mask(12).bool(), None, 12)
+    check = check.after(mask(13).bool(), mask(12).bool(), 1)
     with pytest.raises(ValueError, match="attention_mask hides"):
-        seen.after(mask(15, 4).bool(), 13, 2)  # passes of several columns wait
-    wrong = seen.after(mask(14, 4).bool(), 13, 1)
+        check.after(mask(15, 4).bool(), mask(13).bool(), 2)  # passes of several columns wait
+    wrong = check.after(mask(14, 4).bool(), mask(13).bool(), 1)
     with pytest.raises(ValueError, match="of a step before hides"):
-        wrong.after(mask(15, 4).bool(), 14, 1)
+        wrong.after(mask(15, 4).bool(), mask(14).bool(), 1)
+    again = wrong.after(mask(5).bool(), None, 5)  # after reset() there is nothing to compare with
+    again.after(mask(6).bool(), mask(5).bool(), 1)
 
 
 PLAIN = masking.create_causal_mask

@@ -94,7 +94,7 @@ def test_a_session_that_has_more_to_read_after_its_answer_fails(
     assert turn.refused is None
     (turn,) = step(book, a=(20, 7)).turns.values()
     assert turn.refused is not None
-    assert turn.refused.startswith("it goes on with 7 new tokens after its answer")
+    assert turn.refused.startswith("it adds 7 prompt tokens after its answer")
     assert book.failed([turn.serial]) == {"a"}
 
 

@@ -117,7 +117,7 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
     ):
         with pytest.raises(VLLMValidationError, match=sentence):
             engine.add_request("bad", {"prompt_token_ids": [5]}, SamplingParams(extra_args=given))
-    with pytest.raises(VLLMValidationError, match="a prompt comes whole, and this one comes in"):
+    with pytest.raises(VLLMValidationError, match="needs the whole prompt in one request"):
         engine.input_processor.process_inputs(
             "piece", {"prompt_token_ids": [5]}, SamplingParams(), ("generate",), resumable=True
         )

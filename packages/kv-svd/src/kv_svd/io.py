@@ -67,7 +67,7 @@ def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tenso
     if path.suffix == ".partial":
         raise ValueError(
             f"{path} holds what an unfinished calibration has learnt; run the same `kv-serve "
-            f"calibrate zack` again, which goes on from it, and give {path.with_suffix('')}"
+            f"calibrate zack` again, which resumes from it, and give {path.with_suffix('')}"
         )
     try:
         path.stat()

@@ -58,7 +58,7 @@ class Partial:
         except OSError as error:
             raise ValueError(
                 f"the state in {self.path} cannot be read: {error.strerror}; move it away to start "
-                "anew, or make it readable to go on from it"
+                "anew, or make it readable to resume from it"
             ) from None
         try:
             head, found = read_state(data)
@@ -75,11 +75,11 @@ class Partial:
                 aside = set_aside(self.path)
             except OSError as refused:
                 raise ValueError(
-                    f"{self.path} cannot be gone on from ({error}), and cannot be renamed: "
+                    f"{self.path} cannot be resumed ({error}), and cannot be renamed: "
                     f"{refused.strerror}; move it away"
                 ) from None
             return (
-                f"{self.path} cannot be gone on from, for {error}. It is set aside as {aside}. "
+                f"{self.path} cannot be resumed: {error}. It is set aside as {aside}. "
                 "Starting anew."
             )
         self.windows, self.seconds = head.windows, head.seconds

@@ -186,7 +186,7 @@ def _calibrate(
         raise typer.Exit(INTERRUPTED) from None
     points = search.points(journal)
     chosen = choose(points, allowed)
-    kept = f"; the samples are kept in {partial}, and the same command goes on"
+    kept = f"; the samples are kept in {partial}, and the same command resumes from them"
     if plot is not None:
         with writing(plot, kept):
             draw(plot, points, chosen, f"leankv on {loaded.name}")

@@ -78,7 +78,9 @@ def finish(
         kept={name: layers for work in works for name, layers in work.kept(journal).items()},
         spectra=singular,
     )
-    with writing(path, f"; the samples are kept in {partial}, and the same command goes on"):
+    with writing(
+        path, f"; the samples are kept in {partial}, and the same command resumes from them"
+    ):
         report.write(path)
     journal.remove()
     _show(found)

@@ -78,7 +78,7 @@ class Records:
         except OSError as error:
             raise RecordsError(
                 f"the samples in {path} cannot be read: {error.strerror}; move it away to start "
-                "anew, or make it readable to go on from it"
+                "anew, or make it readable to resume from it"
             ) from None
         records = cls(path, settings)
         wrong = records.take(data, known)
@@ -96,7 +96,7 @@ class Records:
             RecordsError: they cannot be written; those of earlier calls are kept.
         """
         count = "1 sample is" if len(self.lines) == 1 else f"{len(self.lines)} samples are"
-        with _writing(self.path, f"; {count} kept there, and the same command goes on from it"):
+        with _writing(self.path, f"; {count} kept there, and the same command resumes from it"):
             file = os.open(self.path, os.O_RDWR | os.O_APPEND)
             try:
                 _put(file, b"".join(map(self._sealed, lines)))

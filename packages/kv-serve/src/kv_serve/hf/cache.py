@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kv_policy import Budget, KVPolicy, parse
 from kv_serve.backends import AUTO
-from kv_serve.hf.columns import SeenColumns
+from kv_serve.hf.columns import MaskCheck
 from kv_serve.hf.fold import expect_fold, folded_by
 from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
 from kv_serve.hf.rotary import with_ropes
@@ -103,7 +103,7 @@ class CompressedCache(AttendingCache):
             folded=frozenset() if self._fold is None else self._fold.what,
         )
         self._device = model.device
-        self._seen = SeenColumns(waits=self._device.type == "cpu")
+        self._masks = MaskCheck(waits=self._device.type == "cpu")
         install(model)
         super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
 
@@ -158,7 +158,7 @@ class CompressedCache(AttendingCache):
             ValueError: it does.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._seen = self._seen.after(mask, self.tiered.columns, fresh)
+            self._masks = self._masks.after(mask, self.tiered.held_columns, fresh)
 
     def _expect_same_device(self, found: torch.device) -> None:
         """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
@@ -210,7 +210,6 @@ class CompressedCache(AttendingCache):
         # As in `attend`: what is stored outlives the inference mode it may be called in.
         with torch.inference_mode(False), torch.no_grad():
             self.tiered.select(source.clone())
-            self._seen = self._seen.selected(source.clone())
 
     @property
     def batch_size(self) -> int:
@@ -228,7 +227,7 @@ class CompressedCache(AttendingCache):
         """Whether `crop` works, which it does where the policy keeps every token."""
         return self.tiered.rolls_back
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Remove the newest columns, given as a negative number; 0 does nothing.
 
         A sequence loses the tokens that it has in these columns: padding among them is no token.
@@ -237,12 +236,13 @@ class CompressedCache(AttendingCache):
             ValueError: the number is positive or larger than the columns held, or the policy cannot
                 take tokens back; nothing has changed.
         """
-        if not tokens_to_remove:
+        columns = int(tokens_to_remove)  # transformers 5.16 hands on a tensor of one number
+        if not columns:
             return
-        if tokens_to_remove > 0 and self.tiered.rolls_back:
-            raise ValueError(_advice(tokens_to_remove, self.tiered.columns))
+        if columns > 0 and self.tiered.rolls_back:
+            raise ValueError(_advice(columns, self.tiered.columns))
         with torch.inference_mode(False), torch.no_grad():
-            self.tiered.roll_back(abs(tokens_to_remove))
+            self.tiered.roll_back(abs(columns))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
         """Copy what is held, for the same model, into a pool of its own that is as large.
@@ -300,8 +300,8 @@ def _nothing_new(columns: int) -> str:
 def _other_prompt(held: int, place: int) -> str:
     """What is wrong with tokens that come before those that are held."""
     return (
-        f"the cache holds {held} tokens of a sequence, and the input goes on at its position "
-        f"{place}, not after them: {_GO_ON}"
+        f"the cache holds {held} tokens of a sequence, and the input begins at position {place}, "
+        f"not after them: {_GO_ON}"
     )
 
 

@@ -1,10 +1,10 @@
-"""Which columns of a batch held tokens when a cache stored them, to compare later masks with."""
+"""Comparing the 2D mask of a pass with the columns that a cache holds tokens of."""
 
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 _GIVEN: Final = "attention_mask"
@@ -13,73 +13,50 @@ _EARLIER: Final = "the attention_mask of a step before"
 
 
 @dataclass(frozen=True)
-class SeenColumns:
-    """The 2D mask of the passes so far.
+class MaskCheck:
+    """The comparison of 2D masks with the stored columns, from pass to pass.
 
-    A mask that hides stored columns, or shows padding, cannot be heeded: what is stored has been
-    counted, scored and maybe dropped. On a CPU, and in passes of several columns, it is refused at
-    once. A decode step on a GPU does not wait for the answer: a later pass reads it.
+    A mask that hides stored columns, or shows padding, cannot be applied: stored tokens have been
+    counted, scored and maybe evicted. On a CPU, and in passes of several columns, it is refused at
+    once. A decode step on a GPU does not wait for the comparison: the next pass reads it.
 
     Attributes:
         waits: for the comparison of a decode step, as on a CPU.
-        mask: of the columns seen; None if every one held a token.
+        masked: whether a pass had a mask; without any, every stored column holds a token.
         late: whether the mask of a decode step differed, on the host, once the device knows.
     """
 
     waits: bool
-    mask: Bool[Tensor, "B T"] | None = None
+    masked: bool = False
     late: Bool[Tensor, ""] | None = None
 
-    def after(self, mask: Bool[Tensor, "B T"] | None, columns: int, fresh: int) -> "SeenColumns":
-        """Compare a pass's mask with what was seen, and remember it.
+    def after(
+        self, mask: Bool[Tensor, "B T"] | None, held: Bool[Tensor, "B2 T2"] | None, fresh: int
+    ) -> "MaskCheck":
+        """Compare a pass's mask with the stored columns; give the check for the next pass.
 
         Args:
-            mask: over the columns seen and the fresh ones; None: all hold tokens.
-            columns: how many were seen, and are still held.
-            fresh: how many the pass brings.
+            mask: which stored and fresh columns hold a token; None: all do.
+            held: which stored columns hold a token; None: there is none.
+            fresh: columns of the pass.
 
         Raises:
             ValueError: the mask differs, now or in a decode step before.
         """
+        if held is None:
+            return MaskCheck(self.waits, mask is not None)
         if self.late is not None and bool(self.late):  # on the host, so nothing waits
             raise ValueError(_refusal(_EARLIER))
-        before = None if self.mask is None else self.mask[:, :columns]
-        if not columns:
-            return replace(self, mask=None if mask is None else mask.clone())
-        if mask is None and before is None:
+        if mask is None and not self.masked:
             return self
-        differs, late = _differ(mask, before, columns), self.late
+        shown = torch.ones_like(held) if mask is None else mask[:, : held.shape[1]]
+        differs, late = (shown != held).any(), self.late
         if not self.waits and fresh == 1:
             late = torch.zeros((), dtype=torch.bool, pin_memory=differs.is_cuda)
             late.copy_(differs, non_blocking=True)
         elif bool(differs):
             raise ValueError(_refusal(_NONE if mask is None else _GIVEN))
-        if mask is None:
-            assert before is not None
-            return replace(self, mask=_shown(before, columns + fresh), late=late)
-        return replace(self, mask=mask.clone(), late=late)  # the caller may write into its own
-
-    def selected(self, source: Int[Tensor, " B2"]) -> "SeenColumns":
-        """Let sequences be source[0], source[1], ..."""
-        if self.mask is None or len(self.mask) == 1:  # that of one row goes for all
-            return self
-        return replace(self, mask=self.mask[source.to(self.mask.device)])
-
-
-def _differ(
-    mask: Bool[Tensor, "B T"] | None, before: Bool[Tensor, "B2 T2"] | None, columns: int
-) -> Bool[Tensor, ""]:
-    """Whether two masks differ in the columns that were seen; None shows them all."""
-    if mask is None:
-        assert before is not None
-        return ~before.all()
-    now = mask[:, :columns]
-    return ~now.all() if before is None else (now != _shown(before, columns)).any()
-
-
-def _shown(mask: Bool[Tensor, "B T"], columns: int) -> Bool[Tensor, "B T2"]:
-    """The mask of so many columns, of which the later ones hold tokens."""
-    return torch.nn.functional.pad(mask, (0, columns - mask.shape[1]), value=True)
+        return replace(self, masked=True, late=late)
 
 
 def _refusal(what: str) -> str:

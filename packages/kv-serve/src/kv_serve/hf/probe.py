@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kv_serve.bases import Folded
@@ -35,22 +35,11 @@ def expect_direct(
     Raises:
         UnsupportedModelError: something is changed on the way; the message says what.
     """
-    from kv_serve.hf.cache import CompressedCache
+    from kv_serve.hf.watching import WatchingCache
 
-    class Watching(CompressedCache):
-        def attend(
-            self,
-            layer: int,
-            query: Float[Tensor, "B Hq L D"],
-            key: Float[Tensor, "B H L D"],
-            value: Float[Tensor, "B Hv L Dv"],
-            scale: float,
-            valid: Bool[Tensor, "B L"] | None,
-        ) -> Float[Tensor, "B L *out"]:
-            arrived[layer] = {"v_proj": value, "k_proj": key, "q_proj": query}
-            out = super().attend(layer, query, key, value, scale, valid)
-            given[layer] = out.flatten(2)
-            return out
+    def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        arrived[layer] = {"v_proj": value, "k_proj": key, "q_proj": query}
+        given[layer] = out.flatten(2)
 
     arrived: dict[int, dict[str, Tensor]] = {}
     given: dict[int, Tensor] = {}
@@ -67,7 +56,7 @@ def expect_direct(
             seen[projection] = []
             handles.append(_watch(projection, seen[projection], inputs=name in output))
     try:
-        read(model, Watching(model, "raw"))
+        read(model, WatchingCache(model, show))
     finally:
         for handle in handles:
             handle.remove()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -90,20 +90,10 @@ def _queries(
     model: "PreTrainedModel", shape: CacheShape, places: list[int]
 ) -> Float[Tensor, "N T P H D"]:
     """What queries of a few tokens, each alone, are at these positions."""
-    from kv_serve.hf.cache import CompressedCache
+    from kv_serve.hf.watching import WatchingCache
 
-    class Watching(CompressedCache):
-        def attend(
-            self,
-            layer: int,
-            query: Float[Tensor, "B Hq L D"],
-            key: Float[Tensor, "B H L D"],
-            value: Float[Tensor, "B Hv L Dv"],
-            scale: float,
-            valid: Bool[Tensor, "B L"] | None,
-        ) -> Float[Tensor, "B L *out"]:
-            found[layer] = query[:, :, 0].float()
-            return super().attend(layer, query, key, value, scale, valid)
+    def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        found[layer] = query[:, :, 0].float()
 
     found: dict[int, Tensor] = {}
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -118,7 +108,7 @@ def _queries(
                 rows,
                 attention_mask=torch.ones_like(rows),
                 position_ids=position[:, None],
-                **passing(model, Watching(model, "raw")),
+                **passing(model, WatchingCache(model, show)),
             )
     finally:
         for module in training:

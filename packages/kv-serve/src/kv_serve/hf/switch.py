@@ -8,7 +8,7 @@ as if there were no compressed cache.
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 _SWITCH: Final = "_kv_serve_switch"  # an attribute of the decoder of a model that has hooks
 _PREPARE: Final = "prepare_inputs_for_generation"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep torch.compile out of a function: a pass over pages is not traced."""
+    kept: Callable[P, R] = torch.compiler.disable(function)
+    return kept
 
 
 class Switch:
@@ -68,7 +77,7 @@ class Switch:
         if self.active:
             self._leave(module, failed=output is None)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a pass over pages is not traced
+    @_untraced
     def _enter(
         self, module: nn.Module, cache: AttendingCache | None, kwargs: dict[str, object]
     ) -> None:
@@ -85,7 +94,7 @@ class Switch:
                 for config in self.configs:
                     _name(config, switched(configured(config._attn_implementation)))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_untraced
     def _leave(self, module: nn.Module, failed: bool) -> None:
         frame = leave(module)
         if frame is None or frame.running is None:

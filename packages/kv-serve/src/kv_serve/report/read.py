@@ -60,7 +60,7 @@ def _read(path: Path) -> Report:
         whole = path.with_suffix("") if path.suffix == ENDING else "that file"
         raise ReadError(
             f"{path} holds the samples of an evaluation that has not finished; run the same "
-            f"`kv-serve eval` again, which goes on from them, and report on {whole}"
+            f"`kv-serve eval` again, which resumes from them, and report on {whole}"
         )
     try:
         report = decode(data, Report)

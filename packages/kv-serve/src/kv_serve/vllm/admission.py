@@ -85,8 +85,8 @@ def check_request(
         raise VLLMValidationError(str(error)) from error
     if goes_on:
         raise VLLMValidationError(
-            f"under a {plugin.KEY} a prompt comes whole, and this one comes in pieces, with "
-            "answers between them; send each turn as a request of its own"
+            f"a {plugin.KEY} needs the whole prompt in one request, and this one is streaming "
+            "input; send each turn as a request of its own"
         )
 
 

@@ -138,8 +138,8 @@ class Ledger:
         elif tokens > 1 and computed >= self.prompts[request]:
             self._refuse(
                 request,
-                f"it goes on with {tokens} new tokens after its answer, and under a policy a "
-                "prompt comes whole",
+                f"it adds {tokens} prompt tokens after its answer, and a policy needs the whole "
+                "prompt at once",
             )
         return Turn(
             request,
