@@ -12,7 +12,8 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kv_serve.tasks import Sample
-from kv_serve.vllm.forcing import FORCED, Forced
+from kv_serve.vllm.forcing import Forced
+from kv_serve.vllm.plugin import FORCED
 
 
 def nats(way: str, room: Room, samples: Sequence[Sample]) -> dict[str, list[float]]:

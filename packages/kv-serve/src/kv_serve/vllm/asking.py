@@ -140,7 +140,7 @@ def _answered(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
 def _asked(engine: "LLMEngine", usage: "Usage", name: str, sample: Sample) -> Reply:
     from vllm import SamplingParams
 
-    from kv_serve.vllm.forcing import FORCED
+    from kv_serve.vllm.plugin import FORCED
     from kv_serve.vllm.usage import pool_bytes
 
     settings = SamplingParams(

@@ -1,12 +1,12 @@
 """Texts given to vLLM as if it had generated them, token by token."""
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-FORCED: Final = "kv_serve_forced"  # the key of a request's extra arguments
+from kv_serve.vllm.plugin import FORCED
 
 
 class Forced(AdapterLogitsProcessor):

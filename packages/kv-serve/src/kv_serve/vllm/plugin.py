@@ -5,6 +5,9 @@ from typing import Final
 KEY: Final = "kv_policy"  # of a policy's text in `additional_config`
 POISON: Final = "kv_poison"  # there, true: free pages are filled with NaN, to find who reads them
 
+# Of a request's extra arguments, for `forcing`: the tokens that it generates, to measure an engine.
+FORCED: Final = "kv_serve_forced"
+
 # What kv-serve reads in `additional_config`; other names that begin so are refused.
 SETTINGS: Final = (KEY, POISON)
 

@@ -44,7 +44,7 @@ def check_names(extra_args: Mapping[str, object]) -> None:
         ValueError: a name begins with `kv_`, or is a misspelling of ours; or the request asks for
             a transfer of keys and values.
     """
-    for name, near in strangers(extra_args, (KEY,), (KEY, *plugin.SETTINGS)):
+    for name, near in strangers(extra_args, (KEY, plugin.FORCED), (KEY, *plugin.SETTINGS)):
         if near == name:
             raise ValueError(
                 f"{name} is set for all requests when the engine starts; a request may bring {KEY} "
