@@ -5,7 +5,7 @@ One layer of 32 query heads over 8 KV heads of 128 dimensions, queries in bfloat
 order. A row is one process's median over rounds in which all variants take turns; a ratio is the
 median over rounds of vLLM's seconds in bfloat16 over the variant's. Bytes are codes and scales, or
 numbers of 2 bytes; the share of bandwidth is bytes per second over those of summing a long tensor
-in the same rounds. On a processor with AMX the result is `cpu_decode_amx`, of fewer sizes.
+in the same rounds. On a processor with AMX the result is `cpu_decode_amx`.
 """
 
 import argparse
@@ -40,7 +40,6 @@ WATCHED = {
 NOTHING = Observe()
 READ_BYTES = 1 << 28
 SIZES = list(product((1, 4, 16), (1024, 4096, 16384, 32768)))
-AMX_SIZES = [(1, 4096), (1, 32768), (4, 16384), (16, 1024)]
 CONSOLE = Console(stderr=True)
 Step = Callable[[], Tensor]
 
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="turns that every variant takes")
     arguments = parser.parse_args()
     has_amx = "amx" in runnable()
-    sizes = AMX_SIZES if has_amx else SIZES
+    sizes = SIZES
     threads: tuple[int, ...] = (1, 2)
     rounds = arguments.rounds
     if arguments.quick:
