@@ -113,7 +113,7 @@ Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* 
     read_tensors(job, i, tensors, part);
   if (placed) read_place(job, i, tensors[part.paged ? 3 : 2], part);
   if (!part.paged || !placed)  // what fills the place of positions is not read, and a tensor still
-    view(tensors[3], {"the last tensor of part ", i}, kIntegers, {kAny, kAny}, Lay::kContiguous);
+    view(tensors[3], {"the last tensor of part ", i}, kIntegers, {kAny, kAny}, Lay::kStrided);
   for (const Watch& watch : job.watches)
     if (!placed && watch.skip > 1)
       refuse("part ", i, " has no positions, and ", watch.skip, " tokens before a query are skipped");
