@@ -7,13 +7,12 @@ import _result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kv_serve.evaluate.caches import MakeCache, make_cache
-from kv_serve.evaluate.journal import Finished, Journal, open_journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.runner import TOGETHER, run
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import default_text
+from kv_eval.evaluate.journal import Finished, Journal, open_journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.runner import TOGETHER, run
+from kv_eval.tasks import default_text
+from kv_transformers.from_text import FULL, MakeCache, make_cache
+from kv_transformers.models import LoadedModel
 
 CONSOLE: Final = Console(stderr=True)
 

@@ -71,8 +71,8 @@ def write(
     if quick:
         print(f"{name}: a quick run, nothing is written", file=sys.stderr)
         return None
+    from kv_eval.evaluate.machine import machine
     from kv_policy.files import write_whole
-    from kv_serve.evaluate.machine import machine
 
     result = {
         "name": name,

@@ -16,7 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from kv_serve.models import model_folder
+from kv_transformers.models import model_folder
 
 STUCK: Final = 500  # steps without a token, more than the pieces of any prompt
 

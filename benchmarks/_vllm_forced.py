@@ -11,9 +11,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.tasks import Sample
-from kv_serve.vllm.forcing import Forced
-from kv_serve.vllm.plugin import FORCED
+from kv_eval.tasks import Sample
+from kv_eval.vllm.forcing import Forced
+from kv_serve.vllm.names import FORCED
 
 
 def nats(way: str, room: Room, samples: Sequence[Sample]) -> dict[str, list[float]]:

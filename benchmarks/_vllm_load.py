@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from _vllm_engine import Ask
 from transformers import AutoTokenizer
 
-from kv_serve.models import model_folder
-from kv_serve.tasks import default_text
+from kv_eval.tasks import default_text
+from kv_transformers.models import model_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from unittest.mock import patch
 from _vllm_engine import Ask, Room, serve, started
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.tiered import TieredCache
-from kv_serve.vllm.layer import SlotLayer
+from kv_runtime import SlotLayer, TieredCache
 
 
 @dataclass

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import _result
 from rich.console import Console
 
-from kv_serve.evaluate.records import Records
+from kv_eval.evaluate.records import Records
 
 P = ParamSpec("P")
 T = TypeVar("T")

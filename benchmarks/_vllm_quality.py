@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.tasks import Sample, found_share
+from kv_eval.tasks import Sample, found_share
 
 Z: float = 1.959964  # of a normal distribution's middle 95 %
 

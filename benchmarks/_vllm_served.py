@@ -8,7 +8,7 @@ from _vllm_load import Load, raw_token_bytes
 from _vllm_process import Row
 from _vllm_ways import BF16, FP8
 
-from kv_serve.calibrate.loss import loss
+from kv_eval.calibrate.loss import loss
 
 HELD = 4  # requests of mean length, when they end
 GROUPS = {"lossless": 0.0, "loss5": 0.05}  # what of an answer task's score may be lost

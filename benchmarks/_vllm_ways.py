@@ -11,9 +11,9 @@ from typing import Any, Final
 import _result
 from _arguments import count
 
+from kv_eval.evaluate.specs import split_specs
 from kv_policy import parse
-from kv_serve.evaluate.specs import split_specs
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
 
 # Stock vLLM, keys and values in the model's dtype. The policy of that name is meant by `raw`.
 BF16: Final = "bf16"

@@ -11,15 +11,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kv_eval.calibrate.collect import WINDOW
+from kv_eval.tasks import Text
 from kv_policy import Calibrated, load_calibrator
-from kv_serve.calibrate.collect import WINDOW
-from kv_serve.hf.collecting import CollectingCache, output_projections
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import cache_shape
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import Text
 from kv_svd.fit import Moments, rotation
 from kv_svd.statistics import Statistics
+from kv_transformers import cache_shape, passing
+from kv_transformers.collecting import CollectingCache, output_projections
+from kv_transformers.models import LoadedModel
 
 
 @cache

@@ -9,10 +9,10 @@ import _zack
 from _evaluation import CONSOLE
 from _zack_size import Size
 
+from kv_eval.tasks import Text, default_text
 from kv_policy.files import write_whole
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import Text, default_text
 from kv_svd import Moments, Statistics, Zack, load, rotation
+from kv_transformers.models import LoadedModel
 
 TOGETHER: Final = 3  # all KV heads of SmolLM2, for palu
 

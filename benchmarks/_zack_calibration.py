@@ -10,9 +10,9 @@ from pathlib import Path
 READ = "from kv_serve.cli import main; main()"
 LOAD = """
 import torch
-from kv_serve.calibrate.collect import Reading
-from kv_serve.models import load_model
-from kv_serve.tasks import default_text
+from kv_eval.calibrate.collect import Reading
+from kv_transformers.models import load_model
+from kv_eval.tasks import default_text
 loaded = load_model()
 window = Reading().windows(loaded, default_text())[0]
 with torch.inference_mode():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_policy import CacheShape, HeadBasis, KVPolicy, LayerBasis, Part, parse
-from kv_serve.tiered import TieredCache
+from kv_runtime import TieredCache
 
 SHAPES = {  # of one layer
     "SmolLM2-135M": CacheShape(1, 3, 3, 64, 64),

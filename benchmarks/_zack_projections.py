@@ -8,10 +8,9 @@ from _timing import Work, timed
 from torch import Tensor, nn
 
 from kv_policy import KVPolicy
-from kv_serve.bases import Bases
-from kv_serve.hf.fold import Fold
-from kv_serve.hf.folded import Packing
-from kv_serve.hf.support import cache_shape
+from kv_runtime import Bases
+from kv_transformers import Fold, cache_shape
+from kv_transformers.folded import Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,11 +9,10 @@ from _evaluation import CONSOLE
 from _zack_size import Size
 from torch.nn.functional import cross_entropy
 
-from kv_serve import CompressedCache
-from kv_serve.evaluate.specs import FULL
-from kv_serve.hf.passing import passing
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import default_text
+from kv_eval.tasks import default_text
+from kv_transformers import CompressedCache, passing
+from kv_transformers.from_text import FULL
+from kv_transformers.models import LoadedModel
 
 FITTED: Final = ("zack", "svd-kv", "kq-svd", "palu", "think")
 

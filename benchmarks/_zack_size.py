@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.specs import FULL
+from kv_eval.evaluate.plan import Plan
+from kv_transformers.from_text import FULL
 
 METHODS: Final = (
     "zack:multiple=1",

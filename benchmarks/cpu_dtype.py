@@ -15,10 +15,10 @@ from _timing import Work, timed
 from rich.console import Console
 from torch import Tensor
 
-from kv_serve.evaluate.caches import held, make_cache
-from kv_serve.evaluate.decode import read
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
+from kv_eval.evaluate.decode import read
+from kv_eval.tasks import default_text
+from kv_transformers.from_text import held, make_cache
+from kv_transformers.models import LoadedModel, load_model
 
 DTYPES = ("bfloat16", "float32")
 SPECS = ("full", "k8v4")

@@ -18,12 +18,12 @@ from jaxtyping import Int
 from rich.console import Console
 from torch import Tensor
 
+from kv_eval.evaluate.decode import read
+from kv_eval.tasks import default_text
 from kv_policy import Observe, parse
-from kv_serve.evaluate.caches import held, make_cache
-from kv_serve.evaluate.decode import read
-from kv_serve.keep_all import KeepAll
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
+from kv_runtime.retain.keep_all import KeepAll
+from kv_transformers.from_text import held, make_cache
+from kv_transformers.models import LoadedModel, load_model
 
 SPECS = ("full", "raw", "k8v4", "k4v2", "leankv:t_high=0.2", "kv-compress:rate=4")
 WATCHED = ("kv-compress:rate=4", "leankv:t_high=0.2", "h2o:budget=1024")

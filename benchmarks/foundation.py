@@ -22,16 +22,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kv_serve import CompressedCache
-from kv_serve.evaluate.caches import held, make_cache
-from kv_serve.evaluate.decode import read
-from kv_serve.evaluate.journal import open_journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.report import rows as report_rows
-from kv_serve.evaluate.runner import run
-from kv_serve.evaluate.specs import read_specs
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
+from kv_eval.evaluate.decode import read
+from kv_eval.evaluate.journal import open_journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.report import rows as report_rows
+from kv_eval.evaluate.runner import run
+from kv_eval.evaluate.specs import read_specs
+from kv_eval.tasks import default_text
+from kv_transformers import CompressedCache
+from kv_transformers.from_text import held, make_cache
+from kv_transformers.models import LoadedModel, load_model
 
 UNIFORM = ("k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v4", "k8v2")
 HALF = ("snapkv:budget=1000,pool=5+k8v4", "snapkv:budget=1000+k8v4")
@@ -189,7 +189,7 @@ def processes(specs: Sequence[str], tokens: int, batch: int) -> Iterator[dict[st
 
 def engines(folder: str) -> Iterator[dict[str, object]]:
     """Ask vLLM how many tokens it can hold."""
-    from kv_serve.vllm.capacity import token_capacity
+    from kv_eval.vllm.capacity import token_capacity
 
     for policy in (None, *VLLM):
         CONSOLE.print(f"vllm: {policy or 'stock'}")

@@ -25,11 +25,13 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from kv_attention import torch_backend
+from kv_eval.evaluate.decode import read
+from kv_eval.tasks import default_text, nll
 from kv_policy import parse
-from kv_serve import CompressedCache, keep_selected, scoring
-from kv_serve.evaluate.decode import read
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text, nll
+from kv_runtime.retain import scoring
+from kv_runtime.retain import selected as keep_selected
+from kv_transformers import CompressedCache
+from kv_transformers.models import LoadedModel, load_model
 
 BUDGET = 512
 SPECS = (

@@ -20,14 +20,14 @@ import _result
 import torch
 from _evaluation import CONSOLE, evaluated
 
+from kv_eval.evaluate.decode import read
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.tasks import default_text, nll
 from kv_policy import parse
-from kv_serve import CompressedCache
-from kv_serve.evaluate.decode import read
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text, nll
+from kv_transformers import CompressedCache
+from kv_transformers.from_text import FULL
+from kv_transformers.models import LoadedModel, load_model
 
 OURS = "kv-compress:budget={C}"
 ABLATIONS = (

@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_attention import Attended
+from kv_eval.evaluate.decode import read
+from kv_eval.tasks import default_text
 from kv_evict import LeanKV
 from kv_paging import PagePool, TokenStore, step, tiers, torch_kernels
 from kv_paging.room import Room
 from kv_paging.table import PageTable
 from kv_policy import CacheShape
-from kv_serve import CompressedCache
-from kv_serve.evaluate.decode import read
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
-from kv_serve.tiered import TieredCache
+from kv_runtime import TieredCache
+from kv_transformers import CompressedCache
+from kv_transformers.models import LoadedModel, load_model
 
 SPEC = "leankv:t_high=0.2"
 CONSOLE = Console(stderr=True)

@@ -5,7 +5,7 @@ Bytes are what a cache holds after the prompt, by its own accounting: vectors, m
 positions, unfilled and spare pages, the raw window, page tables.
 
 `neutral` is within the noise of the full cache on all three tasks, `loss5` within 5 % of it on all
-of them, by the rule of `kv-serve calibrate` (`kv_serve.calibrate.loss`).
+of them, by the rule of `kv-serve calibrate` (`kv_eval.calibrate.loss`).
 
 A row `equal` keeps as many tokens of every prompt as the `leankv` row of the same parameters, but
 the same number of them in each head, by the same scores: what H2O does, on equal bytes.
@@ -24,16 +24,15 @@ from _evaluation import CONSOLE, evaluated, samples_of
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from kv_eval.calibrate.loss import loss
+from kv_eval.evaluate.journal import Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.report import rows as report_rows
 from kv_evict import LeanKV
 from kv_policy import DROP, NOBODY, PlanView, Step, StepView, best, parse
-from kv_serve import CompressedCache
-from kv_serve.calibrate.loss import loss
-from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.journal import Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.report import rows as report_rows
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import load_model
+from kv_transformers import CompressedCache
+from kv_transformers.from_text import FULL, make_cache
+from kv_transformers.models import load_model
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

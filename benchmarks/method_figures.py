@@ -18,16 +18,14 @@ from _zack import statistics
 from rich.console import Console
 from torch import Tensor
 
+from kv_eval.evaluate.decode import read
+from kv_eval.tasks import default_text
 from kv_policy import CacheShape, Codec, LayerBasis, parse, tier_formats
-from kv_serve import CompressedCache
-from kv_serve.evaluate.decode import read
-from kv_serve.hf.collecting import CollectingCache, output_projections
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import cache_shape
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
 from kv_svd.file import load
 from kv_svd.ranked import Ranked
+from kv_transformers import CompressedCache, cache_shape, passing
+from kv_transformers.collecting import CollectingCache, output_projections
+from kv_transformers.models import LoadedModel, load_model
 
 TOKENS = 1024
 BIN = 16  # positions that are counted together

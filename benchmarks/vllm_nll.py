@@ -24,9 +24,9 @@ from _vllm_quality import interval
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 from vllm_quality import POLICIES, plans
 
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import load_model
-from kv_serve.tasks import default_text
+from kv_eval.tasks import default_text
+from kv_transformers.from_text import FULL
+from kv_transformers.models import load_model
 
 
 def under_transformers() -> dict[str, list[float]]:

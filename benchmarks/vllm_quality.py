@@ -26,11 +26,12 @@ from _vllm_process import Row, Rows, apart
 from _vllm_quality import interval, scores
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
-from kv_serve.evaluate.intervals import of_mean
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.specs import FULL, read_specs
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import Sample, Setting, TaskName, default_text
+from kv_eval.evaluate.intervals import of_mean
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.specs import read_specs
+from kv_eval.tasks import Sample, Setting, TaskName, default_text
+from kv_transformers.from_text import FULL
+from kv_transformers.models import LoadedModel, load_model
 
 POLICIES = (
     "k8v4",

@@ -11,7 +11,7 @@ against it, so rows have the rate while requests waited as well.
 
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
 policies count as lossless, and which as losing 5 %, is what `vllm_loaded` measured while memory was
-short, on needle and multikey by the rule of `kv_serve.calibrate.loss`. Other policies, short
+short, on needle and multikey by the rule of `kv_eval.calibrate.loss`. Other policies, short
 answers and where the time goes are in `vllm_parts`.
 """
 

@@ -29,16 +29,15 @@ from _zack_bases import calibration, draw, spectra, stability
 from _zack_rates import greatest, placed, rates
 from _zack_size import full_size, quick_size
 
+from kv_eval.calibrate.loss import loss
+from kv_eval.calibrate.plot import missing
+from kv_eval.evaluate.journal import Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.report import rows as report_rows
+from kv_eval.tasks import read_text
 from kv_policy.files import write_whole
-from kv_serve.calibrate.loss import loss
-from kv_serve.calibrate.plot import missing
-from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.journal import Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.report import rows as report_rows
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import load_model
-from kv_serve.tasks import read_text
+from kv_transformers.from_text import FULL, make_cache
+from kv_transformers.models import load_model
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -22,13 +22,11 @@ from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 
+from kv_eval.tasks import default_text
 from kv_policy import KVPolicy, parse
-from kv_serve import CompressedCache
-from kv_serve.hf.fold import Fold
-from kv_serve.hf.passing import passing
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import default_text
 from kv_svd import Zack
+from kv_transformers import CompressedCache, Fold, passing
+from kv_transformers.models import LoadedModel, load_model
 
 CONSOLE = Console(stderr=True)
 Row = dict[str, object]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from kv_eval import extras
 from kv_policy import NotCalibratedError
-from kv_serve import extras
 from tools.pages import INLINE, ROOT
 from tools.parsing import reach, read_command
 
@@ -104,7 +104,7 @@ def test_what_is_not_calibrated_is_said_in_another_process_too() -> None:
 
 
 def test_what_the_demo_ends_with_can_be_typed() -> None:
-    commands = import_module("kv_serve.cli.demo").next_commands("kv-serve")
+    commands = import_module("kv_eval.cli.demo").next_commands("kv-serve")
     assert len(commands) == 3
     for command in commands:
         program, *words = shlex.split(command)

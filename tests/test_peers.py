@@ -18,7 +18,7 @@ from _widened import widen
 from _work import FULL, Ask, Cell, Work, checked, named, put
 from torch import nn
 
-from kv_serve.tasks import Sample
+from kv_eval.tasks import Sample
 
 ROW = {
     "way": "tova",

@@ -18,8 +18,8 @@ from _table import (
 from _ways import WAYS, asked
 from _work import FULL, named
 
-from kv_serve.evaluate.intervals import of_change
-from kv_serve.tasks import Sample
+from kv_eval.evaluate.intervals import of_change
+from kv_eval.tasks import Sample
 
 CELL = ("needle", "aware")
 

@@ -50,7 +50,7 @@ def test_the_tests_are_those_of_ci() -> None:
 
 
 def test_the_policy_is_the_demos_own() -> None:
-    from kv_serve.demo import CHOSEN
+    from kv_eval.demo import CHOSEN
 
     (serve,) = (words for words in commands() if "serve" in words)
     assert serve[serve.index("--policy") + 1] == CHOSEN

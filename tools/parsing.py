@@ -8,10 +8,10 @@ from typing import Any
 from typer import Exit
 from typer.main import get_command
 
+from kv_eval.evaluate.specs import read_specs
 from kv_policy import load
 from kv_policy.part import split
 from kv_serve.cli import app
-from kv_serve.evaluate.specs import read_specs
 
 
 def reach(words: list[str]) -> tuple[Any, list[str]]:

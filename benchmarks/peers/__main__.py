@@ -53,8 +53,8 @@ from _work import Cell, Row, Work
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kv_serve.evaluate.decode import ends_of
-from kv_serve.models import LoadedModel, load_model
+from kv_eval.evaluate.decode import ends_of
+from kv_transformers.models import LoadedModel, load_model
 
 CONSOLE = Console(stderr=True)
 COLUMNS = (

@@ -1,6 +1,6 @@
 """Asking a model of transformers over its caches: the same loop for ours and for peers.
 
-What happens is what `kv_serve.evaluate` does: a prompt is read and compressed, then a question is
+What happens is what `kv_eval.evaluate` does: a prompt is read and compressed, then a question is
 read over what is held, and an answer generated greedily or a text scored token by token. Samples
 run one at a time, as some presses take any batch for its first sequence. The version of
 transformers differs from one environment to the other, so only what all have is used; positions are

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from _work import Key, Row
 
-from kv_serve.evaluate.records import Records
+from kv_eval.evaluate.records import Records
 
 
 class Partial:

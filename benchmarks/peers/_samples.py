@@ -1,4 +1,4 @@
-"""The samples that all are asked, made once by `kv_serve.tasks`."""
+"""The samples that all are asked, made once by `kv_eval.tasks`."""
 
 import hashlib
 import json
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from _work import Ask
 
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import Sample, Setting, agreement, default_text, multikey, needle, nll
+from kv_eval.tasks import Sample, Setting, agreement, default_text, multikey, needle, nll
+from kv_transformers.models import LoadedModel
 
 CellName = tuple[str, str]  # task and setting
 Samples = Mapping[CellName, tuple[Sample, ...]]

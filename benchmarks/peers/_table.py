@@ -9,8 +9,8 @@ from _samples import CellName, Samples
 from _ways import REFERENCE, WAYS, asked, claimed
 from _work import FULL, Row
 
-from kv_serve.evaluate.intervals import of_change
-from kv_serve.tasks import Sample, agreement_share, found_share
+from kv_eval.evaluate.intervals import of_change
+from kv_eval.tasks import Sample, agreement_share, found_share
 
 OURS = "ours"
 LEAST = frozenset({"nll"})  # tasks whose score is the better the lower it is

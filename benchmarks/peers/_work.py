@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One sample of `kv_serve.tasks`."""
+    """One sample of `kv_eval.tasks`."""
 
     prompt: tuple[int, ...]  # is compressed
     question: tuple[int, ...]  # is read after that, and never empty

@@ -9,9 +9,9 @@ from _asking import Reading, clock, load, run
 from _work import Work, put, rows_out, versions
 from torch import Tensor
 
-from kv_serve import CompressedCache
-from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.shared import read_prompt
+from kv_eval.evaluate.shared import read_prompt
+from kv_transformers import CompressedCache
+from kv_transformers.from_text import make_cache
 
 
 def reading(cache: Any) -> Reading:

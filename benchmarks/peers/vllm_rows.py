@@ -18,7 +18,7 @@ from _work import FULL, Ask, Key, Row, Work, named, put, rows_out, versions
 from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_serve.tasks import Sample
+from kv_eval.tasks import Sample
 
 WAYS = {FULL: BF16, "fp8": FP8}
 Asked = list[tuple[Key, Ask]]

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from damaged import mutated
-from kv_serve.models import ModelError
-from kv_serve.models.convert import FORMAT, MANIFEST, damage
-from kv_serve.models.folder import fingerprint
-from kv_serve.report.page import page
-from kv_serve.report.read import ReadError, read
+from kv_eval.report.page import page
+from kv_eval.report.read import ReadError, read
+from kv_transformers.models import ModelError
+from kv_transformers.models.convert import FORMAT, MANIFEST, damage
+from kv_transformers.models.folder import fingerprint
 from result_files import report, row
 
 STRANGE = (

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_policy import CacheShape, parse
-from kv_serve.layout import Layout
-from kv_serve.vllm.account import Account, kept_tokens
+from kv_runtime.accounting import Account, kept_tokens
+from kv_runtime.layout import Layout
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
 ONE_TIER = ("k8v4", "raw")

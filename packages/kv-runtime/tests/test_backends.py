@@ -11,9 +11,9 @@ from kv_attention import BACKENDS, Instructions
 from kv_paging import torch_kernels
 from kv_policy import compose, parse
 from kv_policy.installing import checkout_of, install_command
-from kv_serve import backends
-from kv_serve.backends import Serving, backend_for, serving
-from kv_serve.tiered import TieredCache
+from kv_runtime import backends
+from kv_runtime.backends import Serving, backend_for, serving
+from kv_runtime.cache import TieredCache
 from native import need
 from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, ragged
@@ -33,7 +33,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Native]:
         cpu = replace(cpu, load=BACKENDS["torch"].load)
         changed = {**BACKENDS, "cpu": cpu}
         monkeypatch.setattr("kv_attention.backends.BACKENDS", changed)
-        monkeypatch.setattr("kv_serve.backends.BACKENDS", changed)
+        monkeypatch.setattr("kv_runtime.backends.BACKENDS", changed)
 
     yield be
     backends._say.cache_clear()
@@ -70,14 +70,14 @@ def test_falling_back_is_said_once_for_a_reason(
 def test_what_to_do_is_said(
     native: Native, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
     native("the package kv-cpu is not installed")
     backend_for("cpu")
     wanted = f"the package kv-cpu is not installed (`{install_command('kv-cpu')}`"
     assert wanted in caplog.messages[0]
     if checkout_of("kv-cpu") is not None:  # and not from wheels
         assert caplog.messages[0].endswith("`, which compiles it: that takes a C++20 compiler)")
-    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: "found")
+    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: "found")
     native("its library was not built")
     backend_for("cpu")
     assert caplog.messages[1].endswith("was not built (`kv-serve doctor` says what is wrong)")

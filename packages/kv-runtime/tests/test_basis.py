@@ -7,8 +7,8 @@ import torch
 
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Rope, compose, parse
-from kv_serve.bases import Bases
-from kv_serve.tiered import TieredCache
+from kv_runtime.bases import Bases
+from kv_runtime.cache import TieredCache
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kv_policy import Budget, Rope, best, compose, parse
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import POLICIES, SHAPE, ByKey, Exact, Ladder
 from tiered_world import World, one, ragged
 

@@ -19,7 +19,7 @@ from kv_policy import (
     Step,
     StepView,
 )
-from kv_serve.careful import Careful
+from kv_runtime.retain.careful import Careful
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=1, key_dim=4, value_dim=3)
 BAD = 7

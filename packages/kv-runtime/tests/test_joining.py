@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy, parse
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import SHAPE
 
 POLICIES = (

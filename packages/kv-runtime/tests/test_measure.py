@@ -5,9 +5,9 @@ import torch
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, parse
-from kv_serve.tally import Tally
-from kv_serve.tiered import TieredCache
-from kv_serve.vllm.measure import EVERY, Held, Measured, Meter, held_by
+from kv_runtime.cache import TieredCache
+from kv_runtime.measure import EVERY, Held, Measured, Meter, held_by
+from kv_runtime.stats import Tally
 from measured import SOME
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=1, key_dim=32, value_dim=32)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import POLICIES, SHAPE, Exact
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_evict import H2O, KVCompress, LeanKV
 from kv_policy import Budget, KVPolicy, LayerView
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import SHAPE
 from tiered_world import one, ragged
 

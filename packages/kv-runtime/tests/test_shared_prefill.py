@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import Budget, parse
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import SHAPE
 
 PAGE, POISON, PAGES = 4, 0xFF, 400
@@ -197,7 +197,7 @@ def test_how_many_sequences_are_planned_at_once_changes_nothing(
 ) -> None:
     found = []
     for places in (1 << 20, 1):
-        monkeypatch.setattr("kv_serve.replanning._TOGETHER", places)
+        monkeypatch.setattr("kv_runtime.retain.replan._TOGETHER", places)
         room = Room(text)
         cache = room.prompt(40)
         for tokens_seen in (36, 28):

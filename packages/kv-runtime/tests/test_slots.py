@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
-from kv_serve.vllm.layer import SlotLayer
-from kv_serve.vllm.step import Blocks
+from kv_runtime.slots import Blocks, SlotLayer
 from native import need
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64

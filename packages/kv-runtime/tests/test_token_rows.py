@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import KVPolicy, compose, parse
-from kv_serve.tiered import TieredCache
-from kv_serve.vllm.parts import Part
+from kv_runtime.cache import TieredCache
+from kv_runtime.token_rows import Part
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 
 QUERIES = SHAPE.kv_heads * SHAPE.group

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_policy import Replan
-from kv_serve.turns import Turns
+from kv_runtime.retain.turns import Turns
 
 
 def test_after_a_prompt_everybody_is_due_once() -> None:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kv_paging import Kinds, PagePool, PoolExhausted
 from kv_policy import CacheShape, compose
-from kv_serve.batch import Batch
-from kv_serve.layout import Layout
-from kv_serve.paged_window import PagedWindow
-from kv_serve.ragged_window import RaggedWindow
-from kv_serve.rings import Window
-from kv_serve.window import RawWindow
+from kv_runtime.batch import Batch
+from kv_runtime.layout import Layout
+from kv_runtime.window.base import Window
+from kv_runtime.window.dense import RawWindow
+from kv_runtime.window.paged import PagedWindow
+from kv_runtime.window.ragged import RaggedWindow
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
 
@@ -192,7 +192,7 @@ def test_a_cache_with_its_window_in_pages_attends_over_what_it_keeps(
     def allocate(*given: object, **named: object) -> Batch:
         return made(*given, **(named | {"window_in_pages": True}))
 
-    monkeypatch.setattr("kv_serve.tiered.Batch.allocate", allocate)
+    monkeypatch.setattr("kv_runtime.cache.Batch.allocate", allocate)
     world = World(POLICIES[name])
     world.forward(ragged(31, 3))
     for _ in range(5):

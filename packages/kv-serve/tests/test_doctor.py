@@ -145,7 +145,7 @@ def test_an_instruction_set_that_does_not_run_here(monkeypatch: pytest.MonkeyPat
 
 def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: None)
-    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
     be(monkeypatch, missing=lambda: "the package kv-cpu is not installed")
     found = diagnose()
     assert not found.broken
@@ -290,8 +290,8 @@ def test_a_cache_folder_that_cannot_be_written(
 
 @pytest.mark.model
 def test_how_far_the_default_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kv_serve.models.convert import place
-    from kv_serve.models.source import ModelError, resolve_model
+    from kv_transformers.models.convert import place
+    from kv_transformers.models.source import ModelError, resolve_model
 
     monkeypatch.setenv("KV_SERVE_CACHE", str(tmp_path))
     assert diagnose().models.default_model == "installed; the first use converts it"
@@ -303,7 +303,7 @@ def test_how_far_the_default_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def lost(name: str | None = None) -> object:
         raise ModelError("the package has lost its file")
 
-    monkeypatch.setattr("kv_serve.models.source.resolve_model", lost)
+    monkeypatch.setattr("kv_transformers.models.source.resolve_model", lost)
     (problem,) = broken(diagnose())
     assert problem.what == "the package has lost its file"
     monkeypatch.setattr("kv_serve.doctor.versions", dict)

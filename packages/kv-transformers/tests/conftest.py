@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from kv_serve import CompressedCache
+from kv_transformers import CompressedCache
 from native import need
 
 SIZES = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kv_policy import Registry, parse
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
 
 OWN = {
     "kv-compress": "recent=4,window=4",

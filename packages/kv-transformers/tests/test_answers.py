@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kv_policy import Budget, CacheShape, Evictor, LayerView, PlanView, Rope, parse
-from kv_serve.hf.support import expect_order
-from kv_serve.tiered import TieredCache
+from kv_runtime import TieredCache
+from kv_transformers.support import expect_order
 
 SHAPE = CacheShape(2, 2, 2, 8, 8, torch.float32)
 

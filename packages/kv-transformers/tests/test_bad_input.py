@@ -12,9 +12,9 @@ from transformers import (
 
 from kv_paging import PoolExhausted
 from kv_policy import Budget, UnknownPolicyError
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError, expect_order
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError, expect_order
 
 TINY = {
     "vocab_size": 64,

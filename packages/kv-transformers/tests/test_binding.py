@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
 from own_llama import GREEDY, IDS, MASK, SIZES, llama
 
 

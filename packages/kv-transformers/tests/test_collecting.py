@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from kv_policy import Calibrator, load_calibrator
-from kv_serve.hf.collecting import CollectingCache, output_projections
-from kv_serve.hf.fold import Fold
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_transformers.collecting import CollectingCache, output_projections
+from kv_transformers.fold import Fold
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError, cache_shape
 from tiered_policies import Turned
 
 SEPARATE, HEADS, GROUP, DIM = ("llama", "mistral", "qwen2"), 2, 3, 8

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alone import Reader, left, right, sharp_model, steps
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
 
 
 @pytest.fixture(scope="module")

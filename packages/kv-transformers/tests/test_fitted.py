@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from kv_evict import Profile
 from kv_policy import Budget
-from kv_serve import CompressedCache
-from kv_serve.models.folder import fingerprint
-from kv_serve.models.identity import WrongModelError
+from kv_transformers import CompressedCache
+from kv_transformers.fitted import WrongModelError
+from kv_transformers.models.folder import fingerprint
 
 
 def profile(path: Path, model: str) -> str:

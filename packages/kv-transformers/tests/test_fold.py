@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
-from kv_serve import uninstall
-from kv_serve.hf.cache import CompressedCache
-from kv_serve.hf.fold import Fold, folded_by
-from kv_serve.hf.folded import FoldedLinear
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers import uninstall
+from kv_transformers.cache import CompressedCache
+from kv_transformers.fold import Fold, folded_by
+from kv_transformers.folded import FoldedLinear
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
 from tiered_policies import Turned
 
 FULL = Turned("8", "8")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kv_policy import Budget
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
 
 PAGE = 4
 

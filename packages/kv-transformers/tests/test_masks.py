@@ -16,10 +16,10 @@ from transformers import (
 )
 from transformers import masking_utils as masking
 
-from kv_serve import CompressedCache
-from kv_serve.hf.columns import MaskCheck
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers import CompressedCache
+from kv_transformers.masks import MaskCheck
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
 from own_llama import IDS, SIZES, llama
 
 ROW = IDS[:1]

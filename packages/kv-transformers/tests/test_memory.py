@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
 
 POLICIES = [
     "raw",

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from kv_serve.hf.collecting import output_projections
-from kv_serve.hf.modules import attention_modules
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_transformers.collecting import output_projections
+from kv_transformers.modules import attention_modules
+from kv_transformers.support import UnsupportedModelError, cache_shape
 
 
 def bart() -> BartForCausalLM:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kv_serve.hf.folded import Packing
+from kv_transformers.folded import Packing
 
 GROUP, DIM, WIDTH = 2, 8, 6
 

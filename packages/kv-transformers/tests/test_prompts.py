@@ -5,8 +5,8 @@ import torch
 from transformers import PreTrainedModel
 
 from alone import POLICIES, Reader, left, right, sharp_model, steps
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from kv_policy import Rope, parse
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
-from kv_serve.hf.rotary import _queries, with_ropes
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
+from kv_transformers.rotary import _queries, with_ropes
+from kv_transformers.support import UnsupportedModelError, cache_shape
 
 SIZES = {
     "vocab_size": 101,

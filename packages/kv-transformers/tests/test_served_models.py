@@ -34,9 +34,9 @@ from transformers import (
 )
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from kv_serve import CompressedCache
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers import CompressedCache
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
 from own_llama import IDS, SIZES, llama
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}

@@ -15,9 +15,9 @@ from transformers import (
     StaticCache,
 )
 
-from kv_serve import CompressedCache, uninstall
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers import CompressedCache, uninstall
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
 from own_llama import GREEDY, IDS, MASK, SIZES, llama
 
 

@@ -1,6 +1,7 @@
 """The compiled library: where it is, whether it loads, and which instruction sets it may use."""
 
 import os
+import sys
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -127,9 +128,7 @@ def folders() -> list[Path]:
     An editable install keeps what was built apart from the sources, and an import hook may know the
     sources alone; the metadata of the install says where the rest is.
     """
-    import kv_cpu
-
-    found = [Path(folder) for folder in kv_cpu.__path__]
+    found = [Path(folder) for folder in sys.modules[__package__].__path__]
     with suppress(PackageNotFoundError):
         found.append(Path(str(distribution("kv-cpu").locate_file("kv_cpu"))))
     return found

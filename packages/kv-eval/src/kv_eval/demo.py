@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import torch
 
+from kv_eval.evaluate.decode import answer, ends_of, read
+from kv_eval.tasks import Text, found, needle
 from kv_policy.files import write_whole
-from kv_serve.evaluate.caches import MakeCache, held, make_cache
-from kv_serve.evaluate.decode import answer, ends_of, read
-from kv_serve.evaluate.folding import folded
-from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import Text, found, needle
+from kv_transformers.from_text import FULL, MakeCache, folded, held, make_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import LoadedModel, load_model
-from kv_serve.tasks import Text
+from kv_eval.tasks import Text
+from kv_transformers.models import LoadedModel, load_model
 from tiny_model import save
 
 

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-import kv_serve.evaluate.runner as runner
+import kv_eval.evaluate.runner as runner
 from closed_pipe import run_unread
+from kv_eval.calibrate.grid import PAIRS, T_HIGH, T_LOW, Setting, grid
+from kv_eval.calibrate.loss import Loss, loss
+from kv_eval.calibrate.search import Point, Search, choose, frontier, write_profile
+from kv_eval.evaluate.journal import Finished, Journal
 from kv_policy import parse
-from kv_serve import CompressedCache
-from kv_serve.calibrate.grid import PAIRS, T_HIGH, T_LOW, Setting, grid
-from kv_serve.calibrate.loss import Loss, loss
-from kv_serve.calibrate.search import Point, Search, choose, frontier, write_profile
 from kv_serve.cli import app
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.models import LoadedModel
+from kv_transformers import CompressedCache
+from kv_transformers.models import LoadedModel
 
 SETTING = Setting("k8v4", "k4v2", 0.1, 0.01)
 
@@ -258,7 +258,7 @@ def test_what_it_refuses(options: list[object], extra: tuple[str, ...], sentence
 
 
 def test_importing_the_command_line_does_not_import_matplotlib() -> None:
-    code = "import sys, kv_serve.cli, kv_serve.calibrate.plot; print('matplotlib' in sys.modules)"
+    code = "import sys, kv_serve.cli, kv_eval.calibrate.plot; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -12,23 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-import kv_serve.calibrate.collect as collect
+import kv_eval.calibrate.collect as collect
+from kv_eval.calibrate.collect import Reading
+from kv_eval.calibrate.partial import Partial
+from kv_eval.calibrate.rate import Rate, RateSearch
+from kv_eval.calibrate.search import Search
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.records import Records
+from kv_eval.tasks import Text
 from kv_policy import load_calibrator, parse
-from kv_serve import CompressedCache
-from kv_serve.calibrate.collect import Reading
-from kv_serve.calibrate.partial import Partial
-from kv_serve.calibrate.rate import Rate, RateSearch
-from kv_serve.calibrate.search import Search
 from kv_serve.cli import app
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.records import Records
-from kv_serve.evaluate.specs import FULL
-from kv_serve.hf.collecting import output_projections
-from kv_serve.hf.support import cache_shape
-from kv_serve.models import LoadedModel
-from kv_serve.models.identity import WrongModelError
-from kv_serve.tasks import Text
 from kv_svd import load, load_facts, save
+from kv_transformers import CompressedCache, cache_shape
+from kv_transformers.collecting import output_projections
+from kv_transformers.fitted import WrongModelError
+from kv_transformers.from_text import FULL
+from kv_transformers.models import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -268,8 +267,8 @@ def test_halving_finds_the_greatest_rate(
         return iter(())
 
     def points(self: Search[Rate], journal: object):
-        from kv_serve.calibrate.loss import Loss
-        from kv_serve.calibrate.search import Point
+        from kv_eval.calibrate.loss import Loss
+        from kv_eval.calibrate.search import Point
 
         (setting,) = self.settings
         lost = 0.0 if setting.rate <= cliff else setting.rate
@@ -306,7 +305,7 @@ def test_statistics_of_another_model_are_refused(
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Faked:
     fake = Faked(0.3)
-    monkeypatch.setattr("kv_serve.calibrate.search.run", fake.run)
+    monkeypatch.setattr("kv_eval.calibrate.search.run", fake.run)
     monkeypatch.setattr("kv_svd.calibration.MULTIPLE", 1)  # heads of 8 dimensions give up no 16
     return fake
 

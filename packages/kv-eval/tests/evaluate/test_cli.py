@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import kv_serve.evaluate.caches as caches
-import kv_serve.evaluate.runner as runner
+import kv_eval.evaluate.runner as runner
+import kv_transformers.from_text as caches
 from closed_pipe import run_unread
+from kv_eval.cli.eval import Task, Where
+from kv_eval.evaluate.journal import Finished
+from kv_eval.evaluate.plan import SETTINGS, TASKS
 from kv_policy import registry
-from kv_serve.backends import serving
+from kv_runtime import serving
 from kv_serve.cli import app, main
-from kv_serve.cli.eval import Task, Where
-from kv_serve.evaluate.journal import Finished
-from kv_serve.evaluate.plan import SETTINGS, TASKS
 
 
 def run(*arguments: object, stdin: str | None = None) -> Result:
@@ -456,7 +456,7 @@ def test_eval_keeps_its_samples_where_a_result_cannot_be_written(
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kv_serve.evaluate.report.Report.write", full_disk)
+        patch.setattr("kv_eval.evaluate.report.Report.write", full_disk)
         result = run("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())

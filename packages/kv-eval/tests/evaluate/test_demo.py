@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import kv_serve.demo as demo
+import kv_eval.demo as demo
+from kv_eval.tasks import Text
 from kv_policy.installing import install_command
-from kv_serve.backends import Serving
+from kv_runtime import Serving
 from kv_serve.cli import app
-from kv_serve.evaluate.caches import make_cache
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import Text
+from kv_transformers.from_text import make_cache
+from kv_transformers.models import LoadedModel
 
 
 def test_the_policy_of_the_readme_is_shown() -> None:
@@ -71,9 +71,9 @@ def test_a_template_that_rewrites_turns_is_refused(
 def test_the_command_prints_a_table_and_writes_it(
     loaded: LoadedModel, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = import_module("kv_serve.cli.demo")  # the package has a function of that name
+    command = import_module("kv_eval.cli.demo")  # the package has a function of that name
     monkeypatch.setattr(command, "load_model", lambda name: loaded)
-    monkeypatch.setattr("kv_serve.tasks.default_text", lambda: text)
+    monkeypatch.setattr("kv_eval.tasks.default_text", lambda: text)
     monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
     path = tmp_path / "demo.json"
     result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
@@ -94,13 +94,13 @@ def test_the_command_prints_a_table_and_writes_it(
 def test_times_are_shown_for_native_code_alone(
     loaded: LoadedModel, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = import_module("kv_serve.cli.demo")
+    command = import_module("kv_eval.cli.demo")
     native = Serving("cpu", "avx2")
     monkeypatch.setattr(command, "load_model", lambda name: loaded)
-    monkeypatch.setattr("kv_serve.tasks.default_text", lambda: text)
+    monkeypatch.setattr("kv_eval.tasks.default_text", lambda: text)
     monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
     monkeypatch.setattr(demo, "caches", lambda length: ("raw",))
-    monkeypatch.setattr("kv_serve.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
     for served, shown in ((native, True), (Serving("torch"), False)):
         make = partial(make_cache, backend="torch")
         monkeypatch.setattr(command, "caches_by", lambda *_, now=(make, served): now)
@@ -115,7 +115,7 @@ def test_times_are_shown_for_native_code_alone(
 def test_the_program_is_named_as_it_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = import_module("kv_serve.cli.demo")
+    command = import_module("kv_eval.cli.demo")
     program = tmp_path / "kv-serve"
     program.write_text("")
     program.chmod(0o755)
@@ -130,7 +130,7 @@ def test_the_program_is_named_as_it_was_typed(
 
 
 def test_next_commands_fit_a_line_behind_nox() -> None:
-    commands = import_module("kv_serve.cli.demo").next_commands(".nox/demo/bin/kv-serve")
+    commands = import_module("kv_eval.cli.demo").next_commands(".nox/demo/bin/kv-serve")
     assert max(map(len, commands)) <= 98
 
 

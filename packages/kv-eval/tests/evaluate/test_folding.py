@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import kv_serve.evaluate.caches as caches
-from kv_serve import demo
+import kv_transformers.from_text as caches
+from kv_eval import demo
+from kv_eval.tasks import Text
 from kv_serve.cli import app
-from kv_serve.evaluate.folding import folded
-from kv_serve.hf.fold import folded_by
-from kv_serve.models import LoadedModel
-from kv_serve.models.identity import WrongModelError
-from kv_serve.tasks import Text
+from kv_transformers.fitted import WrongModelError
+from kv_transformers.fold import folded_by
+from kv_transformers.from_text import folded
+from kv_transformers.models import LoadedModel
 from statistics_files import write
 
 KEYS_ONLY = "keys only, which a rotary embedding keeps from being folded"

@@ -9,12 +9,12 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
+from kv_eval.evaluate.harness import Asked, CompressedLM
+from kv_eval.tasks import TaskError
 from kv_serve.cli import app
-from kv_serve.evaluate.caches import make_cache
-from kv_serve.evaluate.harness import Asked, CompressedLM
-from kv_serve.hf.passing import passing
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import TaskError
+from kv_transformers import passing
+from kv_transformers.from_text import make_cache
+from kv_transformers.models import LoadedModel
 
 DOCUMENTS = [
     {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_serve.evaluate.intervals import of_change, of_mean
+from kv_eval.evaluate.intervals import of_change, of_mean
 
 SCORES = st.lists(st.floats(-5, 5), min_size=2, max_size=40).filter(
     lambda scores: not {*scores} <= {0, 1}

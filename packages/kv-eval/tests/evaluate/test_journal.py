@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from damaged import mutated
-from kv_serve.evaluate.journal import Finished, Journal, open_journal
-from kv_serve.evaluate.records import MAGIC, Records, RecordsError
+from kv_eval.evaluate.journal import Finished, Journal, open_journal
+from kv_eval.evaluate.records import MAGIC, Records, RecordsError
 
 ASKED = {"model": "tiny", "length": 100, "versions": {"torch": "1"}}
 

@@ -10,8 +10,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from damaged import mutated
+from kv_eval.calibrate.partial import Partial, read_state
 from kv_policy import Calibrated
-from kv_serve.calibrate.partial import Partial, read_state
 
 ASKED = {"model": "tiny", "tokens": 4096}
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.backends import Serving
-from kv_serve.evaluate import provenance
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.machine import machine
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.report import Report, rows
-from kv_serve.evaluate.specs import FULL
+from kv_eval.evaluate import provenance
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.machine import machine
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.report import Report, rows
+from kv_runtime import Serving
+from kv_transformers.from_text import FULL
 
 PLAN = Plan((FULL, "k8v4"), ("needle",), ("aware",), length=100, samples=2, seed=3)
 

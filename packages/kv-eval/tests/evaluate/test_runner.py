@@ -9,15 +9,14 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kv_serve.evaluate.caches import held, make_cache
-from kv_serve.evaluate.decode import answer, ends_of, nats, read
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import SETTINGS, Plan
-from kv_serve.evaluate.report import rows
-from kv_serve.evaluate.runner import run
-from kv_serve.evaluate.specs import FULL
-from kv_serve.models import LoadedModel
-from kv_serve.tasks import Sample, TaskError, Text
+from kv_eval.evaluate.decode import answer, ends_of, nats, read
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import SETTINGS, Plan
+from kv_eval.evaluate.report import rows
+from kv_eval.evaluate.runner import run
+from kv_eval.tasks import Sample, TaskError, Text
+from kv_transformers.from_text import FULL, held, make_cache
+from kv_transformers.models import LoadedModel
 
 SOME = ("needle", "multikey", "nll", "agreement")
 PLAN = Plan((FULL, "raw"), SOME, SETTINGS, length=400, samples=3, batch=2, continuation=9)

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from kv_eval.evaluate import shared
+from kv_eval.evaluate.decode import read
+from kv_eval.evaluate.shared import read_prompt
 from kv_policy import Budget, Evictor, LayerView, Observe, Raw
-from kv_serve.evaluate import shared
-from kv_serve.evaluate.decode import read
-from kv_serve.evaluate.shared import read_prompt
-from kv_serve.hf.cache import CompressedCache
-from kv_serve.models import LoadedModel
+from kv_transformers import CompressedCache
+from kv_transformers.models import LoadedModel
 
 
 @dataclass(frozen=True)

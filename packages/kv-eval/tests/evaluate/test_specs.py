@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_eval.evaluate.specs import expand, read_specs, split_specs
 from kv_policy import UnknownPolicyError
-from kv_serve.evaluate.specs import FULL, expand, read_spec, read_specs, split_specs
+from kv_transformers.from_text import FULL, read_spec
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kv_eval.evaluate.report import spectra
 from kv_policy import parse
 from kv_serve.cli import app
-from kv_serve.evaluate.report import spectra
-from kv_serve.models import LoadedModel
+from kv_transformers.models import LoadedModel
 from statistics_files import write
 
 

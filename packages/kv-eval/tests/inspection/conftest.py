@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import LoadedModel, load_model
+from kv_transformers.models import LoadedModel, load_model
 from tiny_model import save
 
 

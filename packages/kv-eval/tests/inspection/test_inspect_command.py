@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from closed_pipe import run_unread
 from inspected import HELD, inspection
+from kv_eval.cli.inspect_shown import SHADES, shade, shaded, show
+from kv_eval.inspection.record import Inspection
 from kv_serve.cli import app
-from kv_serve.cli.inspect_shown import SHADES, shade, shaded, show
-from kv_serve.inspection.record import Inspection
 from result_files import tree
 from tiny_model import save
 

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from kv_serve import CompressedCache
-from kv_serve.backends import serving
-from kv_serve.inspection.look import inspected
-from kv_serve.inspection.prompt import pieces
-from kv_serve.inspection.record import Inspection
-from kv_serve.models import LoadedModel
+from kv_eval.inspection.look import inspected
+from kv_eval.inspection.prompt import pieces
+from kv_eval.inspection.record import Inspection
+from kv_runtime import serving
+from kv_transformers import CompressedCache
+from kv_transformers.models import LoadedModel
 
 PROMPT = "The harbour was quiet that morning, and the boats lay still."  # 60 tokens
 

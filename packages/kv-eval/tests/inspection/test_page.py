@@ -7,8 +7,8 @@ import re
 import pytest
 
 from inspected import HELD, TEXTS, inspection
-from kv_serve.inspection.page import page
-from kv_serve.inspection.record import LEVELS, level
+from kv_eval.inspection.page import page
+from kv_eval.inspection.record import LEVELS, level
 from result_files import Node, facts, tree
 
 

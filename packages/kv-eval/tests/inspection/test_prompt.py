@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kv_serve.inspection.prompt import SILENT, Piece, cut, pieces
+from kv_eval.inspection.prompt import SILENT, Piece, cut, pieces
 from tiny_model import tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from inspected import HELD, inspection
-from kv_serve.inspection.page import page
+from kv_eval.inspection.page import page
 from page_script import states
 from result_files import tree
 
@@ -27,7 +27,7 @@ def run(*steps: str) -> list[dict[str, Any]]:
     for name, value in (("TOKENS", tokens), ("CELLS", cells), ("PLACES", places)):
         document = document.replace(f"{name}.map", f"{json.dumps(value)}.map")
     script = html.one("script").text
-    assert script.endswith(files("kv_serve.inspection").joinpath("page.js").read_text("utf-8"))
+    assert script.endswith(files("kv_eval.inspection").joinpath("page.js").read_text("utf-8"))
     return states(document, script, "state", steps)
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_serve.report.labels import CHARACTER, HEIGHT, REACH, spots
-from kv_serve.report.markup import tag, text
-from kv_serve.report.scale import axis
-from kv_serve.report.spectra import dimensions, relative
+from kv_eval.report.labels import CHARACTER, HEIGHT, REACH, spots
+from kv_eval.report.markup import tag, text
+from kv_eval.report.scale import axis
+from kv_eval.report.spectra import dimensions, relative
 
 INSIDE = (0.0, 0.0, 400.0, 300.0)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_serve.report.frontier import panels, pareto
+from kv_eval.report.frontier import panels, pareto
 from result_files import row, source
 
 POINTS = st.tuples(st.integers(0, 4), st.integers(0, 4))

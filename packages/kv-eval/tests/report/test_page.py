@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kv_serve.report.chart import PLOT
-from kv_serve.report.page import page
+from kv_eval.report.chart import PLOT
+from kv_eval.report.page import page
 from result_files import Node, facts, row, source, tree
 
 NLL = {"task": "nll", "setting": "agnostic", "full_score": 2.5, "samples": 6}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kv_serve.report.read import ReadError, read
+from kv_eval.report.read import ReadError, read
 from result_files import report, row
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import kv_serve.report.picture as picture
+import kv_eval.report.picture as picture
+from kv_eval.evaluate.journal import Journal
 from kv_policy.files import write_whole
 from kv_policy.installing import install_command
 from kv_serve.cli import app
-from kv_serve.evaluate.journal import Journal
 from result_files import report, row, tree
 
 

@@ -14,7 +14,7 @@ MARKS = [["k8v4", 100, 100], ["k4v2", 130, 100], ["full", 380, 20]]
 
 def run(asked: str, *steps: str) -> list[Any]:
     """Take steps one after the other, and give what `asked` says at first and after each."""
-    script = files("kv_serve.report").joinpath("page.js").read_text("utf-8")
+    script = files("kv_eval.report").joinpath("page.js").read_text("utf-8")
     document = DOCUMENT.read_text("utf-8").replace("ROWS", json.dumps(ROWS))
     document = document.replace("KINDS", '["text", "number"]').replace("MARKS", json.dumps(MARKS))
     return states(document, script, asked, steps)

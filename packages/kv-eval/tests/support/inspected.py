@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
-from kv_serve.backends import Serving
-from kv_serve.inspection.record import Inspection, Spot, Token
+from kv_eval.inspection.record import Inspection, Spot, Token
+from kv_runtime import Serving
 
 TEXTS: Final = ("The", " harbour", " <b>", "\n\n", "", "quiet")
 HELD: Final = (("00..11", "0.0011"), ("000011", "...0.1"))

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-from kv_serve.backends import Serving
-from kv_serve.evaluate.report import Report, Row
-from kv_serve.report.read import Source
+from kv_eval.evaluate.report import Report, Row
+from kv_eval.report.read import Source
+from kv_runtime import Serving
 
 VOID = frozenset({"meta", "br"})
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 
 from kv_policy import Calibrated, load_calibrator
-from kv_serve.hf.collecting import CollectingCache, output_projections
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import cache_shape
-from kv_serve.models import LoadedModel
+from kv_transformers import cache_shape, passing
+from kv_transformers.collecting import CollectingCache, output_projections
+from kv_transformers.models import LoadedModel
 
 
 def write(loaded: LoadedModel, path: Path, fingerprint: str) -> Path:

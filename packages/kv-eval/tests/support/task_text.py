@@ -6,7 +6,7 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kv_serve.tasks import Sample, Text
+from kv_eval.tasks import Sample, Text
 
 TEMPLATE: Final = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kv_serve.hf.passing import passing
-from kv_serve.tasks import Sample, default_text, found, multikey, nats_per_token, needle, nll
+from kv_eval.tasks import Sample, default_text, found, multikey, nats_per_token, needle, nll
+from kv_transformers import passing
 
 
 def answer(loaded, sample: Sample) -> str:
@@ -31,7 +31,7 @@ def answer(loaded, sample: Sample) -> str:
 @pytest.mark.model
 @pytest.mark.slow
 def test_smollm2_finds_every_needle_at_2000_tokens() -> None:
-    from kv_serve.models import load_model
+    from kv_transformers.models import load_model
 
     loaded = load_model(dtype="bfloat16", device="cpu")
     samples = needle(loaded.tokenizer, default_text(), length=2000, samples=5, setting="agnostic")
@@ -42,7 +42,7 @@ def test_smollm2_finds_every_needle_at_2000_tokens() -> None:
 
 @pytest.mark.model
 def test_smollm2_settings_feed_the_same_tokens() -> None:
-    from kv_serve.models import load_model
+    from kv_transformers.models import load_model
 
     tokenizer = load_model(device="cpu").tokenizer
     for task in (needle, multikey):
@@ -57,7 +57,7 @@ def test_smollm2_settings_feed_the_same_tokens() -> None:
 @pytest.mark.model
 def test_smollm2_expects_prose() -> None:
     """A broken conversion or a shift of one token would cost several nats."""
-    from kv_serve.models import load_model
+    from kv_transformers.models import load_model
 
     loaded = load_model(dtype="float32", device="cpu")
     (sample,) = nll(loaded.tokenizer, default_text(), length=512, samples=1, continuation=64)

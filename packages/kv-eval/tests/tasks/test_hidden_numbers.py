@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_serve.tasks import TaskError, Text, multikey, needle
-from kv_serve.tasks.prompt import fit
+from kv_eval.tasks import TaskError, Text, multikey, needle
+from kv_eval.tasks.prompt import fit
 from task_text import TEXT, TOKENIZER, WORDS, byte_tokenizer, plain_text, shown
 
 

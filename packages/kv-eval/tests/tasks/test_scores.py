@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_serve.tasks import agreement_share, found, nats_per_token
+from kv_eval.tasks import agreement_share, found, nats_per_token
 
 
 @pytest.mark.parametrize(

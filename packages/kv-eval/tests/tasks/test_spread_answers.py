@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_serve.tasks import TaskError, Text, common_words, found_share, passkey, variable_tracking
+from kv_eval.tasks import TaskError, Text, common_words, found_share, passkey, variable_tracking
 from task_text import TEXT, TOKENIZER, plain_text, shown
 
 VARIED = Text(

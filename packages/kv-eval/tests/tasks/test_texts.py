@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.tasks import TaskError, Text, default_text, read_text
+from kv_eval.tasks import TaskError, Text, default_text, read_text
 
 
 def test_default_text_is_long_english_prose() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_serve.tasks import Sample, TaskError, Text, agreement, nll
+from kv_eval.tasks import Sample, TaskError, Text, agreement, nll
 from task_text import TEXT, TOKENIZER, byte_tokenizer
 
 

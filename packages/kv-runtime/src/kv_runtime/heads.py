@@ -9,8 +9,8 @@ from torch import Tensor
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import Kinds, RaggedStore, TokenStore
 from kv_policy import CacheShape, PagedTokens
-from kv_serve.ragged_window import RaggedWindow
-from kv_serve.rings import Window
+from kv_runtime.window.base import Window
+from kv_runtime.window.ragged import RaggedWindow
 
 
 def head_groups(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kv_paging import TokenStore
 from kv_policy import KVPolicy, Part, Raw, TieredFormats
-from kv_serve.batch import Batch
-from kv_serve.rings import Window
-from kv_serve.tiered import TieredCache
+from kv_runtime.batch import Batch
+from kv_runtime.cache import TieredCache
+from kv_runtime.window.base import Window
 
 NOWHERE: Final = 255  # where a token is that is not held
 

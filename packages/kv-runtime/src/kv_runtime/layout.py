@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kv_paging import PagePool, RaggedTiers, Tiers, fit
 from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, tier_formats
-from kv_serve.bases import Bases
-from kv_serve.paged_window import PagedWindow
-from kv_serve.ragged_window import RaggedWindow
-from kv_serve.rings import Rings, Window
-from kv_serve.window import RawWindow
+from kv_runtime.bases import Bases
+from kv_runtime.window.base import Rings, Window
+from kv_runtime.window.dense import RawWindow
+from kv_runtime.window.paged import PagedWindow
+from kv_runtime.window.ragged import RaggedWindow
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 
 from kv_paging import PagePool
 from kv_policy import CacheShape
-from kv_serve.batch import Batch
-from kv_serve.tally import Tally
+from kv_runtime.batch import Batch
+from kv_runtime.stats import Tally
 
 EVERY: Final = 16  # steps: the host reads three numbers from the device, and waits for it once
 

@@ -7,8 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging import PagePool, RaggedTiers, Tiers
-from kv_serve.layout import Layout
-from kv_serve.rings import Window
+from kv_runtime.layout import Layout
+from kv_runtime.window.base import Window
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,117 @@
-"""Attention of one layer over pages inside vLLM's blocks."""
+"""Attention over pages that lie in the blocks of an engine, a token in each slot."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtyping import Float, UInt8
+import torch
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_attention import DenseTokens, attend
-from kv_policy import PagedTokens, TokenFormat
-from kv_serve.vllm.step import Step
+from kv_paging.kernels import PageKernels, chosen
+from kv_policy import PagedTokens, PageLayout, TokenFormat
+from kv_runtime.backends import page_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests with about equally many new tokens, as one rectangle."""
+
+    row: Int[Tensor, "B L"]  # of a new token among all new tokens of the step; any where padded
+    position: Int[Tensor, "B L"]  # in its sequence; -1 where padded
+    table: Int[Tensor, "B H T"]
+    stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
+    longest: int  # no request has more of them
+    full: bool  # nothing is padded
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Pages inside the blocks of one layer.
+
+    A block holds one page of each KV head, one after the other: head h of block b has page
+    b * H + h.
+    """
+
+    heads: int  # H
+    layout: PageLayout  # of a page, which has the tokens of a block
+    kernels: PageKernels
+
+    @classmethod
+    def of(
+        cls, format: TokenFormat, heads: int, tokens: int, device: torch.device, backend: str
+    ) -> "Blocks":
+        """Lay out pages of a format, and find who writes them."""
+        layout = PageLayout.sized(format, tokens)
+        return cls(heads, layout, chosen(layout, device, page_kernels(backend)))
+
+    def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
+        """Give the pages of blocks."""
+        return block[..., None] * self.heads + torch.arange(self.heads, device=block.device)
+
+    def step(
+        self,
+        start: Int[Tensor, " B1"],
+        length: Int[Tensor, " B"],
+        longest: int,
+        table: Int[Tensor, "B W"],
+        slot: Int[Tensor, " n"],
+    ) -> "Step":
+        """Describe a step.
+
+        Args:
+            start: on the CPU, the first new token of each request among all new ones, then their
+                number.
+            length: tokens of each request, the new ones included.
+            longest: at least the largest length.
+            table: blocks of each request, in order.
+            slot: where each new token goes: block * tokens + place in the block, or -1 for padding.
+        """
+        # Padding goes to block 0, which vLLM gives to nobody.
+        place, tokens = slot.clamp(min=0), self.layout.tokens
+        page = self.pages(place.div(tokens, rounding_mode="floor"))
+        inside = (place % tokens)[:, None].expand_as(page)
+        batches = self._batches(start, length, longest, table[:, : -(-longest // tokens)])
+        return Step(self, page.flatten(), inside.flatten(), tuple(batches))
+
+    def _batches(
+        self,
+        start: Int[Tensor, " B1"],
+        length: Int[Tensor, " B"],
+        longest: int,
+        table: Int[Tensor, "B T"],
+    ) -> Iterator[Batch]:
+        device = length.device
+        count = start.diff()
+        # By powers of two, so that less than half of a rectangle is padding.
+        rank = torch.frexp((count - 1).double()).exponent.where(count > 0, -1)
+        for each in sorted(set(rank.tolist()) - {-1}):
+            request = (rank == each).nonzero()[:, 0]
+            new = count[request][:, None]
+            offset = torch.arange(int(new.max()))
+            real = (offset < new).to(device)
+            row = (start[request][:, None] + offset).to(device)
+            chosen = request.to(device)
+            before = length[chosen][:, None].long() - new.to(device)
+            position = before + offset.to(device)
+            yield Batch(
+                row.where(real, 0),
+                position.where(real, -1),
+                self.pages(table[chosen]).mT.contiguous(),
+                before.repeat(1, self.heads),
+                longest,
+                full=int(new.min()) == int(new.max()),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, for all layers whose blocks are alike."""
+
+    blocks: Blocks
+    page: Int[Tensor, " nH"]  # where each head's new tokens are stored, token by token
+    slot: Int[Tensor, " nH"]
+    batches: tuple[Batch, ...]
 
 
 @dataclass(frozen=True, slots=True)

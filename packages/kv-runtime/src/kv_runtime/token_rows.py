@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A count of what a worker holds, in round numbers."""
 
-from kv_serve.vllm.measure import Measured
+from kv_runtime.measure import Measured
 
 SOME = Measured(
     pages_used=3,

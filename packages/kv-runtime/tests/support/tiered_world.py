@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kv_policy import KVPolicy, parse
-from kv_serve.tiered import TieredCache
+from kv_runtime.cache import TieredCache
 from tiered_policies import SHAPE
 
 

@@ -1,27 +1,27 @@
-"""Compressed KV caches inside transformers and vLLM, and a command line to measure them."""
+"""Compressed KV caches inside vLLM, and the command `kv-serve`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kv_serve.hf.cache import CompressedCache
-    from kv_serve.hf.fold import Fold
-    from kv_serve.hf.switch import uninstall
+    from kv_transformers import CompressedCache, Fold, uninstall
 
 __all__ = ["CompressedCache", "Fold", "uninstall"]
 
+_MOVED: Final = frozenset(__all__)  # to kv_transformers; here for one release more
+
 
 def __getattr__(name: str) -> object:
-    """Import transformers only when what needs it is asked for."""
-    if name == "CompressedCache":
-        from kv_serve.hf.cache import CompressedCache
+    """Take a name that moved to `kv_transformers` from there, with a deprecation note."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import warnings
 
-        return CompressedCache
-    if name == "Fold":
-        from kv_serve.hf.fold import Fold
+    import kv_transformers
 
-        return Fold
-    if name == "uninstall":
-        from kv_serve.hf.switch import uninstall
-
-        return uninstall
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"kv_serve.{name} moved: `from kv_transformers import {name}`; kv_serve offers it for one "
+        "release more",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(kv_transformers, name)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from kv_policy.installing import install_command, uninstall_command
-from kv_serve.evaluate.provenance import versions
+from kv_policy.installing import install_command, uninstall_command, versions
 from kv_serve.imports import Import, try_imports
 from kv_serve.problem import Problem
 from kv_serve.processor import Threads, bfloat16_problems, thread_problems, threads_used
@@ -116,8 +115,14 @@ def _import_problems(imports: tuple[Import, ...]) -> Iterator[Problem]:
 
 
 def _models() -> tuple[ModelCache, list[Problem]]:
-    from kv_serve.models.convert import cache_root, damage, place
-    from kv_serve.models.source import DEFAULT_PACKAGE, ModelError, resolve_model
+    from kv_transformers.models import (
+        DEFAULT_PACKAGE,
+        ModelError,
+        cache_root,
+        damage,
+        place,
+        resolve_model,
+    )
 
     root, problems = cache_root().absolute(), []
     there = next(folder for folder in (root, *root.parents) if folder.exists())
@@ -182,7 +187,7 @@ def _attended(backend: str, device: str) -> "Tensor":
     import torch
 
     from kv_policy import CacheShape, parse
-    from kv_serve.tiered import TieredCache
+    from kv_runtime import TieredCache
 
     draw = torch.Generator().manual_seed(0)
     shape = CacheShape(1, 2, 2, 64, 64, torch.float32)
@@ -197,7 +202,7 @@ def _attended(backend: str, device: str) -> "Tensor":
 
 
 def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
-    from kv_serve.backends import PACKAGES, remedy
+    from kv_runtime import PACKAGES, remedy
 
     for each in backends:
         package = PACKAGES.get(each.name)
@@ -214,7 +219,7 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
 def _again(state: BackendState) -> str:
     """What mends a backend: another choice, or another build of what it runs on."""
-    from kv_serve.backends import PACKAGES
+    from kv_runtime import PACKAGES
 
     if state.name == "triton":
         command = install_command("triton", deps=False, again=True)

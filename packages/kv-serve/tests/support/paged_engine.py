@@ -19,10 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
-from kv_serve.bases import Bases
-from kv_serve.layout import Layout
-from kv_serve.tiered import TieredCache
-from kv_serve.vllm.account import Account
+from kv_runtime import Account, Bases, Layout, TieredCache
 from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.rows import Rows

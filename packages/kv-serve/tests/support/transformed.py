@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kv_serve.hf.passing import passing
+from kv_transformers import passing
 
 
 def by_transformers(
@@ -17,7 +17,7 @@ def by_transformers(
     """Generate greedily from each prompt alone; without a policy in transformers' own cache."""
     from transformers import AutoModelForCausalLM
 
-    from kv_serve import CompressedCache
+    from kv_transformers import CompressedCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     found = []

@@ -89,9 +89,9 @@ def statistics(weights: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import AutoModelForCausalLM
 
     from kv_policy import Calibrated
-    from kv_serve.hf.support import cache_shape
-    from kv_serve.models.folder import fingerprint
     from kv_svd import Calibration
+    from kv_transformers import cache_shape
+    from kv_transformers.models.folder import fingerprint
 
     made = AutoModelForCausalLM.from_pretrained(weights)
     shape = cache_shape(made)
@@ -175,7 +175,7 @@ def manager_of() -> Callable[..., "PagedManager"]:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The folder of the real model."""
-    from kv_serve.models import model_folder
+    from kv_transformers.models import model_folder
 
     return str(model_folder())
 

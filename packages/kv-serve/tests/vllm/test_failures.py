@@ -105,7 +105,7 @@ def test_what_fails_in_the_host_ends_who_took_part_and_the_engine_goes_on(
     for each in asked:
         each.broken = True
     with monkeypatch.context() as patch:
-        patch.setattr("kv_serve.keep_selected.step", lambda *_: 1 / 0)
+        patch.setattr("kv_runtime.retain.selected.step", lambda *_: 1 / 0)
         engine.step(chunk=10**6)
     assert sorted(engine.failed) == ["r20", "r30"]
     engine.ask("next", 25)
@@ -125,7 +125,7 @@ def test_a_lost_device_is_no_requests_fault(
     def lost(*_: object) -> None:
         raise torch.AcceleratorError("the device is gone")
 
-    monkeypatch.setattr("kv_serve.keep_selected.score", lost)
+    monkeypatch.setattr("kv_runtime.retain.selected.score", lost)
     with pytest.raises(torch.AcceleratorError):
         engine.step(chunk=10**6)
 

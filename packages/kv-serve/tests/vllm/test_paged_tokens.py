@@ -32,7 +32,7 @@ BY_HAND = {POLICIES[0]: 256 / 4, POLICIES[1]: 256 / 2}
 def expected_concurrency(policy_text: str, blocks: int) -> float:
     """Requests of the longest length whose kept pages blocks pay for."""
     from kv_policy import CacheShape, parse
-    from kv_serve.vllm.account import kept_tokens
+    from kv_runtime import kept_tokens
     from paged_engine import account_of
 
     shape = CacheShape(2, 2, 2, 32, 32, torch.float32)

@@ -9,7 +9,8 @@ import pytest
 def test_registering_again_changes_nothing() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kv_serve.vllm.plugin import OVERRIDES, register
+    from kv_serve.vllm.names import OVERRIDES
+    from kv_serve.vllm.plugin import register
 
     for _ in range(2):
         register()
@@ -19,7 +20,8 @@ def test_registering_again_changes_nothing() -> None:
 def test_our_classes_are_the_stock_ones_but_for_the_choice_of_the_implementation() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kv_serve.vllm.plugin import OVERRIDES, register
+    from kv_serve.vllm.names import OVERRIDES
+    from kv_serve.vllm.plugin import register
 
     register()
     for name in OVERRIDES:
@@ -36,7 +38,8 @@ def test_elsewhere_than_on_a_cpu_nothing_changes_and_a_warning_says_so(
     from vllm import platforms
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kv_serve.vllm.plugin import OVERRIDES, register
+    from kv_serve.vllm.names import OVERRIDES
+    from kv_serve.vllm.plugin import register
 
     class Elsewhere:
         device_name = "abacus"
@@ -81,7 +84,8 @@ def custom(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     from vllm import platforms
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kv_serve.vllm.plugin import OVERRIDES, register
+    from kv_serve.vllm.names import OVERRIDES
+    from kv_serve.vllm.plugin import register
 
     for name in OVERRIDES:
         AttentionBackendEnum[name].clear_override()

@@ -56,7 +56,7 @@ def test_natural_text_goes_on_as_in_transformers(
 ) -> None:
     import torch
 
-    from kv_serve.tasks import default_text
+    from kv_eval.tasks import default_text
     from transformed import by_transformers
 
     policy = engine.llm_engine.vllm_config.additional_config["kv_policy"]

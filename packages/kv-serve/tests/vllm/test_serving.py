@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kv_serve.tasks import default_text, found, needle
+from kv_eval.tasks import default_text, found, needle
 
 if TYPE_CHECKING:
     from vllm import LLM

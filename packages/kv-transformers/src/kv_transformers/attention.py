@@ -2,8 +2,8 @@
 
 `update` of the cache hands the fresh keys on with a mark; the function registered here sees the
 mark and asks the cache to attend. A model is switched to it for the passes over our caches alone
-(`kv_serve.hf.switch`). What attends without a mark meanwhile, such as a pass of another thread over
-another cache, gets the implementation that the model is configured for.
+(`kv_transformers.switch`). What attends without a mark meanwhile, such as a pass of another thread
+over another cache, gets the implementation that the model is configured for.
 """
 
 import sys
@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from kv_serve.hf.running import current
+from kv_transformers.running import Attends, current
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from kv_serve.hf.fresh_layer import AttendingCache
 
 PREFIX: Final = "kv_serve|"  # of the implementation in a model's configuration, before its own
 
@@ -41,11 +39,11 @@ class FreshKeys(Tensor):
     """Keys of a forward pass on their way from the cache to the attention function."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    cache: "AttendingCache"
+    cache: Attends
     layer: int
 
     @classmethod
-    def mark(cls, key: Tensor, cache: "AttendingCache", layer: int) -> "FreshKeys":
+    def mark(cls, key: Tensor, cache: Attends, layer: int) -> "FreshKeys":
         """Mark the keys with the cache and the layer they belong to."""
         marked = key.as_subclass(cls)
         marked.cache, marked.layer = cache, layer

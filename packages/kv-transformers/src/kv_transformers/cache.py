@@ -11,16 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_policy import Budget, KVPolicy, parse
-from kv_serve.backends import AUTO
-from kv_serve.hf.columns import MaskCheck
-from kv_serve.hf.fold import expect_fold, folded_by
-from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
-from kv_serve.hf.rotary import with_ropes
-from kv_serve.hf.support import cache_shape, expect_order
-from kv_serve.hf.switch import install
-from kv_serve.memory import MemoryReport
-from kv_serve.models.identity import check_fitted
-from kv_serve.tiered import TieredCache
+from kv_runtime import AUTO, MemoryReport, TieredCache
+from kv_transformers.fitted import check_fitted
+from kv_transformers.fold import expect_fold, folded_by
+from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_transformers.masks import MaskCheck
+from kv_transformers.rotary import with_ropes
+from kv_transformers.support import cache_shape, expect_order
+from kv_transformers.switch import install
 
 
 class CompressedLayer(FreshLayer):
@@ -58,7 +56,7 @@ class CompressedCache(AttendingCache):
 
     Passes over the cache use an attention function of their own. The model's other calls, with
     other caches or none, use the implementation that it is configured for, as before;
-    `kv_serve.uninstall` takes the hooks away that see to this.
+    `kv_transformers.uninstall` takes the hooks away that see to this.
     """
 
     def __init__(

@@ -1,20 +1,17 @@
 """Showing a calibrator what a model attends with, layer by layer, and holding none of it."""
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kv_policy import CacheShape, Calibrator
-from kv_serve.hf.fold import folded_by
-from kv_serve.hf.fresh_layer import AttendingCache, FreshLayer
-from kv_serve.hf.modules import attention_modules
-from kv_serve.hf.support import OUTPUT, UnsupportedModelError, cache_shape
-from kv_serve.hf.switch import install
+from kv_transformers.fold import folded_by
+from kv_transformers.modules import attention_modules
+from kv_transformers.support import OUTPUT, UnsupportedModelError
+from kv_transformers.watching import EmptyCache
 
 
-class CollectingCache(AttendingCache):
+class CollectingCache(EmptyCache):
     """Stands where a cache would, shows a calibrator what comes by, and keeps nothing.
 
     Use it as the cache of forward passes of whole texts. A pass attends to itself alone.
@@ -30,9 +27,7 @@ class CollectingCache(AttendingCache):
         """
         _expect_own(model)
         self._calibrator = calibrator
-        layers = cache_shape(model).layers
-        install(model)
-        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model)
 
     def attend(
         self,
@@ -54,19 +49,7 @@ class CollectingCache(AttendingCache):
         grouped = query.unflatten(1, (key.shape[1], -1))
         there = None if valid is None else valid.expand(len(query), -1)
         self._calibrator.see(layer, grouped, key, value, there)
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if there is None else _mask(there),
-            is_causal=there is None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).contiguous()
-
-    def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
-        """Take any positions: nothing is held that these could follow."""
+        return super().attend(layer, query, key, value, scale, valid)
 
 
 def _expect_own(model: PreTrainedModel) -> None:
@@ -77,14 +60,6 @@ def _expect_own(model: PreTrainedModel) -> None:
             f"the model's projections are folded for {found.policy}, so its vectors are not its "
             "own; restore the model before it is calibrated"
         )
-
-
-def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
-    """Each token looks at those before it; padding looks at itself, so that it stays finite."""
-    length = there.shape[1]
-    itself = torch.eye(length, dtype=torch.bool, device=there.device)
-    earlier = torch.ones_like(itself).tril()
-    return (earlier & there[:, None] | itself)[:, None]
 
 
 def output_projections(

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_serve.models.folder import fingerprint
-from kv_serve.models.source import ModelError
+from kv_transformers.models.folder import fingerprint
+from kv_transformers.models.source import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
     if found is None:
         raise WrongModelError(
             f"{policy} was calibrated with the model {wanted}, and this one was not loaded from a "
-            "folder that could be compared; load it with kv_serve.models.load_model or "
+            "folder that could be compared; load it with kv_transformers.models.load_model or "
             "from_pretrained"
         )
     if found != wanted:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
-from kv_serve.bases import Bases, Folded, same_maps, widened
-from kv_serve.hf.folded import FOLDED, FoldedLinear, FoldState, Packing
-from kv_serve.hf.modules import attention_modules
-from kv_serve.hf.probe import expect_direct
-from kv_serve.hf.projections import OUTPUT, Projections, folded_keys, folded_values
-from kv_serve.hf.support import UnsupportedModelError, cache_shape
-from kv_serve.hf.switch import install
-from kv_serve.models.identity import check_fitted
+from kv_runtime import Bases, Folded, same_maps, widened
+from kv_transformers.fitted import check_fitted
+from kv_transformers.folded import FOLDED, FoldedLinear, FoldState, Packing
+from kv_transformers.modules import attention_modules
+from kv_transformers.probe import expect_direct
+from kv_transformers.projections import OUTPUT, Projections, folded_keys, folded_values
+from kv_transformers.support import UnsupportedModelError, cache_shape
+from kv_transformers.switch import install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

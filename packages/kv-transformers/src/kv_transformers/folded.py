@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kv_policy import Basis, HeadBasis, LayerBasis
-from kv_serve.bases import Folded
-from kv_serve.hf.running import current
+from kv_runtime import Folded
+from kv_transformers.running import current
 
 FOLDED: Final = "_kv_serve_folded"  # an attribute of a model whose projections hold a basis
 

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kv_serve.hf.attention import FreshKeys
-from kv_serve.hf.running import Running, current
+from kv_transformers.attention import FreshKeys
+from kv_transformers.running import Running, current
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,8 +84,8 @@ class AttendingCache(Cache):
         if running is None or running.cache is not self:
             raise RuntimeError(
                 "this compressed cache was made for another model than the one that uses it (a "
-                "copy or a reloaded model, for instance, or one that kv_serve.uninstall was called "
-                "on), or model.forward was called in place of the model itself; make a "
+                "copy or a reloaded model, for instance, or one that kv_transformers.uninstall was "
+                "called on), or model.forward was called in place of the model itself; make a "
                 "CompressedCache for the model that is run, and call model(...)"
             )
         return running

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from kv_serve.hf.support import OUTPUT, UnsupportedModelError, named_cross, says_cross
+from kv_transformers.support import OUTPUT, UnsupportedModelError, named_cross, says_cross
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

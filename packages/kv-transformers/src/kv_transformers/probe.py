@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kv_serve.bases import Folded
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_runtime import Folded
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
+from kv_transformers.watching import WatchingCache
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -35,7 +36,6 @@ def expect_direct(
     Raises:
         UnsupportedModelError: something is changed on the way; the message says what.
     """
-    from kv_serve.hf.watching import WatchingCache
 
     def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         arrived[layer] = {"v_proj": value, "k_proj": key, "q_proj": query}

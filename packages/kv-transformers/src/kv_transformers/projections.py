@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kv_policy import HeadBasis, fold_values
-from kv_serve.hf.folded import FoldedLinear, FoldState, turned_rows
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers.folded import FoldedLinear, FoldState, turned_rows
+from kv_transformers.support import UnsupportedModelError
 
 OUTPUT: Final = ("o_proj", "out_proj")  # what models of transformers call their output projection
 

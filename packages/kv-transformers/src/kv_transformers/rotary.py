@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from kv_policy import CacheShape, KVPolicy, Rope, Ropes
-from kv_serve.hf.passing import passing
-from kv_serve.hf.support import UnsupportedModelError
+from kv_transformers.passing import passing
+from kv_transformers.support import UnsupportedModelError
+from kv_transformers.watching import WatchingCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +91,6 @@ def _queries(
     model: "PreTrainedModel", shape: CacheShape, places: list[int]
 ) -> Float[Tensor, "N T P H D"]:
     """What queries of a few tokens, each alone, are at these positions."""
-    from kv_serve.hf.watching import WatchingCache
 
     def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         found[layer] = query[:, :, 0].float()

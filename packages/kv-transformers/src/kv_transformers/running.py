@@ -5,16 +5,38 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from kv_serve.hf.fresh_layer import AttendingCache
+
+class Attends(Protocol):
+    """A cache that attends itself; `fresh_layer.AttendingCache` says what its methods do."""
+
+    def attend(
+        self,
+        layer: int,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        scale: float,
+        valid: "Tensor | None",
+    ) -> "Tensor":
+        """Attend over everything held and the fresh tokens, then store those."""
+        ...
+
+    def expect_mask(self, mask: "Tensor | None", fresh: int) -> None:
+        """Refuse a 2D mask that differs from what the cache holds."""
+        ...
+
+    def expect_next(self, position: "Tensor", valid: "Tensor | None") -> None:
+        """Refuse tokens that do not come after those that are held."""
+        ...
 
 
 @dataclass
 class Running:
     """A forward pass over a cache, from the outermost module that was given it to its end."""
 
-    cache: "AttendingCache"
+    cache: Attends
     handed: int | None = None  # layer whose fresh keys were handed on and are not attended to yet
     used: bool = False  # the model has brought keys
 
@@ -93,7 +115,7 @@ def current() -> Running | None:
     return None if frame is None else frame.running
 
 
-def enter(module: "nn.Module", owner: Counts, cache: "AttendingCache | None") -> None:
+def enter(module: "nn.Module", owner: Counts, cache: Attends | None) -> None:
     """Note that a module's forward call begins, with a cache of ours or without."""
     _forget(module)
     outer = _FRAME.get()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy
-from kv_serve.hf.folded import FoldedLinear
+from kv_transformers.folded import FoldedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

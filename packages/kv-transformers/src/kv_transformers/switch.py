@@ -14,11 +14,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from kv_serve.hf.attention import configured, switched
-from kv_serve.hf.folded import FOLDED
-from kv_serve.hf.fresh_layer import AttendingCache
-from kv_serve.hf.running import current, enter, leave
-from kv_serve.hf.support import UnsupportedModelError, of_decoder
+from kv_transformers.attention import configured, switched
+from kv_transformers.folded import FOLDED
+from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.running import current, enter, leave
+from kv_transformers.support import UnsupportedModelError, of_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import model_folder
-from kv_serve.models.convert import MANIFEST
+from kv_transformers.models import model_folder
+from kv_transformers.models.convert import MANIFEST
 from model_files import write_gguf
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_serve.models import cache_root, load_model, model_folder
-from kv_serve.models.convert import MANIFEST
+from kv_transformers.models import cache_root, load_model, model_folder
+from kv_transformers.models.convert import MANIFEST
 from model_files import TEMPLATE
 
 

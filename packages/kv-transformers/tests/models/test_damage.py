@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import model_folder
-from kv_serve.models.convert import MANIFEST, damage
+from kv_transformers.models import model_folder
+from kv_transformers.models.convert import MANIFEST, damage
 from model_files import flip, refusal, write_gguf
 
 
@@ -80,7 +80,8 @@ def test_leftovers_are_cleared_and_never_used(
 
 KILLED = """
 import os, signal, sys
-from kv_serve.models import convert, model_folder
+from kv_transformers.models import model_folder
+from kv_transformers.models import convert
 
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)

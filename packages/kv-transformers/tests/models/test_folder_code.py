@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import load_model
+from kv_transformers.models import load_model
 from model_files import refusal
 
 ROOT = Path(__file__).parents[4]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_serve.models import load_model
-from kv_serve.models.folder import fingerprint
+from kv_transformers.models import load_model
+from kv_transformers.models.folder import fingerprint
 from model_files import flip, refusal
 
 

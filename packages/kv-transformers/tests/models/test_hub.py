@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_serve.models import DEFAULT_MODEL, load_model
+from kv_transformers.models import DEFAULT_MODEL, load_model
 from model_files import refusal
 
 

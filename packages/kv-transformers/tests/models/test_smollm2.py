@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_serve.models import load_model, model_folder, resolve_model
+from kv_transformers.models import load_model, model_folder, resolve_model
 
 
 @pytest.mark.model

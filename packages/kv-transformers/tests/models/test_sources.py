@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_policy.installing import install_command
-from kv_serve.models import DEFAULT_MODEL, ModelError, load_model, resolve_model
+from kv_transformers.models import DEFAULT_MODEL, ModelError, load_model, resolve_model
 from model_files import flip, refusal
 
 

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kv_serve.models import ModelError, load_model
+from kv_transformers.models import ModelError, load_model
 
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE: Final = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"

@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_eval.calibrate.partial import Partial
+from kv_eval.evaluate.provenance import subject
+from kv_eval.tasks import Text
+from kv_eval.tasks.windows import text_start
 from kv_policy import Calibrator
-from kv_serve.calibrate.partial import Partial
-from kv_serve.evaluate.provenance import subject
-from kv_serve.hf.passing import passing
-from kv_serve.tasks import Text
-from kv_serve.tasks.windows import text_start
+from kv_transformers import passing
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 LEAST_TOKENS: Final = 4096  # fewer leave directions to chance
 WINDOW: Final = 2048
@@ -113,7 +113,7 @@ def collect(
     Raises:
         ValueError: the model is of a kind that cannot be calibrated, or not finite.
     """
-    from kv_serve.hf.collecting import CollectingCache
+    from kv_transformers.collecting import CollectingCache
 
     cache = CollectingCache(loaded.model, calibrator)
     while partial.windows < len(windows):

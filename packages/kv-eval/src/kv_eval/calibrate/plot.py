@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
+from kv_eval.calibrate.grid import Setting
+from kv_eval.calibrate.search import Point, frontier
+from kv_eval.extras import MATPLOTLIB
 from kv_policy.files import write_whole
 from kv_policy.installing import install_command
-from kv_serve.calibrate.grid import Setting
-from kv_serve.calibrate.search import Point, frontier
-from kv_serve.extras import MATPLOTLIB
 
 
 def missing() -> str | None:

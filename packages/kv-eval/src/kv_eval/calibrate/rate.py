@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kv_serve.calibrate.search import Point, Search
-from kv_serve.evaluate.caches import MakeCache, make_cache
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import Text
+from kv_eval.calibrate.search import Point, Search
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.tasks import Text
+from kv_transformers.from_text import FULL, MakeCache, make_cache
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 LEVELS: Final = 63  # six halvings
 

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from kv_eval.calibrate.grid import Setting
+from kv_eval.calibrate.loss import Loss, loss
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.runner import run
+from kv_eval.tasks import TaskName, Text
 from kv_policy.files import write_whole
-from kv_serve.calibrate.grid import Setting
-from kv_serve.calibrate.loss import Loss, loss
-from kv_serve.evaluate.caches import MakeCache, make_cache
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.runner import run
-from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import TaskName, Text
+from kv_transformers.from_text import FULL, MakeCache, make_cache
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 
 @runtime_checkable

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.calibrate_zack import zack
-from kv_serve.cli.console import (
+from kv_eval.cli.calibrate_zack import zack
+from kv_eval.cli.eval import Task
+from kv_eval.cli.shares import share
+from kv_transformers.cli.console import (
     INTERRUPTED,
     check_writable,
     err,
@@ -18,8 +20,7 @@ from kv_serve.cli.console import (
     remark,
     writing,
 )
-from kv_serve.cli.eval import Task
-from kv_serve.cli.options import (
+from kv_transformers.cli.options import (
     BackendOption,
     DeviceOption,
     Dtype,
@@ -29,15 +30,14 @@ from kv_serve.cli.options import (
     expect_backend,
     load_model,
 )
-from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
-    from kv_serve.calibrate.grid import Setting
-    from kv_serve.calibrate.search import Point, Search
-    from kv_serve.evaluate.caches import MakeCache
-    from kv_serve.evaluate.journal import Journal
-    from kv_serve.models import LoadedModel
-    from kv_serve.tasks import Text
+    from kv_eval.calibrate.grid import Setting
+    from kv_eval.calibrate.search import Point, Search
+    from kv_eval.evaluate.journal import Journal
+    from kv_eval.tasks import Text
+    from kv_transformers.from_text import MakeCache
+    from kv_transformers.models import LoadedModel
 
 app = typer.Typer(no_args_is_help=True, help="Find a policy's settings for a model.")
 NOTHING_FOUND = 1
@@ -107,11 +107,11 @@ def leankv(
     A prompt is read once for several settings. Each finished sample is kept in FILE.partial at
     once: a run that was interrupted goes on from there when it is started again.
     """
-    from kv_serve.calibrate.grid import PAIRS, grid
-    from kv_serve.calibrate.plot import missing
-    from kv_serve.calibrate.search import Search
-    from kv_serve.evaluate.specs import read_spec
-    from kv_serve.tasks import default_text, read_text
+    from kv_eval.calibrate.grid import PAIRS, grid
+    from kv_eval.calibrate.plot import missing
+    from kv_eval.calibrate.search import Search
+    from kv_eval.tasks import default_text, read_text
+    from kv_transformers.from_text import read_spec
 
     with refusing(ValueError):
         allowed = share("--max-loss", max_loss)
@@ -156,10 +156,11 @@ def _calibrate(
     plot: Path | None,
     backend: str,
 ) -> None:
-    from kv_serve.calibrate.plot import draw
-    from kv_serve.calibrate.search import choose, write_profile
-    from kv_serve.evaluate.journal import open_journal
-    from kv_serve.evaluate.provenance import commit, versions
+    from kv_eval.calibrate.plot import draw
+    from kv_eval.calibrate.search import choose, write_profile
+    from kv_eval.evaluate.journal import open_journal
+    from kv_eval.evaluate.provenance import commit
+    from kv_policy.installing import versions
 
     make, served = caches_by(loaded, backend)
     partial = path.with_name(path.name + ".partial")
@@ -226,7 +227,7 @@ def _show(points: "tuple[Point[Setting], ...]", chosen: "Point[Setting] | None")
     from rich.markup import escape
     from rich.table import Table
 
-    from kv_serve.calibrate.search import frontier
+    from kv_eval.calibrate.search import frontier
 
     tasks = tuple(points[0].losses)
     table = Table(box=None, padding=(0, 2, 0, 0), title="The frontier", title_justify="left")

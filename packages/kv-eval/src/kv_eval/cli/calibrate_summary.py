@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from kv_serve.cli.console import out, remark
+from kv_transformers.cli.console import out, remark
 
 if TYPE_CHECKING:
     from kv_policy import Calibrated, Calibrator

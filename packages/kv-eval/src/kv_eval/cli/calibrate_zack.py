@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kv_serve.cli.calibrate_summary import show
-from kv_serve.cli.console import (
+from kv_eval.cli.calibrate_summary import show
+from kv_eval.cli.eval import Task
+from kv_eval.cli.shares import share
+from kv_transformers.cli.console import (
     INTERRUPTED,
     check_writable,
     progress,
@@ -16,8 +18,7 @@ from kv_serve.cli.console import (
     remark,
     writing,
 )
-from kv_serve.cli.eval import Task
-from kv_serve.cli.options import (
+from kv_transformers.cli.options import (
     BackendOption,
     DeviceOption,
     Dtype,
@@ -27,17 +28,16 @@ from kv_serve.cli.options import (
     expect_backend,
     load_model,
 )
-from kv_serve.cli.shares import share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kv_eval.calibrate.collect import Reading
+    from kv_eval.calibrate.rate import Rate, RateSearch
+    from kv_eval.calibrate.search import Search
+    from kv_eval.tasks import Text
     from kv_policy import Calibrated, Calibrator
-    from kv_serve.calibrate.collect import Reading
-    from kv_serve.calibrate.rate import Rate, RateSearch
-    from kv_serve.calibrate.search import Search
-    from kv_serve.models import LoadedModel
-    from kv_serve.tasks import Text
+    from kv_transformers.models import LoadedModel
 
 NOTHING_FOUND: Final = 1
 POLICY: Final = "zack"
@@ -100,8 +100,8 @@ def zack(
     What was learnt is kept in FILE.partial every few windows: a run that was interrupted goes on
     from there when it is started again.
     """
-    from kv_serve.calibrate.collect import Reading
-    from kv_serve.tasks import default_text, read_text
+    from kv_eval.calibrate.collect import Reading
+    from kv_eval.tasks import default_text, read_text
 
     with refusing(ValueError):
         reading = Reading(tokens, window, together)
@@ -137,7 +137,7 @@ def _samples(
     task: list[Task] | None, sizes: dict[str, int | None], allowed: float | None
 ) -> "Search[Rate]":
     """Which samples a rate is searched on, if it is."""
-    from kv_serve.calibrate.search import Search
+    from kv_eval.calibrate.search import Search
 
     given = {name: size for name, size in sizes.items() if size is not None}
     if allowed is None and (task or given):
@@ -152,12 +152,13 @@ def _samples(
 def _collect(
     loaded: "LoadedModel", reading: "Reading", text: "Text", path: Path
 ) -> "tuple[Calibrator, float]":
+    from kv_eval.calibrate.collect import collect
+    from kv_eval.calibrate.partial import Partial
+    from kv_eval.evaluate.provenance import commit
     from kv_policy import load_calibrator
-    from kv_serve.calibrate.collect import collect
-    from kv_serve.calibrate.partial import Partial
-    from kv_serve.evaluate.provenance import commit, versions
-    from kv_serve.hf.collecting import output_projections
-    from kv_serve.hf.support import cache_shape
+    from kv_policy.installing import versions
+    from kv_transformers import cache_shape
+    from kv_transformers.collecting import output_projections
 
     with refusing(ValueError):
         windows = reading.windows(loaded, text)
@@ -207,9 +208,10 @@ def _search(
     allowed: float,
     backend: str,
 ) -> "RateSearch":
-    from kv_serve.calibrate.rate import LEVELS, RateSearch
-    from kv_serve.evaluate.journal import open_journal
-    from kv_serve.evaluate.provenance import commit, versions
+    from kv_eval.calibrate.rate import LEVELS, RateSearch
+    from kv_eval.evaluate.journal import open_journal
+    from kv_eval.evaluate.provenance import commit
+    from kv_policy.installing import versions
 
     search = RateSearch(POLICY, path, calibrator.rates(LEVELS), samples, allowed)
     if not search.levels:

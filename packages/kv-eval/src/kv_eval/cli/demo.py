@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kv_serve.cli.console import check_writable, err, out, refusing, remark, writing
-from kv_serve.cli.options import BackendOption, caches_by, expect_backend, load_model
+from kv_transformers.cli.console import check_writable, err, out, refusing, remark, writing
+from kv_transformers.cli.options import BackendOption, caches_by, expect_backend, load_model
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kv_serve.demo import Demo
+    from kv_eval.demo import Demo
 
 WIDTH: Final = 100  # columns that the demo fills at most
 
@@ -29,9 +29,9 @@ def demo(
         check_writable(json)
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kv_serve.backends import AUTO, remedy
-    from kv_serve.demo import LENGTH, QUICK_LENGTH, TURNS, Outcome, Show, caches
-    from kv_serve.tasks import default_text
+    from kv_eval.demo import LENGTH, QUICK_LENGTH, TURNS, Outcome, Show, caches
+    from kv_eval.tasks import default_text
+    from kv_runtime import AUTO, remedy
 
     expect_backend(backend)
     length = QUICK_LENGTH if quick else LENGTH
@@ -80,7 +80,7 @@ def demo(
 
 def next_commands(program: str) -> tuple[str, ...]:
     """Give three commands to go on with, as they can be typed where the demo was called."""
-    from kv_serve.demo import CHOSEN
+    from kv_eval.demo import CHOSEN
 
     policies = ("--policy", "k8v4,k4v2")
     return tuple(

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, refuse
-from kv_serve.cli.evaluation import Tell, Work, finish
+from kv_eval.cli.evaluation import Tell, Work, finish
 from kv_serve.cli.host import expect_vllm
-from kv_serve.cli.options import (
+from kv_transformers.cli.console import check_writable, refuse
+from kv_transformers.cli.options import (
     BackendOption,
     DeviceOption,
     Dtype,
@@ -24,16 +24,16 @@ from kv_serve.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_serve.evaluate.caches import MakeCache
-    from kv_serve.evaluate.harness_tasks import Harness
-    from kv_serve.evaluate.journal import Finished, Journal
-    from kv_serve.evaluate.plan import Plan
-    from kv_serve.models import LoadedModel
-    from kv_serve.tasks import Text
+    from kv_eval.evaluate.harness_tasks import Harness
+    from kv_eval.evaluate.journal import Finished, Journal
+    from kv_eval.evaluate.plan import Plan
+    from kv_eval.tasks import Text
+    from kv_transformers.from_text import MakeCache
+    from kv_transformers.models import LoadedModel
 
 
 class Task(StrEnum):
-    """The tasks of `kv_serve.tasks`."""
+    """The tasks of `kv_eval.tasks`."""
 
     NEEDLE = "needle"
     MULTIKEY = "multikey"
@@ -151,10 +151,10 @@ def evaluate(
     The same options give the same samples. Each finished sample is kept in FILE.partial at once: a
     run that was interrupted goes on from there when it is started again.
     """
-    from kv_serve.evaluate.harness_tasks import Harness, expect_installed, read_data
-    from kv_serve.evaluate.plan import SETTINGS, Plan
-    from kv_serve.evaluate.specs import read_specs
-    from kv_serve.tasks import default_text, read_text
+    from kv_eval.evaluate.harness_tasks import Harness, expect_installed, read_data
+    from kv_eval.evaluate.plan import SETTINGS, Plan
+    from kv_eval.evaluate.specs import read_specs
+    from kv_eval.tasks import default_text, read_text
 
     if not task and not lm_eval:
         refuse("name what to measure: --task, as in --task needle, or --lm-eval TASK")
@@ -210,8 +210,8 @@ def _samples(
     loaded: "LoadedModel", plan: "Plan", text: "Text", host: Host, make: "MakeCache | None"
 ) -> Work:
     """Samples of our own tasks; where nothing makes caches they are for vLLM."""
-    from kv_serve.evaluate import runner, under_vllm
-    from kv_serve.evaluate.report import kept, rows
+    from kv_eval.evaluate import runner, under_vllm
+    from kv_eval.evaluate.report import kept, rows
 
     def run(journal: "Journal", tell: Tell) -> "Iterator[Finished]":
         if make is None:
@@ -232,9 +232,9 @@ def _documents(
     loaded: "LoadedModel", harness: "Harness", policies: tuple[str, ...], make: "MakeCache"
 ) -> Work:
     """Documents of lm-eval's tasks."""
-    from kv_serve.evaluate.harness_tasks import run
-    from kv_serve.evaluate.provenance import model_identity
-    from kv_serve.evaluate.report import harness_rows
+    from kv_eval.evaluate.harness_tasks import run
+    from kv_eval.evaluate.provenance import model_identity
+    from kv_eval.evaluate.report import harness_rows
 
     return Work(
         settings=model_identity(loaded) | harness.identity(),

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kv_serve.cli.console import INTERRUPTED, out, progress, refusing, remark, writing
+from kv_transformers.cli.console import INTERRUPTED, out, progress, refusing, remark, writing
 
 if TYPE_CHECKING:
-    from kv_serve.backends import Serving
-    from kv_serve.evaluate.journal import Finished, Journal
-    from kv_serve.evaluate.report import Layers, Row
-    from kv_serve.models import LoadedModel
+    from kv_eval.evaluate.journal import Finished, Journal
+    from kv_eval.evaluate.report import Layers, Row
+    from kv_runtime import Serving
+    from kv_transformers.models import LoadedModel
 
 Tell = Callable[[str], None]
 
@@ -43,10 +43,11 @@ def finish(
     loaded: "LoadedModel", works: Sequence[Work], path: Path, served: "Serving | None"
 ) -> None:
     """Finish all samples, write the JSON file, and show its rows as a table."""
-    from kv_serve.evaluate.journal import open_journal
-    from kv_serve.evaluate.machine import machine
-    from kv_serve.evaluate.provenance import commit, versions
-    from kv_serve.evaluate.report import Report, spectra
+    from kv_eval.evaluate.journal import open_journal
+    from kv_eval.evaluate.machine import machine
+    from kv_eval.evaluate.provenance import commit
+    from kv_eval.evaluate.report import Report, spectra
+    from kv_policy.installing import versions
 
     code, under = commit(), versions()
     partial = path.with_name(path.name + ".partial")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, err, refuse, refusing, remark
-from kv_serve.cli.options import (
+from kv_eval.cli.targets import expect_apart, write_all
+from kv_transformers.cli.console import check_writable, err, refuse, refusing, remark
+from kv_transformers.cli.options import (
     BackendOption,
     DeviceOption,
     Dtype,
@@ -19,13 +20,12 @@ from kv_serve.cli.options import (
     load_model,
     reading_policy,
 )
-from kv_serve.cli.prompts import in_chat, longest, read_prompt
-from kv_serve.cli.targets import expect_apart, write_all
+from kv_transformers.cli.prompts import in_chat, longest, read_prompt
 
 if TYPE_CHECKING:
-    from kv_serve.inspection.prompt import Piece
-    from kv_serve.inspection.record import Inspection
-    from kv_serve.models import LoadedModel
+    from kv_eval.inspection.prompt import Piece
+    from kv_eval.inspection.record import Inspection
+    from kv_transformers.models import LoadedModel
 
 
 def inspect(
@@ -80,17 +80,17 @@ def inspect(
     loaded = load_model(model, dtype, device)
     if chat:
         text = in_chat(loaded, text, "read the text as it is, without --chat")
-    from kv_serve.inspection.prompt import pieces
+    from kv_eval.inspection.prompt import pieces
 
     tokens = pieces(loaded.tokenizer, text, special=not chat)
     _check_length(loaded, len(tokens))
     found = _inspected(loaded, spec, tokens, backend)
-    from kv_serve.cli.inspect_shown import show
+    from kv_eval.cli.inspect_shown import show
 
     shaded = None if place is None else _place(found, place)
     made = [] if json is None else [(json, found.encoded())]
     if html is not None:
-        from kv_serve.inspection.page import page
+        from kv_eval.inspection.page import page
 
         made.append((html, page(found)))
     write_all(made)  # before anything is printed: a reader such as `head` may close the pipe
@@ -100,9 +100,9 @@ def inspect(
 def _inspected(
     loaded: "LoadedModel", spec: str, tokens: "Sequence[Piece]", backend: str
 ) -> "Inspection":
-    from kv_serve.evaluate.folding import folded
-    from kv_serve.hf.cache import CompressedCache
-    from kv_serve.inspection.look import inspected
+    from kv_eval.inspection.look import inspected
+    from kv_transformers import CompressedCache
+    from kv_transformers.from_text import folded
 
     _, served = caches_by(loaded, backend)
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def _place(found: "Inspection", name: str) -> int:
 
 def _spec(policy: str, model: str | None) -> str:
     from kv_policy import parse
-    from kv_serve.evaluate.specs import FULL
+    from kv_transformers.from_text import FULL
 
     if policy.strip() == FULL:
         refuse(

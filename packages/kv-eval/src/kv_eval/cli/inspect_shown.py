@@ -8,8 +8,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kv_serve.cli.console import out
-from kv_serve.inspection.record import LEVELS, Inspection, Token, level
+from kv_eval.inspection.record import LEVELS, Inspection, Token, level
+from kv_transformers.cli.console import out
 
 SHADES: Final = (  # of tokens that no head keeps, that some keep, and that all keep
     ("no head", "dim"),

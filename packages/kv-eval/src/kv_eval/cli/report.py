@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kv_serve.cli.console import check_writable, refuse, refusing
-from kv_serve.cli.targets import expect_apart, write_all
+from kv_eval.cli.targets import expect_apart, write_all
+from kv_transformers.cli.console import check_writable, refuse, refusing
 
 
 def report(
@@ -30,19 +30,19 @@ def report(
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}
     expect_apart(files, "a result", named)
-    from kv_serve.report.picture import missing
+    from kv_eval.report.picture import missing
 
     reason = missing() if png or svg else None
     if reason is not None:
         refuse(reason)
-    from kv_serve.report.read import ReadError, read
+    from kv_eval.report.read import ReadError, read
 
     with refusing(ReadError):
         sources = read(files)
     for option, path in named.items():
         check_writable(path, option)
-    from kv_serve.report.page import page
-    from kv_serve.report.picture import picture
+    from kv_eval.report.page import page
+    from kv_eval.report.picture import picture
 
     made = [(out, page(sources))]  # all of it, before anything is written
     if png is not None:

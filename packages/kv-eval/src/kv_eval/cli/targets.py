@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kv_serve.cli.console import refuse, remark, writing
+from kv_transformers.cli.console import refuse, remark, writing
 
 
 def expect_apart(inputs: Iterable[Path], what: str, named: Mapping[str, Path]) -> None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_serve.hf.passing import passing
+from kv_transformers import passing
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

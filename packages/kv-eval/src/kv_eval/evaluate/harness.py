@@ -14,15 +14,15 @@ from jaxtyping import Float
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
 
-from kv_serve.evaluate.caches import MakeCache, held
-from kv_serve.evaluate.decode import ends_of, read
-from kv_serve.tasks import TaskError
+from kv_eval.evaluate.decode import ends_of, read
+from kv_eval.tasks import TaskError
+from kv_transformers.from_text import MakeCache, held
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import Cache
 
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 

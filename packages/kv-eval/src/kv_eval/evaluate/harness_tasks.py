@@ -10,18 +10,18 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.extras import LM_EVAL
+from kv_eval.tasks import TaskError
 from kv_policy.installing import install_command
-from kv_serve.evaluate.caches import MakeCache
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.extras import LM_EVAL
-from kv_serve.tasks import TaskError
+from kv_transformers.from_text import MakeCache
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-    from kv_serve.evaluate.harness import Asked
-    from kv_serve.models import LoadedModel
+    from kv_eval.evaluate.harness import Asked
+    from kv_transformers.models import LoadedModel
 
 PREFIX: Final = "lm-eval:"  # of the names of such tasks in a result
 AWARE: Final = "aware"  # questions stand where the task's own prompt has them, inside
@@ -156,7 +156,7 @@ def _asked(
 ) -> list[Finished]:
     from lm_eval import simple_evaluate
 
-    from kv_serve.evaluate.harness import CompressedLM
+    from kv_eval.evaluate.harness import CompressedLM
 
     took: list[Asked] = []
 

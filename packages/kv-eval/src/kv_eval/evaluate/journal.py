@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
+from kv_eval.evaluate.records import Records
 from kv_policy.decoding import decode
-from kv_serve.evaluate.records import Records
 
 ENDING: Final = ".partial"  # of its name, behind that of the result
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
-from kv_serve.evaluate.provenance import subject
-from kv_serve.tasks import (
+from kv_eval.evaluate.provenance import subject
+from kv_eval.tasks import (
     Sample,
     Setting,
     TaskError,
@@ -20,7 +20,7 @@ from kv_serve.tasks import (
 )
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 TASKS: Final[tuple[TaskName, ...]] = get_args(TaskName)
 SETTINGS: Final[tuple[Setting, ...]] = get_args(Setting)

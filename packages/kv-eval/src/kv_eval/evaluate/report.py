@@ -7,14 +7,14 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kv_eval.evaluate.harness_tasks import PREFIX, Harness
+from kv_eval.evaluate.intervals import Interval, of_change, of_mean
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import Plan
 from kv_policy import Spectral, parse
 from kv_policy.files import write_whole
-from kv_serve.backends import Serving
-from kv_serve.evaluate.harness_tasks import PREFIX, Harness
-from kv_serve.evaluate.intervals import Interval, of_change, of_mean
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.specs import FULL
+from kv_runtime import Serving
+from kv_transformers.from_text import FULL
 
 SOME: Final = msgspec.Meta(min_length=1)
 Natural = Annotated[int, msgspec.Meta(ge=1)]
@@ -28,7 +28,7 @@ Spectra = Annotated[tuple[Annotated[tuple[Amounts, ...], SOME], ...], SOME]  # a
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One policy on one task: means over the samples, and the seconds all of them took.
 
-    Intervals hold the true mean 95 times of 100, as `kv_serve.evaluate.intervals` says; there is
+    Intervals hold the true mean 95 times of 100, as `kv_eval.evaluate.intervals` says; there is
     none of a single figure.
     """
 
@@ -56,11 +56,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         model: the name that it was asked for by.
-        commit: what `kv_serve.evaluate.provenance.commit` says of the code.
+        commit: what `kv_eval.evaluate.provenance.commit` says of the code.
         versions: of Python and of the packages that a result may depend on.
         settings: what the samples follow from: the model's fingerprint, its numbers and device, the
-            text, lengths and seeds, as `kv_serve.evaluate.plan.Plan.identity` gives them.
-        machine: what it was measured on, as `kv_serve.evaluate.machine.machine` says.
+            text, lengths and seeds, as `kv_eval.evaluate.plan.Plan.identity` gives them.
+        machine: what it was measured on, as `kv_eval.evaluate.machine.machine` says.
         attention: what attended over compressed caches.
         rows: one for each task, setting and policy.
         kept: tokens that a policy's cache holds after the prompt, mean over the samples: for each

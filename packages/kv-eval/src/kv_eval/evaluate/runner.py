@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kv_serve.evaluate.caches import MakeCache, held, make_cache
-from kv_serve.evaluate.decode import answer, ends_of, nats, read
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.scored import Said, finished
-from kv_serve.evaluate.shared import read_prompt
-from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import Sample, Text
+from kv_eval.evaluate.decode import answer, ends_of, nats, read
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.scored import Said, finished
+from kv_eval.evaluate.shared import read_prompt
+from kv_eval.tasks import Sample, Text
+from kv_transformers.from_text import FULL, MakeCache, held, make_cache
 
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 TOGETHER: Final = 8  # caches of one prompt that are held at the same time
 

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_serve.evaluate.journal import Finished
-from kv_serve.tasks import Sample, agreement_share, found_share
+from kv_eval.evaluate.journal import Finished
+from kv_eval.tasks import Sample, agreement_share, found_share
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

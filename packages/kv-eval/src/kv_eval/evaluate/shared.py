@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_serve.evaluate.decode import read
+from kv_eval.evaluate.decode import read
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-    from kv_serve.hf.cache import CompressedCache
+    from kv_transformers import CompressedCache
 
 
 def read_prompt(
@@ -28,7 +28,7 @@ def read_prompt(
         caches: compressed caches, and others, which get a pass of their own.
         tokens: the prompt.
     """
-    from kv_serve.hf.cache import CompressedCache
+    from kv_transformers import CompressedCache
 
     own = [cache for cache in caches if not isinstance(cache, CompressedCache)]
     ours = [cache for cache in caches if isinstance(cache, CompressedCache)]

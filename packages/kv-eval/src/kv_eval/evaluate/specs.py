@@ -3,12 +3,9 @@
 import re
 from collections.abc import Iterable
 from itertools import product
-from typing import Final
 
-from kv_policy import UnknownPolicyError, parse
 from kv_policy.part import split
-
-FULL: Final = "full"  # transformers' own cache, which every other one is compared with
+from kv_transformers.from_text import FULL, read_spec
 
 _NAME_ENDS = re.compile(r"[+:,]")
 _OPENS, _CLOSES = re.compile(r"(?<!\\)\{"), re.compile(r"(?<!\\)\}")
@@ -80,21 +77,6 @@ def read_specs(texts: Iterable[str]) -> tuple[str, ...]:
                 raise ValueError(f"the policy {canonical} is named twice; name it once")
             found.append(canonical)
     return tuple(found)
-
-
-def read_spec(spec: str) -> str:
-    """Read one text form into its canonical one; `full` stays as it is.
-
-    Raises:
-        ValueError: whatever `parse` refuses.
-    """
-    if spec == FULL:
-        return FULL
-    try:
-        return str(parse(spec))
-    except UnknownPolicyError as error:
-        own = f"`{FULL}`, alone, names transformers' own cache"
-        raise UnknownPolicyError(f"{error}; {own}") from None
 
 
 def _is_open(text: str) -> bool:

@@ -8,15 +8,15 @@ was kept. `full` is vLLM's own cache.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kv_serve.evaluate.journal import Finished, Journal
-from kv_serve.evaluate.plan import Plan
-from kv_serve.evaluate.scored import Said, finished
-from kv_serve.evaluate.specs import FULL
-from kv_serve.tasks import Sample, Text
+from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.plan import Plan
+from kv_eval.evaluate.scored import Said, finished
+from kv_eval.tasks import Sample, Text
+from kv_transformers.from_text import FULL
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
-    from kv_serve.vllm.asking import Engine
+    from kv_eval.vllm.asking import Engine
+    from kv_transformers.models import LoadedModel
 
 Numbered = tuple[int, Sample]
 ROOM = 512  # tokens beside those of a prompt that has not been compressed yet
@@ -38,7 +38,7 @@ def run(loaded: "LoadedModel", plan: Plan, text: Text, journal: Journal) -> Iter
         ValueError: vLLM refuses a policy for this model.
         RuntimeError: an engine ended before it had answered.
     """
-    from kv_serve.vllm.asking import replies
+    from kv_eval.vllm.asking import replies
 
     work = [numbered for samples in plan.made(loaded, text) for numbered in enumerate(samples)]
     token_bytes = raw_token_bytes(loaded)
@@ -61,7 +61,7 @@ def run(loaded: "LoadedModel", plan: Plan, text: Text, journal: Journal) -> Iter
 
 def raw_token_bytes(loaded: "LoadedModel") -> int:
     """Bytes that keys and values of one token take in all layers, uncompressed."""
-    from kv_serve.hf.support import cache_shape
+    from kv_transformers import cache_shape
 
     shape = cache_shape(loaded.model)
     dims = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
@@ -71,7 +71,7 @@ def raw_token_bytes(loaded: "LoadedModel") -> int:
 def _engine(
     loaded: "LoadedModel", spec: str, samples: Sequence[Sample], token_bytes: int
 ) -> "Engine":
-    from kv_serve.vllm.asking import Engine
+    from kv_eval.vllm.asking import Engine
 
     longest = max(s.length + len(s.target_ids) + s.new_tokens for s in samples)
     return Engine(

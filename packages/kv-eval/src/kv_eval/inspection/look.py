@@ -7,16 +7,15 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from kv_serve.backends import Serving
-from kv_serve.evaluate.decode import read
-from kv_serve.evaluate.provenance import versions
-from kv_serve.inspection.holding import NOWHERE, Holding, holding
-from kv_serve.inspection.prompt import Piece
-from kv_serve.inspection.record import DIGITS, NOT_HELD, Inspection, Spot, Token
+from kv_eval.evaluate.decode import read
+from kv_eval.inspection.prompt import Piece
+from kv_eval.inspection.record import DIGITS, NOT_HELD, Inspection, Spot, Token
+from kv_policy.installing import versions
+from kv_runtime import NOWHERE, Holding, Serving, holding
 
 if TYPE_CHECKING:
-    from kv_serve.hf.cache import CompressedCache
-    from kv_serve.models import LoadedModel
+    from kv_transformers import CompressedCache
+    from kv_transformers.models import LoadedModel
 
 _PARTS: Final = (  # of a MemoryReport, which add up to its total
     *("vector_bytes", "score_bytes", "position_bytes", "unfilled_bytes", "spare_bytes"),

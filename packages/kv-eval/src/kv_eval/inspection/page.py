@@ -2,13 +2,13 @@
 
 from typing import Final
 
-from kv_serve.inspection.record import LEVELS, Inspection, Token, level
-from kv_serve.report.chart import colour
-from kv_serve.report.frame import Section, frame, own
-from kv_serve.report.kept import kept_by
-from kv_serve.report.markup import Markup, join, tag, text
-from kv_serve.report.run import fact
-from kv_serve.report.table import Cell, Column, number, table, word
+from kv_eval.inspection.record import LEVELS, Inspection, Token, level
+from kv_eval.report.chart import colour
+from kv_eval.report.frame import Section, frame, own
+from kv_eval.report.kept import kept_by
+from kv_eval.report.markup import Markup, join, tag, text
+from kv_eval.report.run import fact
+from kv_eval.report.table import Cell, Column, number, table, word
 
 TITLE: Final = "What was kept of a prompt"
 _BLANK: Final = "\N{NO-BREAK SPACE}"
@@ -38,7 +38,7 @@ def page(found: Inspection) -> bytes:
         Section("bytes", "Bytes", _bytes(found)),
         Section("run", "What was run", _run(found)),
     )
-    style, script = (own("kv_serve.inspection", f"page.{kind}") for kind in ("css", "js"))
+    style, script = (own("kv_eval.inspection", f"page.{kind}") for kind in ("css", "js"))
     return frame(TITLE, f"{found.policy} on {found.model}", sections, style=style, script=script)
 
 

@@ -5,9 +5,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kv_serve.backends import Serving
-from kv_serve.evaluate.report import SOME
-from kv_serve.inspection.holding import Kind
+from kv_eval.evaluate.report import SOME
+from kv_runtime import Kind, Serving
 
 DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"  # a place's number, in `Inspection.held`
 NOT_HELD: Final = "."

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv_serve.report.labels import Box, Spot, spots
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
-from kv_serve.report.scale import Axis
+from kv_eval.report.labels import Box, Spot, spots
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.scale import Axis
 
 WIDTH: Final = 400.0  # units of the picture; a page scales it to the width that there is
 HEIGHT: Final = 300.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 
 STYLES: Final = ("page.css", "parts.css", "media.css")  # the last ones change the first
 SCRIPT: Final = "page.js"
@@ -46,8 +46,8 @@ def frame(
         script: likewise; it may use what is in the script of every page.
     """
     there = [section for section in sections if section.content]
-    styles = join(*(own("kv_serve.report", name) for name in STYLES), style)
-    scripts = join(own("kv_serve.report", SCRIPT), script)
+    styles = join(*(own("kv_eval.report", name) for name in STYLES), style)
+    scripts = join(own("kv_eval.report", SCRIPT), script)
     body = tag(
         "body",
         None,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv_serve.evaluate.report import Row
-from kv_serve.evaluate.specs import FULL
-from kv_serve.report.read import Source
+from kv_eval.evaluate.report import Row
+from kv_eval.report.read import Source
+from kv_transformers.from_text import FULL
 
 LOWER: Final = frozenset({"nll"})  # tasks whose score is a loss
 Place = tuple[float, float]

@@ -5,10 +5,10 @@ from itertools import chain
 from statistics import fmean
 from typing import Final, TypeAlias
 
-from kv_serve.evaluate.report import Layers
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
-from kv_serve.report.read import Source
-from kv_serve.report.table import Column, number, table
+from kv_eval.evaluate.report import Layers
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.read import Source
+from kv_eval.report.table import Column, number, table
 
 WIDTH: Final = 400.0
 _LEFT: Final = 34.0

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Final
 
-from kv_serve.report.frame import Section, frame
-from kv_serve.report.frontier import panels
-from kv_serve.report.kept import kept
-from kv_serve.report.quality import quality
-from kv_serve.report.read import Source
-from kv_serve.report.run import run
-from kv_serve.report.spectra import spectra
-from kv_serve.report.speed import speed
+from kv_eval.report.frame import Section, frame
+from kv_eval.report.frontier import panels
+from kv_eval.report.kept import kept
+from kv_eval.report.quality import quality
+from kv_eval.report.read import Source
+from kv_eval.report.run import run
+from kv_eval.report.spectra import spectra
+from kv_eval.report.speed import speed
 
 TITLE: Final = "Quality against bytes held"
 

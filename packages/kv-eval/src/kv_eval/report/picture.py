@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
+from kv_eval.extras import MATPLOTLIB
+from kv_eval.report.chart import PLOT, spot
+from kv_eval.report.frontier import Panel, numbered, panels
+from kv_eval.report.labels import spots
+from kv_eval.report.quality import axes
+from kv_eval.report.read import Source
+from kv_eval.report.words import title
 from kv_policy.installing import install_command
-from kv_serve.extras import MATPLOTLIB
-from kv_serve.report.chart import PLOT, spot
-from kv_serve.report.frontier import Panel, numbered, panels
-from kv_serve.report.labels import spots
-from kv_serve.report.quality import axes
-from kv_serve.report.read import Source
-from kv_serve.report.words import title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from kv_serve.report.chart import Mark, chart, key
-from kv_serve.report.frontier import Panel, Point
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
-from kv_serve.report.scale import Axis, axis
-from kv_serve.report.table import Cell, Column, number, table, word
-from kv_serve.report.words import HELD, facts, name, score_axis, title
+from kv_eval.report.chart import Mark, chart, key
+from kv_eval.report.frontier import Panel, Point
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.scale import Axis, axis
+from kv_eval.report.table import Cell, Column, number, table, word
+from kv_eval.report.words import HELD, facts, name, score_axis, title
 
 _ABOUT = (
     "Every point is a policy, with its number in the table. Further left, a cache holds "

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kv_eval.evaluate.journal import ENDING
+from kv_eval.evaluate.records import is_journal
+from kv_eval.evaluate.report import Report
 from kv_policy.decoding import decode
-from kv_serve.evaluate.journal import ENDING
-from kv_serve.evaluate.records import is_journal
-from kv_serve.evaluate.report import Report
 
 
 class ReadError(ValueError):

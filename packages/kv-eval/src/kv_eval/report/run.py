@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from kv_serve.evaluate.plan import WITHOUT_QUESTION
-from kv_serve.evaluate.report import Report, Row
-from kv_serve.evaluate.specs import FULL
-from kv_serve.report.markup import Markup, join, tag, text
-from kv_serve.report.read import Source
+from kv_eval.evaluate.plan import WITHOUT_QUESTION
+from kv_eval.evaluate.report import Report, Row
+from kv_eval.report.markup import Markup, join, tag, text
+from kv_eval.report.read import Source
+from kv_transformers.from_text import FULL
 
 _OPTIONS: Final = ("host", "batch", "continuation")  # that settings name as the command does
 _SAID: Final = frozenset({"model", "length", "samples", "seed", "seeds"})  # in other places
@@ -26,7 +26,7 @@ def run(sources: Sequence[Source]) -> Markup:
 def commands(report: Report) -> tuple[str, ...]:
     """Write the commands that measure a report's rows, one for each length, samples and seeds.
 
-    >>> from kv_serve.evaluate.report import Report, Row
+    >>> from kv_eval.evaluate.report import Report, Row
     >>> row = Row(policy="k8v4", task="nll", setting="agnostic", length=9, samples=2, seed=0,
     ...     score=1.0, full_score=1.0, kv_bytes=1.0, full_bytes=2.0, seconds=0.0)
     >>> print(*commands(Report(model="m", commit="", versions={}, rows=(row,))))

@@ -6,12 +6,12 @@ from itertools import accumulate
 from statistics import median
 from typing import Final
 
-from kv_serve.evaluate.report import Amounts, Spectra
-from kv_serve.report.chart import HEIGHT, PLOT, WIDTH, frame
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
-from kv_serve.report.read import Source
-from kv_serve.report.scale import Axis, axis
-from kv_serve.report.table import Column, number, table
+from kv_eval.evaluate.report import Amounts, Spectra
+from kv_eval.report.chart import HEIGHT, PLOT, WIDTH, frame
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.read import Source
+from kv_eval.report.scale import Axis, axis
+from kv_eval.report.table import Column, number, table
 
 FLOOR: Final = 1e-4  # what is smaller is drawn there
 SHARES: Final = (0.9, 0.99)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from kv_serve.report.chart import Mark, chart, key
-from kv_serve.report.frontier import Panel
-from kv_serve.report.markup import NOTHING, Markup, join, tag, text
-from kv_serve.report.scale import axis
-from kv_serve.report.table import Column, number, table, word
-from kv_serve.report.words import HELD, TIMES, facts, name, title
+from kv_eval.report.chart import Mark, chart, key
+from kv_eval.report.frontier import Panel
+from kv_eval.report.markup import NOTHING, Markup, join, tag, text
+from kv_eval.report.scale import axis
+from kv_eval.report.table import Column, number, table, word
+from kv_eval.report.words import HELD, TIMES, facts, name, title
 
 _ABOUT = (
     "Seconds are of all samples of a task, prompts included, over those of full in the same file. "

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_serve.report.markup import Markup, join, tag, text
-from kv_serve.report.scale import MINUS
+from kv_eval.report.markup import Markup, join, tag, text
+from kv_eval.report.scale import MINUS
 
 
 @dataclass(frozen=True, slots=True)

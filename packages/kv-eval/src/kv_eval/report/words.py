@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kv_serve.report.frontier import Panel, Point
+from kv_eval.report.frontier import Panel, Point
 
 _SCORES: Final = {
     "needle": "right answers, share (higher is better)",

@@ -1,11 +1,11 @@
 """What a compressed cache is asked: prompts that hide answers, and windows of plain text."""
 
-from kv_serve.tasks.counting import common_words
-from kv_serve.tasks.hidden import multikey, needle, passkey, variable_tracking
-from kv_serve.tasks.sample import Sample, Setting, TaskError, TaskName
-from kv_serve.tasks.scoring import agreement_share, found, found_share, nats_per_token
-from kv_serve.tasks.text import Text, default_text, read_text
-from kv_serve.tasks.windows import agreement, nll
+from kv_eval.tasks.counting import common_words
+from kv_eval.tasks.hidden import multikey, needle, passkey, variable_tracking
+from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
+from kv_eval.tasks.scoring import agreement_share, found, found_share, nats_per_token
+from kv_eval.tasks.text import Text, default_text, read_text
+from kv_eval.tasks.windows import agreement, nll
 
 __all__ = [
     "Sample",

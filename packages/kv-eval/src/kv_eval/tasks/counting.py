@@ -7,9 +7,9 @@ needle, the answer is spread over the whole prompt.
 import random
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.puzzle import Puzzle, posed
-from kv_serve.tasks.sample import Sample, Setting, TaskError
-from kv_serve.tasks.text import Text
+from kv_eval.tasks.puzzle import Puzzle, posed
+from kv_eval.tasks.sample import Sample, Setting, TaskError
+from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

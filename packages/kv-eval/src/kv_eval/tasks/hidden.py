@@ -11,10 +11,10 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.prompt import Haystack
-from kv_serve.tasks.puzzle import Puzzle, posed
-from kv_serve.tasks.sample import Sample, Setting, TaskError
-from kv_serve.tasks.text import Text
+from kv_eval.tasks.prompt import Haystack
+from kv_eval.tasks.puzzle import Puzzle, posed
+from kv_eval.tasks.sample import Sample, Setting, TaskError
+from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.sample import TaskError
-from kv_serve.tasks.text import Text
+from kv_eval.tasks.sample import TaskError
+from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.prompt import Frame, fit
-from kv_serve.tasks.sample import Sample, Setting, TaskError, TaskName
+from kv_eval.tasks.prompt import Frame, fit
+from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_serve.tasks.sample import TaskError
+from kv_eval.tasks.sample import TaskError
 
 LONGEST_PIECE = 60  # words; a text without full stops still offers places for a needle
 _PARAGRAPH = re.compile(r"\n\s*\n")

@@ -3,8 +3,8 @@
 import random
 from typing import TYPE_CHECKING
 
-from kv_serve.tasks.sample import Sample, TaskError, TaskName
-from kv_serve.tasks.text import Text
+from kv_eval.tasks.sample import Sample, TaskError, TaskName
+from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

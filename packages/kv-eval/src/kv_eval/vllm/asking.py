@@ -10,14 +10,14 @@ from multiprocessing.connection import Connection
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from kv_serve.tasks import Sample
-from kv_serve.vllm.plugin import KEY
+from kv_eval.tasks import Sample
+from kv_serve.vllm.names import KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from kv_serve.vllm.usage import Usage
+    from kv_eval.vllm.usage import Usage
 
 # The engine is in the process that asks, which is not to answer for a server.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -43,7 +43,7 @@ class Engine:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for vLLM; a prompt is read in one step, and nothing is shared with another."""
-        from kv_serve.vllm.forcing import Forced
+        from kv_eval.vllm.forcing import Forced
 
         return {
             "model": self.model,
@@ -124,7 +124,7 @@ def _answered(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from kv_serve.vllm.usage import Usage
+    from kv_eval.vllm.usage import Usage
 
     made: list[Usage] = []
     running = LLMEngine.from_engine_args(
@@ -140,8 +140,8 @@ def _answered(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
 def _asked(engine: "LLMEngine", usage: "Usage", name: str, sample: Sample) -> Reply:
     from vllm import SamplingParams
 
-    from kv_serve.vllm.plugin import FORCED
-    from kv_serve.vllm.usage import pool_bytes
+    from kv_eval.vllm.usage import pool_bytes
+    from kv_serve.vllm.names import FORCED
 
     settings = SamplingParams(
         temperature=0,

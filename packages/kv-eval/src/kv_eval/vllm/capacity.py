@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
 
 
 def token_capacity(
@@ -45,7 +45,7 @@ def token_capacity(
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "capacity"
         run = subprocess.run(
-            (sys.executable, "-m", "kv_serve.vllm.capacity", json.dumps(given), str(answer)),
+            (sys.executable, "-m", "kv_eval.vllm.capacity", json.dumps(given), str(answer)),
             env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,7 +6,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from kv_serve.vllm.plugin import FORCED
+from kv_serve.vllm.names import FORCED
 
 
 class Forced(AdapterLogitsProcessor):

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kv_policy import LayerView, Part, PlanView, Selector
-from kv_serve.careful import Careful
+from kv_runtime.retain.careful import Careful
 
 
 def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:

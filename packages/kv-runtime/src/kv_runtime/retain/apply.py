@@ -7,8 +7,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy import DROP, FRESH
-from kv_serve.batch import Batch, Pass, flat
-from kv_serve.planning import Group, Scored
+from kv_runtime.batch import Batch, Pass, flat
+from kv_runtime.retain.planning import Group, Scored
 
 
 def restack(

@@ -4,7 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy import DROP, NOBODY, Selector, StepView
-from kv_serve.batch import Batch, Pass
+from kv_runtime.batch import Batch, Pass
 
 
 def step(

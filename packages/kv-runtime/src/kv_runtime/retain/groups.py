@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from kv_attention import Attended
 from kv_policy import FRESH, Vectors
-from kv_serve.batch import Batch, Pass, grid
-from kv_serve.planning import Group
+from kv_runtime.batch import Batch, Pass, grid
+from kv_runtime.retain.planning import Group
 
 
 def fresh_group(

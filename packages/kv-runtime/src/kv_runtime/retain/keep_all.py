@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_policy import Observe, Queries
-from kv_serve.batch import Batch, Pass, flat
-from kv_serve.passes import Forward
+from kv_runtime.batch import Batch, Pass, flat
+from kv_runtime.forward_pass import Forward
 
 
 class KeepAll:

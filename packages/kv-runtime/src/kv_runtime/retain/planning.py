@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kv_paging import RaggedStore, TokenStore
 from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Queries, Selector
-from kv_serve.answers import expect_plan, expect_scores, lacks_numbers
-from kv_serve.batch import Pass
+from kv_runtime.batch import Pass
+from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
 
 
 @dataclass(frozen=True)

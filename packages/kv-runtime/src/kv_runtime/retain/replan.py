@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy import FRESH, PlanView, Selector
-from kv_serve.batch import Batch, grid
-from kv_serve.carrying import restack
-from kv_serve.planning import Group, Scored, planned
+from kv_runtime.batch import Batch, grid
+from kv_runtime.retain.apply import restack
+from kv_runtime.retain.planning import Group, Scored, planned
 
 _TOGETHER: Final = 1 << 20  # places that are planned at once, which bounds the memory it takes
 

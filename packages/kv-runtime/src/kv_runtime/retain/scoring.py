@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_policy import Queries, Running, Selector
-from kv_serve.batch import Batch, Pass, flat
-from kv_serve.groups import fresh_group, layer_groups
-from kv_serve.planning import Scored, score_layers
+from kv_runtime.batch import Batch, Pass, flat
+from kv_runtime.retain.groups import fresh_group, layer_groups
+from kv_runtime.retain.planning import Scored, score_layers
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Observe, Queries, Selector
-from kv_serve.answers import expect_numbers
-from kv_serve.batch import Batch, Pass
-from kv_serve.budgets import resolved
-from kv_serve.careful import Careful
-from kv_serve.carrying import enter, restack
-from kv_serve.passes import Forward
-from kv_serve.planning import Scored, plan_layers
-from kv_serve.replanning import replan
-from kv_serve.scoring import Observed, go_on, running_in, score
-from kv_serve.stepping import step
-from kv_serve.tally import Tally
-from kv_serve.turns import Turns
+from kv_runtime.batch import Batch, Pass
+from kv_runtime.forward_pass import Forward
+from kv_runtime.retain.answers import expect_numbers
+from kv_runtime.retain.apply import enter, restack
+from kv_runtime.retain.budgets import resolved
+from kv_runtime.retain.careful import Careful
+from kv_runtime.retain.decode import step
+from kv_runtime.retain.planning import Scored, plan_layers
+from kv_runtime.retain.replan import replan
+from kv_runtime.retain.scoring import Observed, go_on, running_in, score
+from kv_runtime.retain.turns import Turns
+from kv_runtime.stats import Tally
 
 _TOGETHER: Final = 1 << 18  # places of several layers, about, that are scored at once
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from kv_attention import DenseTokens
 from kv_paging import TokenStore
 from kv_policy import CacheShape
-from kv_serve.rings import Left, Rings, Window, expect_alike
+from kv_runtime.window.base import Left, Rings, Window, expect_alike
 
 
 class RawWindow(Rings):

@@ -11,7 +11,7 @@ from kv_paging import PagePool, TokenStore, read_slots, write_slots
 from kv_paging.joining import expect_joined, join_all, release_all
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
-from kv_serve.rings import Left, Rings, Window, expect_alike
+from kv_runtime.window.base import Left, Rings, Window, expect_alike
 
 _KEYS: Final[Vectors] = frozenset({"keys"})
 _VALUES: Final[Vectors] = frozenset({"values"})

@@ -11,7 +11,7 @@ from kv_attention import DenseTokens
 from kv_paging import Kinds, TokenStore
 from kv_paging.selecting import select_all
 from kv_policy import PagedTokens
-from kv_serve.rings import InOrder, Left, Rings, Window, expect_alike, oldest_first
+from kv_runtime.window.base import InOrder, Left, Rings, Window, expect_alike, oldest_first
 
 
 class RaggedWindow(Window):

@@ -1,19 +1,14 @@
-"""The command line `kv-serve`."""
+"""The command line `kv-serve`: its own commands, and those that other packages bring."""
 
 from typing import Annotated
 
 import typer
 
-from kv_serve.cli.calibrate import app as calibrate
-from kv_serve.cli.console import ending_quietly
-from kv_serve.cli.demo import demo
 from kv_serve.cli.doctor import doctor
-from kv_serve.cli.eval import evaluate
-from kv_serve.cli.generate import generate
-from kv_serve.cli.inspect import inspect
+from kv_serve.cli.joined import join
 from kv_serve.cli.policies import policies
-from kv_serve.cli.report import report
 from kv_serve.cli.serve import CONTEXT, serve
+from kv_transformers.cli.console import ending_quietly
 
 app = typer.Typer(
     name="kv-serve",
@@ -22,15 +17,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo)
 app.command("doctor")(doctor)
-app.command("generate")(generate)
-app.command("eval")(evaluate)
-app.command("inspect")(inspect)
 app.command("policies")(policies)
-app.command("report")(report)
 app.command("serve", context_settings=CONTEXT, add_help_option=False)(serve)
-app.add_typer(calibrate, name="calibrate")
+join(app)
 
 
 def _version(wanted: bool) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import err, out
+from kv_transformers.cli.console import err, out
 
 if TYPE_CHECKING:
     from kv_serve.doctor import Diagnosis

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from kv_serve.cli.console import refuse
+from kv_transformers.cli.console import refuse
 
 
 def expect_vllm(*, policies: bool = True, served: Sequence[str] = ()) -> None:

@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kv_serve.cli.console import out, refusing
+from kv_transformers.cli.console import out, refusing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kv_serve.cli.console import refuse, refusing, remark
 from kv_serve.cli.host import expect_vllm
-from kv_serve.cli.options import reading_policy
+from kv_transformers.cli.console import refuse, refusing, remark
+from kv_transformers.cli.options import reading_policy
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -65,7 +65,7 @@ def _expect_policy(text: str, model: str | None) -> None:
 
 def _folder(model: str) -> str:
     """Give what vLLM is to load; it fetches what is on a hub or in a store by itself."""
-    from kv_serve.models import ModelError, model_folder, resolve_model
+    from kv_transformers.models import ModelError, model_folder, resolve_model
 
     if "://" in model:
         return model

@@ -9,7 +9,7 @@ however it was written.
 import functools
 from typing import TYPE_CHECKING, Any
 
-from kv_serve.vllm import plugin
+from kv_serve.vllm import names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,11 +85,11 @@ def check_request(
         raise VLLMValidationError(str(error)) from error
     if goes_on:
         raise VLLMValidationError(
-            f"a {plugin.KEY} needs the whole prompt in one request, and this one is streaming "
+            f"a {names.KEY} needs the whole prompt in one request, and this one is streaming "
             "input; send each turn as a request of its own"
         )
 
 
 def _policy_of(config: "VllmConfig") -> str | None:
     given = config.additional_config
-    return given.get(plugin.KEY) if isinstance(given, dict) else None
+    return given.get(names.KEY) if isinstance(given, dict) else None

@@ -16,14 +16,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from kv_policy import KVPolicy
-from kv_serve.backends import serving
+from kv_runtime import Step, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
-from kv_serve.vllm.custom import CustomBackend
 from kv_serve.vllm.rows import Rows
+from kv_serve.vllm.served import ServesPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
-from kv_serve.vllm.step import Step
 from kv_serve.vllm.storage import Pages, Slots, stored
-from kv_serve.vllm.switch import CpuBackend
 
 logger = init_logger("vllm.kv_serve")
 
@@ -126,7 +124,7 @@ class PagedImpl(AttentionImpl[Step | Rows]):
         index = next(i for i, layer in enumerate(layers) if layer.impl is self)
         layer = layers[index]
         chosen = layer.attn_backend
-        if chosen not in (CpuBackend, CustomBackend) and not issubclass(chosen, PagedBackend):
+        if not issubclass(chosen, ServesPolicy):
             raise UnservableError(
                 f"a layer of this model attends by {chosen.__name__}; a kv_policy cannot serve it"
             )

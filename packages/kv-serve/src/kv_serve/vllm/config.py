@@ -7,8 +7,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat, parse, tier_formats
 from kv_serve.vllm.attach import is_ours
+from kv_serve.vllm.names import KEY, POISON, SETTINGS
 from kv_serve.vllm.nearest import strangers
-from kv_serve.vllm.plugin import KEY, POISON, SETTINGS
 from kv_serve.vllm.versions import SERVED, is_served
 
 

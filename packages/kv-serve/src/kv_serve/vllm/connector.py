@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class PagesConnector(KVConnectorBase_V1, SupportsHMA):
+class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
     """Carries `Orders` down and `Reports` up; no key or value goes through it."""
 
     def __init__(

@@ -9,10 +9,11 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from kv_serve.vllm.served import ServesPolicy
 from kv_serve.vllm.switch import names_policy, policy_impl
 
 
-class CustomBackend(AttentionBackend):
+class CustomBackend(ServesPolicy, AttentionBackend):
     """Nothing of vLLM's stands behind this name, so it serves policies and nothing else.
 
     What is not said here, such as sliding windows, sinks and latent attention, vLLM takes as not

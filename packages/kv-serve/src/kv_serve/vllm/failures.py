@@ -7,10 +7,20 @@ vLLM's own: no token is taken of them, they finish as an error, and their blocks
 """
 
 import functools
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class EndsRequests(ABC):
+    """A connector that says which requests fail."""
+
+    @abstractmethod
+    def failed(self, told: Collection[int]) -> set[str]:
+        """Name the requests that fail, by what the workers told of them."""
 
 
 def watch() -> None:
@@ -25,9 +35,7 @@ def watch() -> None:
     def found(
         self: "Scheduler", invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
-        from kv_serve.vllm.connector import PagesConnector  # which calls `watch`
-
-        if isinstance(self.connector, PagesConnector):
+        if isinstance(self.connector, EndsRequests):
             return self.connector.failed(invalid_block_ids)
         others: set[str] = find(self, invalid_block_ids, num_scheduled_tokens)
         return others

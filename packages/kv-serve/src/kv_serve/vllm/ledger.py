@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy
-from kv_serve.vllm.account import kept_tokens
+from kv_runtime import kept_tokens
 from kv_serve.vllm.messages import Orders, Reports, Turn
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager

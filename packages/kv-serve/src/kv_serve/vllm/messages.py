@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_policy import Budget
-from kv_serve.vllm.measure import Measured
+from kv_runtime import Measured
 
 
 @dataclass(frozen=True, slots=True)

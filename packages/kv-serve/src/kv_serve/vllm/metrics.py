@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kv_policy import parse
-from kv_serve.vllm.measure import Measured
-from kv_serve.vllm.plugin import KEY
+from kv_runtime import Measured
+from kv_serve.vllm.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fastapi import HTTPException
 
-from kv_serve.vllm import plugin, requests
+from kv_serve.vllm import names, requests
 from kv_serve.vllm.nearest import strangers
 from kv_serve.vllm.policies import policy_of
 
@@ -77,7 +77,7 @@ def check(body: bytes, config: Mapping[str, object]) -> None:
     if not isinstance(given, dict):
         return
     try:
-        _check(given, config.get(plugin.KEY))
+        _check(given, config.get(names.KEY))
     except ValueError as error:
         raise HTTPException(BAD_REQUEST, str(error)) from error
 
@@ -103,8 +103,8 @@ def _check(given: Mapping[str, object], policy: object) -> None:
 
 def _check_beside(given: Mapping[str, object], place: str) -> None:
     """Refuse names of ours where vLLM drops them."""
-    for name, near in strangers(given, (), (requests.KEY, *plugin.SETTINGS)):
-        if near in plugin.SETTINGS:
+    for name, near in strangers(given, (), (requests.KEY, *names.SETTINGS)):
+        if near in names.SETTINGS:
             requests.check_names({name: given[name]})
         raise ValueError(
             f"{name} would change nothing here; a request may bring {requests.KEY}, in {place}"

@@ -9,7 +9,7 @@ from kv_policy import CacheShape, parse
 from kv_serve.vllm.config import plain_format
 from kv_serve.vllm.metrics import RATIOS, gauge, labels
 from kv_serve.vllm.middleware import App, Message, Receive, Send
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from kv_policy import Budget, KVPolicy
-from kv_serve.refusals import check_budgets
-from kv_serve.vllm import plugin
+from kv_runtime import check_budgets
+from kv_serve.vllm import names
 from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # of a budget in vLLM's extra arguments of a request
@@ -44,7 +44,7 @@ def check_names(extra_args: Mapping[str, object]) -> None:
         ValueError: a name begins with `kv_`, or is a misspelling of ours; or the request asks for
             a transfer of keys and values.
     """
-    for name, near in strangers(extra_args, (KEY, plugin.FORCED), (KEY, *plugin.SETTINGS)):
+    for name, near in strangers(extra_args, (KEY, names.FORCED), (KEY, *names.SETTINGS)):
         if near == name:
             raise ValueError(
                 f"{name} is set for all requests when the engine starts; a request may bring {KEY} "
@@ -56,7 +56,7 @@ def check_names(extra_args: Mapping[str, object]) -> None:
     # Beside a connector, vLLM's scheduler reads a table here, and ends where it is something else.
     if extra_args.get(_TRANSFER):
         raise ValueError(
-            f"under a {plugin.KEY} keys and values are not sent between engines; leave "
+            f"under a {names.KEY} keys and values are not sent between engines; leave "
             f"{_TRANSFER} out"
         )
 

@@ -15,7 +15,7 @@ from kv_policy import KVPolicy, parse
 from kv_serve.vllm import adapters, middleware, plain
 from kv_serve.vllm.attach import connector, is_ours
 from kv_serve.vllm.config import check_settings, is_plain
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
 
 logger = init_logger("vllm.kv_serve")
 

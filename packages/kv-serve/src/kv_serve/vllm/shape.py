@@ -7,9 +7,9 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kv_policy import CacheShape
-from kv_serve.backends import serving
+from kv_runtime import serving
 from kv_serve.vllm.config import UnservableError
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:

@@ -5,9 +5,8 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kv_serve.vllm.layer import SlotLayer
+from kv_runtime import Blocks, SlotLayer, Step
 from kv_serve.vllm.shape import attention_layers
-from kv_serve.vllm.step import Blocks, Step
 
 
 class SlotBuilder(AttentionMetadataBuilder[Step]):

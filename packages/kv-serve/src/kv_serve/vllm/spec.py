@@ -9,7 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kv_serve.vllm.account import Account, kept_tokens
+from kv_runtime import Account, kept_tokens
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, served_policy
 

@@ -14,18 +14,15 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat
-from kv_serve.bases import Bases
-from kv_serve.layout import Layout
-from kv_serve.models.identity import expect_fitted, fingerprint_at
-from kv_serve.vllm.account import Account
+from kv_runtime import Account, Bases, Layout, SlotLayer
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
-from kv_serve.vllm.layer import SlotLayer
 from kv_serve.vllm.rows import RowsBuilder
 from kv_serve.vllm.shape import first_heads
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
+from kv_transformers.fitted import expect_fitted, fingerprint_at
 
 # Of a block that pays for pages, where users do not say: finer than vLLM's own default.
 BLOCK_TOKENS: Final = 16

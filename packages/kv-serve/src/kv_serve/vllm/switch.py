@@ -4,7 +4,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionImpl
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kv_serve.vllm.plugin import KEY
+from kv_serve.vllm.names import KEY
+from kv_serve.vllm.served import ServesPolicy
 
 
 def names_policy() -> bool:
@@ -31,7 +32,7 @@ def policy_impl() -> type[AttentionImpl]:
     return PagedImpl
 
 
-class CpuBackend(CPUAttentionBackend):
+class CpuBackend(ServesPolicy, CPUAttentionBackend):
     """Stock in everything but the choice of the implementation.
 
     vLLM picks one backend class for all engines of a process, so the class cannot be the choice:

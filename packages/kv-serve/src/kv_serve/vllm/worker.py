@@ -11,15 +11,10 @@ from vllm.logger import init_logger
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy
-from kv_serve.backends import page_kernels
-from kv_serve.tally import Tally
-from kv_serve.tiered import TieredCache
-from kv_serve.vllm.account import Account
+from kv_runtime import Account, Held, Meter, Part, Tally, TieredCache, held_by, page_kernels
 from kv_serve.vllm.attach import is_heard
-from kv_serve.vllm.measure import Held, Meter, held_by
 from kv_serve.vllm.messages import Orders, Reports, Told, Turn
-from kv_serve.vllm.parts import Part
-from kv_serve.vllm.plugin import POISON
+from kv_serve.vllm.names import POISON
 from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_serve.cli.console import refuse, refusing, remark
-from kv_serve.cli.options import (
+from kv_transformers.cli.console import refuse, refusing, remark
+from kv_transformers.cli.options import (
     BackendOption,
     DeviceOption,
     Dtype,
@@ -18,15 +18,15 @@ from kv_serve.cli.options import (
     load_model,
     reading_policy,
 )
-from kv_serve.cli.prompts import in_chat, longest, read_prompt
-from kv_serve.cli.streaming import TimedStreamer
-from kv_serve.hf.passing import passing
+from kv_transformers.cli.prompts import in_chat, longest, read_prompt
+from kv_transformers.cli.streaming import TimedStreamer
+from kv_transformers.passing import passing
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache
 
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 
 def generate(
@@ -63,8 +63,7 @@ def generate(
     The text streams to standard output; the bytes and times go to standard error.
     """
     text = _prompt(prompt, prompt_file)
-    from kv_serve.evaluate.folding import folded
-    from kv_serve.evaluate.specs import read_spec
+    from kv_transformers.from_text import folded, read_spec
 
     with reading_policy(model):
         spec = read_spec(policy)
@@ -140,7 +139,7 @@ def _check_length(loaded: "LoadedModel", prompt: int, new: int) -> None:
 
 
 def _summary(spec: str, cache: "Cache", prompt: int, streamer: TimedStreamer) -> str:
-    from kv_serve.evaluate.caches import held
+    from kv_transformers.from_text import held
 
     size = held(cache)
     pieces = [

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_serve.cli.console import err, refuse, refusing
+from kv_transformers.cli.console import err, refuse, refusing
 
 if TYPE_CHECKING:
-    from kv_serve.backends import Serving
-    from kv_serve.evaluate.caches import MakeCache
-    from kv_serve.models import LoadedModel
+    from kv_runtime import Serving
+    from kv_transformers.from_text import MakeCache
+    from kv_transformers.models import LoadedModel
 
 
 class Dtype(StrEnum):
@@ -71,7 +71,7 @@ def reading_policy(model: str | None) -> Iterator[None]:
 
 def expect_backend(name: str) -> None:
     """Refuse a backend that cannot be used, before anything is loaded."""
-    from kv_serve.backends import expect_known
+    from kv_runtime import expect_known
 
     with refusing(ValueError):
         expect_known(name)
@@ -79,8 +79,8 @@ def expect_backend(name: str) -> None:
 
 def caches_by(loaded: "LoadedModel", backend: str) -> "tuple[MakeCache, Serving]":
     """Give what makes caches that attend by a backend, and what that is; refuse if it cannot be."""
-    from kv_serve.backends import serving
-    from kv_serve.evaluate.caches import make_cache
+    from kv_runtime import serving
+    from kv_transformers.from_text import make_cache
 
     with refusing(ValueError):
         served = serving(loaded.model.device, backend)
@@ -91,7 +91,7 @@ def load_model(
     name: str | None, dtype: Dtype = Dtype.AUTO, device: str | None = None
 ) -> "LoadedModel":
     """Load a model, saying what is being done; refuse with its sentence if it cannot be."""
-    from kv_serve import models
+    from kv_transformers import models
 
     with refusing(models.ModelError), err().status("loading the model") as status:
         return models.load_model(name, dtype.value, device, progress=status.update)

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_serve.cli.console import refuse
+from kv_transformers.cli.console import refuse
 
 if TYPE_CHECKING:
-    from kv_serve.models import LoadedModel
+    from kv_transformers.models import LoadedModel
 
 
 def read_prompt(file: Path) -> str:

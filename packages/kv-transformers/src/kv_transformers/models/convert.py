@@ -13,9 +13,9 @@ import msgspec
 from safetensors import SafetensorError
 
 from kv_policy.decoding import decode
-from kv_serve.models.folder import plain
-from kv_serve.models.quiet import muted, quiet
-from kv_serve.models.source import ModelError, Progress, Source
+from kv_transformers.models.folder import plain
+from kv_transformers.models.quiet import muted, quiet
+from kv_transformers.models.source import ModelError, Progress, Source
 
 FORMAT = 1  # of the converted folder; another number converts anew
 MANIFEST = "kv-serve.json"

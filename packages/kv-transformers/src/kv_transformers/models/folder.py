@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kv_serve.models.source import ModelError
+from kv_transformers.models.source import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_serve.models.convert import converted_folder
-from kv_serve.models.folder import fingerprint, weight_files
-from kv_serve.models.quiet import quiet
-from kv_serve.models.source import (
+from kv_transformers.models.convert import converted_folder
+from kv_transformers.models.folder import fingerprint, weight_files
+from kv_transformers.models.quiet import quiet
+from kv_transformers.models.source import (
     DEFAULT_MODEL,
     ModelError,
     Progress,

@@ -1,14 +1,17 @@
-"""The caches that are compared: one of ours for a policy, transformers' own for `full`."""
+"""Caches and folded models by the text of a policy; `full` is transformers' own cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kv_serve.backends import AUTO
-from kv_serve.evaluate.specs import FULL
+from kv_policy import UnknownPolicyError, parse
+from kv_runtime import AUTO
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
+
+FULL: Final = "full"  # transformers' own cache, which every other one is compared with
 
 Kept = tuple[tuple[int, ...], ...]  # tokens of each layer's KV heads
 MakeCache = Callable[["PreTrainedModel", str], "Cache"]
@@ -32,6 +35,21 @@ class Held:
         return self.kv_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
+def read_spec(spec: str) -> str:
+    """Read one text form into its canonical one; `full` stays as it is.
+
+    Raises:
+        ValueError: whatever `parse` refuses.
+    """
+    if spec == FULL:
+        return FULL
+    try:
+        return str(parse(spec))
+    except UnknownPolicyError as error:
+        own = f"`{FULL}`, alone, names transformers' own cache"
+        raise UnknownPolicyError(f"{error}; {own}") from None
+
+
 def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cache":
     """Make an empty cache for a policy's text form, or transformers' own for `full`.
 
@@ -42,7 +60,7 @@ def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cac
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config)
-    from kv_serve.hf.cache import CompressedCache
+    from kv_transformers.cache import CompressedCache
 
     return CompressedCache(model, spec, backend=backend)
 
@@ -51,7 +69,7 @@ def held(cache: "Cache") -> Held:
     """Count the bytes of a cache made by `make_cache`."""
     from transformers.cache_utils import DynamicLayer
 
-    from kv_serve.hf.cache import CompressedCache
+    from kv_transformers.cache import CompressedCache
 
     if isinstance(cache, CompressedCache):
         report = cache.memory()
@@ -65,3 +83,33 @@ def held(cache: "Cache") -> Held:
     tensors = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
     size = sum(t.nbytes for t in tensors)
     return Held(size, size)
+
+
+@contextmanager
+def folded(model: "PreTrainedModel", spec: str) -> Iterator[str | None]:
+    """Fold the basis of a policy's text form, if it has one, for the length of a `with` block.
+
+    Gives None, or a sentence that says why the basis cannot be folded into this model. Then the
+    policy's cache turns the output back itself.
+
+    Raises:
+        ValueError: `parse` refuses the policy, it was calibrated with another model, or the model
+            is folded already.
+    """
+    policy = None if spec == FULL else parse(spec)
+    if policy is None or policy.basis is None:
+        yield None
+        return
+    from kv_transformers.fold import Fold
+    from kv_transformers.support import UnsupportedModelError
+
+    fold, reason = None, None
+    try:
+        fold = Fold(model, policy)
+    except UnsupportedModelError as error:
+        reason = str(error)
+    try:
+        yield reason
+    finally:
+        if fold is not None:
+            fold.restore()

@@ -1,0 +1,1 @@
+"""Evaluation, calibration and inspection of compressed KV caches, and reports on them."""

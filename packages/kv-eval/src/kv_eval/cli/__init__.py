@@ -1,0 +1,1 @@
+"""The commands `kv-serve calibrate`, `demo`, `eval`, `inspect` and `report`."""

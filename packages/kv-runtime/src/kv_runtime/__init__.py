@@ -1,0 +1,58 @@
+"""The KV cache of a batch of sequences under a policy; any engine can host it."""
+
+from kv_runtime.accounting import Account, kept_tokens
+from kv_runtime.backends import (
+    AUTO,
+    PACKAGES,
+    Serving,
+    backend_for,
+    expect_known,
+    page_kernels,
+    remedy,
+    serving,
+)
+from kv_runtime.bases import Bases, Folded, same_maps, widened
+from kv_runtime.cache import TieredCache
+from kv_runtime.checks import check_budgets
+from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
+from kv_runtime.layout import Layout
+from kv_runtime.measure import Held, Measured, Meter, held_by
+from kv_runtime.memory import MemoryReport
+from kv_runtime.slots import Blocks, SlotLayer, Step
+from kv_runtime.stats import Tally
+from kv_runtime.token_rows import Part
+
+__all__ = [
+    "AUTO",
+    "NOWHERE",
+    "PACKAGES",
+    "Account",
+    "Bases",
+    "Blocks",
+    "Folded",
+    "Held",
+    "Holding",
+    "Kind",
+    "Layout",
+    "Measured",
+    "MemoryReport",
+    "Meter",
+    "Part",
+    "Place",
+    "Serving",
+    "SlotLayer",
+    "Step",
+    "Tally",
+    "TieredCache",
+    "backend_for",
+    "check_budgets",
+    "expect_known",
+    "held_by",
+    "holding",
+    "kept_tokens",
+    "page_kernels",
+    "remedy",
+    "same_maps",
+    "serving",
+    "widened",
+]

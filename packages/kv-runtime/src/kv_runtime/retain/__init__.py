@@ -1,0 +1,1 @@
+"""Which tokens of a cache stay, and in which tier."""

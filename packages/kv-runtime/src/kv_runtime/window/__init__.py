@@ -1,0 +1,1 @@
+"""The window of newest tokens that stay as the model made them."""

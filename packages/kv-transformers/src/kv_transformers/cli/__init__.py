@@ -1,0 +1,1 @@
+"""What commands about a model share, and `kv-serve generate`."""
