@@ -43,6 +43,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 NATIVE = "kv-cpu"  # the package that is compiled
+HOSTS = ("kv-serve", "kv-eval")  # have tests that run inside vLLM
+SLOW = ("kv-runtime", "kv-eval")  # have tests with the mark `slow`, beside those inside vLLM
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # lines of a source file that warn, and the most there may be
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
@@ -137,7 +139,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """Opens the documentation and a report in Chromium; `-- FOLDER` keeps pictures."""
-    install(session, *editable(["kv-serve[cpu]"]), "playwright>=1.50", groups=("docs", "model"))
+    install(session, *editable(["kv-eval[cpu]"]), "playwright>=1.50", groups=("docs", "model"))
     mkdocs(session)
     alone = str(Path(session.create_tmp()).resolve() / "alone")
     session.run("python", "-m", "tools.alone", alone, env=variables(session))
@@ -149,12 +151,12 @@ def demo(session: nox.Session) -> None:
     """Shows a real model answering from compressed caches; what follows -- goes to the demo."""
     if native(session):
         try:
-            install(session, *editable(["kv-serve[cpu]"]), groups=("model",))
+            install(session, *editable(["kv-eval[cpu]"]), groups=("model",))
         except CommandFailed:
             session.warn("kv-cpu cannot be built here, as is said above: torch attends instead")
-            install(session, *editable(["kv-serve"]), groups=("model",))
+            install(session, *editable(["kv-eval"]), groups=("model",))
     else:
-        install(session, *editable(["kv-serve"]), groups=("model",))
+        install(session, *editable(["kv-eval"]), groups=("model",))
     # The path as it can be typed here: the demo ends with commands to go on with.
     command = Path(session.bin).resolve() / "kv-serve"
     typed = str(command.relative_to(ROOT) if command.is_relative_to(ROOT) else command)
@@ -229,8 +231,8 @@ def peers_vllm(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Runs the tests that repeat at scale what others show, and then those inside vLLM."""
-    install(session, *editable(["kv-serve[cpu]"]), groups=("test",), own="kv-serve")
-    pytest(session, "packages/kv-serve/tests", "-m", "slow")
+    install(session, *editable(["kv-eval[cpu]"]), groups=("test",), own="kv-eval")
+    pytest(session, *(f"packages/{name}/tests" for name in SLOW), "-m", "slow")
     session.notify("vllm", ("-m", "slow"))
 
 
@@ -292,4 +294,4 @@ def vllm(session: nox.Session) -> None:
     """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
     # By itself xdist leaves the files of few tests for the end, and here those take longest.
-    pytest(session, "packages/kv-serve/tests/vllm", "--no-loadscope-reorder")
+    pytest(session, *(f"packages/{name}/tests/vllm" for name in HOSTS), "--no-loadscope-reorder")

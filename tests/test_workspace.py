@@ -49,15 +49,21 @@ def test_a_package_is_named_where_packages_are_listed(package: Path) -> None:
 
 
 @each_package
-def test_what_a_package_declares_follows_the_star(package: Path) -> None:
+def test_what_a_package_declares_follows_the_layers(package: Path) -> None:
     wanted = [Requirement(line) for line in settings(package)["project"]["dependencies"]]
     ours = {need.name: need.specifier for need in wanted if need.name in NAMES}
-    star = {
+    engines = {"kv-attention", "kv-paging", "kv-policy"}
+    policies = {"kv-evict", "kv-quant", "kv-svd"}  # to be there; they are found by name
+    host = {"kv-runtime", "kv-transformers", "kv-policy"}
+    layers = {
         "kv-policy": set(),
-        "kv-cpu": {"kv-attention", "kv-paging", "kv-policy"},
-        "kv-serve": {*NAMES} - {"kv-serve", "kv-cpu"},
+        "kv-cpu": engines,
+        "kv-runtime": engines,
+        "kv-transformers": {"kv-runtime", "kv-policy"} | policies,
+        "kv-serve": host | engines | policies,
+        "kv-eval": host | {"kv-serve"},
     }
-    assert {*ours} == star.get(package.name, {"kv-policy"})
+    assert {*ours} == layers.get(package.name, {"kv-policy"})
     for specifier in ours.values():
         assert {one.operator for one in specifier} == {">=", "<"}, "declare a range"
 

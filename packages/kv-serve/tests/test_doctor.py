@@ -303,7 +303,7 @@ def test_how_far_the_default_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def lost(name: str | None = None) -> object:
         raise ModelError("the package has lost its file")
 
-    monkeypatch.setattr("kv_transformers.models.source.resolve_model", lost)
+    monkeypatch.setattr("kv_transformers.models.resolve_model", lost)
     (problem,) = broken(diagnose())
     assert problem.what == "the package has lost its file"
     monkeypatch.setattr("kv_serve.doctor.versions", dict)

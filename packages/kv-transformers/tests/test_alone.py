@@ -5,7 +5,7 @@ import torch
 
 from kv_policy import Registry, parse
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 OWN = {
     "kv-compress": "recent=4,window=4",

@@ -13,7 +13,7 @@ from transformers import (
 from kv_paging import PoolExhausted
 from kv_policy import Budget, UnknownPolicyError
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError, expect_order
 
 TINY = {

@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 
 class Before(nn.Module):
@@ -42,5 +42,5 @@ def test_a_model_says_how_it_takes_its_cache() -> None:
 def test_a_wrapper_goes_by_the_version_that_is_installed(
     installed: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transformers.passing.version", lambda _: installed)
+    monkeypatch.setattr("kv_transformers.cache_argument.version", lambda _: installed)
     assert passing(Around(), None) == {name: None}

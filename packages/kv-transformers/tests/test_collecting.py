@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from kv_policy import Calibrator, load_calibrator
+from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache, output_projections
 from kv_transformers.fold import Fold
-from kv_transformers.passing import passing
 from kv_transformers.support import UnsupportedModelError, cache_shape
 from tiered_policies import Turned
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from alone import POLICIES, Reader, left, sharp_model
 from kv_paging import PoolExhausted
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 MASK = left(11, 1, 6)
 IDS = torch.randint(3, 101, MASK.shape, generator=torch.Generator().manual_seed(4))

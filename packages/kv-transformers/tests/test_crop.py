@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from alone import Reader, left, right, sharp_model, steps
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 
 @pytest.fixture(scope="module")

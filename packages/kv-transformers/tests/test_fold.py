@@ -19,9 +19,9 @@ from transformers import (
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
 from kv_transformers import uninstall
 from kv_transformers.cache import CompressedCache
+from kv_transformers.cache_argument import passing
 from kv_transformers.fold import Fold, folded_by
 from kv_transformers.folded import FoldedLinear
-from kv_transformers.passing import passing
 from kv_transformers.support import UnsupportedModelError
 from tiered_policies import Turned
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from transformers import DynamicCache
 
 from kv_policy import CacheShape, Formats, Part, RawCodec, TokenFormat
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 from kv_policy import Budget
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 PAGE = 4
 

@@ -17,8 +17,8 @@ from transformers import (
 from transformers import masking_utils as masking
 
 from kv_transformers import CompressedCache
+from kv_transformers.cache_argument import passing
 from kv_transformers.masks import MaskCheck
-from kv_transformers.passing import passing
 from kv_transformers.support import UnsupportedModelError
 from own_llama import IDS, SIZES, llama
 

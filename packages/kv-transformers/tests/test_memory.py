@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 POLICIES = [
     "raw",

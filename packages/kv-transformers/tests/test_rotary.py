@@ -20,7 +20,7 @@ from transformers import (
 
 from kv_policy import Rope, parse
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.rotary import _queries, with_ropes
 from kv_transformers.support import UnsupportedModelError, cache_shape
 

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from own_llama import IDS, SIZES, llama
 

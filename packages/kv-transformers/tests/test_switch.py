@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from kv_transformers import CompressedCache, uninstall
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from own_llama import GREEDY, IDS, MASK, SIZES, llama
 

@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm_models import skip_without_vllm, write_config, write_weights
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -20,32 +19,11 @@ if TYPE_CHECKING:
     from paged_engine import Engine
 
 HERE = Path(__file__).parent
-NEEDS_NO_VLLM = ("test_account.py", "test_measure.py", "test_pages.py")
-TINY: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, where there is no vLLM; and let vLLM warn of what it likes."""
-    missing = importlib.util.find_spec("vllm") is None
-    for item in items:
-        if item.path.parent != HERE or item.path.name in NEEDS_NO_VLLM:
-            continue
-        item.add_marker(pytest.mark.filterwarnings("ignore"))
-        if missing:
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `nox -s vllm` has one"))
+    """Skip, with the reason, where there is no vLLM."""
+    skip_without_vllm(items, HERE)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,24 +40,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     def folder(architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any) -> str:
         made = tmp_path_factory.mktemp(kind)
-        config = TINY | {"architectures": [architecture], "model_type": kind} | more
-        (made / "config.json").write_text(json.dumps(config))
+        write_config(made, architecture, kind, **more)
         return str(made)
 
     return folder
 
 
 @pytest.fixture(scope="session")
-def weights(tiny: Callable[..., str]) -> str:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny model with float32 weights, which whoever loads it has in common."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    folder = tiny(initializer_range=0.1, torch_dtype="float32")
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder))
-    made.save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("llama")
+    write_weights(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kv_transformers.cache import CompressedCache
+    from kv_transformers.cache_argument import passing
     from kv_transformers.fold import Fold
     from kv_transformers.models import LoadedModel, ModelError, load_model
-    from kv_transformers.passing import passing
     from kv_transformers.support import UnsupportedModelError, cache_shape
     from kv_transformers.switch import uninstall
 
@@ -31,7 +31,7 @@ _MODULES: Final = {
     "UnsupportedModelError": "support",
     "cache_shape": "support",
     "load_model": "models",
-    "passing": "passing",
+    "passing": "cache_argument",
     "uninstall": "switch",
 }
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kv_runtime import Folded
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from kv_transformers.watching import WatchingCache
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from kv_policy import CacheShape, KVPolicy, Rope, Ropes
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from kv_transformers.watching import WatchingCache
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kv_transformers import CompressedCache
-from kv_transformers.passing import passing
+from kv_transformers.cache_argument import passing
 
 # One policy of each kind: what it stores, what it watches, when it plans and how it steps.
 POLICIES: Final = (

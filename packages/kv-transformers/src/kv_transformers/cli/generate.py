@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kv_transformers.cache_argument import passing
 from kv_transformers.cli.console import refuse, refusing, remark
 from kv_transformers.cli.options import (
     BackendOption,
@@ -20,7 +21,6 @@ from kv_transformers.cli.options import (
 )
 from kv_transformers.cli.prompts import in_chat, longest, read_prompt
 from kv_transformers.cli.streaming import TimedStreamer
-from kv_transformers.passing import passing
 
 if TYPE_CHECKING:
     from torch import Tensor

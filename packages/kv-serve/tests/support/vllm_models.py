@@ -1,0 +1,62 @@
+"""Tests inside vLLM: skipped without one, and the tiny model that they start engines of."""
+
+import importlib.util
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def skip_without_vllm(
+    items: Iterable[pytest.Item], folder: Path, but: Collection[str] = ()
+) -> None:
+    """Skip tests of a folder, with the reason, without vLLM; and let vLLM warn of what it likes.
+
+    Args:
+        items: tests that were collected.
+        folder: of the tests that need vLLM.
+        but: files there that need none.
+    """
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if item.path.parent != folder or item.path.name in but:
+            continue
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `nox -s vllm` has one"))
+
+
+def write_config(
+    folder: Path, architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any
+) -> None:
+    """Write the configuration of a tiny model; the weights are drawn when it is loaded."""
+    config = TINY | {"architectures": [architecture], "model_type": kind} | more
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_weights(folder: Path) -> None:
+    """Write a tiny model with float32 weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    write_config(folder, initializer_range=0.1, torch_dtype="float32")
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(str(folder)))
+    made.save_pretrained(folder)
