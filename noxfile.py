@@ -34,6 +34,7 @@ from tools.workspace import (
     declared_by_extras,
     editable,
     extras,
+    first_example,
     flags,
 )
 
@@ -91,6 +92,25 @@ def wheel(session: nox.Session, package: str) -> None:
     check_siblings(session, wanted, from_wheels=True)
     chosen = ("-m", "not model and not slow", *UNCHECKED)  # `tests` ran those of the model
     pytest(session, f"packages/{package}/tests", *chosen)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def example(session: nox.Session, package: str) -> None:
+    """Installs the wheel alone into an empty environment and runs the first example of its README.
+
+    Nothing is there but what the package declares.
+    """
+    wanted = {package} | declared(package)
+    wheels = {name: built(session, name) for name in sorted(wanted)}
+    siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
+    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
+    renew = flags("--reinstall-package", wheels)
+    given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
+    install(session, *given)
+    check_siblings(session, wanted, from_wheels=True)
+    code = first_example(ROOT / "packages" / package / "README.md")
+    session.run("python", "-c", code, env=variables(session))
 
 
 @nox.session

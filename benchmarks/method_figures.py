@@ -236,7 +236,7 @@ def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
     prompt = prompt_of(loaded, tokens)
     caches = {spec: CompressedCache(loaded.model, spec) for spec in SELECTORS}
     first, *others = caches.values()
-    first.tiered.followers = tuple(other.tiered for other in others)  # one attention for all
+    first.tiered.share_prefill([other.tiered for other in others])  # one attention for all
     read(loaded.model, first, prompt)
     yield from (selected(spec, cache, tokens) for spec, cache in caches.items())
     file = folder / "found.safetensors"

@@ -1,5 +1,6 @@
 """The packages of this repository, as they lie on the disk, and what each declares of others."""
 
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,6 +40,14 @@ def declared_by_extras(package: str) -> set[str]:
 def project(package: str) -> dict[str, dict]:
     """Reads a package's pyproject.toml."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
+def first_example(page: Path) -> str:
+    """Reads the first block of Python of a page; it has one."""
+    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    if found is None:
+        raise ValueError(f"{page} has no block of Python; begin with an example")
+    return found[1]
 
 
 def editable(packages: Iterable[str], examples: Iterable[str] = ()) -> tuple[str, ...]:

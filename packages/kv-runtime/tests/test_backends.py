@@ -58,7 +58,7 @@ def test_falling_back_is_said_once_for_a_reason(
     for _ in range(3):
         assert TieredCache(parse("k8v4"), SHAPE).backend == "torch"
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("kv_serve", logging.WARNING)
+    assert (record.name, record.levelno) == ("kv_runtime", logging.WARNING)
     assert "'cpu' would be faster and cannot be used: its library does not load: libtorch" in (
         record.getMessage()
     )

@@ -103,7 +103,7 @@ def test_caches_of_one_basis_share_a_prompt() -> None:
     world = World(policies[0])
     follower = World(policies[1])
     follower.key, follower.value = world.key, world.value
-    world.cache.followers = (follower.cache,)
+    world.cache.share_prefill([follower.cache])
     world.forward(ragged(31, 18))
     follower.seen = world.seen.clone()
     follower.go_on(4)

@@ -32,7 +32,7 @@ def held(cache: CompressedCache) -> int:
             found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(thing, (tuple, list)):
             queue.extend(thing)
-        elif type(thing).__module__.startswith(("kv_serve", "kv_paging")):
+        elif type(thing).__module__.startswith(("kv_runtime", "kv_transformers", "kv_paging")):
             slots = getattr(type(thing), "__slots__", ())
             queue.extend(getattr(thing, name) for name in slots)
             queue.extend(getattr(thing, "__dict__", {}).values())

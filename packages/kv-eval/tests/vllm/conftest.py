@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from vllm_models import skip_without_vllm
 
 

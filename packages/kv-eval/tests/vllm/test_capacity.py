@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from vllm_models import write_weights
 
 from kv_eval.vllm.capacity import token_capacity
+from vllm_models import write_weights
 
 CELLS = 2 * 2  # layers and KV heads of the tiny model, whose heads have 32 dimensions
 

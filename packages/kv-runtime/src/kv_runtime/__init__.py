@@ -18,6 +18,7 @@ from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
 from kv_runtime.measure import Held, Measured, Meter, held_by
 from kv_runtime.memory import MemoryReport
+from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
 from kv_runtime.slots import Blocks, SlotLayer, Step
 from kv_runtime.stats import Tally
 from kv_runtime.token_rows import Part
@@ -39,6 +40,9 @@ __all__ = [
     "Meter",
     "Part",
     "Place",
+    "RequestBatch",
+    "RequestRows",
+    "RequestStep",
     "Serving",
     "SlotLayer",
     "Step",

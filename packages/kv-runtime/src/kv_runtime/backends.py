@@ -17,7 +17,7 @@ PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own
 COMPILED: Final = ", which compiles it: that takes a C++20 compiler"
 WRITTEN_BY: Final = {"torch": "torch", "reference": "torch", "triton": "triton"}
 
-log = logging.getLogger("kv_serve")
+log = logging.getLogger("kv_runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     """Give the name of the backend that serves a device.
 
     With `auto` this is the fastest that can be used. Where a faster one cannot, the logger
-    `kv_serve` says once why not, and what to do.
+    `kv_runtime` says once why not, and what to do.
 
     Raises:
         ValueError: another name, of a backend that there is not or that cannot be used here.

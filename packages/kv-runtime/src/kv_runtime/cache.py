@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_paging import PagePool
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
-from kv_runtime import checks as refusals
+from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, backend_for, page_kernels
 from kv_runtime.bases import Bases, Folded
@@ -69,26 +69,49 @@ class TieredCache:
         """
         if pages is not None and pages < 1:
             raise ValueError(f"a pool of {pages} pages holds nothing; give 1 or more, or None")
-        refusals.check_reads(policy, shape)
+        checks.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
-        self._device, self._pages, self._pool = torch.device(device), pages, pool
+        self.device, self._pages, self._pool = torch.device(device), pages, pool
         self.tally = tally or Tally()
         self._careful = careful
         self.backend = backend_for(device, backend)
         self.bases = (
-            None if policy.basis is None else Bases.of(policy.basis, shape, self._device, folded)
+            None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
-        refusals.check_budgets(policy, self._budgets)
-        self.followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
+        checks.check_budgets(policy, self._budgets)
+        self._followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
+
+    def share_prefill(self, others: "Sequence[TieredCache]") -> None:
+        """Let empty caches store the next pass of this empty one too, as if they had run it.
+
+        Over an empty cache a prompt attends to itself alone, so attention depends on the basis of a
+        policy and on nothing else of it.
+
+        Args:
+            others: caches of the same shape and of equal bases.
+
+        Raises:
+            ValueError: a cache holds tokens, or its basis is another.
+        """
+        for cache in (self, *others):
+            if cache.batch is not None:
+                raise ValueError("a cache that holds tokens can share no prefill; reset it first")
+            mine, its = self.bases, cache.bases
+            if not (mine is its if mine is None or its is None else mine.same_as(its)):
+                raise ValueError(
+                    f"{cache.policy} stores vectors in another basis than {self.policy}, so they "
+                    "can share no prefill"
+                )
+        self._followers = tuple(others)
 
     def another(self, budget: Budget | None = None) -> "TieredCache":
         """Make an empty cache like this one, with the same bases and pool, but for the budget."""
         made = copy(self)
-        made.followers, made._budgets = (), None if budget is None else (budget,)
-        refusals.check_budgets(self.policy, made._budgets)
+        made._followers, made._budgets = (), None if budget is None else (budget,)
+        checks.check_budgets(self.policy, made._budgets)
         made.reset()
         return made
 
@@ -128,11 +151,11 @@ class TieredCache:
         """
         self._expect_no_pass()
         sequences, columns = valid.shape
-        refusals.check_goes_on(self.batch, sequences, columns)
+        checks.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
         now = Forward.of(valid, batch.seen, started=batch.started, prompt=prompt, more=more)
         self._begin(batch, now)
-        for follower in self.followers:
+        for follower in self._followers:
             follower._begin(follower.batch or follower._allocate(sequences), now)
 
     def _begin(self, batch: Batch, now: Forward) -> None:
@@ -141,7 +164,7 @@ class TieredCache:
         self._goes_on = now.whole.more
 
     def _allocate(self, sequences: int) -> Batch:
-        budgets = refusals.shared_out(self._budgets, sequences)
+        budgets = checks.shared_out(self._budgets, sequences)
         selector = self.policy.selector
         self._keeper = (
             KeepAll()
@@ -154,7 +177,7 @@ class TieredCache:
             self.layout,
             sequences,
             self._pages,
-            self._device,
+            self.device,
             kernels,
             pool=self._pool,
             window_in_pages=self._pool is not None,
@@ -182,22 +205,22 @@ class TieredCache:
             query = self.bases.queries(layer, query)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe = self.observe
-        others = tuple({f.observe for f in self.followers} - {observe})
+        others = tuple({f.observe for f in self._followers} - {observe})
         fresh = (query, key, value)
         watch = (observe, *others)
         result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
         observed = dict(zip(watch, (result, *result.others), strict=True))
         queries = self._queries(query, now.whole, scale)
         self.keep(layer, key, value, result, queries)
-        for follower in self.followers:
+        for follower in self._followers:
             follower.keep(layer, key, value, observed[follower.observe], queries)
         if self._pass is None:
-            self.followers = ()
+            self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
 
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
         """The queries of a pass as selectors see them: q·k / sqrt(D) is the logit."""
-        readers = (self, *self.followers)
+        readers = (self, *self._followers)
         selectors = [reader.policy.selector for reader in readers]
         factor = scale * query.shape[-1] ** 0.5
         read = any(each is not None and "queries" in each.reads for each in selectors)
@@ -293,7 +316,7 @@ class TieredCache:
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
         if self.batch is not None:
-            source = source.to(self._device)
+            source = source.to(self.device)
             self.batch.select(source)
             self._keeper.select(source)
 
@@ -340,7 +363,7 @@ class TieredCache:
                 "or use select() to repeat its sequences"
             )
         made = copy(self)
-        made.followers = ()
+        made._followers = ()
         shared = [self.policy, self.shape, self.layout, self.bases]
         if isinstance(self._keeper, KeepSelected):
             shared.append(self._keeper.selector)
@@ -355,7 +378,7 @@ class TieredCache:
 
     def _expect_no_pass(self) -> None:
         if self._pass is not None:
-            refusals.refuse_unfinished(self._next_layer, self.shape.layers)
+            checks.refuse_unfinished(self._next_layer, self.shape.layers)
 
     def memory(self) -> MemoryReport:
         """Count what is held, by name."""

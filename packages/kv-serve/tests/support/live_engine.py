@@ -32,5 +32,5 @@ def is_empty(engine: "LLM", greedy: Greedy) -> bool:
     ledger, worker = ends(engine)
     greedy(engine, [[5]], 1)
     pool = ledger.manager.block_pool
-    held = {*worker.reading, *worker.names} - ledger.known.keys()
+    held = {*worker.requests.prefills, *worker.requests.names} - ledger.known.keys()
     return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not held

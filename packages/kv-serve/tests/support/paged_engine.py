@@ -19,10 +19,9 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
-from kv_runtime import Account, Bases, Layout, TieredCache
+from kv_runtime import Account, Bases, Layout, RequestRows, RequestStep, TieredCache
 from kv_serve.vllm.ledger import Ledger
-from kv_serve.vllm.messages import Orders, Reports, Turn
-from kv_serve.vllm.rows import Rows
+from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.spec import PagedManager, PagedSpec
 from kv_serve.vllm.worker import Worker
 
@@ -117,7 +116,7 @@ class Engine:
         kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
         empty = TieredCache(self.policy, self.shape, careful=True, **kept)
         self.worker = Worker(empty, SCALE, pool)
-        self.pending: Reports | None = None
+        self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
         """Let a request wait."""
@@ -137,9 +136,9 @@ class Engine:
         self.ledger.finished(asked.request_id)
         self.finished.append(asked.request_id)
 
-    def step(self, left_out: float = 0.0, chunk: int = 64) -> Orders:
+    def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
         """Schedule, run the worker and take its reports."""
-        orders = self.ledger.orders(self._schedule(left_out, chunk))
+        orders = self.ledger.metadata(self._schedule(left_out, chunk))
         if self.pending is not None:
             self._let_fail()
             self.ledger.note(self.pending)
@@ -226,28 +225,28 @@ class Engine:
         blocks = self.manager.pop_blocks_for_free(asked.request_id)
         self.manager.block_pool.free_blocks(reversed(blocks))
 
-    def _work(self, orders: Orders) -> Reports:
+    def _work(self, orders: StepMetadata) -> WorkerReport:
         self.shorts += orders.short
         with torch.inference_mode():
             self.worker.begin(orders)
             for name in self.worker.compressed:
                 self._named(name).alone.compress()
             self.compressed += len(self.worker.compressed)
-            if orders.turns:
+            if orders.requests:
                 self._attend(orders)
             reports = self.worker.end()
         self._check_pages(reports, orders)
         return reports
 
-    def _attend(self, orders: Orders) -> None:
+    def _attend(self, orders: StepMetadata) -> None:
         brought, start = [], [0]
-        for turn in orders.turns.values():
-            brought.append(self.turns[turn.request].tokens(turn.tokens, self.shape))
-            start.append(start[-1] + turn.tokens)
-        rows = Rows(tuple(orders.turns), tuple(start))
+        for step in orders.requests.values():
+            brought.append(self.turns[step.request].tokens(step.tokens, self.shape))
+            start.append(start[-1] + step.tokens)
+        rows = RequestRows(tuple(orders.requests), tuple(start))
         wanted = [
-            self._alone(turn, each)
-            for turn, each in zip(orders.turns.values(), brought, strict=True)
+            self._alone(step, each)
+            for step, each in zip(orders.requests.values(), brought, strict=True)
         ]
         for layer in range(self.shape.layers):
             fresh = [torch.cat([each[layer][i] for each in brought]) for i in range(3)]
@@ -260,34 +259,36 @@ class Engine:
                     assert bool(mine.isfinite().all())
                 else:
                     torch.testing.assert_close(mine, each[layer])
-        for turn in orders.turns.values():
-            asked = self.turns[turn.request]
-            asked.computed += turn.tokens
+        for step in orders.requests.values():
+            asked = self.turns[step.request]
+            asked.computed += step.tokens
             if asked.computed == asked.num_tokens:
                 asked.num_tokens += 1  # one is generated
 
-    def _alone(self, turn: Turn, brought: Sequence[tuple[Tensor, ...]]) -> list[Tensor] | None:
-        """What the tokens of a turn see in a cache that the request has for itself."""
-        asked = self.turns[turn.request]
-        assert turn.computed == asked.computed
+    def _alone(
+        self, step: RequestStep, brought: Sequence[tuple[Tensor, ...]]
+    ) -> list[Tensor] | None:
+        """What the tokens of a step see in a cache that the request has for itself."""
+        asked = self.turns[step.request]
+        assert step.computed == asked.computed
         try:
-            return None if asked.broken else self._seen(turn, asked, brought)
+            return None if asked.broken else self._seen(step, asked, brought)
         except Failure:
             asked.broken = True
             return None
 
     def _seen(
-        self, turn: Turn, asked: Asked, brought: Sequence[tuple[Tensor, ...]]
+        self, step: RequestStep, asked: Asked, brought: Sequence[tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        if turn.computed == 0:
-            assert turn.prompt == asked.num_tokens
-            budgets = None if turn.budget is None else (turn.budget,)
+        if step.computed == 0:
+            assert step.prompt == asked.num_tokens
+            budgets = None if step.budget is None else (step.budget,)
             kept = {"budgets": budgets, "page_tokens": self.block_tokens, "backend": "torch"}
             asked.alone = TieredCache(self.policy, self.shape, **kept)
-        cache, every = asked.alone, torch.ones(1, turn.tokens, dtype=torch.bool)
+        cache, every = asked.alone, torch.ones(1, step.tokens, dtype=torch.bool)
         assert cache is not None
-        reads = turn.computed < turn.prompt
-        cache.begin(every, prompt=reads, more=turn.computed + turn.tokens < turn.prompt)
+        reads = step.computed < step.prompt
+        cache.begin(every, prompt=reads, more=step.computed + step.tokens < step.prompt)
         found = []
         for layer, (query, key, value) in enumerate(brought):
             grouped = query[None].unflatten(2, (self.shape.kv_heads, -1)).permute(0, 2, 3, 1, 4)
@@ -302,9 +303,9 @@ class Engine:
     def held(self) -> dict[str, int]:
         """Pages of every request in the worker."""
         worker = self.worker
-        caches = [([name], cache) for name, cache in worker.reading.items()]
-        if worker.generating is not None:
-            caches.append((worker.names, worker.generating))
+        caches = [([name], cache) for name, cache in worker.requests.prefills.items()]
+        if worker.requests.decoding is not None:
+            caches.append((worker.requests.names, worker.requests.decoding))
         return {
             name: pages
             for names, cache in caches
@@ -312,12 +313,12 @@ class Engine:
             for name, pages in zip(names, cache.batch.pages_used().tolist(), strict=True)
         }
 
-    def _check_pages(self, reports: Reports, orders: Orders) -> None:
+    def _check_pages(self, reports: WorkerReport, orders: StepMetadata) -> None:
         """What is told is what is held, and what is held is paid for."""
         held = self.held()
         assert self.worker.pool.used == sum(held.values())
-        failed = set(self.worker.failed)
-        assert {turn.request for turn in orders.turns.values()} - failed <= set(reports.told)
+        failed = set(self.worker.requests.failed)
+        assert {step.request for step in orders.requests.values()} - failed <= set(reports.told)
         for name, told in reports.told.items():
             assert (told.pages, told.computed) == (held[name], self._named(name).computed)
         alive = {a.request_id for a in self.running} - failed
@@ -346,4 +347,9 @@ class Engine:
         assert bool((self.memory[:-1] == POISON).all())
         ledger = self.ledger
         assert [*ledger.requests, *ledger.budgets, *ledger.prompts, *ledger.known] == []
-        assert [*ledger.serials, *ledger.refused, *self.worker.failed, *self.worker.serials] == []
+        assert [
+            *ledger.serials,
+            *ledger.refused,
+            *self.worker.requests.failed,
+            *self.worker.requests.serials,
+        ] == []

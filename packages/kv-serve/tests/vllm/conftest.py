@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from vllm_models import skip_without_vllm, write_config, write_weights
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kv_policy import Budget, CacheShape, parse
 
 if TYPE_CHECKING:
     from kv_serve.vllm.ledger import Ledger
-    from kv_serve.vllm.messages import Orders
+    from kv_serve.vllm.messages import StepMetadata
     from kv_serve.vllm.spec import PagedManager
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
@@ -35,7 +35,7 @@ def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, num_tokens=tokens, sampling_params=sampling)
 
 
-def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "Orders":
+def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
     """A step of requests: tokens before it, and its own; blocks are taken for them."""
     for name, (computed, tokens) in turns.items():
         ledger.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
@@ -45,7 +45,7 @@ def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "Orde
         num_computed_tokens=[each.num_computed_tokens for each in begun],
     )
     none = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return ledger.orders(
+    return ledger.metadata(
         SimpleNamespace(
             scheduled_new_reqs=begun if new else [],
             scheduled_cached_reqs=none if new else cached,
@@ -59,8 +59,10 @@ def free(ledger: "Ledger", name: str) -> None:
     manager.block_pool.free_blocks(reversed(manager.pop_blocks_for_free(name)))
 
 
-def states(orders: "Orders") -> dict[str, tuple[bool, bool, int]]:
-    return {t.request: (t.reads, t.more, t.prompt) for t in orders.turns.values()}
+def states(orders: "StepMetadata") -> dict[str, tuple[bool, bool, int]]:
+    return {
+        t.request: (t.is_prefill, t.is_partial_prefill, t.prompt) for t in orders.requests.values()
+    }
 
 
 def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
@@ -71,7 +73,7 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
     book.welcome(asked)
     orders = step(book, new=True, a=(0, 16))
     assert states(orders) == {"a": (True, True, 33)}
-    assert orders.turns.keys() == {book.manager.owned("a")[0].block_id}
+    assert orders.requests.keys() == {book.manager.owned("a")[0].block_id}
     assert states(step(book, a=(16, 16))) == {"a": (True, True, 33)}
     assert states(step(book, a=(32, 1))) == {"a": (True, False, 33)}  # one token, of the prompt
     for tokens in (34, 35):
@@ -90,12 +92,12 @@ def test_a_session_that_has_more_to_read_after_its_answer_fails(
 ) -> None:
     book = ledger("streaming:budget=12")
     book.welcome(request("a", 20))
-    (turn,) = step(book, new=True, a=(0, 20)).turns.values()
-    assert turn.refused is None
-    (turn,) = step(book, a=(20, 7)).turns.values()
-    assert turn.refused is not None
-    assert turn.refused.startswith("it adds 7 prompt tokens after its answer")
-    assert book.failed([turn.serial]) == {"a"}
+    (first,) = step(book, new=True, a=(0, 20)).requests.values()
+    assert first.refused is None
+    (first,) = step(book, a=(20, 7)).requests.values()
+    assert first.refused is not None
+    assert first.refused.startswith("it adds 7 prompt tokens after its answer")
+    assert book.failed([first.serial]) == {"a"}
 
 
 def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
@@ -104,10 +106,12 @@ def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
     book = ledger("streaming:budget=12")
     for name in "ab":
         book.welcome(request(name, 20))
-    old = {t.request: t.serial for t in step(book, new=True, a=(0, 20), b=(0, 20)).turns.values()}
+    old = {
+        t.request: t.serial for t in step(book, new=True, a=(0, 20), b=(0, 20)).requests.values()
+    }
     assert book.failed([old["a"]]) == {"a"}
     free(book, "a")
-    new = {t.request: t.serial for t in step(book, a=(0, 20), b=(20, 1)).turns.values()}
+    new = {t.request: t.serial for t in step(book, a=(0, 20), b=(20, 1)).requests.values()}
     assert book.failed([old["a"]]) == set()  # it was preempted, and is read again
     assert book.failed(new.values()) == {"a", "b"}
     assert new["b"] == old["b"]
@@ -133,7 +137,7 @@ def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"
 def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
     ledger: Callable[[str], "Ledger"],
 ) -> None:
-    from kv_serve.vllm.messages import Reports, Told
+    from kv_serve.vllm.messages import RequestPages, WorkerReport
 
     book = ledger("streaming:budget=12")
     book.welcome(request("a", 16))
@@ -144,17 +148,17 @@ def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
     new = step(book, a=(0, 200))
     assert book.manager.owned("a")[0] is first  # the pool gives what came back last
     owned = book.manager.owned("a")
-    book.note(Reports(old.step, {"a": Told(1, 16)}))
+    book.note(WorkerReport(old.step, {"a": RequestPages(1, 16)}))
     assert book.manager.owned("a") == owned
     assert book.manager.blocks_for(201) == book.manager.blocks_for(200) == len(owned)
-    book.note(Reports(new.step, {"a": Told(12, 200)}))
+    book.note(WorkerReport(new.step, {"a": RequestPages(12, 200)}))
     assert len(book.manager.owned("a")) < len(owned)
 
 
 def test_blocks_are_asked_for_until_an_answer_frees_none(
     ledger: Callable[[str], "Ledger"],
 ) -> None:
-    from kv_serve.vllm.messages import Reports, Told
+    from kv_serve.vllm.messages import RequestPages, WorkerReport
 
     book = ledger(SHORT)
     book.welcome(request("a", 320))
@@ -166,7 +170,7 @@ def test_blocks_are_asked_for_until_an_answer_frees_none(
         asked += 1
         orders = step(book)
         assert orders.short
-        book.note(Reports(orders.step, {"a": Told(pages, 320)}, answered=True))
+        book.note(WorkerReport(orders.step, {"a": RequestPages(pages, 320)}, answered=True))
         assert not step(book).short
     assert (asked, book.ask()) == (3, False)  # the third freed nothing, so vLLM preempts
     free(book, "a")
@@ -184,12 +188,16 @@ def test_who_has_nothing_to_compress_is_not_asked(
 
 
 def test_reports_of_several_workers_say_what_most_of_them_need() -> None:
-    from kv_serve.vllm.messages import Reports, Told
+    from kv_serve.vllm.messages import RequestPages, WorkerReport
 
-    one = Reports(7, {"a": Told(5, 20), "b": Told(9, 30)})
-    two = Reports(7, {"a": Told(6, 20), "b": Told(8, 30), "c": Told(1, 2)}, answered=True)
-    told = {"a": Told(6, 20), "b": Told(9, 30), "c": Told(1, 2)}
-    assert one.aggregate(two) == two.aggregate(one) == Reports(7, told, answered=True)
+    one = WorkerReport(7, {"a": RequestPages(5, 20), "b": RequestPages(9, 30)})
+    two = WorkerReport(
+        7,
+        {"a": RequestPages(6, 20), "b": RequestPages(8, 30), "c": RequestPages(1, 2)},
+        answered=True,
+    )
+    told = {"a": RequestPages(6, 20), "b": RequestPages(9, 30), "c": RequestPages(1, 2)}
+    assert one.aggregate(two) == two.aggregate(one) == WorkerReport(7, told, answered=True)
 
 
 def test_a_bad_budget_is_logged_and_its_request_fails(
@@ -209,8 +217,8 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
     assert "the request c cannot be served, and fails: kv_budget: budget 'plenty'" in said[0]
     assert "the request d cannot be served, and fails: a budget of 3 tokens" in said[1]
     orders = step(book, new=True, a=(0, 20), c=(0, 20))
-    assert [turn.budget for turn in orders.turns.values()] == [Budget(32), None]
-    assert [turn.refused is None for turn in orders.turns.values()] == [True, False]
+    assert [step.budget for step in orders.requests.values()] == [Budget(32), None]
+    assert [step.refused is None for step in orders.requests.values()] == [True, False]
     book.finished("c")
     assert book.refused.keys() == {"d"}
 

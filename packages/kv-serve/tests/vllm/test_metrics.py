@@ -72,13 +72,13 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
 
 
 def test_reports_of_workers_join_with_what_was_measured() -> None:
-    from kv_serve.vllm.messages import Reports
+    from kv_serve.vllm.messages import WorkerReport
 
-    both = Reports(1, measured=SOME).aggregate(Reports(1, measured=SOME)).measured
+    both = WorkerReport(1, measured=SOME).aggregate(WorkerReport(1, measured=SOME)).measured
     assert both == SOME.beside(SOME)
-    assert Reports(1).aggregate(Reports(1, measured=SOME)).measured == SOME
-    assert Reports(1, measured=SOME).aggregate(Reports(1)).measured == SOME
-    assert Reports(1).aggregate(Reports(1)).measured is None
+    assert WorkerReport(1).aggregate(WorkerReport(1, measured=SOME)).measured == SOME
+    assert WorkerReport(1, measured=SOME).aggregate(WorkerReport(1)).measured == SOME
+    assert WorkerReport(1).aggregate(WorkerReport(1)).measured is None
 
 
 @pytest.mark.usefixtures("_no_metrics")

@@ -60,7 +60,7 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
     assert bool(happened["freed"]) == (selector.budget is not None)  # of noise all is kept
     assert bool(happened["short"]) == selector.replan.short
     assert is_empty(small, greedy)
-    assert worker.pool.used == sum(each.pages for each in worker.held().values())
+    assert worker.pool.used == sum(each.pages for each in worker.requests.held(kept=False).values())
 
 
 @pytest.mark.parametrize("small", [SHORT], indirect=True)  # leankv goes by no budget

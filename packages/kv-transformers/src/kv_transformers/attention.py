@@ -19,7 +19,9 @@ from kv_transformers.running import Attends, current
 if TYPE_CHECKING:
     from torch import nn
 
-PREFIX: Final = "kv_serve|"  # of the implementation in a model's configuration, before its own
+PREFIX: Final = (
+    "kv_transformers|"  # of the implementation in a model's configuration, before its own
+)
 
 # What a model may ask of attention that attention over pages does not do, and what that is.
 UNSERVED: Final = {

@@ -12,7 +12,7 @@ from kv_policy import Basis, HeadBasis, LayerBasis
 from kv_runtime import Folded
 from kv_transformers.running import current
 
-FOLDED: Final = "_kv_serve_folded"  # an attribute of a model whose projections hold a basis
+FOLDED: Final = "_kv_transformers_folded"  # an attribute of a model whose projections hold a basis
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Frame:
 
 
 # Per thread, as threads may run one model at the same time; None outside of forward calls.
-_FRAME: Final[ContextVar[Frame | None]] = ContextVar("kv_serve_frame", default=None)
+_FRAME: Final[ContextVar[Frame | None]] = ContextVar("kv_transformers_frame", default=None)
 
 
 def current() -> Running | None:

@@ -16,9 +16,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from kv_policy import KVPolicy
-from kv_runtime import Step, serving
+from kv_runtime import RequestRows, Step, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
-from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.served import ServesPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
 from kv_serve.vllm.storage import Pages, Slots, stored
@@ -73,7 +72,7 @@ def bound(
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
-class PagedImpl(AttentionImpl[Step | Rows]):
+class PagedImpl(AttentionImpl[Step | RequestRows]):
     """Attention of one layer, under the policy of the current configuration."""
 
     def __init__(
@@ -150,7 +149,7 @@ class PagedImpl(AttentionImpl[Step | Rows]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | Rows | None,
+        attn_metadata: Step | RequestRows | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,

@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_runtime import RequestRows
 from kv_serve.vllm import failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.ledger import Ledger
-from kv_serve.vllm.messages import Orders, Reports
+from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
-from kv_serve.vllm.rows import Rows
 from kv_serve.vllm.spec import PagedSpec
 from kv_serve.vllm.worker import Worker
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
-    """Carries `Orders` down and `Reports` up; no key or value goes through it."""
+    """Carries `StepMetadata` down and `WorkerReport` up; no key or value goes through it."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -76,7 +76,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, Orders)
+        assert isinstance(connector_metadata, StepMetadata)
         self.worker.begin(connector_metadata)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -149,12 +149,12 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Say what the step is about."""
-        return self.ledger.orders(scheduler_output)
+        return self.ledger.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take note of pages, and give vLLM the blocks back that requests do not need."""
         reports = connector_output.kv_connector_worker_meta
-        if isinstance(reports, Reports):
+        if isinstance(reports, WorkerReport):
             self.ledger.note(reports)
             if reports.measured is not None and is_heard(self._vllm_config):
                 later = PolicyStats.of(reports.measured)
@@ -213,7 +213,7 @@ class PageLayer:
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
         cache: Tensor,
-        step: Rows,
+        step: RequestRows,
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
         """Store the new tokens of a step and write what they see to `output`."""

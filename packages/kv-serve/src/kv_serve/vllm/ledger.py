@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy
-from kv_runtime import kept_tokens
-from kv_serve.vllm.messages import Orders, Reports, Turn
+from kv_runtime import RequestStep, kept_tokens
+from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
 
@@ -103,26 +103,26 @@ class Ledger:
         self.asked = True
         return True
 
-    def orders(self, step: "SchedulerOutput") -> Orders:
+    def metadata(self, step: "SchedulerOutput") -> StepMetadata:
         """Say what a step is about."""
         self.step += 1
-        turns = {}
+        requests = {}
         begun = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         begun |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request, tokens in step.num_scheduled_tokens.items():
             first = self.manager.first_block(request)
             assert first is not None, "what is scheduled owns a block"
-            turns[first] = self._turn(request, begun[request], tokens)
+            requests[first] = self._request_step(request, begun[request], tokens)
         gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
             del self.known[request]
             self.serials.pop(request, None)
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
-        return Orders(self.step, turns, gone, short)
+        return StepMetadata(self.step, requests, gone, short)
 
-    def note(self, reports: Reports) -> None:
+    def note(self, reports: WorkerReport) -> None:
         """Take note of pages; blocks that are not needed go back to vLLM's pool."""
         freed = 0
         for request, told in reports.told.items():
@@ -130,7 +130,7 @@ class Ledger:
                 freed += self.manager.told(request, told.pages, told.computed)
         self.answered = (self.answered or reports.answered) and not freed
 
-    def _turn(self, request: str, computed: int, tokens: int) -> Turn:
+    def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
         if computed == 0:  # after a preemption what was generated is read again, too
             self.begun += 1
             self.prompts[request] = self.requests[request].num_tokens
@@ -141,7 +141,7 @@ class Ledger:
                 f"it adds {tokens} prompt tokens after its answer, and a policy needs the whole "
                 "prompt at once",
             )
-        return Turn(
+        return RequestStep(
             request,
             computed,
             tokens,

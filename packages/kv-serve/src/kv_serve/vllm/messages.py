@@ -7,45 +7,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kv_policy import Budget
-from kv_runtime import Measured
+from kv_runtime import Measured, RequestStep
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a step does for one request."""
-
-    request: str
-    computed: int  # tokens before the step; 0 begins it, also after a preemption
-    tokens: int  # of the step
-    prompt: int  # tokens that are read before any is generated; after a preemption more than asked
-    budget: Budget | None = None  # its own, instead of the policy's
-    serial: int = 0  # of this time that it begins; no other request, or time, has it
-    refused: str | None = None  # why it cannot be served, so that workers let it fail
-
-    @property
-    def reads(self) -> bool:
-        """Whether the tokens are of the prompt."""
-        return self.computed < self.prompt
-
-    @property
-    def more(self) -> bool:
-        """Whether the prompt goes on in a later step."""
-        return self.computed + self.tokens < self.prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Orders(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):
     """A step, for the workers."""
 
     step: int  # its number
-    turns: dict[int, Turn]  # by the number of the request's first block
+    requests: dict[int, RequestStep]  # by the number of the request's first block
     gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
     short: bool = False  # blocks are short: compress what can be compressed
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestPages:
     """A request's pages after a step."""
 
     pages: int
@@ -53,17 +29,17 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Reports(KVConnectorWorkerMetadata):
+class WorkerReport(KVConnectorWorkerMetadata):
     """What workers tell of their requests."""
 
     step: int  # that they come after
-    told: dict[str, Told] = field(default_factory=dict)
+    told: dict[str, RequestPages] = field(default_factory=dict)
     answered: bool = False  # blocks were short, and what could be compressed has been
     measured: Measured | None = None  # in steps that count
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Join what another worker tells of its own heads: each request needs what most take."""
-        assert isinstance(other, Reports)
+        assert isinstance(other, WorkerReport)
         joined = dict(self.told)
         for request, theirs in other.told.items():
             mine = joined.get(request)

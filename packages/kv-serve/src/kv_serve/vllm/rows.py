@@ -1,23 +1,18 @@
-"""Where the tokens of each request stand in a step's tensors."""
-
-from dataclasses import dataclass
+"""Which rows of a step's tensors are the tokens of which request, read off vLLM."""
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One step, for all layers."""
-
-    first: tuple[int, ...]  # the number of the first block of each request, which names it
-    start: tuple[int, ...]  # its first token among those of the step, and then their number
+from kv_runtime import RequestRows
 
 
-class RowsBuilder(AttentionMetadataBuilder[Rows]):
-    """Reads them off vLLM's description of a step."""
+class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
+    """Reads the rows of requests off vLLM's description of a step.
+
+    A request's key is the number of its first block.
+    """
 
     def __init__(
         self,
@@ -34,9 +29,9 @@ class RowsBuilder(AttentionMetadataBuilder[Rows]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Rows:
+    ) -> RequestRows:
         """Describe one step."""
         given = common_attn_metadata
         first = given.block_table_tensor[: given.num_reqs, 0]
         start = given.query_start_loc_cpu[: given.num_reqs + 1]
-        return Rows(tuple(first.tolist()), tuple(start.tolist()))
+        return RequestRows(tuple(first.tolist()), tuple(start.tolist()))
