@@ -5,12 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_eval.inspection import NOWHERE, Holding
 from kv_paging import PagePool
 from kv_policy import KVPolicy, compose, parse
-from kv_runtime import inspect as holding
 from kv_runtime.cache import TieredCache
-from kv_runtime.inspect import tier_names
+from kv_runtime.inspect import NOWHERE, Holding, holding, tier_names
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, filled, ragged
 

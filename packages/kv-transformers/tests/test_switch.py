@@ -171,7 +171,7 @@ def test_uninstalled_nothing_is_left() -> None:
         assert len(module._forward_hooks) == len(other._forward_hooks)
         assert len(module._forward_pre_hooks) == len(other._forward_pre_hooks)
         assert vars(module).keys() == vars(other).keys()
-    with pytest.raises(RuntimeError, match=r"kv_serve\.uninstall was called"):
+    with pytest.raises(RuntimeError, match=r"kv_transformers\.uninstall was called"):
         model(IDS, **passing(model, cache))
     uninstall(model)  # nothing to do
     model(IDS, **passing(model, CompressedCache(model, "raw")))

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@runtime_checkable
 class Attends(Protocol):
     """A cache that attends itself; `fresh_layer.AttendingCache` says what its methods do."""
 
