@@ -83,7 +83,7 @@ def test_installing_is_advised_by_one_helper() -> None:
 
 
 def test_what_extras_bring_is_what_messages_advise() -> None:
-    path = ROOT / "packages" / "kv-serve" / "pyproject.toml"
+    path = ROOT / "packages" / "kv-eval" / "pyproject.toml"
     offered = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
     assert offered["lm-eval"] == [extras.LM_EVAL]
     assert offered["plot"] == [extras.MATPLOTLIB]

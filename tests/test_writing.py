@@ -9,11 +9,11 @@ FOLDERS = ("packages/*/src", "tools", "benchmarks", "examples")
 WRITES = {"write_text", "write_bytes", "savefig", "save_file", "mkstemp", "NamedTemporaryFile"}
 ALLOWED = {  # each with where it writes
     "packages/kv-policy/src/kv_policy/files.py": "the helper itself",
-    "packages/kv-serve/src/kv_serve/evaluate/harness_tasks.py": "a temporary folder",
-    "packages/kv-serve/src/kv_serve/models/convert.py": "a folder that is renamed when it is whole",
-    "packages/kv-serve/src/kv_serve/vllm/capacity.py": "a temporary folder",
-    "packages/kv-serve/src/kv_serve/calibrate/plot.py": "memory",
-    "packages/kv-serve/src/kv_serve/report/picture.py": "memory",
+    "packages/kv-eval/src/kv_eval/evaluate/harness_tasks.py": "a temporary folder",
+    "packages/kv-transformers/src/kv_transformers/models/convert.py": "a folder that is renamed",
+    "packages/kv-eval/src/kv_eval/vllm/capacity.py": "a temporary folder",
+    "packages/kv-eval/src/kv_eval/calibrate/plot.py": "memory",
+    "packages/kv-eval/src/kv_eval/report/picture.py": "memory",
     "benchmarks/_zack_bases.py": "memory",
     "benchmarks/_compiled.py": "a temporary file",
     "benchmarks/peers/_work.py": "a temporary folder",

@@ -1,4 +1,4 @@
-"""What the extras of kv-serve bring, as messages advise it: by itself it is on every registry."""
+"""What the extras of kv-eval bring, as messages advise it: by itself it is on every registry."""
 
 from typing import Final
 

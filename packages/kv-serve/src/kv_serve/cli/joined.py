@@ -37,20 +37,20 @@ def join(app: typer.Typer) -> None:
 def _add(app: typer.Typer, name: str, entries: list[EntryPoint]) -> None:
     if not entries:
         package = PACKAGES[name]
-        missing = f"`kv-serve {name}` is in the package {package}, which is not installed: "
+        missing = f"the command {name} is in the package {package}, which is not installed: "
         _stand_in(app, name, f"Needs the package {package}.", missing + _backquoted(package))
         return
     if len(entries) > 1:
         owners = " and ".join(sorted(map(_owner, entries)))
         remedy = "uninstall all but one of them"
-        sentence = f"`kv-serve {name}` is claimed by the packages {owners}; {remedy}"
+        sentence = f"the command {name} is claimed by the packages {owners}; {remedy}"
         _stand_in(app, name, "Claimed by several packages.", sentence)
         return
     try:
         command = entries[0].load()
     except Exception as error:  # a package may fail in any way when it is imported
         reason = f"{type(error).__name__}: {error}"
-        sentence = f"`kv-serve {name}`, of the package {_owner(entries[0])}, cannot be imported: "
+        sentence = f"the command {name}, of the package {_owner(entries[0])}, cannot be imported: "
         _stand_in(app, name, "Cannot be imported.", sentence + reason)
         return
     if isinstance(command, typer.Typer):
