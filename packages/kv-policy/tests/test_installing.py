@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from kv_policy.installing import checkout_of, install_command, uninstall_command
+from kv_policy.installing import checkout_of, install_command, uninstall_command, versions
 
 NEEDS = {"kv-policy": [], "kv-odd": ["kv-even>=0.1,<0.2", "torch"], "kv-even": ["kv-policy>=0.1"]}
 
@@ -128,3 +128,9 @@ def test_the_module_pip_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     install_command("torch")
     assert "pip" not in Finder.searched
+
+
+def test_versions_name_what_a_result_depends_on() -> None:
+    found = versions()
+    assert {"python", "torch", "kv-policy"} <= set(found)
+    assert list(found) == sorted(found)

@@ -8,7 +8,6 @@ from typing import Final
 
 import typer
 
-from kv_policy.installing import install_command
 from kv_transformers.cli.console import refuse
 
 GROUP: Final = "kv_serve.commands"
@@ -37,8 +36,8 @@ def join(app: typer.Typer) -> None:
 def _add(app: typer.Typer, name: str, entries: list[EntryPoint]) -> None:
     if not entries:
         package = PACKAGES[name]
-        missing = f"the command {name} is in the package {package}, which is not installed: "
-        _stand_in(app, name, f"Needs the package {package}.", missing + _backquoted(package))
+        sentence = f"the command {name} is in the package {package}, which is not installed"
+        _stand_in(app, name, f"Needs the package {package}.", sentence, package)
         return
     if len(entries) > 1:
         owners = " and ".join(sorted(map(_owner, entries)))
@@ -59,17 +58,27 @@ def _add(app: typer.Typer, name: str, entries: list[EntryPoint]) -> None:
         app.command(name)(command)
 
 
-def _stand_in(app: typer.Typer, name: str, help: str, sentence: str) -> None:
-    """Add a command that takes any arguments and refuses with a sentence."""
+def _stand_in(
+    app: typer.Typer, name: str, help: str, sentence: str, package: str | None = None
+) -> None:
+    """Add a command that takes any arguments and refuses with a sentence.
+
+    Args:
+        app: the command line.
+        name: of the command.
+        help: a line on it.
+        sentence: what is wrong.
+        package: what to install.
+    """
 
     def refusal() -> None:
-        refuse(sentence)
+        if package is None:
+            refuse(sentence)
+        from kv_policy.installing import install_command
+
+        refuse(f"{sentence}: `{install_command(package)}`")
 
     app.command(name, help=help, context_settings=ANY, add_help_option=False)(refusal)
-
-
-def _backquoted(package: str) -> str:
-    return f"`{install_command(package)}`"
 
 
 def _owner(entry: EntryPoint) -> str:
