@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
-from kv_runtime import Account, Bases, Layout, RequestRows, RequestStep, TieredCache
+from kv_runtime import Account, Bases, Layout, RequestBatch, RequestRows, RequestStep, TieredCache
 from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.spec import PagedManager, PagedSpec
@@ -115,7 +115,7 @@ class Engine:
         pool = PagePool.over(self.memory, poison=True)
         kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
         empty = TieredCache(self.policy, self.shape, careful=True, **kept)
-        self.worker = Worker(empty, SCALE, pool)
+        self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool)
         self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
