@@ -68,4 +68,4 @@ def test_a_policy_that_fails_about_a_request_ends_that_request_alone(
         assert [list(found[i].token_ids) for i in (0, 3, 4)] == alone
         assert [len(found[i].token_ids) for i in (1, 2)] == [7, 0]
         assert is_empty(engine, greedy)
-        assert not ends(engine)[1].failed
+        assert not ends(engine)[1].requests.failed

@@ -26,7 +26,7 @@ def test_our_classes_are_the_stock_ones_but_for_the_choice_of_the_implementation
     register()
     for name in OVERRIDES:
         ours = AttentionBackendEnum[name].get_class()
-        (stock,) = ours.__bases__
+        *_, stock = ours.__bases__  # before it, what marks those that serve policies
         assert f"{stock.__module__}.{stock.__qualname__}" == AttentionBackendEnum[name].value
         assert [x for x in vars(ours) if not x.startswith("_")] == ["get_impl_cls"]
         assert ours.get_impl_cls() is stock.get_impl_cls()
