@@ -35,7 +35,7 @@ from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
 from kv_policy.replan import Replan
-from kv_policy.running import Running, RunningMean, RunningSum
+from kv_policy.lifecycle import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope, Ropes
 from kv_policy.spec import parse

@@ -17,7 +17,7 @@ from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
 from kv_policy.observe import Observe
 from kv_policy.replan import Replan
-from kv_policy.running import Running
+from kv_policy.lifecycle import Running
 from kv_policy.shape import CacheShape
 
 DROP: Final = 255  # the tier of a token that is let go

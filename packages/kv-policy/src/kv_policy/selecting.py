@@ -19,7 +19,7 @@ from kv_policy.contract import (
 from kv_policy.observe import Observe
 from kv_policy.part import Part
 from kv_policy.replan import Replan
-from kv_policy.running import Running
+from kv_policy.lifecycle import Running
 
 
 @dataclass(frozen=True)

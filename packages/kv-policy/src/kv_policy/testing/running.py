@@ -3,7 +3,7 @@
 import torch
 
 from kv_policy.contract import Selector
-from kv_policy.running import RunningSum
+from kv_policy.lifecycle import RunningSum
 from kv_policy.testing.laws import law
 from kv_policy.testing.views import Tokens
 
