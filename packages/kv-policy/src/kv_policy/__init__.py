@@ -29,13 +29,11 @@ from kv_policy.contract import (
     Vectors,
 )
 from kv_policy.evictor import Evictor, best, protect
-from kv_policy.observe import Observe
+from kv_policy.lifecycle import Observe, Replan, Running, RunningMean, RunningSum
 from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
-from kv_policy.replan import Replan
-from kv_policy.lifecycle import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope, Ropes
 from kv_policy.spec import parse

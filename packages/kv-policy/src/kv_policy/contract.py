@@ -15,9 +15,7 @@ from torch import Tensor
 from kv_policy.basis import LayerBasis
 from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
-from kv_policy.lifecycle import Running
+from kv_policy.lifecycle import Observe, Replan, Running
 from kv_policy.shape import CacheShape
 
 DROP: Final = 255  # the tier of a token that is let go

@@ -16,10 +16,8 @@ from kv_policy.contract import (
     StepView,
     Vectors,
 )
-from kv_policy.observe import Observe
+from kv_policy.lifecycle import Observe, Replan, Running
 from kv_policy.part import Part
-from kv_policy.replan import Replan
-from kv_policy.lifecycle import Running
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from kv_policy.contract import (
     StepView,
     Vectors,
 )
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
-from kv_policy.lifecycle import Running
+from kv_policy.lifecycle import Observe, Replan, Running
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from kv_policy.contract import (
     Step,
     StepView,
 )
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
+from kv_policy.lifecycle import Observe, Replan
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing.laws import equal, law, works

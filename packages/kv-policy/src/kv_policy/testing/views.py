@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, Selector, StepView
-from kv_policy.observe import Observe
+from kv_policy.lifecycle import Observe
 from kv_policy.shape import CacheShape
 
 _SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
