@@ -18,7 +18,7 @@ from jaxtyping import Int
 from rich.console import Console
 from torch import Tensor
 
-from kv_policy import Observe, parse
+from kv_policy import Observe, complete, parse
 from kv_serve.evaluate.caches import held, make_cache
 from kv_serve.evaluate.decode import read
 from kv_serve.keep_all import KeepAll
@@ -82,7 +82,7 @@ def read_prompts(loaded: LoadedModel, tokens: int, rounds: int) -> list[Row]:
     for spec in WATCHED:
         selector = parse(spec).selector
         assert selector is not None
-        watched[spec] = selector.observe
+        watched[spec] = complete(selector).observe
 
     def reading(observe: Observe) -> None:
         with patch.object(KeepAll, "observe_prompt", observe):

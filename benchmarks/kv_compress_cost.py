@@ -25,7 +25,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from kv_attention import torch_backend
-from kv_policy import parse
+from kv_policy import complete, parse
 from kv_serve import CompressedCache, keep_selected, scoring
 from kv_serve.evaluate.decode import read
 from kv_serve.models import LoadedModel, load_model
@@ -104,7 +104,9 @@ def waiting(loaded: LoadedModel, prompt: torch.Tensor) -> CompressedCache:
     read(loaded.model, cache, prompt)
     keeper = cache.tiered._keeper
     assert isinstance(keeper, keep_selected.KeepSelected)
-    keeper.selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
+    selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
+    assert selector is not None
+    keeper.selector = complete(selector)
     keeper._turns.all_due()
     return cache
 

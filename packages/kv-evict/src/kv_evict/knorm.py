@@ -1,7 +1,7 @@
 """Knorm: keys of small norm."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 import torch
 from jaxtyping import Float
@@ -25,16 +25,8 @@ class Knorm(Evictor):
 
     name: ClassVar[str] = "knorm"
     source: ClassVar[str] = "Devoto et al., 2024, https://arxiv.org/abs/2406.11430"
-
-    @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """Keys."""
-        return frozenset({"keys"})
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
+    reads = frozenset({"keys"})
+    decode = "step"  # each generated token takes the place of another once the budget is full
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a key its norm, the smallest first."""
