@@ -209,7 +209,12 @@ def planned(
         )
     plan = expect_plan(selector, view, selector.plan(view))
     plan = torch.where(view.position >= 0, plan, DROP)
-    return plan, selector.cuts(view) if selector.decode == "step" else None
+    if selector.decode == "grow":
+        return plan, None
+    cuts = selector.cuts(view)
+    if cuts is None:
+        cuts = view.score.new_zeros(selector.tiers, *view.score.shape[:-1])
+    return plan, cuts
 
 
 def _stay(
