@@ -5,8 +5,8 @@ from functools import reduce
 from typing import Final, Literal
 
 from kv_policy.codec import TokenFormat
+from kv_policy.complete import complete
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
-from kv_policy.optional import complete
 from kv_policy.raw import Raw
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector

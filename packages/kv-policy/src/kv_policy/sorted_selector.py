@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
+from kv_policy.complete import CompleteSelector, complete
 from kv_policy.contract import (
     DROP,
     LayerView,
@@ -18,7 +19,6 @@ from kv_policy.contract import (
     Vectors,
 )
 from kv_policy.lifecycle import Observe, Replan, Running
-from kv_policy.optional import CompleteSelector, complete
 
 
 @dataclass(frozen=True)

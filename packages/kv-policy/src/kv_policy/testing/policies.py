@@ -4,9 +4,9 @@ from typing import Final
 
 from kv_policy.basis import HeadBasis, LayerBasis
 from kv_policy.codec import TokenFormat
+from kv_policy.complete import complete
 from kv_policy.compose import Composed
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
-from kv_policy.optional import complete
 from kv_policy.part import Part, split
 from kv_policy.registry import installed
 from kv_policy.shape import CacheShape, Rope

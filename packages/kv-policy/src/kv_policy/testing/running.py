@@ -2,8 +2,8 @@
 
 import torch
 
+from kv_policy.complete import CompleteSelector
 from kv_policy.lifecycle import RunningSum
-from kv_policy.optional import CompleteSelector
 from kv_policy.testing.laws import law
 from kv_policy.testing.views import Tokens
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
+from kv_policy.complete import CompleteSelector, complete
 from kv_policy.contract import (
     DROP,
     NOBODY,
@@ -19,7 +20,6 @@ from kv_policy.contract import (
     StepView,
 )
 from kv_policy.lifecycle import Observe, Replan
-from kv_policy.optional import CompleteSelector, complete
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing.laws import equal, law, works

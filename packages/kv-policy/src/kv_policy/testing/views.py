@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_policy.complete import CompleteSelector
 from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, StepView
 from kv_policy.lifecycle import Observe
-from kv_policy.optional import CompleteSelector
 from kv_policy.shape import CacheShape
 
 _SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
