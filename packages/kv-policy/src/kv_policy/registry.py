@@ -57,7 +57,8 @@ class Registry:
                 if each.casefold() == name.casefold():
                     raise ValueError(
                         f"{part.__name__} is named {name!r}, and so is a policy of "
-                        f"{package_of(entries[0])}, which is installed; give yours another name"
+                        f"{package_of(entries[0])}, which is installed; leave it out of extra if "
+                        "it is that one, or give yours another name"
                     )
             for each, other in found.items():
                 if each.casefold() == name.casefold() and other is not part:
