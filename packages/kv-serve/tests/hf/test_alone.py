@@ -12,6 +12,7 @@ OWN = {
     "leankv": "low=drop,t_high=0.5,window=4",
     "scissorhands": "recent=2",
     "streaming": "sinks=2",
+    "lagkv": "sinks=1,lag=3",
 }
 
 
