@@ -8,6 +8,7 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.rounding import rounded
 from kv_policy import Evictor, LayerView
 
 
@@ -16,8 +17,8 @@ class LagKV(Evictor):
     """Keep the tokens of each chunk of `lag` that vary most on the scale of the next chunk.
 
     A channel is scaled to run from 0 to 1 in the next chunk. Standard deviations over channels,
-    softmaxed over the chunk, are added up for key and value; a token's score is the rank of the sum
-    in its chunk. Sinks, and tokens that no whole chunk follows, stay. From notes, not checked.
+    softmaxed over the chunk, are added up for key and value; the score is the rank in the chunk, to
+    12 bits. Sinks, and tokens that no whole chunk follows, stay. From notes, not checked.
     """
 
     name: ClassVar[str] = "lagkv"
@@ -38,7 +39,8 @@ class LagKV(Evictor):
         held = (view.position >= 0).sum(-1, keepdim=True) - self.sinks
         spread = _spread(view.keys[:, :, self.sinks :], self.lag)
         spread = spread + _spread(view.values[:, :, self.sinks :], self.lag)
-        rank = spread.argsort(dim=-1, stable=True).argsort().flatten(2).float()
+        order = rounded(spread).argsort(dim=-1, stable=True, descending=True)
+        rank = -order.argsort().flatten(2).float()
         place = torch.arange(rank.shape[2], device=rank.device)
         rank = rank.masked_fill(place >= held - held % self.lag - self.lag, torch.inf)
         score = torch.full_like(view.score, torch.inf)
