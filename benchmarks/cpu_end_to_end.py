@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kv_eval.evaluate.decode import read
 from kv_eval.tasks import default_text
-from kv_policy import Observe, parse
+from kv_policy import Observe, complete, parse
 from kv_runtime.retain.keep_all import KeepAll
 from kv_transformers.from_text import held, make_cache
 from kv_transformers.models import LoadedModel, load_model
@@ -82,7 +82,7 @@ def read_prompts(loaded: LoadedModel, tokens: int, rounds: int) -> list[Row]:
     for spec in WATCHED:
         selector = parse(spec).selector
         assert selector is not None
-        watched[spec] = selector.observe
+        watched[spec] = complete(selector).observe
 
     def reading(observe: Observe) -> None:
         with patch.object(KeepAll, "observe_prompt", observe):

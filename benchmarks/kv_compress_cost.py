@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from kv_attention import torch_backend
 from kv_eval.evaluate.decode import read
 from kv_eval.tasks import default_text, nll
-from kv_policy import parse
+from kv_policy import complete, parse
 from kv_runtime.retain import scoring
 from kv_runtime.retain import selected as keep_selected
 from kv_transformers import CompressedCache
@@ -106,7 +106,9 @@ def waiting(loaded: LoadedModel, prompt: torch.Tensor) -> CompressedCache:
     read(loaded.model, cache, prompt)
     keeper = cache.tiered._keeper
     assert isinstance(keeper, keep_selected.KeepSelected)
-    keeper.selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
+    selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
+    assert selector is not None
+    keeper.selector = complete(selector)
     keeper._turns.all_due()
     return cache
 

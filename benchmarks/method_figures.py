@@ -51,7 +51,8 @@ BUDGET = (
     "knorm",
     "streaming",
 )
-SELECTORS = (*(f"{name}:budget=256" for name in BUDGET), "fastgen", "leankv")
+LAG = "lagkv:budget=256,lag=32"  # in chunks of 128, both ends alone would take 259
+SELECTORS = (*(f"{name}:budget=256" for name in BUDGET), LAG, "fastgen", "leankv")
 BASES = ("zack", "svd-kv", "kq-svd", "palu")
 CODECS = {
     "8 bits": "k8v8",

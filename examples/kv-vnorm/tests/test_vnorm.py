@@ -19,7 +19,7 @@ def test_large_values_stay() -> None:
     size = torch.tensor([[[3.0, 1, 5, 2, 4, 6], [6, 5, 4, 3, 2, 1]]])
     position = torch.arange(6).expand(1, 2, 6)
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=shape,
         position=position,
         fresh=position >= 0,

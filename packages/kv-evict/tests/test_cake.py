@@ -34,7 +34,7 @@ def watched(seed: int, group: int) -> tuple[LayerView, Tensor]:
     logits = torch.randn(places, generator=draw, dtype=torch.float64) * 2
     p = logits.masked_fill(~sees, -torch.inf).softmax(-1)
     view = LayerView(
-        layer=0,
+        layer=torch.zeros_like(torch.tensor(LENGTHS)),
         shape=replace(SHAPE, group=group),
         position=position,
         fresh=position >= torch.tensor(STORED)[:, None, None],
@@ -123,7 +123,7 @@ def test_layers_without_a_preference_share_evenly() -> None:
 def test_attention_that_changes_is_worth_more_than_attention_that_stays() -> None:
     position = torch.arange(8)[None, None]
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=CacheShape(layers=1, kv_heads=1, group=1, key_dim=4, value_dim=4),
         position=position,
         fresh=torch.ones_like(position, dtype=torch.bool),

@@ -169,7 +169,7 @@ def test_the_chunk_that_reaches_into_the_window_ends_before_it() -> None:
     position = torch.arange(9).expand(1, 2, 9)
     mass = torch.tensor([[[1.0, 1, 1, 1, 6, 3, 9, 9, 9], [0, 0, 0, 3, 9, 6, 9, 9, 9]]])
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=shape(heads=2),
         position=position,
         fresh=torch.ones_like(position, dtype=torch.bool),
@@ -197,7 +197,7 @@ def test_a_prompts_chunks_are_judged_by_the_attention_of_its_last_queries(group:
     by_head = {"mean": attention.mean(1), "sum": attention.sum(1), "max": attention.amax(1)}[group]
     position = torch.arange(tokens).expand(1, heads, tokens)
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=shape(),
         position=position,
         fresh=torch.ones_like(position, dtype=torch.bool),
@@ -256,7 +256,7 @@ def test_chunks_of_one_are_snapkvs_scores_on_average_over_heads(seed: int, windo
 def test_a_prompt_shorter_than_window_or_budget_is_kept_whole(tokens: int) -> None:
     position = torch.arange(tokens).expand(1, 3, tokens)
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=shape(),
         position=position,
         fresh=torch.ones_like(position, dtype=torch.bool),
@@ -271,7 +271,7 @@ def test_a_prompt_shorter_than_window_or_budget_is_kept_whole(tokens: int) -> No
 
 def test_an_arriving_token_that_nothing_was_observed_for_is_protected() -> None:
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=shape(heads=1),
         position=torch.tensor([[[41]]]),
         fresh=torch.tensor([[[True]]]),

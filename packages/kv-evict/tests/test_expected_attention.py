@@ -80,7 +80,7 @@ def test_a_score_is_the_expected_attention_times_the_norm(sinks: int, epsilon: f
     asked[1, 8:] = -1
     there = (position >= 0)[..., None]
     view = LayerView(
-        layer=0,
+        layer=torch.zeros_like(lengths),
         shape=SHAPE,
         position=position,
         fresh=position >= 0,
@@ -89,6 +89,7 @@ def test_a_score_is_the_expected_attention_times_the_norm(sinks: int, epsilon: f
         keys=torch.randn(2, 2, 13, 6, generator=draw) * there,
         values=torch.randn(2, 2, 13, 4, generator=draw) * there,
         queries=Queries(torch.randn(2, 2, 2, 13, 6, generator=draw), asked),
+        rope=SHAPE.rope,
     )
     found = policy.score(view)
     for b, length in enumerate(lengths.tolist()):
@@ -110,7 +111,7 @@ def test_queries_of_the_future_are_turned_alike_whenever_they_were_asked() -> No
         scores.append(
             ExpectedAttention(future=3).score(
                 LayerView(
-                    layer=0,
+                    layer=torch.tensor([0]),
                     shape=SHAPE,
                     position=position,
                     fresh=position >= 0,
@@ -119,6 +120,7 @@ def test_queries_of_the_future_are_turned_alike_whenever_they_were_asked() -> No
                     keys=key,
                     values=key[..., :4],
                     queries=Queries(vectors.expand(1, 2, 2, 3, 6).float(), torch.tensor([places])),
+                    rope=SHAPE.rope,
                 )
             )
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evict_cases import LENGTHS, SHAPE, STORED, plan_view, quick, ragged, step, worth
 from kv_evict import FastGen
-from kv_policy import DROP, LayerView, Observe, PlanView, parse
+from kv_policy import DROP, LayerView, Observe, PlanView, complete, parse
 from kv_policy.testing import check_policy
 
 
@@ -29,7 +29,7 @@ def test_a_score_is_the_average_attention_and_1_more_for_a_sink(
     stored = there & (position < before)
     found = FastGen(window=window, sinks=sinks).score(
         LayerView(
-            layer=0,
+            layer=torch.zeros_like(torch.tensor(LENGTHS)),
             shape=SHAPE,
             position=position,
             fresh=there & ~stored,
@@ -54,7 +54,7 @@ def test_scores_go_on_from_pass_to_pass() -> None:
         position = torch.arange(end)[None, None]
         score = FastGen(sinks=2).score(
             LayerView(
-                layer=0,
+                layer=torch.tensor([0]),
                 shape=SHAPE,
                 position=position,
                 fresh=position >= start,
@@ -203,7 +203,7 @@ def test_what_it_says_of_itself() -> None:
     assert policy.observe == Observe(last=16, skip=1, generated=True)
     assert policy.budget is None
     assert (policy.protected, policy.decode, policy.scope, policy.tiers) == (0, "step", "layer", 1)
-    assert policy.shielded(torch.tensor([9])) is None
+    assert complete(policy).shielded(torch.tensor([9])) is None
     assert not policy.reads
     assert policy.capabilities.shortens
     assert policy.capabilities.splits_heads

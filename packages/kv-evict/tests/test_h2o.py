@@ -15,7 +15,7 @@ from kv_policy.testing import check_policy
 
 def view_of(position: Tensor, mass: Tensor, score: Tensor, length: list[int]) -> LayerView:
     return LayerView(
-        layer=0,
+        layer=torch.zeros_like(torch.tensor(length)),
         shape=SHAPE,
         position=position,
         fresh=position >= torch.tensor(STORED)[: len(length), None, None],

@@ -75,7 +75,7 @@ def test_each_head_keeps_the_keys_that_differ_most(seed: int, budget: tuple[int,
 def test_the_one_key_that_points_elsewhere_is_worth_most() -> None:
     keys = torch.tensor([[1.0, 0.1], [5.0, 0.0], [-0.1, 0.0], [2.0, -0.1]])
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=CacheShape(layers=1, kv_heads=1, group=1, key_dim=2, value_dim=2),
         position=torch.tensor([[[0, 1, 2, 3]]]),
         fresh=torch.ones(1, 1, 4, dtype=torch.bool),

@@ -26,7 +26,7 @@ def test_it_watches_every_query_under_noise_and_adds_up() -> None:
     for each in mass:
         score = policy.score(
             LayerView(
-                layer=0,
+                layer=torch.tensor([0]),
                 shape=SHAPE,
                 position=position,
                 fresh=position < 0,

@@ -37,7 +37,7 @@ def test_a_token_that_comes_again_has_its_norm_again() -> None:
     assert len(torch.linalg.vector_norm(keys, dim=-1).unique()) > 1
     position = angle[None, None]
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=CacheShape(layers=1, kv_heads=1, group=1, key_dim=64, value_dim=4),
         position=position,
         fresh=position >= 0,
@@ -71,7 +71,7 @@ def test_at_every_moment_the_smallest_keys_so_far_are_kept(seed: int, budget: in
     held: list[int] = []
     for at in range(16):
         arriving = LayerView(
-            layer=0,
+            layer=torch.tensor([0]),
             shape=CacheShape(layers=1, kv_heads=1, group=1, key_dim=5, value_dim=4),
             position=torch.tensor([[[at]]]),
             fresh=torch.ones(1, 1, 1, dtype=torch.bool),

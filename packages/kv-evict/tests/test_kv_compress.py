@@ -56,7 +56,7 @@ def view(attention: Tensor, score: Tensor, before: int, window: int | None, skip
         counts &= (query >= length - window)[:, None]
     mass = (attention.square() * counts).sum((1, 2))[None]
     return LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=SHAPE,
         position=position,
         fresh=position >= before,

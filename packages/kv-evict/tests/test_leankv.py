@@ -230,7 +230,7 @@ def test_a_score_is_the_average_attention_of_later_queries(last: int | None) -> 
         rows[list(watched)] = attention[list(watched)]
         counted = (rows > 0) & torch.ones_like(rows, dtype=torch.bool).tril(-1)
         view = LayerView(
-            layer=0,
+            layer=torch.tensor([0]),
             shape=SHAPE,
             position=torch.arange(end)[None, None],
             fresh=(torch.arange(end) >= start)[None, None],
@@ -247,7 +247,7 @@ def test_a_score_is_the_average_attention_of_later_queries(last: int | None) -> 
         assert (score[..., :-1] > 0).all()
         fade = policy.score(
             LayerView(
-                layer=0,
+                layer=torch.tensor([0]),
                 shape=SHAPE,
                 position=torch.arange(total)[None, None],
                 fresh=(torch.arange(total) == total - 1)[None, None],

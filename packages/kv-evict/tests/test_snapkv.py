@@ -27,7 +27,7 @@ def view_of(
     fresh: torch.Tensor | None = None,
 ) -> LayerView:
     return LayerView(
-        layer=0,
+        layer=torch.zeros_like(length),
         shape=shape(position.shape[1]),
         position=position,
         fresh=torch.zeros_like(position, dtype=torch.bool) if fresh is None else fresh,

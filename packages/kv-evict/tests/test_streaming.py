@@ -30,7 +30,7 @@ class Host:
     def score(self, positions: list[int], fresh: int) -> list[float]:
         held = len(positions) - fresh
         view = LayerView(
-            layer=0,
+            layer=torch.tensor([0]),
             shape=SHAPE,
             position=torch.tensor([[positions]]),
             fresh=(torch.arange(len(positions)) >= held)[None, None],
@@ -84,7 +84,7 @@ def test_sinks_and_recent_tokens_stay_at_every_moment(sinks, more, chunks, gener
 
 def test_scores_are_positions_and_sinks_are_infinite():
     view = LayerView(
-        layer=0,
+        layer=torch.zeros_like(torch.tensor([91, 2**24])),
         shape=SHAPE,
         position=torch.tensor([[[0, 3, 4, 90, -1]], [[0, 1, 2, 3, 2**24 - 1]]]),
         fresh=torch.zeros(2, 1, 5, dtype=torch.bool),

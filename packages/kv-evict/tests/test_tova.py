@@ -23,7 +23,7 @@ def alike(seed: int, mixed: bool) -> LayerView:
     score = torch.rand(position.shape, generator=draw, dtype=torch.float64)
     fresh = position >= torch.tensor(STORED)[:, None, None]
     return LayerView(
-        layer=0,
+        layer=torch.zeros_like(torch.tensor(LENGTHS)),
         shape=SHAPE,
         position=position,
         fresh=fresh,

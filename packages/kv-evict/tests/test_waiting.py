@@ -73,7 +73,7 @@ def scored(batch: int, heads: int, tokens: int) -> Counter[str]:
     """Operations that scores of so many sequences, heads and tokens take."""
     whole = torch.empty(batch, heads, tokens, device="meta")
     what = LayerView(
-        layer=0,
+        layer=torch.empty(batch, dtype=torch.long, device="meta"),
         shape=CacheShape(1, heads, 1, 8, 8),
         position=whole.long(),
         fresh=whole.bool(),

@@ -323,7 +323,7 @@ def test_positions_are_logical_and_stay_with_their_tokens() -> None:
     """After an eviction, sinks and the window go by position, whatever slot a token lies in."""
     position = torch.tensor([[[0, 1, 7, 30, 31, 32], [0, 8, 9, 31, 32, -1]]])
     view = LayerView(
-        layer=0,
+        layer=torch.tensor([0]),
         shape=replace(SHAPE, layers=1),
         position=position,
         fresh=position >= 30,
@@ -391,7 +391,14 @@ def test_a_budget_below_what_is_protected_is_refused() -> None:
 
 def test_a_method_without_a_score_says_so() -> None:
     position = torch.arange(4).expand(1, 2, 4)
-    view = LayerView(0, SHAPE, position, position == 0, position.float(), length=torch.tensor([4]))
+    view = LayerView(
+        torch.tensor([0]),
+        SHAPE,
+        position,
+        position == 0,
+        position.float(),
+        length=torch.tensor([4]),
+    )
 
     class Scoreless(Evictor):
         name = "scoreless"

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kv_policy import LayerView, Observe, RunningMean, RunningSum, protect
+from kv_policy.testing import check_policy
 from lawful import Good, refusal
 
 
@@ -21,6 +22,37 @@ class Writes(Good):
 class Flat(Good):
     def score(self, view: LayerView) -> Tensor:
         return super().score(view).sum(1)
+
+
+class WritesMore(Good):
+    """Changes what no check of scores looked at: the sums beside the first."""
+
+    observe = Observe(last=4, skip=1, generated=True, also=frozenset({"squares"}))
+
+    def score(self, view: LayerView) -> Tensor:
+        view.also["squares"].add_(1)
+        return super().score(view)
+
+
+class FirstLayer(Good):
+    """Takes all rows for those of the first layer, as if decoding showed one layer at a time."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return self.protect(view.keys.norm(dim=-1) * (1 + view.layer[0]), view)
+
+
+class FirstLayerGrowing(FirstLayer):
+    """Likewise; its generated tokens join the cache, and are scored all the same."""
+
+    decode = "grow"
+    observe = Observe(last=4, generated=True)
+
+
+class ByLayer(Good):
+    """Depends on the layer, row by row."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return self.protect(view.keys.norm(dim=-1) * (1 + view.layer)[:, None, None], view)
 
 
 class Nan(Good):
@@ -52,8 +84,10 @@ class Overprotects(Good):
 class Clings(Good):
     """Protects the newest token, whose score stays when it is no longer the newest."""
 
+    recent = 1
+
     def score(self, view: LayerView) -> Tensor:
-        return protect(view.position.float(), view, first=self.sinks - 1, last=1)
+        return protect(view.position.float(), view, first=self.sinks, last=1)
 
 
 class Mixes(Good):
@@ -113,6 +147,9 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
     [
         (Impure, "score differs the second time"),
         (Writes, "score changed the view's score"),
+        (WritesMore, "score changed the view's squares"),
+        (FirstLayer, "score of a view of several layers differs from the scores of each layer"),
+        (FirstLayerGrowing, "score of a view of several layers differs from the scores of each"),
         (Flat, "score gave torch.float32 of shape"),
         (Nan, "score gave a token NaN"),
         (Sized, "score gave a token NaN"),
@@ -130,3 +167,7 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
 )
 def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
     assert law in refusal(broken())
+
+
+def test_a_score_may_go_by_the_layer_of_a_row() -> None:
+    check_policy(ByLayer())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_policy import DROP, NOBODY, Step, StepView
+from kv_policy import DROP, NOBODY, Part, Selecting, Step, StepView
 from kv_policy.testing import check_policy
 from lawful import Good, refusal
 
@@ -47,6 +47,28 @@ class Meets(Good):
         return super().step(replace(view, candidate=mean))
 
 
+class Layers(Good):
+    """A step looks at the other layers, though they are planned alone."""
+
+    def step(self, view: StepView) -> Step:
+        mean = view.candidate.mean(0, keepdim=True).expand_as(view.candidate)
+        return super().step(replace(view, candidate=mean))
+
+
+class FromFirst(Good):
+    """A step takes all layers for the first in view."""
+
+    def step(self, view: StepView) -> Step:
+        return super().step(replace(view, candidate=view.candidate + 9 * view.first_layer))
+
+
+class Stepless(Selecting):
+    """Says that it steps, and cannot."""
+
+    name = "stepless"
+    decode = "step"
+
+
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
@@ -55,10 +77,13 @@ class Meets(Good):
         (Climbs, "a step moves its victim to no later tier, nor to DROP"),
         (Empty, "a step takes its victim from an empty tier"),
         (Elsewhere, "a step sends the candidate to a tier other than 0 to 0 and DROP"),
+        (Layers, "a step of several layers differs from the step of each alone"),
+        (FromFirst, "a step of several layers differs from the step of each alone"),
+        (Stepless, "Stepless says decode='step' and has no step(view); define it, or say 'grow'"),
         (Meets, "a step depends on other sequences"),
     ],
 )
-def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
+def test_a_broken_policy_is_told_its_law(broken: type[Part], law: str) -> None:
     assert law in refusal(broken())
 
 

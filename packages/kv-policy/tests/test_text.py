@@ -240,3 +240,35 @@ def test_a_parameter_of_that_name_is_the_parts_own(register: Callable[..., None]
     register(Own)
     assert parse("own:keep=5") == Own(keep=5)
     assert [p.name for p in Own.parameters()].count("keep") == 1
+
+
+def test_what_is_not_installed_is_known_to_one_text() -> None:
+    policy = parse("every:window=7+stored:path=a", extra=[Every, Stored])
+    assert policy == compose(Every(window=7), Stored("a"))
+    assert parse("EVERY", extra=[Every]) == Every()
+    with pytest.raises(UnknownPolicyError, match="no policy is called 'every'"):
+        parse("every")
+    with pytest.raises(UnknownPolicyError, match=r"the nearest of .* installed: every"):
+        parse("evry", extra=[Every])
+
+
+def test_names_of_what_is_not_installed_must_be_free(register: Callable[..., None]) -> None:
+    register(Every)
+
+    class EVERY(Every):
+        name = "Every"
+
+    class Again(Stored):
+        pass
+
+    with pytest.raises(
+        ValueError, match="EVERY is named 'Every', and so is a policy of test, which"
+    ):
+        parse("raw", extra=[EVERY])
+    with pytest.raises(ValueError, match="Stored and Again are both named 'stored'"):
+        parse("raw", extra=[Stored, Again])
+    assert parse("stored:path=a", extra=[Stored, Stored]) == Stored("a")
+    with pytest.raises(TypeError, match=r"Stored\(path='a'\)"):
+        parse("raw", extra=[Stored("a")])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="Part has no name; set"):
+        parse("raw", extra=[Part])

@@ -63,7 +63,7 @@ def layers(lengths: list[int]) -> LayerView:
 
     position = torch.arange(tokens).expand(rows, heads, -1)
     return LayerView(
-        layer=0,
+        layer=torch.tensor([0, 1]).repeat_interleave(len(lengths)),
         shape=SHAPE,
         position=position,
         fresh=position < 1,
@@ -138,5 +138,4 @@ def test_it_is_a_selector_with_the_answers_of_another() -> None:
         assert getattr(careful, name) == getattr(touchy, name)
     assert careful.running is None
     assert careful.shielded(torch.ones(1, dtype=torch.long)) is None
-    view = layers([5])
-    assert torch.equal(careful.gauge(view), touchy.gauge(view))
+    assert careful.gauge(layers([5])) is None

@@ -12,6 +12,7 @@ OWN = {
     "leankv": "low=drop,t_high=0.5,window=4",
     "scissorhands": "recent=2",
     "streaming": "sinks=2",
+    "lagkv": "sinks=1,lag=3",
 }
 
 
@@ -52,10 +53,13 @@ def test_a_batch_keeps_what_each_row_keeps_alone(make, policy: str) -> None:
     mask = (torch.arange(width)[None] >= width - lengths[:, None]).long()
     steps = torch.randint(3, 101, (3, 6), generator=draw)
     together = CompressedCache(model, policy, page_tokens=4)
-    model(ids * mask, attention_mask=mask, **passing(model, together))
+    # Keys turned by a row's own positions, as a row alone has them: lagkv goes by their channels.
+    own = (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids * mask, attention_mask=mask, position_ids=own, **passing(model, together))
     for step in steps[:, :2].split(1, dim=1):
         mask = torch.cat([mask, torch.ones_like(step)], 1)
-        model(step, attention_mask=mask, **passing(model, together))
+        own = mask.sum(1, keepdim=True) - 1
+        model(step, attention_mask=mask, position_ids=own, **passing(model, together))
     rows = torch.arange(18).view(3, 3, 2)  # layer, sequence, head
     found = kept(together)
     for b, length in enumerate(lengths.tolist()):

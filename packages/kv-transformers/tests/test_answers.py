@@ -6,7 +6,20 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-from kv_policy import Budget, CacheShape, Evictor, LayerView, PlanView, Rope, parse
+from kv_policy import (
+    DROP,
+    Budget,
+    CacheShape,
+    Capabilities,
+    Evictor,
+    KVPolicy,
+    LayerView,
+    Part,
+    PlanView,
+    Rope,
+    Selector,
+    parse,
+)
 from kv_runtime import TieredCache
 from kv_transformers.support import expect_order
 
@@ -18,13 +31,8 @@ class Theirs(Evictor):
     name: ClassVar[str] = "theirs"
     fault: Literal["none", "shape", "integers", "list", "nan", "plan"] = "none"
 
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"keys"})
-
-    @property
-    def decode(self) -> Literal["step"]:
-        return "step"
+    reads = frozenset({"keys"})
+    decode = "step"
 
     def score(self, view: LayerView):
         score = view.keys.norm(dim=-1)
@@ -34,7 +42,7 @@ class Theirs(Evictor):
             return score.long()
         if self.fault == "list":
             return score.tolist()
-        if self.fault == "nan" and view.layer == 1:
+        if self.fault == "nan" and view.layer[0] == 1:
             return score * 0 / 0
         return score
 
@@ -44,13 +52,17 @@ class Theirs(Evictor):
 
 
 def read(fault: str, key: float = 1.0) -> TieredCache:
-    cache = TieredCache(Theirs(Budget(6), fault=fault), SHAPE, page_tokens=4)
+    return passes(Theirs(Budget(6), fault=fault), 1, key)
+
+
+def passes(policy: KVPolicy, sequences: int, key: float = 1.0) -> TieredCache:
+    cache = TieredCache(policy, SHAPE, page_tokens=4)
     draw = torch.Generator().manual_seed(1)
     for length in (20, 1):
-        cache.begin(torch.ones(1, length, dtype=torch.bool))
+        cache.begin(torch.ones(sequences, length, dtype=torch.bool))
         for layer in range(2):
-            query = torch.randn(1, 2, 2, length, 8, generator=draw)
-            keys, values = torch.randn(2, 1, 2, length, 8, generator=draw)
+            query = torch.randn(sequences, 2, 2, length, 8, generator=draw)
+            keys, values = torch.randn(2, sequences, 2, length, 8, generator=draw)
             cache.attend(layer, query, keys * key, values, 0.3)
     return cache
 
@@ -96,3 +108,45 @@ def test_queries_are_read_in_the_scale_of_the_models_attention() -> None:
         store = cache.batch.stores[0]
         kept.append(store.read(store.streams()).position.sort(-1).values.tolist())
     assert kept[0] == kept[1]
+
+
+def test_a_view_says_of_each_row_which_layer_it_is_of() -> None:
+    found = []
+
+    class Asked(Theirs):
+        def score(self, view: LayerView):
+            found.append(view.layer.tolist())
+            return super().score(view)
+
+    passes(Asked(Budget(6)), sequences=3)
+    assert found == [[0, 0, 0], [1, 1, 1], [0, 0, 0, 1, 1, 1]]
+
+
+class Bare:
+    """A selector of nobody's base: the two methods, and nothing else."""
+
+    def score(self, view: LayerView):
+        return torch.zeros_like(view.score)
+
+    def plan(self, view: PlanView):
+        return torch.where(view.position % 2 == 0, 0, DROP).byte()
+
+
+@dataclass(frozen=True)
+class Even(Part):
+    name: ClassVar[str] = "even"
+
+    @property
+    def selector(self) -> Selector:
+        return Bare()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(shortens=True, shares_prefixes=False, rolls_back=False)
+
+
+def test_a_selector_of_two_methods_is_served() -> None:
+    cache = passes(Even(), sequences=2)
+    assert cache.memory().tokens.unique().tolist() == [11]  # ten of the prompt, and what came
+    with pytest.raises(ValueError, match="even keeps what its own rule says, so a budget of 9"):
+        TieredCache(Even(), SHAPE, budgets=[Budget(9)])

@@ -1,13 +1,13 @@
 """Keep the tokens whose values have the largest norm."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_policy import Evictor, LayerView, protect
+from kv_policy import Evictor, LayerView
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,12 @@ class Vnorm(Evictor):
 
     name: ClassVar[str] = "vnorm"
     source: ClassVar[str] = "after VATP, Guo et al., 2024, https://arxiv.org/abs/2406.12335"
+    reads = frozenset({"values"})
 
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 4
     recent: Annotated[int, Meta(ge=0, description="last tokens of the prompt, always kept")] = 0
 
-    @property
-    def protected(self) -> int:
-        """Both ends."""
-        return self.sinks + self.recent
-
-    @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """Values, to take their norms."""
-        return frozenset({"values"})
-
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a token the norm of its value; what is protected, infinity."""
         assert view.values is not None, "a host gives the values that `reads` asks for"
-        return protect(view.values.norm(dim=-1), view, first=self.sinks, last=self.recent)
+        return self.protect(view.values.norm(dim=-1), view)

@@ -10,6 +10,7 @@ from kv_evict.keydiff import KeyDiff
 from kv_evict.keyformer import Keyformer
 from kv_evict.knorm import Knorm
 from kv_evict.kv_compress import KVCompress
+from kv_evict.lagkv import LagKV
 from kv_evict.leankv import LeanKV
 from kv_evict.leankv_profile import Profile
 from kv_evict.pyramidinfer import PyramidInfer
@@ -33,6 +34,7 @@ __all__ = [
     "KeyDiff",
     "Keyformer",
     "Knorm",
+    "LagKV",
     "LeanKV",
     "Profile",
     "PyramidInfer",

@@ -7,10 +7,10 @@ from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import adaptive, pyramid, spread, whole_tokens
+from kv_evict.layer_budgets import adaptive, pyramid, spread
 from kv_evict.pyramidkv import PyramidKV
 from kv_evict.snapkv import SnapKV
-from kv_policy import Capabilities, PlanView
+from kv_policy import Capabilities, PlanView, whole_tokens
 
 Floor = Annotated[float, Meta(ge=0, le=1, description="of the average, sure for every head")]
 

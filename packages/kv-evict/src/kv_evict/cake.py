@@ -1,7 +1,7 @@
 """CAKE: layers get more where attention is spread out and restless."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +30,7 @@ class CAKE(SnapKV):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, Qin et al., 2025, https://arxiv.org/abs/2503.12491"
+    scope = "model"  # layers share one budget
 
     gamma: Annotated[float, Meta(ge=0, description="weight of the variance in a score")] = 200.0
     tau1: Annotated[float, Meta(gt=0, description="temperature of the entropy")] = 1.0
@@ -47,11 +48,6 @@ class CAKE(SnapKV):
     def observe(self) -> Observe:
         """The last queries, with entropy and squares."""
         return replace(super().observe, also=frozenset({"entropy", "squares"}))
-
-    @property
-    def scope(self) -> Literal["model"]:
-        """Layers share one budget."""
-        return "model"
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Add the weighted variance to the mean, and go on as SnapKV does."""

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_policy import Evictor, LayerView, Queries, Rope, Vectors, protect
+from kv_policy import Evictor, LayerView, Queries, Rope
 
 
 @dataclass(frozen=True)
@@ -30,36 +30,26 @@ class ExpectedAttention(Evictor):
     source: ClassVar[str] = (
         "Expected Attention, Devoto et al., 2025, https://arxiv.org/abs/2510.00636"
     )
+    reads = frozenset({"keys", "values", "queries"})
 
     future: Annotated[int, Meta(ge=1, description="next positions that queries are from")] = 512
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 4
     epsilon: Annotated[float, Meta(ge=0, description="added to the expected attention")] = 0.0
-
-    @property
-    def protected(self) -> int:
-        """The sinks."""
-        return self.sinks
-
-    @property
-    def reads(self) -> frozenset[Vectors]:
-        """Everything."""
-        return frozenset({"keys", "values", "queries"})
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Expect what the queries to come would pay each token."""
         assert view.keys is not None  # they are read
         assert view.values is not None
         assert view.queries is not None
-        rope = view.shape.rope_of(view.layer)
-        assert rope is not None  # the host refuses models where it is unknown
-        mean, covariance = self._future(view.queries, view.length, rope)
+        assert view.rope is not None  # the host refuses models where it is unknown
+        mean, covariance = self._future(view.queries, view.length, view.rope)
         keys, dim = view.keys, view.keys.shape[-1]
         logit = torch.einsum("bhgd,bhld->bhgl", mean, keys) / dim**0.5
         logit += torch.einsum("bhld,bhgde,bhle->bhgl", keys, covariance, keys) / (2 * dim)
         competes = (view.position >= self.sinks)[:, :, None]
         weight = logit.masked_fill(~competes, -torch.inf).softmax(-1).nan_to_num(0).mean(2)
         score = (weight + self.epsilon) * torch.linalg.vector_norm(view.values, dim=-1)
-        return protect(score, view, first=self.sinks)
+        return self.protect(score, view)
 
     def _future(
         self, queries: Queries, length: Tensor, rope: Rope

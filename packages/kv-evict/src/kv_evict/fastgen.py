@@ -1,7 +1,7 @@
 """FastGen: each head keeps the cheapest kind of tokens that holds its attention."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -42,6 +42,7 @@ class FastGen(Selecting):
 
     name: ClassVar[str] = "fastgen"
     source: ClassVar[str] = "FastGen, Ge et al., 2023, https://arxiv.org/abs/2310.01801"
+    decode = "step"  # heads that dropped a share of the prompt go on so
 
     recovery: Annotated[
         float, Meta(gt=0, le=1, description="share of a head's attention that is to be kept")
@@ -55,11 +56,6 @@ class FastGen(Selecting):
     def observe(self) -> Observe:
         """The last queries of a prompt and every generated one."""
         return Observe(last=self.window, skip=1, generated=True)
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Heads that dropped a share of the prompt go on so."""
-        return "step"
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Average the attention that a token gets, which is at most 1; a sink gets 1 more."""

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import share_of
 from kv_policy import Evictor, LayerView, Observe, RunningSum
 
 
@@ -26,6 +25,8 @@ class H2O(Evictor):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, Zhang et al., 2023, https://arxiv.org/abs/2306.14048"
+    decode = "step"  # each generated token takes the place of another once the budget is full
+    running = RunningSum()  # what `score` adds up
 
     recent: Annotated[
         float, Meta(ge=0, le=1, description="share of the budget for the newest tokens")
@@ -39,20 +40,6 @@ class H2O(Evictor):
     def observe(self) -> Observe:
         """Every query, of prompts and generated."""
         return Observe(last=None, group=self.group, generated=True)
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
-
-    @property
-    def running(self) -> RunningSum:
-        """What `score` adds up."""
-        return RunningSum()
-
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The newest tokens, which stay whatever they got."""
-        return share_of(budget, self.recent)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Add up what a token got."""

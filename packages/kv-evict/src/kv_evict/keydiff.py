@@ -1,7 +1,7 @@
 """KeyDiff: keys that differ from the others."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,11 +21,7 @@ class KeyDiff(Evictor):
 
     name: ClassVar[str] = "keydiff"
     source: ClassVar[str] = "KeyDiff, Park et al., 2025, https://arxiv.org/abs/2504.15364"
-
-    @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """Keys."""
-        return frozenset({"keys"})
+    reads = frozenset({"keys"})
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Compare each key with the mean; where there is no token the key is zero."""

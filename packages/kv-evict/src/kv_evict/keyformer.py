@@ -1,13 +1,12 @@
 """Keyformer: attention that might have been, added up, and the newest tokens."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import share_of
 from kv_policy import Evictor, LayerView, Observe, RunningSum
 
 
@@ -27,6 +26,8 @@ class Keyformer(Evictor):
 
     name: ClassVar[str] = "keyformer"
     source: ClassVar[str] = "Keyformer, Adnan et al., 2024, https://arxiv.org/abs/2403.09054"
+    decode = "step"  # each generated token takes the place of another once the budget is full
+    running = RunningSum()  # what `score` adds up
 
     tau: Annotated[float, Meta(gt=0, description="temperature of the noisy softmax")] = 1.0
     recent: Annotated[
@@ -37,20 +38,6 @@ class Keyformer(Evictor):
     def observe(self) -> Observe:
         """Every query, of prompts and generated, under noise."""
         return Observe(last=None, generated=True, gumbel=self.tau)
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
-
-    @property
-    def running(self) -> RunningSum:
-        """What `score` adds up."""
-        return RunningSum()
-
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The newest tokens, which stay whatever they got."""
-        return share_of(budget, self.recent)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Add up what a token got."""

@@ -1,15 +1,14 @@
 """Knorm: keys of small norm."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kv_evict.rounding import rounded
 from kv_policy import Evictor, LayerView
-
-_BITS: Final = 12  # of a norm that are compared: rounding is seen in later ones
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,10 @@ class Knorm(Evictor):
 
     name: ClassVar[str] = "knorm"
     source: ClassVar[str] = "Devoto et al., 2024, https://arxiv.org/abs/2406.11430"
-
-    @property
-    def reads(self) -> frozenset[Literal["keys", "values"]]:
-        """Keys."""
-        return frozenset({"keys"})
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
+    reads = frozenset({"keys"})
+    decode = "step"  # each generated token takes the place of another once the budget is full
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a key its norm, the smallest first."""
         assert view.keys is not None  # they are read
-        norm: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
-        mantissa, exponent = torch.frexp(norm)
-        return -torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)
+        return -rounded(torch.linalg.vector_norm(view.keys, dim=-1))

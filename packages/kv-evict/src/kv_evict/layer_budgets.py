@@ -4,10 +4,10 @@ All give tokens per head beside the `window` newest, which every head keeps.
 """
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_policy import PlanView, best
+from kv_policy import PlanView, best, whole_tokens
 
 
 def layers_of(view: PlanView) -> Int[Tensor, " N"]:
@@ -82,12 +82,3 @@ def spread(
 def share_of(whole: Int[Tensor, " B"], share: float) -> Int[Tensor, " B"]:
     """Round a share of whole numbers down, where the product is not whole but for rounding."""
     return whole_tokens(whole.double() * share)
-
-
-def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-    """Round tokens down; what is whole but for the rounding of a third or a tenth counts as whole.
-
-    A batch adds shares up in another order than a row alone, so the two may differ in a last bit,
-    and must not differ by a token.
-    """
-    return (given + 1e-6).floor().long()

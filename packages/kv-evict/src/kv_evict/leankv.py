@@ -61,6 +61,7 @@ class LeanKV(Selecting):
 
     name: ClassVar[str] = "leankv"
     source: ClassVar[str] = "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131"
+    decode = "step"  # Algorithm 1, every step
 
     high: Annotated[str, Meta(description="format of significant tokens")] = "k8v4"
     low: Annotated[str, Meta(description="format of the others; drop: there is none")] = "k4v2"
@@ -162,11 +163,6 @@ class LeanKV(Selecting):
         """All queries after a token, or the last of a prompt and all generated ones."""
         group: Literal["max-of-sums", "mean"] = "max-of-sums" if self.group == "max" else "mean"
         return Observe(last=self.last, group=group, skip=1, generated=True)
-
-    @property
-    def decode(self) -> Literal["grow", "step"]:
-        """Algorithm 1, every step."""
-        return "step"
 
     @property
     def running(self) -> RunningMean:

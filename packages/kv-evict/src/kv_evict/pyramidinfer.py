@@ -1,7 +1,7 @@
 """PyramidInfer's budgets: fewer tokens layer by layer, along a cosine."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from jaxtyping import Int
 from msgspec import Meta
@@ -24,15 +24,11 @@ class PyramidInfer(SnapKV):
 
     name: ClassVar[str] = "pyramidinfer"
     source: ClassVar[str] = "PyramidInfer, Yang et al., 2024, https://arxiv.org/abs/2405.12532"
+    scope = "model"  # layers share one budget
 
     last_layer: Annotated[
         float, Meta(gt=0, le=1, description="what the last layer keeps, of the first one's")
     ] = 0.2
-
-    @property
-    def scope(self) -> Literal["model"]:
-        """Layers share one budget."""
-        return "model"
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer."""

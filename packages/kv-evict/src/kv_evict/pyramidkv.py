@@ -1,15 +1,15 @@
 """PyramidKV: SnapKV with more tokens in early layers than in late ones."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.layer_budgets import pyramid, whole_tokens
+from kv_evict.layer_budgets import pyramid
 from kv_evict.snapkv import SnapKV
-from kv_policy import PlanView
+from kv_policy import PlanView, whole_tokens
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,9 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     source: ClassVar[str] = "PyramidKV, Cai et al., 2024, https://arxiv.org/abs/2406.02069"
+    scope = "model"  # layers share one budget
 
     beta: Annotated[float, Meta(ge=1, description="average over what the last layer keeps")] = 20.0
-
-    @property
-    def scope(self) -> Literal["model"]:
-        """Layers share one budget."""
-        return "model"
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer."""

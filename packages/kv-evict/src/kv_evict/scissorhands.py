@@ -1,15 +1,14 @@
 """Scissorhands: tokens that keep being attended to, and the newest ones."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.running import running_mean
-from kv_policy import Evictor, LayerView, Observe, protect
+from kv_policy import Evictor, LayerView, Observe
 
 
 @dataclass(frozen=True)
@@ -29,32 +28,19 @@ class Scissorhands(Evictor):
 
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, Liu et al., 2023, https://arxiv.org/abs/2305.17118"
+    decode = "step"  # each generated token takes the place of another once the budget is full
 
     window: Annotated[int, Meta(ge=1, description="queries of the history that count")] = 400
     recent: Annotated[int, Meta(ge=0, description="newest tokens, always kept")] = 10
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 0
 
     @property
-    def protected(self) -> int:
-        """The sinks and the newest tokens."""
-        return self.sinks + self.recent
-
-    @property
     def observe(self) -> Observe:
         """How many of the last queries give more than an even share."""
         return Observe(last=self.window, above=1.0, skip=1, generated=True)
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
-
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The newest tokens, which stay whatever they got."""
-        return torch.full_like(budget, self.recent)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a token the share of queries that attend to it, and a sink infinity."""
         carried = view.score.masked_fill(view.score.isinf(), 0)
         mean = running_mean(view, carried, self.window)
-        return protect(mean, view, first=self.sinks)
+        return self.protect(mean, view)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.pooling import pool
-from kv_policy import Evictor, LayerView, Observe, protect
+from kv_policy import Evictor, LayerView, Observe
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SnapKV(Evictor):
             )
 
     @property
-    def protected(self) -> int:
+    def recent(self) -> int:
         """The window."""
         return self.window
 
@@ -78,4 +78,4 @@ class SnapKV(Evictor):
             pooled = pool(mean, view.position, counts, self.pool, self.pooling)
             share = (seen / self.window).masked_fill(score == 0, 1)
             score = torch.lerp(score, pooled, share)
-        return protect(score, view, last=self.window)
+        return self.protect(score, view)

@@ -1,13 +1,13 @@
 """StreamingLLM: the first tokens, which attention rests on, and the most recent ones."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_policy import Evictor, LayerView, protect
+from kv_policy import Evictor, LayerView
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,15 @@ class Streaming(Evictor):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al., 2023, https://arxiv.org/abs/2309.17453"
+    decode = "step"  # each generated token takes the place of the oldest that is no sink
 
     sinks: Annotated[int, Meta(ge=0, description="first tokens of a sequence, always kept")] = 4
 
     @property
     def protected(self) -> int:
-        """The sinks, and the newest token."""
-        return self.sinks + 1
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of the oldest that is no sink."""
-        return "step"
+        """The sinks, and the newest token, whose position is the highest score."""
+        return super().protected + 1
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Give a token its position, and a sink infinity."""
-        return protect(view.position.to(view.score.dtype), view, first=self.sinks)
+        return self.protect(view.position.to(view.score.dtype), view)

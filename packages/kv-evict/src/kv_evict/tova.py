@@ -1,7 +1,7 @@
 """TOVA: what the newest query looks at."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,16 +24,8 @@ class TOVA(Evictor):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, Oren et al., 2024, https://arxiv.org/abs/2401.06104"
-
-    @property
-    def observe(self) -> Observe:
-        """The newest query."""
-        return Observe(last=1, generated=True)
-
-    @property
-    def decode(self) -> Literal["step"]:
-        """Each generated token takes the place of another once the budget is full."""
-        return "step"
+    decode = "step"  # each generated token takes the place of another once the budget is full
+    observe = Observe(last=1, generated=True)  # the newest query
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,7 +1,7 @@
 """ZigZagKV: layers and heads get what their attention needs."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from jaxtyping import Float, Int
 from msgspec import Meta
@@ -25,14 +25,10 @@ class ZigZagKV(SnapKV):
 
     name: ClassVar[str] = "zigzagkv"
     source: ClassVar[str] = "ZigZagKV, Zhong et al., 2024, https://arxiv.org/abs/2412.09036"
+    scope = "model"  # layers share one budget
 
     share: Annotated[float, Meta(gt=0, lt=1, description="attention a head is to keep")] = 0.9
     floor: Annotated[float, Meta(ge=0, le=1, description="of the average, sure for layers")] = 0.5
-
-    @property
-    def scope(self) -> Literal["model"]:
-        """Layers share one budget."""
-        return "model"
 
     def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
         """Count the tokens that hold `share` of the window's attention to what is before it."""

@@ -18,6 +18,7 @@ from kv_policy import (
     PlanView,
     Selector,
     StepView,
+    complete,
 )
 
 quick: Final[settings] = settings(max_examples=60, deadline=None, derandomize=True)
@@ -62,7 +63,7 @@ def keyed(seed: int) -> LayerView:
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randn(*position.shape, SHAPE.key_dim, generator=draw, dtype=torch.float64)
     return LayerView(
-        layer=0,
+        layer=torch.zeros_like(torch.tensor(LENGTHS)),
         shape=SHAPE,
         position=position,
         fresh=position >= torch.tensor(STORED)[:, None, None],
@@ -81,7 +82,7 @@ def attended(seed: int, window: int) -> LayerView:
     steep = torch.rand(2, 3, 1, generator=draw, dtype=torch.float64) * 9
     mass = torch.rand(position.shape, generator=draw, dtype=torch.float64).pow(steep) * seen
     return LayerView(
-        layer=0,
+        layer=torch.zeros_like(length),
         shape=SHAPE,
         position=position,
         fresh=fresh,
@@ -192,11 +193,11 @@ def step(
 
     The token at position `at` arrives; `share` is the cut that was made after the prompt.
     """
-    shielded = policy.shielded(torch.tensor([budget]))
+    shielded = complete(policy).shielded(torch.tensor([budget]))
     newer = at + 1 - (0 if shielded is None else int(shielded))
     may_go = {p: s for p, s in held.items() if p < newer}
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    answer = policy.step(
+    answer = complete(policy).step(
         StepView(
             shape=SHAPE,
             first_layer=0,

@@ -11,6 +11,7 @@ from kv_policy.calibrator import (
     load_calibrator,
 )
 from kv_policy.codec import BitLayout, Codec, TokenFormat
+from kv_policy.complete import CompleteSelector, complete
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
     DROP,
@@ -28,14 +29,12 @@ from kv_policy.contract import (
     StepView,
     Vectors,
 )
-from kv_policy.evictor import Evictor, best, protect
-from kv_policy.observe import Observe
+from kv_policy.evictor import Evictor, best, protect, whole_tokens
+from kv_policy.lifecycle import Observe, Replan, Running, RunningMean, RunningSum
 from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
-from kv_policy.replan import Replan
-from kv_policy.running import Running, RunningMean, RunningSum
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope, Ropes
 from kv_policy.spec import parse
@@ -55,6 +54,7 @@ __all__ = [
     "Calibrator",
     "Capabilities",
     "Codec",
+    "CompleteSelector",
     "CompositionError",
     "Evictor",
     "Formats",
@@ -92,6 +92,7 @@ __all__ = [
     "Vectors",
     "best",
     "calibrate_command",
+    "complete",
     "compose",
     "fold_values",
     "installed",
@@ -101,4 +102,5 @@ __all__ = [
     "protect",
     "read_formats",
     "tier_formats",
+    "whole_tokens",
 ]

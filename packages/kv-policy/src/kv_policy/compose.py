@@ -5,6 +5,7 @@ from functools import reduce
 from typing import Final, Literal
 
 from kv_policy.codec import TokenFormat
+from kv_policy.complete import complete
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.raw import Raw
 from kv_policy.shape import CacheShape
@@ -100,18 +101,19 @@ def _get_along(parts: list[KVPolicy]) -> bool:
     if len(parts) != 2:
         return False
     return sorted(map(_sorts, parts)) == [False, True] and all(
-        p.selector is not None and (_sorts(p) or p.selector.decode == "grow") for p in parts
+        p.selector is not None and (_sorts(p) or complete(p.selector).decode == "grow")
+        for p in parts
     )
 
 
 def _sorts(part: KVPolicy) -> bool:
-    return part.selector is not None and part.selector.tiers > 1
+    return part.selector is not None and complete(part.selector).tiers > 1
 
 
 def _together(selectors: list[Selector]) -> Selector | None:
     if len(selectors) < 2:
         return selectors[0] if selectors else None
-    evictor, sorter = sorted(selectors, key=lambda s: s.tiers)
+    evictor, sorter = sorted(selectors, key=lambda s: complete(s).tiers)
     return SortedSelector(evictor, sorter)
 
 
@@ -121,7 +123,7 @@ def _order(part: KVPolicy) -> tuple[int, bool]:
 
 
 def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:
-    sent = joined.selector.tiers if joined.selector else 1
+    sent = 1 if joined.selector is None else complete(joined.selector).tiers
     stored = joined.formats.tiers if joined.formats else 1
     if sent != stored:
         chooser = next((p for p in parts if p.selector is not None), "keeping every token")

@@ -13,12 +13,8 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.basis import LayerBasis
-from kv_policy.budget import Budget
 from kv_policy.codec import TokenFormat
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
-from kv_policy.running import Running
-from kv_policy.shape import CacheShape
+from kv_policy.shape import CacheShape, Rope
 
 DROP: Final = 255  # the tier of a token that is let go
 FRESH: Final = 254  # the tier of a token that is not stored yet
@@ -69,11 +65,12 @@ class LayerView:
     is no token.
 
     In decoding the view may be of several layers at once: B then counts the sequences of each, one
-    layer's after another's, and a row is scored as it would be alone. It is of one layer if the
-    policy reads queries, which are turned as `shape.rope_of(layer)` says.
+    layer's after another's, and a row is scored as it would be alone: `layer` says of each row
+    which layer it is of. If the policy reads queries the view is of one layer, whose rotary
+    embedding is `rope`.
     """
 
-    layer: int  # the first, where they are several
+    layer: Int[Tensor, " B"]
     shape: CacheShape
     position: Int[Tensor, "B H L"]  # -1: no token here
     fresh: Bool[Tensor, "B H L"]  # arrived with this forward pass
@@ -86,6 +83,7 @@ class LayerView:
     keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
     values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values
     queries: Queries | None = None  # of this pass, if the policy reads queries
+    rope: Rope | None = None  # how the layer turns them and keys, if the policy reads queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,7 @@ class PlanView:
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
     aside: Float[Tensor, "N B H"] | None = None  # scores of the raw window's tokens, not in view
-    gauge: Float[Tensor, "N B H"] | None = (
-        None  # what `gauge` said of the layers, if all were asked
-    )
+    gauge: Float[Tensor, "N B H"] | None = None  # what `gauge` said; None: it was not asked
     # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages. Always on
     # the host, so that nobody waits for it.
     page: Int[Tensor, " K"] | Int[Tensor, "K N H"] | None = None
@@ -117,7 +113,7 @@ class StepView:
     candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
     weakest: Float[Tensor, "K N B H"]  # lowest score in a tier, of those that may go; inf: none
     count: Int[Tensor, "K N B H"]  # tokens stored in a tier
-    cuts: Float[Tensor, "K N B H"]  # what `cuts` said after the last prompt
+    cuts: Float[Tensor, "K N B H"]  # what `cuts` said after the last prompt; 0 if nothing
     length: Int[Tensor, " B"]
     budget: Int[Tensor, " B"]
 
@@ -133,87 +129,19 @@ class Step:
 
 @runtime_checkable
 class Selector(Protocol):
-    """Which tokens live, and at which tier. Pure: equal views give equal answers."""
+    """Which tokens live, and at which tier. Pure: equal views give equal answers.
 
-    @property
-    def tiers(self) -> int:
-        """K, tiers it sends tokens to, best first; a token only ever moves to a later one."""
-        ...
-
-    @property
-    def budget(self) -> Budget | None:
-        """What may be kept, unless a request brings a budget of its own.
-
-        None: it goes by a rule of its own, and a request may bring no budget.
-        """
-        ...
-
-    @property
-    def protected(self) -> int:
-        """Tokens per head it always keeps (sinks, window): the smallest budget it can meet."""
-        ...
-
-    @property
-    def observe(self) -> Observe:
-        """What to watch while attending."""
-        ...
-
-    @property
-    def reads(self) -> frozenset[Vectors]:
-        """Vectors that `score` looks at; queries can be asked for if the host knows the RoPE."""
-        ...
-
-    @property
-    def scope(self) -> Literal["layer", "model"]:
-        """Whether `plan` sees one layer at a time or must see the scores of all."""
-        ...
-
-    @property
-    def decode(self) -> Literal["grow", "step"]:
-        """Whether generated tokens just join the cache or each is a `step`."""
-        ...
-
-    @property
-    def replan(self) -> Replan:
-        """When `plan` runs again while tokens are generated."""
-        ...
-
-    @property
-    def running(self) -> Running | None:
-        """The mean or sum that `score` gives while tokens are generated; None: something else.
-
-        Hosts may keep it up where scores lie, and ask `score` about other tokens alone.
-        """
-        ...
+    A selector has these two methods. Each further question of a host is a protocol of its own in
+    `kv_policy.optional`: a selector answers those that it has a member for, and `complete` adds the
+    defaults of the others.
+    """
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Say what each token is worth; higher stays. Infinity protects a token."""
         ...
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
-        """Say of each head what `plan` is to know beside the scores, such as what it asks for.
-
-        Asked with `score`, of the same view, after prompts.
-        """
-        ...
-
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
-        """How many of the newest tokens no step takes as its victim; None: the weakest of all."""
-        ...
-
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Send each token to a tier or DROP it, within the budget; drop places without a token."""
-        ...
-
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
-        """Say per head what `step` is to know of a prompt's plan, such as the scores tiers ask for.
-
-        Asked after `plan`, of the same view, where `decode` is "step"; hosts carry the answer.
-        """
-        ...
-
-    def step(self, view: StepView) -> Step:
-        """Place the candidate of each head, and move at most one victim."""
         ...
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Float64, Int, UInt8
 from msgspec import Meta
 from torch import Tensor
 
@@ -25,6 +25,15 @@ def best(score: Float[Tensor, "*S L"], count: Int[Tensor, "*S"]) -> Bool[Tensor,
     return rank < count[..., None]
 
 
+def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+    """Round tokens down; what is whole but for the rounding of a third or a tenth counts as whole.
+
+    A batch adds shares up in another order than a row alone, so the two may differ in a last bit,
+    and must not differ by a token.
+    """
+    return (given + 1e-6).floor().long()
+
+
 def protect(
     score: Float[Tensor, "B H L"], view: LayerView, first: int = 0, last: int = 0
 ) -> Float[Tensor, "B H L"]:
@@ -38,8 +47,9 @@ def protect(
 class Evictor(Selecting):
     """Base of methods that score tokens per layer and keep the best `budget` of each head.
 
-    A method is one `score`; it may change any of the class's other answers. What it protects gets
-    an infinite score, and `protected` says how many tokens that can be.
+    A method is one `score`; it may change any of the class's other answers. The first `sinks` and
+    the `recent` newest tokens always stay: a method sets them, as class attributes or as parameters
+    of its own, and gives `protect(score, view)` as its score.
     """
 
     amounts: ClassVar[tuple[str, ...]] = ("budget",)
@@ -51,11 +61,54 @@ class Evictor(Selecting):
     def __post_init__(self) -> None:
         """Check the parameters, and the budget against what is protected."""
         super().__post_init__()
+        if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
+            raise ValueError(
+                f"{self.name}: recent={self.recent} is no share of the budget; give a whole number "
+                "of tokens, or a share from 0.0 to 1.0"
+            )
+        if min(self.sinks, self.recent) < 0:
+            raise ValueError(
+                f"{self.name}: sinks={self.sinks} and recent={self.recent} are tokens that always "
+                "stay; give 0 or more"
+            )
         if self.budget.unit == "tokens" and self.budget.amount < self.protected:
             raise ValueError(
                 f"{self.name}: a budget of {self.budget} tokens is smaller than the "
                 f"{self.protected} it protects (sinks and window); give at least that many"
             )
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that always stay."""
+        return 0
+
+    @property
+    def recent(self) -> int | float:
+        """Newest tokens that always stay: how many; a float is a share of the budget."""
+        return 0
+
+    @property
+    def protected(self) -> int:
+        """The sinks and the newest tokens; a share of the budget fits into any."""
+        return self.sinks + self._newest
+
+    @property
+    def _newest(self) -> int:
+        return self.recent if isinstance(self.recent, int) else 0
+
+    def protect(self, score: Float[Tensor, "B H L"], view: LayerView) -> Float[Tensor, "B H L"]:
+        """Give the sinks an infinite score, and the newest tokens if they stay the newest.
+
+        Under steps they do not: `shielded` keeps them until they are newest no more.
+        """
+        last = self._newest if self.decode == "grow" else 0
+        return protect(score, view, first=self.sinks, last=last)
+
+    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+        """The newest tokens, which stay whatever their scores; None: there are none."""
+        if isinstance(self.recent, float):
+            return whole_tokens(budget.double() * self.recent)
+        return torch.full_like(budget, self.recent) if self.recent else None
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:
@@ -67,13 +120,15 @@ class Evictor(Selecting):
         return view.budget[None, :, None].expand(view.score.shape[:-1])
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Keep the best tokens of each head, as many as `counts` says, the `recent` ones first."""
+        """Keep the best tokens of each head, as many as `counts` says; sinks and newest first."""
         held = view.position >= 0
         score = view.score.masked_fill(~held, -torch.inf)
         recent = self.shielded(view.budget)
         if recent is not None:
             newest = (view.length - recent)[None, :, None, None]
             score = score.masked_fill(held & (view.position >= newest), torch.inf)
+        if self.sinks:
+            score = score.masked_fill(held & (view.position < self.sinks), torch.inf)
         keep = best(score, self.counts(view)) & held
         return torch.where(keep, 0, DROP).to(torch.uint8)
 

@@ -19,21 +19,13 @@ class RawCodec:
 
     dim: int
     dtype: torch.dtype
-
-    @property
-    def block(self) -> int:
-        """Every token stands alone."""
-        return 1
+    block = 1  # every token is encoded alone
+    layout = None  # there are no integer codes
 
     @property
     def parts(self) -> tuple[int]:
         """The vector's own bytes."""
         return (self.dim * self.dtype.itemsize,)
-
-    @property
-    def layout(self) -> None:
-        """There are no integer codes to lay out."""
-        return None
 
     def encode(self, x: Float[Tensor, "n 1 D"]) -> UInt8[Tensor, "n N"]:
         """Cast to the stored dtype and give its bytes."""
@@ -58,21 +50,13 @@ class Uncompressed(Part):
     """Base of formats that store keys and values as floating-point numbers."""
 
     dtype: ClassVar[torch.dtype | None] = None  # None: the model's own
+    tiers = 1  # every token is stored alike
+    window = 0  # nothing is rawer
 
     @property
     def formats(self) -> Formats:
         """This format."""
         return self
-
-    @property
-    def tiers(self) -> int:
-        """Everything is stored alike."""
-        return 1
-
-    @property
-    def window(self) -> int:
-        """There is nothing rawer to keep recent tokens in."""
-        return 0
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Store the shape's own dimensions."""

@@ -1,7 +1,7 @@
 """Finding policies by name among everything that is installed."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
@@ -29,11 +29,45 @@ class Registry:
     """
 
     claims: Mapping[str, tuple[EntryPoint, ...]]  # by name, sorted; more than one: contested
+    extra: Mapping[str, type[Part]] = field(default_factory=dict)  # by name, not installed
 
     @classmethod
     def scan(cls) -> "Registry":
         """Look at what is installed; nothing is imported."""
         return cls(claims(GROUP))
+
+    def having(self, extra: Iterable[type[Part]]) -> "Registry":
+        """Add policies that are not installed.
+
+        Raises:
+            TypeError: one is no subclass of Part, or has no name.
+            ValueError: its name is installed, or another one's, whatever the case of letters.
+        """
+        found = dict(self.extra)
+        for part in extra:
+            if not (isinstance(part, type) and issubclass(part, Part)):
+                raise TypeError(f"extra holds {part!r}; give classes that subclass kv_policy.Part")
+            name = getattr(part, "name", None)
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{part.__name__} has no name; set `name: ClassVar[str]` to what its text form "
+                    "starts with"
+                )
+            for each, entries in self.claims.items():
+                if each.casefold() == name.casefold():
+                    raise ValueError(
+                        f"{part.__name__} is named {name!r}, and so is a policy of "
+                        f"{package_of(entries[0])}, which is installed; leave it out of extra if "
+                        "it is that one, or give yours another name"
+                    )
+            for each, other in found.items():
+                if each.casefold() == name.casefold() and other is not part:
+                    raise ValueError(
+                        f"{other.__name__} and {part.__name__} are both named {name!r}; give one "
+                        "of them another name"
+                    )
+            found[name] = part
+        return Registry(self.claims, found)
 
     def find(self, name: str) -> str:
         """Give the installed name that is meant, whatever the case of its letters.
@@ -41,16 +75,17 @@ class Registry:
         Raises:
             UnknownPolicyError: nothing of that name is installed.
         """
-        if name in self.claims:
+        known_names = sorted({*self.claims, *self.extra})
+        if name in known_names:
             return name
-        folded = [each for each in self.claims if each.casefold() == name.casefold()]
+        folded = [each for each in known_names if each.casefold() == name.casefold()]
         if len(folded) == 1:
             return folded[0]
-        if get_close_matches(name.casefold(), self.claims, 1, 0.5):
-            near = get_close_matches(name.casefold(), self.claims, 3, 0.3)
-            known = f"the nearest of {len(self.claims)} installed: {', '.join(near)}"
+        if get_close_matches(name.casefold(), known_names, 1, 0.5):
+            near = get_close_matches(name.casefold(), known_names, 3, 0.3)
+            known = f"the nearest of {len(known_names)} installed: {', '.join(near)}"
         else:
-            known = f"installed policies: {', '.join(self.claims) or 'none'}"
+            known = f"installed policies: {', '.join(known_names) or 'none'}"
         raise UnknownPolicyError(f"no policy is called {name[:80]!r}; {known}")
 
     def load(self, name: str) -> type[Part]:
@@ -62,6 +97,8 @@ class Registry:
                 registered is no Part of that name.
         """
         name = self.find(name)
+        if name in self.extra:
+            return self.extra[name]
         part = imported(f"the policy {name!r}", self.claims[name])
         entry = self.claims[name][0]
         if not (isinstance(part, type) and issubclass(part, Part)):

@@ -3,31 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import (
-    Capabilities,
-    LayerView,
-    PlanView,
-    Selector,
-    Step,
-    StepView,
-    Vectors,
-)
-from kv_policy.observe import Observe
+from kv_policy.contract import Capabilities, LayerView, PlanView, Selector, Vectors
+from kv_policy.lifecycle import Observe, Replan
 from kv_policy.part import Part
-from kv_policy.replan import Replan
-from kv_policy.running import Running
 
 
 @dataclass(frozen=True)
 class Selecting(Part):
     """Base of selectors: one tier, planned per layer after prompts, nothing observed or read.
 
-    A method must give `score` and `plan`, and `step` if its `decode` says "step"; it may change any
-    other answer.
+    A method must give `score` and `plan`, and `step` if its `decode` says "step". What is constant
+    it says as a class attribute, such as `reads = frozenset({"keys"})`; what depends on parameters
+    is a property. It may have a member of any other protocol of `kv_policy.optional`.
     """
 
     @property
@@ -85,31 +76,10 @@ class Selecting(Part):
         """Prompts only."""
         return Replan()
 
-    @property
-    def running(self) -> Running | None:
-        """Scores are no such thing, unless a method says so."""
-        return None
-
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Say what each token is worth; higher stays."""
         raise TypeError(f"{type(self).__name__} must define score(view)")
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
-        """Nothing: a plan goes by scores alone."""
-        return view.score.new_zeros(view.score.shape[:-1])
-
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
-        """Any token may be a victim."""
-        return None
-
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Send each token to a tier, or drop it."""
         raise TypeError(f"{type(self).__name__} must define plan(view)")
-
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
-        """Nothing: a step goes by the budget alone."""
-        return view.score.new_zeros(self.tiers, *view.score.shape[:-1])
-
-    def step(self, view: StepView) -> Step:
-        """Place the candidate of each head, and move at most one victim."""
-        raise TypeError(f"{type(self).__name__} must define step(view)")

@@ -1,12 +1,14 @@
 """One method says which tokens live, another at which tier."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
+from kv_policy.complete import CompleteSelector, complete
 from kv_policy.contract import (
     DROP,
     LayerView,
@@ -16,9 +18,7 @@ from kv_policy.contract import (
     StepView,
     Vectors,
 )
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
-from kv_policy.running import Running
+from kv_policy.lifecycle import Observe, Replan, Running
 
 
 @dataclass(frozen=True)
@@ -34,75 +34,83 @@ class SortedSelector:
     evictor: Selector
     sorter: Selector
 
+    @cached_property
+    def _evictor(self) -> CompleteSelector:
+        return complete(self.evictor)
+
+    @cached_property
+    def _sorter(self) -> CompleteSelector:
+        return complete(self.sorter)
+
     @property
     def tiers(self) -> int:
         """The sorter's."""
-        return self.sorter.tiers
+        return self._sorter.tiers
 
     @property
     def budget(self) -> Budget | None:
         """The evictor's."""
-        return self.evictor.budget
+        return self._evictor.budget
 
     @property
     def protected(self) -> int:
         """What the evictor protects."""
-        return self.evictor.protected
+        return self._evictor.protected
 
     @property
     def observe(self) -> Observe:
         """What the evictor asks for; generated queries too if tokens are placed by steps."""
-        steps = self.sorter.decode == "step"
-        return replace(self.evictor.observe, generated=steps or self.evictor.observe.generated)
+        steps = self._sorter.decode == "step"
+        return replace(self._evictor.observe, generated=steps or self._evictor.observe.generated)
 
     @property
     def reads(self) -> frozenset[Vectors]:
         """What the evictor looks at."""
-        return self.evictor.reads
+        return self._evictor.reads
 
     @property
     def scope(self) -> Literal["layer", "model"]:
         """All layers together, if either needs them."""
-        return "model" if "model" in (self.evictor.scope, self.sorter.scope) else "layer"
+        return "model" if "model" in (self._evictor.scope, self._sorter.scope) else "layer"
 
     @property
     def decode(self) -> Literal["grow", "step"]:
         """The sorter's."""
-        return self.sorter.decode
+        return self._sorter.decode
 
     @property
     def replan(self) -> Replan:
         """The evictor's."""
-        return self.evictor.replan
+        return self._evictor.replan
 
     @property
     def running(self) -> Running | None:
         """The evictor's, since scores are."""
-        return self.evictor.running
+        return self._evictor.running
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """The evictor's scores."""
-        return self.evictor.score(view)
+        return self._evictor.score(view)
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+    def gauge(self, view: LayerView) -> Float[Tensor, "B H"] | None:
         """The evictor's gauges."""
-        return self.evictor.gauge(view)
+        return self._evictor.gauge(view)
 
     def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
         """The sorter's: its steps move tokens."""
-        return self.sorter.shielded(budget)
+        return self._sorter.shielded(budget)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Sort, and let go of what is too many."""
-        tier = self.sorter.plan(view)
+        tier = self._sorter.plan(view)
         rest = replace(view, tier=tier, position=view.position.masked_fill(tier == DROP, -1))
-        gone = self.evictor.plan(rest) == DROP
+        gone = self._evictor.plan(rest) == DROP
         return tier.masked_fill(gone, DROP)
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
         """The sorter's, of all tokens."""
-        return self.sorter.cuts(view)
+        return self._sorter.cuts(view)
 
     def step(self, view: StepView) -> Step:
         """The sorter's."""
-        return self.sorter.step(view)
+        return self._sorter.step(view)

@@ -1,5 +1,6 @@
 """The text form of a policy: `name[:key=value[,key=value...]]`, joined by `+`."""
 
+from collections.abc import Iterable
 from typing import Final
 
 from kv_policy.compose import CompositionError, compose
@@ -11,19 +12,26 @@ MOST_PARTS: Final = 16  # more than go together; so few are told what is wrong w
 LONGEST: Final = 1 << 16  # characters, of which a path may have some thousands
 
 
-def parse(text: str) -> KVPolicy:
+def parse(text: str, extra: Iterable[type[Part]] = ()) -> KVPolicy:
     r"""Read a policy's text form, for example `snapkv:budget=1024,window=32+k8v4`.
 
     A backslash takes the next character into a value: `+`, `,`, another backslash, white space at
     an end, and the `n` of a string that is "none". `str` of the result is the canonical text, and
     parsing that gives an equal policy.
 
+    Args:
+        text: the parts, joined by `+`.
+        extra: classes of policies that are not installed; their names are known to this text. A
+            parameter that names another policy, such as a format of `leankv`, finds those that are
+            installed.
+
     Raises:
         UnknownPolicyError: a name that is not installed.
         BrokenPolicyError: a name that two packages claim, or whose package cannot be imported.
         CompositionError: parts that do not go together.
-        ValueError: a malformed or very long text, an unknown or repeated key, or a value that is
-            refused.
+        ValueError: a malformed or very long text, an unknown or repeated key, a value that is
+            refused, or a name in `extra` that is installed or comes twice.
+        TypeError: what is in `extra` is no class of a policy, or has no name.
     """
     if len(text) > LONGEST:
         raise ValueError(
@@ -35,7 +43,7 @@ def parse(text: str) -> KVPolicy:
             f"{len(pieces):,} policies are joined by +; at most a basis, two selectors and a "
             "format go together"
         )
-    registry = Registry.scan()
+    registry = Registry.scan().having(extra)
     return compose(*(_part(piece, registry) for piece in pieces))
 
 

@@ -29,6 +29,7 @@ class IntegerFormat(Part):
     )
     key_bits: ClassVar[int]
     value_bits: ClassVar[int]
+    tiers = 1  # every token is stored alike
 
     group: Annotated[
         int,
@@ -80,11 +81,6 @@ class IntegerFormat(Part):
         """
         alone = self.keys == "token"
         return Capabilities(shares_prefixes=alone and self.window == 0, rolls_back=alone)
-
-    @property
-    def tiers(self) -> int:
-        """Every token is stored alike."""
-        return 1
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Give the codecs for keys and values of this shape."""

@@ -35,17 +35,13 @@ class IntegerCodec:
     dim: int
     bits: int
     group: int = 0
+    block = 1  # every token is encoded alone
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         check_size(self.dim, self.bits)
         if self.group < 0:
             raise ValueError(f"group is {self.group}; give elements per scale, or 0 for all")
-
-    @property
-    def block(self) -> int:
-        """Every token stands alone."""
-        return 1
 
     @property
     def layout(self) -> BitLayout:

@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 
-from kv_policy import KVPolicy, PageLayout
+from kv_policy import KVPolicy, PageLayout, complete
 from kv_runtime.layout import Layout
 
 
@@ -94,7 +94,7 @@ class Account:
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
     """Say how many of a prompt's tokens a head keeps on average; without a budget all of them."""
-    selector = policy.selector
+    selector = None if policy.selector is None else complete(policy.selector)
     if selector is None or selector.budget is None:
         return tokens
     least = max(1, selector.protected)

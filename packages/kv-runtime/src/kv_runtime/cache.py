@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PagePool
-from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries
+from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, complete
 from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, backend_for, page_kernels
@@ -71,6 +71,7 @@ class TieredCache:
             raise ValueError(f"a pool of {pages} pages holds nothing; give 1 or more, or None")
         checks.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
+        self.selector = None if policy.selector is None else complete(policy.selector)
         self.device, self._pages, self._pool = torch.device(device), pages, pool
         self.tally = tally or Tally()
         self._careful = careful
@@ -165,7 +166,7 @@ class TieredCache:
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = checks.shared_out(self._budgets, sequences)
-        selector = self.policy.selector
+        selector = self.selector
         self._keeper = (
             KeepAll()
             if selector is None
@@ -221,7 +222,7 @@ class TieredCache:
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
         """The queries of a pass as selectors see them: q·k / sqrt(D) is the logit."""
         readers = (self, *self._followers)
-        selectors = [reader.policy.selector for reader in readers]
+        selectors = [reader.selector for reader in readers]
         factor = scale * query.shape[-1] ** 0.5
         read = any(each is not None and "queries" in each.reads for each in selectors)
         return Queries(query * factor if read and factor != 1 else query, now.position)

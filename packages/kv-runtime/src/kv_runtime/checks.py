@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kv_policy import Budget, CacheShape, KVPolicy
+from kv_policy import Budget, CacheShape, KVPolicy, complete
 from kv_runtime.batch import Batch
 
 
@@ -13,7 +13,7 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
     Raises:
         ValueError: it turns queries, and there is no rotary embedding or a basis in the way.
     """
-    if policy.selector is None or "queries" not in policy.selector.reads:
+    if policy.selector is None or "queries" not in complete(policy.selector).reads:
         return
     if policy.basis is not None:
         raise ValueError(
@@ -82,7 +82,7 @@ def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> 
     Raises:
         ValueError: the policy goes by no budget, or protects more than a budget allows.
     """
-    selector = policy.selector
+    selector = None if policy.selector is None else complete(policy.selector)
     for budget in budgets or ():
         if budget is not None and selector is None:
             raise ValueError(f"{policy} keeps every token, so a budget of {budget} has no meaning")

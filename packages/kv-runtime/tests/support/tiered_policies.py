@@ -245,5 +245,6 @@ POLICIES: Final[dict[str, KVPolicy]] = {
     "zigzagkv": parse("zigzagkv:budget=12,window=4,pool=3"),
     "ada-pyramidkv": parse("ada-pyramidkv:budget=12,window=4,pool=3"),
     "keydiff": parse("keydiff:budget=10"),
+    "lagkv": parse("lagkv:budget=10,sinks=1,lag=3"),
     "leankv-token": parse("leankv:high=raw,low=raw,form=token,window=4,alpha_low=0.5"),
 }

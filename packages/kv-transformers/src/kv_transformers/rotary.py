@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from kv_policy import CacheShape, KVPolicy, Rope, Ropes
+from kv_policy import CacheShape, KVPolicy, Rope, Ropes, complete
 from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from kv_transformers.watching import WatchingCache
@@ -36,7 +36,7 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
             length of what is read; the message names the layer.
     """
     selector = policy.selector
-    if selector is None or policy.basis is not None or "queries" not in selector.reads:
+    if selector is None or policy.basis is not None or "queries" not in complete(selector).reads:
         return shape
     name = type(model).__name__
     for kind in _kinds(model):

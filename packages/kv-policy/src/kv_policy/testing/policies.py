@@ -4,6 +4,7 @@ from typing import Final
 
 from kv_policy.basis import HeadBasis, LayerBasis
 from kv_policy.codec import TokenFormat
+from kv_policy.complete import complete
 from kv_policy.compose import Composed
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.part import Part, split
@@ -48,7 +49,6 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
         selector is not None or formats is not None or basis is not None,
         f"{policy} supplies no selector, no formats and no basis",
     )
-    _check_text(policy)
     if selector is not None:
         law(isinstance(selector, Selector), f"the selector of {policy} lacks a member of Selector")
         check_selector(selector, policy.capabilities, shape)
@@ -58,6 +58,7 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
     if basis is not None:
         law(isinstance(basis, Basis), f"the basis of {policy} lacks a member of Basis")
         _check_basis(basis, policy.capabilities, shape)
+    _check_text(policy)
 
 
 def _check_text(policy: KVPolicy) -> None:
@@ -69,9 +70,13 @@ def _check_text(policy: KVPolicy) -> None:
             again = works(f"the parameters of {part} cannot be read back", part.from_text, options)
             law(again == part, f"reading {part} gives {again!r}, not the equal of {part!r}")
     selector = policy.selector
-    whole = selector is None or selector.tiers == 1 or policy.formats is not None
-    if whole and {read(piece)[0] for piece in split(text, "+")} <= installed().keys():
-        parsed = works(f"the text {text} is refused", parse, text)
+    whole = selector is None or complete(selector).tiers == 1 or policy.formats is not None
+    parts = policy.parts if isinstance(policy, Composed) else (policy,)
+    known = installed()
+    extra = [type(p) for p in parts if isinstance(p, Part) and p.name not in known]
+    names = {*known, *(each.name for each in extra)}
+    if whole and {read(piece)[0] for piece in split(text, "+")} <= names:
+        parsed = works(f"the text {text} is refused", parse, text, extra)
         law(parsed == policy, f"parsing {text} gives {parsed!r}, which is not equal to {policy!r}")
         law(str(parsed) == text, f"parsing {text} gives the text {parsed}")
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from kv_policy.contract import Selector
-from kv_policy.running import RunningSum
+from kv_policy.complete import CompleteSelector
+from kv_policy.lifecycle import RunningSum
 from kv_policy.testing.laws import law
 from kv_policy.testing.views import Tokens
 
 
-def check_running(selector: Selector, tokens: Tokens) -> None:
+def check_running(selector: CompleteSelector, tokens: Tokens) -> None:
     """Check that scores of stored tokens are the mean or the sum that they are said to be.
 
     Args:

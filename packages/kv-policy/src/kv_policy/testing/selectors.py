@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
+from kv_policy.complete import CompleteSelector, complete
 from kv_policy.contract import (
     DROP,
     NOBODY,
@@ -17,8 +19,7 @@ from kv_policy.contract import (
     Step,
     StepView,
 )
-from kv_policy.observe import Observe
-from kv_policy.replan import Replan
+from kv_policy.lifecycle import Observe, Replan
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing.laws import equal, law, works
@@ -28,14 +29,16 @@ from kv_policy.testing.views import (
     after_prompt,
     cut_step,
     decoding_step,
+    layers_of,
     while_decoding,
 )
 
 _EVERY = slice(0, None)
 
 
-def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) -> None:
+def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
     """Check what a selector says of itself, its scores, its plans and its steps."""
+    selector = works("what the selector says of itself cannot be asked", complete, of)
     _check_answers(selector)
     for seed, stored in enumerate((0.0, 0.5, 0.9)):
         tokens = after_prompt(selector, shape, stored, seed)
@@ -43,13 +46,14 @@ def check_selector(selector: Selector, able: Capabilities, shape: CacheShape) ->
         _check_plan(selector, able, tokens, score)
     arriving = while_decoding(selector, shape, seed=3)
     check_running(selector, arriving)
-    if selector.decode == "step":
+    if selector.decode == "step" or selector.observe.generated:
         _check_arriving(selector, able, arriving)
+    if selector.decode == "step":
         for seed in range(5):
             _check_step(selector, able, shape, seed)
 
 
-def _check_answers(selector: Selector) -> None:
+def _check_answers(selector: CompleteSelector) -> None:
     law(0 < selector.tiers < NOBODY, f"tiers is {selector.tiers}; 1 to {NOBODY - 1} are right")
     law(
         selector.budget is None or isinstance(selector.budget, Budget),
@@ -72,7 +76,7 @@ def _check_answers(selector: Selector) -> None:
     )
 
 
-def _layer_score(selector: Selector, view: LayerView) -> Float[Tensor, "B H L"]:
+def _layer_score(selector: CompleteSelector, view: LayerView) -> Float[Tensor, "B H L"]:
     score = works(
         "score failed on a view that holds just what the selector says it observes and reads",
         selector.score,
@@ -87,32 +91,35 @@ def _layer_score(selector: Selector, view: LayerView) -> Float[Tensor, "B H L"]:
     return score.float()
 
 
-def _scores(selector: Selector, tokens: Tokens) -> Float[Tensor, "N B H L"]:
+def _scores(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H L"]:
     layers = range(tokens.shape.layers)
     return torch.stack([_layer_score(selector, tokens.layer(layer)) for layer in layers])
 
 
-def _gauges(selector: Selector, tokens: Tokens) -> Float[Tensor, "N B H"]:
+def _gauges(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H"] | None:
     views = [tokens.layer(layer) for layer in range(tokens.shape.layers)]
-    found = [works("gauge failed", selector.gauge, view) for view in views]
-    for gauge, view in zip(found, views, strict=True):
+    found = []
+    for view in views:
+        gauge = works("gauge failed", selector.gauge, view)
+        if gauge is None:
+            return None
         lead = view.position.shape[:-1]
         law(
             gauge.shape == lead and gauge.is_floating_point(),
             f"gauge gave {gauge.dtype} of shape {tuple(gauge.shape)}; floats of shape "
             f"{tuple(lead)} are right",
         )
+        found.append(gauge)
     return torch.stack(found).float()
 
 
 def _check_scores(
-    selector: Selector, able: Capabilities, tokens: Tokens
+    selector: CompleteSelector, able: Capabilities, tokens: Tokens
 ) -> Float[Tensor, "N B H L"]:
-    before = copy.deepcopy(tokens)
+    before = dict(_held(copy.deepcopy(tokens)))
     score = _scores(selector, tokens)
-    for name in ("position", "score", "mass", "seen", "keys", "values"):
-        old, new = getattr(before, name), getattr(tokens, name)
-        law(old is None or equal(old, new), f"score changed the view's {name}")
+    for name, held in _held(tokens):
+        law(equal(before[name], held), f"score changed the view's {name}")
     there = tokens.position >= 0
     law(equal(score[there], _scores(selector, tokens)[there]), "score differs the second time")
     law(
@@ -127,13 +134,34 @@ def _check_scores(
     return score
 
 
-def _check_arriving(selector: Selector, able: Capabilities, tokens: Tokens) -> None:
+def _held(tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that views show, by name."""
+    for field in dataclasses.fields(tokens):
+        held = getattr(tokens, field.name)
+        if isinstance(held, Tensor):
+            yield field.name, held
+    yield from tokens.also.items()
+    if tokens.queries is not None:
+        yield "queries", tokens.queries.vectors
+        yield "queries' position", tokens.queries.position
+
+
+def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Tokens) -> None:
     score = _check_scores(selector, able, tokens)
     forever = (score == torch.inf) & (tokens.position >= selector.protected)
     law(
         selector.observe.generated or not forever.any(),
         "score is infinite for a token that arrives in decoding; without observing generated "
         "queries it is not scored again, so it would be protected for good",
+    )
+    if "queries" in selector.reads:
+        return  # a host then scores one layer at a time
+    stacked = _layer_score(selector, tokens.stacked()).view_as(score)
+    there = tokens.position >= 0
+    law(
+        bool(torch.isclose(stacked, score, rtol=1e-4, atol=1e-6)[there].all()),
+        "score of a view of several layers differs from the scores of each layer alone; in "
+        "decoding a row may be of any layer, which is layer[row]",
     )
 
 
@@ -150,7 +178,7 @@ def _parts(tokens: Tokens, able: Capabilities) -> list[tuple[Tensor, slice, str]
 
 
 def _plans(
-    selector: Selector, tokens: Tokens, score: Float[Tensor, "N B H L"]
+    selector: CompleteSelector, tokens: Tokens, score: Float[Tensor, "N B H L"]
 ) -> UInt8[Tensor, "N B H L"]:
     layers = tokens.shape.layers
     step = layers if selector.scope == "model" else 1
@@ -170,7 +198,7 @@ def _plans(
 
 
 def _check_plan(
-    selector: Selector, able: Capabilities, tokens: Tokens, score: Float[Tensor, "N B H L"]
+    selector: CompleteSelector, able: Capabilities, tokens: Tokens, score: Float[Tensor, "N B H L"]
 ) -> None:
     plan = _plans(selector, tokens, score)
     law(equal(plan, _plans(selector, tokens, score)), "plan differs the second time")
@@ -201,7 +229,7 @@ def _check_plan(
         law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
 
 
-def _check_budget(selector: Selector, tokens: Tokens, kept: Tensor) -> None:
+def _check_budget(selector: CompleteSelector, tokens: Tokens, kept: Tensor) -> None:
     per_layer = kept.sum((2, 3))  # N B
     total = per_layer.sum(0, keepdim=True) if selector.scope == "model" else per_layer
     heads = tokens.shape.kv_heads * (tokens.shape.layers if selector.scope == "model" else 1)
@@ -214,9 +242,10 @@ def _check_budget(selector: Selector, tokens: Tokens, kept: Tensor) -> None:
         )
 
 
-def _check_step(selector: Selector, able: Capabilities, shape: CacheShape, seed: int) -> None:
-    layers = shape.layers if selector.scope == "model" else 1
-    view = decoding_step(selector, shape, layers, seed)
+def _check_step(
+    selector: CompleteSelector, able: Capabilities, shape: CacheShape, seed: int
+) -> None:
+    view = decoding_step(selector, shape, seed)
     step = works("step failed, though decode says 'step'", selector.step, view)
     for name in ("candidate", "victim", "target"):
         tier = getattr(step, name)
@@ -248,12 +277,22 @@ def _check_step(selector: Selector, able: Capabilities, shape: CacheShape, seed:
         "step drops tokens, and the capabilities say shortens=False",
     )
     # Where one part evicts and another sorts, steps only sort: the evictor acts when it plans.
-    if selector.budget is not None and not isinstance(selector, SortedSelector):
+    if selector.budget is not None and not isinstance(selector.selector, SortedSelector):
         _check_step_budget(view, placed, lost)
     sequences = torch.arange(len(view.length))
     for b in sequences:
         alone = selector.step(cut_step(view, b[None], _EVERY))
         law(_same_step(_cut(step, b[None], _EVERY), alone), "a step depends on other sequences")
+    if selector.scope == "layer":
+        for layer in range(shape.layers):
+            rows = slice(layer, layer + 1)
+            alone = selector.step(layers_of(view, rows))
+            found = Step(step.candidate[rows], step.victim[rows], step.target[rows])
+            law(
+                _same_step(found, alone),
+                "a step of several layers differs from the step of each alone, though scope says "
+                "'layer'; a row is of the layer first_layer + its index",
+            )
     if able.splits_heads and shape.kv_heads > 1:
         heads = slice(shape.kv_heads // 2, shape.kv_heads)
         part = selector.step(cut_step(view, sequences, heads))

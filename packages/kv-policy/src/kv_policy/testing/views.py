@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, Selector, StepView
-from kv_policy.observe import Observe
+from kv_policy.complete import CompleteSelector
+from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, StepView
+from kv_policy.lifecycle import Observe
 from kv_policy.shape import CacheShape
 
 _SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
@@ -39,7 +40,7 @@ class Tokens:
     def layer(self, layer: int) -> LayerView:
         """What `score` sees of a layer."""
         return LayerView(
-            layer=layer,
+            layer=torch.full_like(self.length, layer),
             shape=self.shape,
             position=self.position[layer],
             fresh=self.fresh[layer],
@@ -52,10 +53,36 @@ class Tokens:
             keys=None if self.keys is None else self.keys[layer],
             values=None if self.values is None else self.values[layer],
             queries=self.queries,
+            rope=None if self.queries is None else self.shape.rope_of(layer),
+        )
+
+    def stacked(self) -> LayerView:
+        """What `score` sees of all layers at once, one layer's sequences after another's."""
+        layers = self.shape.layers
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.flatten(0, 1)
+
+        return LayerView(
+            layer=torch.arange(layers).repeat_interleave(len(self.length)),
+            shape=self.shape,
+            position=self.position.flatten(0, 1),
+            fresh=self.fresh.flatten(0, 1),
+            score=self.score.flatten(0, 1),
+            length=self.length.repeat(layers),
+            mass=rows(self.mass),
+            seen=rows(self.seen),
+            also={name: sums.flatten(0, 1) for name, sums in self.also.items()},
+            generated=self.generated,
+            keys=rows(self.keys),
+            values=rows(self.values),
         )
 
     def plan(
-        self, score: Float[Tensor, "N B H L"], gauge: Float[Tensor, "N B H"], layers: slice
+        self,
+        score: Float[Tensor, "N B H L"],
+        gauge: Float[Tensor, "N B H"] | None,
+        layers: slice,
     ) -> PlanView:
         """What `plan` sees of some layers; where there is no token the score is NaN."""
         position = self.position[layers]
@@ -67,7 +94,7 @@ class Tokens:
             tier=self.tier[layers],
             length=self.length,
             budget=self.budget,
-            gauge=gauge[layers],
+            gauge=None if gauge is None else gauge[layers],
             page=self.page,
         )
 
@@ -121,7 +148,7 @@ def shard(shape: CacheShape, heads: slice) -> CacheShape:
     return dataclasses.replace(shape, kv_heads=len(kept), first_head=shape.first_head + kept.start)
 
 
-def after_prompt(selector: Selector, shape: CacheShape, stored: float, seed: int) -> Tokens:
+def after_prompt(selector: CompleteSelector, shape: CacheShape, stored: float, seed: int) -> Tokens:
     """Make the tokens that a selector sees after a pass over a prompt, or over its end.
 
     `stored` is the share of each sequence that came before this pass; some of those tokens are gone
@@ -131,7 +158,7 @@ def after_prompt(selector: Selector, shape: CacheShape, stored: float, seed: int
     return _tokens(selector, selector.observe, shape, length, (length * stored).long(), seed)
 
 
-def while_decoding(selector: Selector, shape: CacheShape, seed: int) -> Tokens:
+def while_decoding(selector: CompleteSelector, shape: CacheShape, seed: int) -> Tokens:
     """Make the tokens that a selector sees when one token arrives in each sequence."""
     length = torch.tensor([selector.protected + 40, selector.protected + 17, 2, 1])
     if selector.observe.generated:
@@ -142,7 +169,7 @@ def while_decoding(selector: Selector, shape: CacheShape, seed: int) -> Tokens:
 
 
 def _tokens(
-    selector: Selector,
+    selector: CompleteSelector,
     watch: Observe,
     shape: CacheShape,
     length: Int[Tensor, " B"],
@@ -217,11 +244,11 @@ def _observed(
     return torch.rand(position.shape, generator=generator) * seen * most, seen
 
 
-def decoding_step(selector: Selector, shape: CacheShape, layers: int, seed: int) -> StepView:
+def decoding_step(selector: CompleteSelector, shape: CacheShape, seed: int) -> StepView:
     """Make a decoding step of three sequences, heads empty, below, at and above budget."""
     generator = torch.Generator().manual_seed(seed)
     budget = max(1, selector.protected) + torch.tensor([0, 5, 60])
-    lead = (layers, 3, shape.kv_heads)
+    lead = (shape.layers, 3, shape.kv_heads)
     extra = torch.randint(-2, 2, lead, generator=generator)
     extra[:, 2, -1] = 100 if selector.scope == "model" else 1
     total = (budget[:, None] + extra).clamp(min=0)
@@ -239,6 +266,18 @@ def decoding_step(selector: Selector, shape: CacheShape, layers: int, seed: int)
         cuts=torch.rand(count.shape, generator=generator).sort(0, descending=True).values,
         length=total.amax((0, 2)) + 5,
         budget=budget,
+    )
+
+
+def layers_of(view: StepView, layers: slice) -> StepView:
+    """Give the step of some layers alone."""
+    return dataclasses.replace(
+        view,
+        first_layer=view.first_layer + layers.start,
+        candidate=view.candidate[layers],
+        weakest=view.weakest[:, layers],
+        count=view.count[:, layers],
+        cuts=view.cuts[:, layers],
     )
 
 

@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kv_policy import LayerView, Part, PlanView, Selector
-from kv_runtime.retain.careful import Careful
+from kv_policy import CompleteSelector, LayerView, Part, PlanView, Selector
 
 
 def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
@@ -18,8 +17,9 @@ def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[T
     if isinstance(given, Tensor) and given.is_floating_point() and given.shape == shape:
         return given.float()
     raise ValueError(
-        f"{_called(selector)} scored layer {view.layer} with {_kind(given)}; score(view) returns "
-        f"floats of the shape of view.position, {shape}: one for each sequence, KV head and token"
+        f"{_called(selector)} scored layer {int(view.layer[0])} with {_kind(given)}; score(view) "
+        f"returns floats of the shape of view.position, {shape}: one for each sequence, KV head "
+        "and token"
     )
 
 
@@ -69,7 +69,8 @@ def expect_numbers(selector: Selector, wrong: list[Bool[Tensor, ""]]) -> None:
 
 
 def _called(selector: Selector) -> str:
-    selector = selector.selector if isinstance(selector, Careful) else selector
+    while isinstance(selector, CompleteSelector):
+        selector = selector.selector
     return selector.name if isinstance(selector, Part) else type(selector).__name__
 
 

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_policy import Budget, Selector
+from kv_policy import Budget, CompleteSelector
 
 
 def resolved(
-    selector: Selector,
+    selector: CompleteSelector,
     budgets: Sequence[Budget | None] | None,
     total: Int[Tensor, " B"],
     token_bytes: int,

@@ -3,13 +3,13 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_policy import DROP, NOBODY, Selector, StepView
+from kv_policy import DROP, NOBODY, CompleteSelector, StepView
 from kv_runtime.batch import Batch, Pass
 
 
 def step(
     batch: Batch,
-    selector: Selector,
+    selector: CompleteSelector,
     budget: Int[Tensor, " B"],
     cuts: Float[Tensor, "K N B H"],
     now: Pass,

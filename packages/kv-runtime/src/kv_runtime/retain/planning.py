@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import RaggedStore, TokenStore
-from kv_policy import DROP, FRESH, CacheShape, LayerView, PlanView, Queries, Selector
+from kv_policy import DROP, FRESH, CacheShape, CompleteSelector, LayerView, PlanView, Queries
 from kv_runtime.batch import Pass
 from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
 
@@ -74,8 +74,8 @@ class Scored:
 
 
 def score_layers(
-    selector: Selector,
-    first: int,
+    selector: CompleteSelector,
+    layers: slice,
     shape: CacheShape,
     groups: Sequence[Group],
     now: Pass,
@@ -85,7 +85,7 @@ def score_layers(
 
     Args:
         selector: who scores.
-        first: of the layers.
+        layers: which.
         shape: of the cache.
         groups: the tokens of these layers; in a prompt of one.
         now: the pass, over these layers.
@@ -98,8 +98,9 @@ def score_layers(
     lead, device = groups[0].position.shape[:-1], groups[0].position.device
     each = [torch.full(g.position.shape[-1:], g.fresh, device=device) for g in groups]
     fresh = torch.cat(each).expand(*lead, -1)
+    layer = torch.arange(layers.start, layers.stop, device=device)[:, None]
     view = LayerView(
-        layer=first,
+        layer=layer.expand(-1, lead[0] // len(layer)).flatten(),
         shape=shape,
         position=joined([g.position for g in groups]),
         fresh=fresh if order is None else fresh.gather(-1, order),
@@ -112,6 +113,7 @@ def score_layers(
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
         queries=queries if "queries" in selector.reads else None,
+        rope=shape.rope_of(layers.start) if "queries" in selector.reads else None,
     )
     score = expect_scores(selector, view, selector.score(view))
     gauge = selector.gauge(view) if now.prompt else None
@@ -145,7 +147,7 @@ def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
 
 
 def plan_layers(
-    selector: Selector,
+    selector: CompleteSelector,
     shape: CacheShape,
     first_layer: int,
     scored: Sequence[Scored],
@@ -195,7 +197,7 @@ def plan_layers(
 
 
 def planned(
-    selector: Selector, view: PlanView, window: int
+    selector: CompleteSelector, view: PlanView, window: int
 ) -> tuple[UInt8[Tensor, "N B H L"], Float[Tensor, "K N B H"] | None]:
     """Let a selector plan all but the tokens of a raw window; give its cuts, if it has some."""
     if window:
@@ -207,7 +209,12 @@ def planned(
         )
     plan = expect_plan(selector, view, selector.plan(view))
     plan = torch.where(view.position >= 0, plan, DROP)
-    return plan, selector.cuts(view) if selector.decode == "step" else None
+    if selector.decode == "grow":
+        return plan, None
+    cuts = selector.cuts(view)
+    if cuts is None:
+        cuts = view.score.new_zeros(selector.tiers, *view.score.shape[:-1])
+    return plan, cuts
 
 
 def _stay(

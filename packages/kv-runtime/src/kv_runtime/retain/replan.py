@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_policy import FRESH, PlanView, Selector
+from kv_policy import FRESH, CompleteSelector, PlanView
 from kv_runtime.batch import Batch, grid
 from kv_runtime.retain.apply import restack
 from kv_runtime.retain.planning import Group, Scored, planned
@@ -16,7 +16,7 @@ _TOGETHER: Final = 1 << 20  # places that are planned at once, which bounds the 
 
 
 def replan(
-    selector: Selector, batch: Batch, sequences: Sequence[int], budget: Int[Tensor, " B"]
+    selector: CompleteSelector, batch: Batch, sequences: Sequence[int], budget: Int[Tensor, " B"]
 ) -> Float[Tensor, "K N D H"] | None:
     """Plan sequences, all layers at once where these share a budget, and carry it out.
 
@@ -48,7 +48,7 @@ def replan(
 
 
 def _replan(
-    selector: Selector,
+    selector: CompleteSelector,
     batch: Batch,
     layers: slice,
     rows: Int[Tensor, " D"],

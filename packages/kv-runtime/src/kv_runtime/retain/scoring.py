@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import Queries, Running, Selector
+from kv_policy import CompleteSelector, Queries, Running
 from kv_runtime.batch import Batch, Pass, flat
 from kv_runtime.retain.groups import fresh_group, layer_groups
 from kv_runtime.retain.planning import Scored, score_layers
@@ -30,23 +30,24 @@ class Observed:
 
 
 def score(
-    selector: Selector, batch: Batch, now: Pass, first: int, observed: Sequence[Observed]
+    selector: CompleteSelector, batch: Batch, now: Pass, first: int, observed: Sequence[Observed]
 ) -> Scored:
     """Score the tokens of the layers from `first` on, and let them carry what they are given.
 
     Where generated queries are not observed, only the token that one brings is scored.
     """
     over = now.over(len(observed))
+    layers = slice(first, first + len(observed))
+    what = selector, layers, batch.shape
     key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
     queries = None
     if "queries" in selector.reads:
         vectors = [o.queries.vectors for o in observed if o.queries is not None]
         queries = Queries(_rows(vectors), over.position) if vectors else None
-    what = selector, first, batch.shape
     if not now.prompt and not selector.observe.generated:
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
-    layers, results = slice(first, first + len(observed)), [o.result for o in observed]
+    results = [o.result for o in observed]
     stored = running_in(now, selector) is None  # else `go_on` has seen to them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
@@ -54,7 +55,7 @@ def score(
     return scored
 
 
-def running_in(now: Pass, selector: Selector) -> Running | None:
+def running_in(now: Pass, selector: CompleteSelector) -> Running | None:
     """Give as what scores of stored tokens go on in their pages; None: they do not."""
     return None if now.prompt else selector.running
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
-from kv_policy import Budget, Observe, Queries, Selector
+from kv_policy import Budget, CompleteSelector, Observe, Queries
 from kv_runtime.batch import Batch, Pass
 from kv_runtime.forward_pass import Forward
 from kv_runtime.retain.answers import expect_numbers
@@ -41,7 +41,7 @@ class KeepSelected:
 
     def __init__(
         self,
-        selector: Selector,
+        selector: CompleteSelector,
         budgets: tuple[Budget | None, ...] | None,
         tally: Tally,
         *,
@@ -56,7 +56,7 @@ class KeepSelected:
             careful: a selector that fails about one sequence does not keep others from going on.
         """
         self._careful = Careful(selector) if careful else None
-        self.selector: Selector = self._careful or selector
+        self.selector: CompleteSelector = self._careful or selector
         self.budgets = budgets
         self.tally = tally
         self.observe_prompt = selector.observe

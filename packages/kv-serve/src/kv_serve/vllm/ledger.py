@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kv_policy import Budget, KVPolicy
+from kv_policy import Budget, KVPolicy, complete
 from kv_runtime import RequestStep, kept_tokens
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
@@ -54,7 +54,7 @@ class Ledger:
     def _warn_if_idle(self, longest: int) -> None:
         """Say that a policy drops nothing, where the longest request is within its budget."""
         selector, size = self.policy.selector, self.manager.account.token_bytes
-        if selector is None or selector.budget is None:
+        if selector is None or complete(selector).budget is None:
             return
         if kept_tokens(self.policy, longest, size) >= longest:
             logger.warning(
@@ -98,7 +98,7 @@ class Ledger:
         KV-Compress, section 4.2.3: compress again when memory is short.
         """
         selector = self.policy.selector
-        if selector is None or not selector.replan.short or self.answered:
+        if selector is None or not complete(selector).replan.short or self.answered:
             return False
         self.asked = True
         return True

@@ -1,0 +1,86 @@
+"""A selector with all its answers: how a host asks."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from kv_policy.contract import LayerView, PlanView, Selector, Step, StepView, Vectors
+from kv_policy.lifecycle import Observe, Replan
+from kv_policy.optional import (
+    Accumulating,
+    Budgeted,
+    Cutting,
+    Decoding,
+    Gauging,
+    Observing,
+    Protecting,
+    Reading,
+    Replanning,
+    Scoped,
+    Shielding,
+    Stepping,
+    Tiered,
+)
+
+
+class CompleteSelector:
+    """A selector with an answer to every question of a host: its own, or the default.
+
+    What is constant is asked once, when this is made; calls go straight to the selector. It is a
+    selector itself.
+    """
+
+    score: Callable[[LayerView], Float[Tensor, "B H L"]]
+    plan: Callable[[PlanView], UInt8[Tensor, "N B H L"]]
+    gauge: Callable[[LayerView], Float[Tensor, "B H"] | None]
+    cuts: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
+    shielded: Callable[[Int[Tensor, " B"]], Int[Tensor, " B"] | None]
+    step: Callable[[StepView], Step]
+
+    def __init__(self, selector: Selector) -> None:
+        """Ask the selector what it says of itself.
+
+        Raises:
+            TypeError: it says that it steps, and has no `step`.
+        """
+        self.selector = selector
+        self.tiers = selector.tiers if isinstance(selector, Tiered) else 1
+        self.budget = selector.budget if isinstance(selector, Budgeted) else None
+        self.protected = selector.protected if isinstance(selector, Protecting) else 0
+        self.observe = selector.observe if isinstance(selector, Observing) else Observe()
+        nothing: frozenset[Vectors] = frozenset()
+        self.reads = selector.reads if isinstance(selector, Reading) else nothing
+        self.scope = selector.scope if isinstance(selector, Scoped) else "layer"
+        self.replan = selector.replan if isinstance(selector, Replanning) else Replan()
+        self.running = selector.running if isinstance(selector, Accumulating) else None
+        self.score, self.plan = selector.score, selector.plan
+        self.gauge = selector.gauge if isinstance(selector, Gauging) else _nothing
+        self.cuts = selector.cuts if isinstance(selector, Cutting) else _nothing
+        self.shielded = selector.shielded if isinstance(selector, Shielding) else _nothing
+        self.step = selector.step if isinstance(selector, Stepping) else _no_step
+        steps: Literal["grow", "step"] = "step" if isinstance(selector, Stepping) else "grow"
+        self.decode = selector.decode if isinstance(selector, Decoding) else steps
+        if self.decode == "step" and steps == "grow":
+            raise TypeError(
+                f"{type(selector).__name__} says decode='step' and has no step(view); define it, "
+                "or say 'grow'"
+            )
+
+
+def _nothing(view: object) -> None:
+    """Say nothing: a plan goes by scores alone, a step by scores and the budget."""
+
+
+def _no_step(view: StepView) -> Step:
+    raise TypeError("a selector without step(view) was asked for one; its tokens join the cache")
+
+
+def complete(selector: Selector) -> CompleteSelector:
+    """Give every question of a host an answer; what is complete stays as it is.
+
+    Raises:
+        TypeError: as `CompleteSelector`.
+    """
+    return selector if isinstance(selector, CompleteSelector) else CompleteSelector(selector)
