@@ -261,8 +261,7 @@ def scores(clock: Clock, *, quick: bool) -> list[Row]:
 
 def manager(clock: Clock, *, quick: bool) -> list[Row]:
     """A step of all streams: a token enters each, and one is re-quantized or dropped."""
-    from kv_paging import PagePool, Tiers
-    from kv_paging.sizes import fit
+    from kv_paging import PagePool, Tiers, fit
 
     batch, layers = (2, 2) if quick else (128, 32)
     layouts = fit([K8V4, K4V2], TOKENS, True, True)

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import track
 
 from kv_attention.gpu.arguments import Part, dense_part, paged_part
-from kv_attention.gpu.looking import look_back, watch
-from kv_attention.gpu.prompts import attend_to_all
-from kv_attention.gpu.steps import decode
+from kv_attention.gpu.attention_mass import look_back, watch
+from kv_attention.gpu.decode import decode
+from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
 from kv_paging import PagePool, Tiers, fit, triton_kernels

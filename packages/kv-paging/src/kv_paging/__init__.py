@@ -2,12 +2,11 @@
 
 from kv_paging.checks import PoolExhausted
 from kv_paging.kinds import Kinds
+from kv_paging.layouts import fit
 from kv_paging.pool import PagePool
 from kv_paging.ragged import RaggedTiers
 from kv_paging.ragged_store import RaggedStore
-from kv_paging.sizes import fit
-from kv_paging.slots import read_slots, write_slots
-from kv_paging.store import TokenStore
+from kv_paging.store import TokenStore, read_slots, write_slots
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import Stored
 

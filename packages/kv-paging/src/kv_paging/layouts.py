@@ -1,4 +1,4 @@
-"""How the pages of tiers that share a pool are laid out."""
+"""The layouts of pages that tiers share: which go together, and the size that formats fill."""
 
 from collections.abc import Sequence
 
@@ -36,3 +36,57 @@ def waiting_layout(layout: PageLayout, raw: TokenFormat | None) -> PageLayout:
             "stored until there are so many"
         )
     return PageLayout.fitted(raw, layout.nbytes, layout.scores, layout.positions)
+
+
+def fit(
+    formats: Sequence[TokenFormat],
+    tokens: int = 16,
+    scores: bool = False,
+    positions: bool = False,
+) -> tuple[PageLayout, ...]:
+    """Lay out equal pages for several formats, of the size that leaves the fewest bytes unused.
+
+    A page of a format that takes b bytes a block (its codes and metadata, and 4 bytes each for the
+    score and the position of every token) holds nbytes // b blocks, and nbytes % b bytes of it are
+    unused. Looked at are all pages that blocks of the first format fill exactly, of about `tokens`
+    tokens: from half of that to twice as much, and at least a block of each format. The one with
+    the smallest unused share, over all formats, is taken; of equal ones the nearest to `tokens`.
+
+    With one format nothing is unused and a page holds `tokens` tokens, to whole blocks. K8V4 and
+    K4V2 at 64 dimensions with scores and positions take 112 and 64 bytes a token: 16 of the first
+    and 28 of the second fill 1,792 bytes, with none left over.
+
+    Args:
+        formats: of the tiers, best first.
+        tokens: of the first format in a page, about.
+        scores: pages hold a float32 score per token.
+        positions: pages hold an int32 position per token.
+
+    Raises:
+        ValueError: no format, tokens below 1, or a page of twice as many tokens that still has no
+            room for a block of some format.
+    """
+    if not formats:
+        raise ValueError("no format is given; give that of one tier at least")
+    if tokens < 1:
+        raise ValueError(f"a page is asked to hold {tokens} tokens; ask for at least 1")
+    first = formats[0]
+    blocks = max(1, -(-tokens // first.block))
+    beside = 4 * (scores + positions)
+    bytes_of = [form.nbytes + form.block * beside for form in formats]
+    if 2 * blocks * bytes_of[0] < max(bytes_of):
+        worst = bytes_of.index(max(bytes_of))
+        raise ValueError(
+            f"a page of {tokens} tokens of the first format has about {blocks * bytes_of[0]} "
+            f"bytes, and {formats[worst].block} tokens of tier {worst}, which are encoded "
+            f"together, take {bytes_of[worst]}; ask for larger pages"
+        )
+
+    def unused(count: int) -> tuple[float, int]:
+        nbytes = count * bytes_of[0]
+        return sum(nbytes % size for size in bytes_of) / nbytes, abs(count - blocks)
+
+    sizes = range(max(1, blocks // 2), 2 * blocks + 1)
+    large = [count for count in sizes if count * bytes_of[0] >= max(bytes_of)]
+    nbytes = min(large, key=unused) * bytes_of[0]
+    return tuple(PageLayout.fitted(form, nbytes, scores, positions) for form in formats)

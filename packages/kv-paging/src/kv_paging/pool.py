@@ -7,9 +7,8 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
+from kv_paging.free_list import Ring, together
 from kv_paging.moves import copy_pages
-from kv_paging.ring import Ring
-from kv_paging.together import together
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
 

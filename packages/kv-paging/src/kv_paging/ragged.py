@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_shape
-from kv_paging.joining import expect_some
 from kv_paging.kernels import shared
 from kv_paging.kinds import Kinds
 from kv_paging.pool import PagePool
@@ -16,7 +15,7 @@ from kv_paging.room import Room
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
-from kv_paging.streams import Streams
+from kv_paging.streams import Streams, expect_some
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
 from kv_paging.work import Choice, Tokens, Work

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging.joining import join_all
 from kv_paging.store import TokenStore
+from kv_paging.streams import join_all
 from kv_paging.table import columns_for, pages_for
 
 _PATIENCE: Final = 64  # steps after which lengths are read, if nothing else made the host wait

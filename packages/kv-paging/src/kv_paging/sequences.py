@@ -7,12 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging.joining import release_all
 from kv_paging.pool import PagePool
 from kv_paging.room import Room
-from kv_paging.selecting import move_together, select_all
 from kv_paging.store import TokenStore
-from kv_paging.streams import Streams
+from kv_paging.streams import Streams, move_together, release_all, select_all
 
 
 class Sequences(ABC):

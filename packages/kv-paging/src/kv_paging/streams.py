@@ -1,5 +1,10 @@
-"""Streams over a pool: which pages each holds and how many tokens, whatever the tokens are."""
+"""Rows of slots over a pool: which pages each holds and how many slots, whatever is stored in them.
 
+Sequences are selected, joined and released here in several stores at once, as the stores of a cache
+share a pool, and two may share a page table.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -325,3 +330,122 @@ class Streams:
         """Give the page, and the row inside it, of a slot of each stream."""
         size = self.layout.tokens
         return self._table.lookup(streams, slot // size), slot % size
+
+
+def join_all(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
+    """Let their sequences come after mine in every layer, store by store; they have none then.
+
+    Pages change their owner and nothing else: no byte of one moves, and nothing waits for the
+    device. What costs time are the page tables, which are laid side by side.
+
+    Raises:
+        ValueError: what `expect_joined` refuses; nothing has changed.
+    """
+    expect_joined(mine, theirs)
+    for store, other in zip(mine, theirs, strict=True):
+        store._join(other)
+
+
+def expect_joined(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
+    """Refuse stores whose sequences cannot become sequences of others.
+
+    Raises:
+        ValueError: the same stores, another pool, other layouts, or other layers or heads.
+    """
+    if len(mine) != len(theirs):
+        raise ValueError(
+            f"{len(theirs)} stores cannot join {len(mine)}; both sides need the same tiers"
+        )
+    for store, other in zip(mine, theirs, strict=True):
+        if store is other:
+            raise ValueError("sequences cannot join themselves; name other tiers over the pool")
+        if store.pool is not other.pool:
+            raise ValueError(
+                "the pages lie in two pools, and joining copies none; make both over one pool"
+            )
+        if type(store) is not type(other) or store.layout != other.layout:
+            raise ValueError(
+                f"pages laid out as {other.layout} cannot join pages laid out as {store.layout}; "
+                "both sides must be laid out alike"
+            )
+        (layers, _, heads), (others, _, more) = store.length.shape, other.length.shape
+        if (layers, heads) != (others, more):
+            raise ValueError(
+                f"{others} layers of {more} heads cannot join {layers} layers of {heads} heads; "
+                "both sides need the same"
+            )
+
+
+def expect_some(stores: Sequence[Streams]) -> None:
+    """Refuse to go on where there is no sequence.
+
+    Raises:
+        ValueError: all were released, or have joined others.
+    """
+    if not stores[0].length.shape[1]:
+        raise ValueError(
+            "no sequence is left here: all were released, or have joined others; go on with those, "
+            "or let new ones join"
+        )
+
+
+def release_all(stores: Sequence[Streams]) -> None:
+    """Let all sequences of stores over one pool go; their pages are free, and no sequence is left.
+
+    The host waits for the device once.
+    """
+    held = [store.held_pages() for store in stores]
+    for store, count, total in zip(
+        stores, held, torch.stack([each.sum() for each in held]).tolist(), strict=True
+    ):
+        store.pool.release(store.page_table.within(count, total))
+    for store in stores:
+        store._empty()
+
+
+def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
+    """Let the sequences become source[0], source[1], ... in all stores over one pool, or in none.
+
+    The stores have the same sequences, and layers and heads of their own. A sequence named for the
+    first time keeps its pages, one named again gets copies of them, and one not named gives them
+    back. The number of sequences becomes B2.
+
+    Raises:
+        PoolExhausted: too few pages for the copies, those given back counted in.
+        ValueError: a sequence that does not exist, or none.
+    """
+    pool, sequences = stores[0].pool, stores[0].length.shape[1]
+    if source.numel() == 0:
+        raise ValueError("no sequence is selected; name at least one, or release all of them")
+    expect_some(stores)
+    expect_within("sequence", source, sequences - 1)
+    order = torch.arange(source.shape[0], device=source.device)
+    again = (source[:, None] == source).int().argmax(1) < order
+    gone = torch.ones(sequences, dtype=torch.bool, device=source.device)
+    gone[source] = False
+    held = [store.held_pages().view(store.length.shape) for store in stores]
+    lost = [(each * gone[:, None]).flatten() for each in held]
+    copied = [(each[:, source] * again[:, None]).flatten() for each in held]
+    known = torch.stack([each.sum() for each in (*lost, *copied)]).tolist()
+    back, needed = known[: len(stores)], known[len(stores) :]
+    pool.reserve(sum(needed) - sum(back))  # the only step that can fail
+    for store, count, total in zip(stores, lost, back, strict=True):
+        pool.release(store._table.within(count, total))
+    for store in stores:
+        rows = store.streams().view(store.length.shape)[:, source].flatten()
+        store._reorder(rows, source)
+    for store, count, total in zip(stores, copied, needed, strict=True):
+        store._copy(count, total)
+
+
+def move_together(pool: PagePool, stores: Sequence[Streams], free: int) -> None:
+    """Shrink a pool whose pages these stores hold until so many are free, and tell their tables.
+
+    Raises:
+        ValueError: the pool may not grow.
+        RuntimeError: somebody else holds pages of the pool; nothing has changed.
+    """
+    ids = pool.shrink(torch.cat([store.pages() for store in stores]), free)
+    for store in stores:
+        if not store.page_table.reverse:  # the right side goes with the left
+            store.page_table.rename(ids)

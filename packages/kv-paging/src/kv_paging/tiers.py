@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
-from kv_paging.joining import expect_some
 from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
 from kv_paging.pool import PagePool
@@ -16,6 +15,7 @@ from kv_paging.room import Room
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
+from kv_paging.streams import expect_some
 from kv_paging.turns import step_in_turn
 from kv_paging.waiting import BlockTier
 from kv_paging.work import Choice, Tokens, Work

@@ -14,6 +14,7 @@ from kv_attention.tokens import DenseTokens
 from kv_policy import PagedTokens
 from kv_policy.described import NUMBERS, described
 
+LOG2E: Final = 1.4426950408889634  # the logits of kernels are in powers of two
 PLAIN: Final = 4  # the kind of number of plain tensors, which have their type
 Form: TypeAlias = tuple[int, ...]
 

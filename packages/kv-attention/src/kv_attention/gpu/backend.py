@@ -54,9 +54,9 @@ def attend(
         )
     # Late, as only here anything needs triton.
     from kv_attention.gpu.arguments import dense_part, paged_part
-    from kv_attention.gpu.looking import look_back, watch
-    from kv_attention.gpu.prompts import attend_to_all
-    from kv_attention.gpu.steps import decode
+    from kv_attention.gpu.attention_mass import look_back, watch
+    from kv_attention.gpu.decode import decode
+    from kv_attention.gpu.prefill import attend_to_all
     from kv_attention.gpu.tuning import machine_of
 
     everything = (observe, *others)

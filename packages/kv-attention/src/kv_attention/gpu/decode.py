@@ -1,16 +1,22 @@
-"""Decode steps: one query of each sequence and head over one part of the tokens.
+"""Decode steps: one query of each sequence and head over all parts of the tokens.
 
-All streams' tiles stand in a line, and every program takes an equal stretch of it, wherever streams
-begin and end; so no program waits for the longest stream. Of each stream it meets, a program leaves
-an output and a log-sum-exp in a slot of its own: program p and stream r use slot p + r, which no
-other pair of them does. `combine` adds them up.
+A launch for each part plans, another attends, and a last one combines.
+The tiles of all streams form one line, and every program takes an equal stretch of it, wherever
+streams begin and end; so no program waits for the longest stream. For each stream it meets, a
+program writes an output and a log-sum-exp to a slot of its own: program p and stream r use slot
+p + r, which no other pair does. `combine_kernel` adds them up.
 """
 
-from typing import no_type_check
+from collections.abc import Sequence
+from typing import NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from kv_attention.gpu.arguments import LOG2E, Part, padded, rows_of
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
@@ -23,6 +29,7 @@ from kv_attention.gpu.tiles import (
     soften,
     weighed,
 )
+from kv_attention.gpu.tuning import Machine, tiling
 
 
 @triton.jit
@@ -205,3 +212,95 @@ def combine_kernel(
     tl.store(out + into[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=inside)
     natural = log_of(highest, weight) * 0.6931471805599453
     tl.store(lse_out + into, natural, mask=g < GROUP)
+
+
+class Decoded(NamedTuple):
+    """A decode step; `logits` of each part are in powers of two, where they were asked for."""
+
+    out: Float[Tensor, "B H G 1 Dv"]
+    lse: Float[Tensor, "B H G"]
+    logits: tuple[Float[Tensor, "R G _"], ...]
+
+
+def decode(
+    q: Float[Tensor, "B H G 1 D"],
+    position: Int[Tensor, "B 1"],
+    parts: Sequence[Part],
+    value_dim: int,
+    scale: float,
+    machine: Machine,
+    *,
+    watched: bool = False,
+) -> Decoded:
+    """Attend to all parts, without waiting for the device.
+
+    Args:
+        q: queries in float32, float16 or bfloat16.
+        position: of the queries, -1 for padding.
+        parts: all tokens.
+        value_dim: Dv.
+        scale: what to multiply the logits with.
+        machine: where this runs.
+        watched: keep the logits, as wide as the parts say.
+    """
+    batch, heads, group, _, _ = q.shape
+    streams, device = batch * heads, q.device
+    position = position.reshape(-1).contiguous()
+    programs = machine.programs
+    slots = programs + streams
+    ends = torch.empty(max(len(parts), 1), streams, dtype=torch.int32, device=device)
+    found = torch.empty(len(parts), slots, group, value_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(len(parts), slots, group, dtype=torch.float32, device=device)
+    rows, wide = padded(group), min(1024, triton.next_power_of_2(streams))
+    logits: list[Tensor] = []
+    for i, part in enumerate(parts):
+        form = tiling(machine, "decode", part, q.dtype)
+        plan_kernel[(1,)](part.length, ends[i], streams, BLOCK=form.block, WIDE=wide, num_warps=4)
+        kept = lse
+        if watched:
+            kept = q.new_full((streams, group, part.width), -torch.inf, dtype=torch.float32)
+            logits.append(kept)
+        decode_kernel[(programs,)](
+            q,
+            rows_of(q),
+            position,
+            found[i],
+            lse[i],
+            kept,
+            part.width,
+            ends[i],
+            part.length,
+            part.tokens,
+            streams,
+            heads,
+            scale * LOG2E,
+            GROUP=group,
+            ROWS=rows,
+            BLOCK=form.block,
+            WIDE=wide,
+            WATCH=watched,
+            VALUE=part.value,
+            STAGES=form.stages,
+            num_warps=form.warps,
+            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+        )
+    out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
+    total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
+    combine_kernel[(streams,)](
+        out,
+        total,
+        found,
+        lse,
+        ends,
+        position,
+        len(parts),
+        streams,
+        heads,
+        programs,
+        GROUP=group,
+        ROWS=rows,
+        DIM=value_dim,
+        PADDED=padded(value_dim),
+        num_warps=4,
+    )
+    return Decoded(out, total, tuple(logits))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kv_attention.gpu.arguments import Part, padded
-from kv_attention.gpu.decode import plan_kernel
+from kv_attention.gpu.tiles import soften
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Tiling:
 @cache
 def machine_of(device: torch.device) -> Machine:
     """Ask what a device is."""
-    if not isinstance(plan_kernel, triton.JITFunction):
+    if not isinstance(soften, triton.JITFunction):
         return Machine("interpreter", 5, False)
     about = torch.cuda.get_device_properties(device)
     name = f"sm_{about.major}{about.minor}"

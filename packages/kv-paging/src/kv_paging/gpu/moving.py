@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import load_bits, store_bits
-from kv_paging.gpu.counts import total
 from kv_paging.gpu.numbers import alignment, blocks, numbers_of, on, rows
 from kv_paging.gpu.rows import move, page_at
-from kv_paging.gpu.writing import SCAN, table_of
+from kv_paging.gpu.writing import SCAN, table_of, total
 from kv_policy import PagedTokens
 
 _BYTES: Final = 4096  # of a page, copied by a program

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from kv_paging.gpu import numbers
-from kv_paging.gpu.entering import enter_kernel
-from kv_paging.gpu.giving import give_kernel
-from kv_paging.gpu.leaving import leave_kernel
+from kv_paging.gpu.step_kernels import enter_kernel, give_kernel, leave_kernel
 from kv_paging.gpu.writing import SCAN, positions, scores
 from kv_paging.pool import PagePool
 from kv_paging.work import Work

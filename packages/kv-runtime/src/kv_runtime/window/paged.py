@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_paging import PagePool, TokenStore, read_slots, write_slots
-from kv_paging.joining import expect_joined, join_all, release_all
+from kv_paging.streams import expect_joined, join_all, release_all
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
 from kv_runtime.window.base import Left, Rings, Window, expect_alike

@@ -1,14 +1,20 @@
-"""Many queries of a sequence over one part of the tokens: FlashAttention's pass (Dao et al., 2022).
+"""Prefill: many queries of a sequence over all parts of the tokens, by FlashAttention's pass.
 
-The queries of a group stand side by side, query after query, as rows of one tile, so that a tile of
-tokens is unpacked once for all heads that share it.
+One launch for each part continues from the output and log-sum-exp of those before (Dao et al.,
+2022). The queries of a group are rows of one tile, query after query, so that a tile of tokens is
+unpacked once for all heads that share it.
 """
 
+from collections.abc import Sequence
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from kv_attention.gpu.arguments import LOG2E, Part, rows_of
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
@@ -21,6 +27,8 @@ from kv_attention.gpu.tiles import (
     soften,
     weighed,
 )
+from kv_attention.gpu.tuning import Machine, tiling
+from kv_attention.partial import Partial
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -166,3 +174,52 @@ def prompt_kernel(
     sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(out + place_out, sums.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + mine, log_of(highest, weight) * LN2, mask=real)
+
+
+def attend_to_all(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    parts: Sequence[Part],
+    value_dim: int,
+    scale: float,
+    machine: Machine,
+) -> Partial:
+    """Attend to all parts; 0 and -inf for a query that is padding or sees nothing.
+
+    The output is in the dtype of the queries, the log-sum-exp in float32.
+    """
+    batch, heads, group, length, _ = q.shape
+    found = Partial.empty(q, value_dim)
+    position = position.contiguous()
+    for i, part in enumerate(parts):
+        form = tiling(machine, "prompt", part, q.dtype)
+        rows = max(16, min(form.queries, triton.next_power_of_2(group * length)))
+        into = found.out
+        if i == len(parts) - 1:
+            into = torch.empty_like(found.out, dtype=q.dtype)
+        prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
+            q,
+            rows_of(q),
+            q.stride(3),
+            position,
+            found.out,
+            found.lse,
+            into,
+            found.lse,
+            part.length,
+            part.tokens,
+            length,
+            heads,
+            scale * LOG2E,
+            CONTINUES=i > 0,
+            GROUP=group,
+            ROWS=rows,
+            BLOCK=form.block,
+            WIDE=1024,
+            VALUE=part.value,
+            STAGES=form.stages,
+            num_warps=form.warps,
+            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+        )
+        found = Partial(into, found.lse)
+    return Partial(found.out.to(q.dtype), found.lse)

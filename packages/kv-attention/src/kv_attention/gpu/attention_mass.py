@@ -1,0 +1,380 @@
+"""Attention mass: how much attention each token got, summed without the attention matrix.
+
+A decode step keeps its logits, and the mass follows from these and the log-sum-exp over all parts.
+A prefill takes a second pass: a program holds a tile of keys, goes over the queries, computes their
+attention again from the log-sum-exp of the first pass, and sums it column by column.
+"""
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.gpu.arguments import LOG2E, Part, rows_of
+from kv_attention.gpu.decode import Decoded
+from kv_attention.gpu.prefill import read_key
+from kv_attention.gpu.reading import unshift
+from kv_attention.gpu.tiles import logits_of, normalized
+from kv_attention.gpu.tuning import Machine, tiling
+from kv_attention.tokens import Attended
+from kv_policy import Observe
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+@no_type_check
+def term_of(p, even, above, TERM: tl.constexpr):
+    """What is summed of the attention p: itself, its square, its entropy, or whether it is large.
+
+    `even` is the attention that every token up to a query would get if all got the same.
+    """
+    if TERM == 1:
+        return p * p
+    if TERM == 2:
+        return tl.where(p > 0, -p * tl.log2(tl.where(p > 0, p, 1.0)) / _LOG2E, 0.0)
+    if TERM == 3:
+        return (p > above * even).to(tl.float32)
+    return p
+
+
+@triton.jit
+@no_type_check
+def finite(lse):
+    """A log-sum-exp that may be taken off a logit: 0 where nothing is seen and nothing counts."""
+    return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+@triton.jit
+@no_type_check
+def watch_kernel(
+    logits,
+    lse,
+    position,
+    places,
+    place_strides,
+    mass,
+    seen,
+    width,
+    streams,
+    heads,
+    above,
+    skip,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX: tl.constexpr,
+    MEAN: tl.constexpr,
+    TERMS: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Sum the terms over a group: `mass` is [terms, streams, width], `seen` [streams, width].
+
+    `logits` [streams, GROUP, width] are in powers of two, `lse` [streams, GROUP] is not. With FAR
+    tokens count from `skip` positions before the query on.
+    """
+    r = tl.program_id(1)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < width
+    b, h = r // heads, r % heads
+    at = tl.load(position + b) + tl.zeros([BLOCK], tl.int64)
+    first = logits + r.to(tl.int64) * GROUP * width + slot
+    counts = tl.load(first, mask=inside, other=float("-inf")) > float("-inf")
+    counts = counts & (at >= 0)
+    if FAR:
+        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
+        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=counts, other=0)
+        counts = counts & (at - place >= skip)
+    even = 1.0 / tl.maximum(at + 1, 1).to(tl.float32)
+    for i in tl.static_range(len(TERMS)):
+        total = tl.zeros([BLOCK], tl.float32)
+        for g in range(GROUP):
+            logit = tl.load(first + g * width, mask=counts, other=float("-inf"))
+            whole = finite(tl.load(lse + r * GROUP + g)) * _LOG2E
+            p = tl.where(counts, tl.exp2(logit - whole), 0.0)
+            term = term_of(p, even, above, TERMS[i])
+            total = tl.maximum(total, term) if MAX else total + term
+        if MEAN:
+            total = total / GROUP
+        into = mass + (i * streams + r).to(tl.int64) * width + slot
+        tl.store(into, tl.where(counts, total, 0.0), mask=inside)
+    tl.store(seen + r.to(tl.int64) * width + slot, counts.to(tl.int32), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def attention_of(
+    q,
+    q_strides,
+    q_step,
+    lse,
+    r,
+    b,
+    h,
+    g,
+    query,
+    queries,
+    at,
+    sees,
+    key,
+    k_scale,
+    k_zero,
+    d,
+    scale,
+    GROUP: tl.constexpr,
+    KEY: tl.constexpr,
+    AS: tl.constexpr,
+):
+    """Attention of queries of one head to a tile of keys: [queries, BLOCK]."""
+    rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
+    rows = rows + (g * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
+    asked = (at >= 0)[:, None] & (d < KEY[1])[None, :]
+    plain = tl.load(rows + d[None, :] * q_strides[3], mask=asked, other=0).to(tl.float32)
+    level, back = normalized(plain * unshift(d, KEY)[None, :])
+    whole = tl.sum(plain, axis=1) * scale
+    logits = logits_of(level.to(AS), back * scale, whole, key, k_scale, k_zero, KEY, "ieee")
+    mine = lse + (r.to(tl.int64) * GROUP + g) * queries + query
+    found = finite(tl.load(mine, mask=at >= 0, other=0)) * _LOG2E
+    return tl.where(sees, tl.exp2(logits - found[:, None]), 0.0)
+
+
+@triton.jit
+@no_type_check
+def look_back_kernel(
+    q,
+    q_strides,
+    q_step,
+    position,
+    lse,
+    length,
+    tokens,
+    places,
+    place_strides,
+    mass,
+    seen,
+    width,
+    queries,
+    streams,
+    heads,
+    scale,
+    above,
+    skip,
+    PAGED: tl.constexpr,
+    GROUP: tl.constexpr,
+    MODE: tl.constexpr,
+    TERMS: tl.constexpr,
+    FAR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEY: tl.constexpr,
+    PAGE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Sum each term over queries and a group: `mass` is [terms, streams, width].
+
+    `lse` is [streams, GROUP, queries] in natural logarithms, `position` [B, queries], ascending but
+    for padding at -1. MODE: 0 sums over the group, 1 takes the mean, 2 the largest of each query,
+    3 the largest of the heads' sums. `seen` [streams, width] counts queries.
+    """
+    r = tl.program_id(1)
+    b, h = r // heads, r % heads
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, PADDED[0])
+    count = tl.load(length + r)
+    key, k_scale, k_zero, held, page, _ = read_key(
+        tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], ASM
+    )
+    nearest = tl.zeros([BLOCK], tl.int64)  # the first position that counts for a token
+    if FAR:
+        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
+        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=held, other=0)
+        nearest = tl.maximum(place + skip, 0).to(tl.int64)
+    if not PAGED:
+        nearest = tl.maximum(nearest, page)
+    earliest = tl.min(tl.where(held, nearest, 2**62), 0)
+    into = r.to(tl.int64) * width + slot
+    counted = tl.zeros([BLOCK], tl.int32)
+    for i in tl.static_range(len(TERMS)):
+        best = tl.zeros([BLOCK], tl.float32)
+        for outer in range(1 if MODE == 2 else GROUP):
+            sums = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, queries, ROWS):
+                query = first + tl.arange(0, ROWS)
+                inside = query < queries
+                at = tl.load(position + b.to(tl.int64) * queries + query, mask=inside, other=-1)
+                if tl.max(at, 0) >= earliest:
+                    sees = held[None, :] & (at >= 0)[:, None] & (at[:, None] >= nearest[None, :])
+                    even = (1.0 / tl.maximum(at + 1, 1).to(tl.float32))[:, None]
+                    if i == 0:
+                        more = tl.sum(sees.to(tl.int32), 0)
+                        counted += tl.where(outer == 0, more, 0)
+                    largest = tl.zeros([ROWS, BLOCK], tl.float32)
+                    for inner in range(GROUP if MODE == 2 else 1):
+                        p = attention_of(
+                            q,
+                            q_strides,
+                            q_step,
+                            lse,
+                            r,
+                            b,
+                            h,
+                            outer + inner,
+                            query,
+                            queries,
+                            at,
+                            sees,
+                            key,
+                            k_scale,
+                            k_zero,
+                            d,
+                            scale,
+                            GROUP,
+                            KEY,
+                            AS[0],
+                        )
+                        largest = tl.maximum(largest, term_of(p, even, above, TERMS[i]))
+                    sums += tl.sum(largest, 0)
+            best = tl.maximum(best, sums) if MODE == 3 else best + sums
+        if MODE == 1:
+            best = best / GROUP
+        tl.store(mass + (i * streams.to(tl.int64) * width + into), best, mask=slot < width)
+    tl.store(seen + into, counted, mask=slot < width)
+
+
+TERMS: Final = {"squares": 1, "entropy": 2}
+MODES: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
+Places: TypeAlias = Int[Tensor, "B _ _"] | None
+
+
+def watch(
+    done: Decoded,
+    position: Int[Tensor, "B 1"],
+    parts: Sequence[Part],
+    places: Sequence[Places],
+    what: Observe,
+) -> Attended:
+    """Sum the attention of a decode step that kept its logits."""
+    if what.last == 0:
+        return Attended(done.out)
+    batch, heads, group = done.lse.shape
+    found = []
+    for part, logits, place in zip(parts, done.logits, places, strict=True):
+        mass, seen, terms = _sums(part, batch, heads, what, done.lse.device)
+        if part.width:
+            block = min(1024, triton.next_power_of_2(part.width))
+            watch_kernel[(triton.cdiv(part.width, block), batch * heads)](
+                logits,
+                done.lse,
+                position.reshape(-1).contiguous(),
+                *_placed(part, place),
+                mass,
+                seen,
+                part.width,
+                batch * heads,
+                heads,
+                what.above or 0.0,
+                what.skip,
+                GROUP=group,
+                BLOCK=block,
+                MAX=what.group in ("max", "max-of-sums"),
+                MEAN=what.group == "mean",
+                TERMS=terms,
+                FAR=what.skip > int(part.paged),
+                num_warps=4,
+            )
+        found.append((mass, seen))
+    return _attended(done.out, found, what)
+
+
+def look_back(
+    rows: Float[Tensor, "B H G w D"],
+    position: Int[Tensor, "B w"],
+    lse: Float[Tensor, "B H G w"],
+    out: Float[Tensor, "B H G L Dv"],
+    parts: Sequence[Part],
+    places: Sequence[Places],
+    scale: float,
+    machine: Machine,
+    what: Observe,
+) -> Attended:
+    """Sum the attention of the queries that count, tile by tile, anew.
+
+    Args:
+        rows: those queries.
+        position: theirs, ascending, -1 for one that does not count.
+        lse: theirs over all parts.
+        out: of the pass.
+        parts: all tokens, with their widths.
+        places: positions of the tokens of each part.
+        scale: what to multiply the logits with.
+        machine: where this runs.
+        what: to be summed; its `last` is already done.
+    """
+    batch, heads, group, queries, _ = rows.shape
+    found = []
+    for part, place in zip(parts, places, strict=True):
+        mass, seen, terms = _sums(part, batch, heads, what, rows.device)
+        if part.width:
+            form = tiling(machine, "look_back", part, rows.dtype)
+            look_back_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
+                rows,
+                rows_of(rows),
+                rows.stride(3),
+                position.contiguous(),
+                lse.contiguous(),
+                part.length,
+                part.tokens,
+                *_placed(part, place),
+                mass,
+                seen,
+                part.width,
+                queries,
+                batch * heads,
+                heads,
+                scale * LOG2E,
+                what.above or 0.0,
+                what.skip,
+                GROUP=group,
+                MODE=MODES[what.group],
+                TERMS=terms,
+                FAR=what.skip > int(part.paged),
+                ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
+                BLOCK=form.block,
+                num_warps=form.warps,
+                **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
+            )
+        found.append((mass, seen))
+    return _attended(out, found, what)
+
+
+def _sums(
+    part: Part, batch: int, heads: int, what: Observe, device: torch.device
+) -> tuple[Float[Tensor, "terms B H W"], Int[Tensor, "B H W"], tuple[int, ...]]:
+    """Memory for what is observed of a part, and the kernels' numbers of the terms."""
+    first = 3 if what.above is not None else int(what.power == 2)
+    terms = (first, *(TERMS[name] for name in sorted(what.also)))
+    mass = torch.empty(len(terms), batch, heads, part.width, dtype=torch.float32, device=device)
+    seen = torch.empty(batch, heads, part.width, dtype=torch.int32, device=device)
+    return mass, seen, terms
+
+
+def _placed(part: Part, place: Places) -> tuple[Tensor, tuple[int, ...]]:
+    """Positions of a part's tokens with their strides; anything where nobody asks for them."""
+    if place is None:
+        return part.length, (0, 0, 0)
+    return place, (place.stride(0), place.stride(1) if place.shape[1] > 1 else 0, place.stride(2))
+
+
+def _attended(out: Tensor, found: Sequence[tuple[Tensor, Tensor]], what: Observe) -> Attended:
+    names = sorted(what.also)
+    return Attended(
+        out,
+        tuple(mass[0] for mass, _ in found),
+        tuple(seen for _, seen in found),
+        tuple({name: mass[1 + i] for i, name in enumerate(names)} for mass, _ in found),
+    )
