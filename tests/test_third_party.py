@@ -64,7 +64,7 @@ def test_the_steps_for_a_method_show_the_example_as_it_is() -> None:
     text = (EXAMPLE.parent.parent / "docs" / "tutorials" / "method.md").read_text()
     section = text.partition("\n## In a package of its own\n")[2].partition("\n## ")[0]
     shown = re.findall(r"^ +```(?:py|toml)\n(.*?)^ +```$", section, re.MULTILINE | re.DOTALL)
-    assert len(shown) == 7
+    assert len(shown) == 6
     files = [EXAMPLE / "pyproject.toml", EXAMPLE / "src" / "kv_vnorm" / "__init__.py"]
     there = {line.strip() for file in files for line in file.read_text().splitlines()}
     for block in shown:
