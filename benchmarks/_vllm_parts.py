@@ -12,7 +12,7 @@ from unittest.mock import patch
 from _vllm_engine import Ask, Room, serve, started
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_runtime import SlotLayer, TieredCache
+from kv_runtime import PolicyCache, SlotLayer
 
 
 @dataclass
@@ -64,7 +64,7 @@ def watched(engine: LLMEngine) -> Iterator[Clock]:
             if not layer.attn_backend.forward_includes_kv_cache_update:
                 put(layer.impl, "do_kv_cache_update", "storing apart, {kind}")
         # Ours stores inside its attention, in objects that come and go: the classes are patched.
-        for owner, name in ((SlotLayer, "_store"), (TieredCache, "keep")):
+        for owner, name in ((SlotLayer, "_store"), (PolicyCache, "keep")):
             inside = clock.timed("storing inside, {kind}", getattr(owner, name))
             stack.enter_context(patch.object(owner, name, partialmethod(inside)))
         put(runner, "_model_forward", "model, {kind}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_policy import CacheShape, HeadBasis, KVPolicy, LayerBasis, Part, parse
-from kv_runtime import TieredCache
+from kv_runtime import PolicyCache
 
 SHAPES = {  # of one layer
     "SmolLM2-135M": CacheShape(1, 3, 3, 64, 64),
@@ -113,9 +113,9 @@ def decode_rows(
     return rows
 
 
-def _begun(policy: KVPolicy, shape: CacheShape, batch: int, tokens: int) -> TieredCache:
+def _begun(policy: KVPolicy, shape: CacheShape, batch: int, tokens: int) -> PolicyCache:
     """A cache of random tokens at the beginning of a decoding step."""
-    cache = TieredCache(policy, shape, backend="torch")
+    cache = PolicyCache(policy, shape, backend="torch")
     cache.begin(torch.ones(batch, tokens, dtype=torch.bool))
     key, value = _stored(cache, batch, tokens)
     cache.keep(0, key, value, Attended(value[:, :, None]))
@@ -123,7 +123,7 @@ def _begun(policy: KVPolicy, shape: CacheShape, batch: int, tokens: int) -> Tier
     return cache
 
 
-def _stored(cache: TieredCache, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+def _stored(cache: PolicyCache, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Random keys and values as the cache stores them: what a head does not keep is zero."""
     shape, bases = cache.layout.shape, cache.bases
     ranks = (None, None) if bases is None else (bases.key_dims[0], bases.value_dims[0])
@@ -136,7 +136,7 @@ def _stored(cache: TieredCache, batch: int, tokens: int) -> tuple[Tensor, Tensor
     return found[0], found[1]
 
 
-def _attention(cache: TieredCache, batch: int) -> Work:
+def _attention(cache: PolicyCache, batch: int) -> Work:
     """Attention of one token a sequence over the pages and itself; nothing is stored."""
     shape = cache.layout.shape
     query = torch.randn(batch, shape.kv_heads, shape.group, 1, shape.key_dim).to(shape.dtype)
@@ -145,7 +145,7 @@ def _attention(cache: TieredCache, batch: int) -> Work:
     return lambda: cache._attended(0, query, key, value, scale, (cache.observe,))
 
 
-def _maps(cache: TieredCache, batch: int) -> dict[str, Work]:
+def _maps(cache: PolicyCache, batch: int) -> dict[str, Work]:
     """What is mapped for one token a sequence where nothing is folded."""
     bases, shape, stored = cache.bases, cache.shape, cache.layout.shape
     assert bases is not None

@@ -74,9 +74,9 @@ class Full:
         tokens = (read.key, read.value, read.score, read.position)
         self.store.kernels.write(pages, self.streams, self.start, read.held, *tokens)
 
-    def close_up(self) -> None:
+    def compact(self) -> None:
         """Close the gaps of a random half; the lengths stay, so that it can be done again."""
-        self.store.kernels.close_up(self.store.whole(), self.streams, self.half)
+        self.store.kernels.compact(self.store.whole(), self.streams, self.half)
 
     @property
     def moved(self) -> int:
@@ -146,7 +146,7 @@ def measured(tokens: int, rounds: int) -> list[dict[str, object]]:
     add("requantize", "k8v4 to k4v2", dict(again), count * each)
     for name in FORMATS:
         one = full[name, "cpu"]
-        work = {way: full[name, way].close_up for way in WAYS}
+        work = {way: full[name, way].compact for way in WAYS}
         add("movecache", name, dict(work), 2 * one.moved * one.bytes_of_token)
     steps = {way: Step(way, tokens // 16) for way in WAYS}
     scores = sum(store.length.sum() * 4 for store in steps["cpu"].tiers.stores)

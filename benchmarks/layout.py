@@ -29,9 +29,9 @@ import sys, time, torch
 from kv_policy import CacheShape, parse
 try:
     import kv_runtime
-    Cache = getattr(kv_runtime, "PolicyCache", None) or kv_runtime.TieredCache
+    Cache = getattr(kv_runtime, "PolicyCache", None) or kv_runtime.PolicyCache
 except ImportError:
-    from kv_serve.tiered import TieredCache as Cache
+    from kv_serve.tiered import PolicyCache as Cache
 torch.set_num_threads(1)
 shape = CacheShape({layers}, 3, 3, 64, 64, torch.bfloat16)
 draw = torch.Generator().manual_seed(0)

@@ -33,10 +33,10 @@ from kv_eval.evaluate.decode import read
 from kv_eval.tasks import default_text
 from kv_evict import LeanKV
 from kv_paging import PagePool, TokenStore, step, tiers, torch_kernels
-from kv_paging.room import Room
+from kv_paging.page_reservation import Room
 from kv_paging.table import PageTable
 from kv_policy import CacheShape
-from kv_runtime import TieredCache
+from kv_runtime import PolicyCache
 from kv_transformers import CompressedCache
 from kv_transformers.models import LoadedModel, load_model
 
@@ -109,7 +109,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def filled(cache: TieredCache, batch: int, tokens: int) -> None:
+def filled(cache: PolicyCache, batch: int, tokens: int) -> None:
     """Let a cache take in random tokens and what queries of a prompt would have given them."""
     shape = cache.shape
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def operations(shape: CacheShape, batch: int) -> dict[str, object]:
     """Count the tensor operations with which a step is placed and stored, and its waits."""
     from kv_policy import parse
 
-    cache = TieredCache(parse(SPEC), shape, backend="torch")
+    cache = PolicyCache(parse(SPEC), shape, backend="torch")
     filled(cache, batch, 200)
     counts = []
     for _ in range(4):
@@ -205,7 +205,7 @@ def operations(shape: CacheShape, batch: int) -> dict[str, object]:
     }
 
 
-def one_step(cache: TieredCache, batch: int) -> tuple[int, int]:
+def one_step(cache: PolicyCache, batch: int) -> tuple[int, int]:
     """Decode one token with random queries; count from the end of the last layer's attention."""
     shape = cache.shape
     cache.begin(torch.ones(batch, 1, dtype=torch.bool))

@@ -73,14 +73,14 @@ class EqualBudget(LeanKV):
         kept = best(score, count[None, :, None].expand(here.shape[:-1])) & here
         return torch.where(kept, 0, DROP).to(torch.uint8)
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+    def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"]:
         """The share of its tokens that a head kept."""
         kept = (self.plan(view) != DROP).sum(-1)
         return (kept / (view.position >= 0).sum(-1).clamp(min=1))[None].float()
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in, and let the weakest go where there are enough."""
-        most = (view.length - self.window).clamp(min=0)[None, :, None] * view.cuts[0]
+        most = (view.length - self.window).clamp(min=0)[None, :, None] * view.tier_thresholds[0]
         enough = view.count[0] >= most
         weaker = enough & (view.candidate <= view.weakest[0])
         candidate = torch.where(weaker, DROP, 0).to(torch.uint8)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_cases import random_case
 from attention_judge import SHAPES, assert_same_output
-from kv_cpu.few import MOST, few_to_pages
+from kv_cpu.few import MOST, multi_query_decode
 
 NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -45,10 +45,10 @@ def test_long_streams_in_pieces(case, near, bits, dim):
 
 def test_a_query_among_few_attends_as_it_does_alone(case):
     c = case(4, L=6, tiers=[("8", "4"), ("float32", "float32")], padding="none")
-    together = few_to_pages(c.q, c.position, c.pages, 5, c.scale)
+    together = multi_query_decode(c.q, c.position, c.pages, 5, c.scale)
     for i in range(6):
         q, position = c.q[..., i : i + 1, :], c.position[:, i : i + 1]
-        alone = few_to_pages(q, position, c.pages, 5, c.scale)
+        alone = multi_query_decode(q, position, c.pages, 5, c.scale)
         # As many queries as registers hold are taken at a time, so sums may round elsewhere.
         torch.testing.assert_close(together.out[..., [i], :], alone.out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(together.lse[..., [i]], alone.lse, rtol=1e-5, atol=1e-6)
@@ -57,7 +57,7 @@ def test_a_query_among_few_attends_as_it_does_alone(case):
 def test_many_queries_and_what_native_code_does_not_read_are_left_to_torch():
     for change in ({"L": MOST + 1}, {"dtype": torch.float64}, {"tiers": [("shared", "8")]}):
         c = random_case(5, **{"L": 3} | change)
-        assert few_to_pages(c.q, c.position, c.pages, 5, c.scale) is None
+        assert multi_query_decode(c.q, c.position, c.pages, 5, c.scale) is None
 
 
 def test_a_page_outside_of_the_pool_is_an_error(case):

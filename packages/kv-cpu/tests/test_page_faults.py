@@ -12,7 +12,7 @@ from kv_cpu.pages import declined
 from kv_paging import PagePool
 from kv_paging.kernels import chosen
 from kv_paging.kernels import declined as declined_by
-from kv_paging.work import Choice, Tokens, Work
+from kv_paging.work import Choice, DecodeStep, Tokens
 from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
@@ -78,7 +78,7 @@ def test_whatever_tables_and_streams_say(isa, data, reverse):
     score, place = torch.randn(2, 5), torch.arange(10).view(2, 5)
     slots = data.draw(st.integers(0, ROOM))
     tried(pool, [], lambda: native.write(held, streams, start, keep, x, y, score, place))
-    tried(pool, [], lambda: native.close_up(held, streams, keep))
+    tried(pool, [], lambda: native.compact(held, streams, keep))
     tried(pool, [], lambda: native.rescore(held, streams, score))
     seen, number = torch.ones(2, 5, dtype=torch.long), data.draw(st.integers(1, 9))
     given = (held, streams, start - 1, score.abs(), seen)
@@ -106,7 +106,7 @@ def test_whatever_a_step_is_told(isa, data):
     kinds = [
         torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))) for _ in "123"
     ]
-    work = Work(
+    work = DecodeStep(
         members,
         Choice(*(kind.to(torch.uint8) for kind in kinds)),
         some(data, -1, ROOM, 2, STREAMS),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_paging import PagePool, RaggedTiers, Tiers, fit
+from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
 from page_cases import codecs, twins
@@ -101,8 +101,8 @@ def test_heads_of_several_kinds(isa, tokens):
     by_kind = [layouts[i : i + 2] for i in (0, 2, 4)]
     kind = torch.tensor([[0, 2], [1, 2]])
 
-    def make(pool: PagePool) -> RaggedTiers:
-        return RaggedTiers(pool, by_kind, kind, 3)
+    def make(pool: PagePool) -> PerHeadRankTiers:
+        return PerHeadRankTiers(pool, by_kind, kind, 3)
 
     Program(twins(make, layouts[0].nbytes), 2, (8, 6), tokens).run(12)
 

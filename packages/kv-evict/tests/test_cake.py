@@ -91,7 +91,7 @@ def test_a_layer_is_preferred_by_its_entropy_and_variance(
     seed: int, group: int, tau1: float, tau2: float
 ) -> None:
     view, p = watched(seed, group)
-    found = CAKE(window=WINDOW, tau1=tau1, tau2=tau2).gauge(view)
+    found = CAKE(window=WINDOW, tau1=tau1, tau2=tau2).head_stats(view)
     assert view.seen is not None
     for b in range(2):
         entropy = restless = 0.0
@@ -154,11 +154,11 @@ def test_layers_share_the_budget_by_preference(
 ) -> None:
     policy, position = CAKE(window=WINDOW), ragged(seed, layers)
     draw = torch.Generator().manual_seed(seed)
-    gauge = torch.rand(layers, 2, 1, generator=draw).expand(-1, -1, 3) * 1e-4 + 1e-6
+    head_stats = torch.rand(layers, 2, 1, generator=draw).expand(-1, -1, 3) * 1e-4 + 1e-6
     budgets = [WINDOW + m for m in more]
-    plan, score = plan_at_random(policy, position, LENGTHS, budgets, seed, gauge)
+    plan, score = plan_at_random(policy, position, LENGTHS, budgets, seed, head_stats)
     for b in range(2):
-        preference = gauge[:, b, 0].tolist()
+        preference = head_stats[:, b, 0].tolist()
         asked = [more[b] * layers * p / sum(preference) for p in preference for _ in range(3)]
         parts = filled(asked, LENGTHS[b] - WINDOW)
         counts = [{math.floor(part + hair) + WINDOW for hair in (-1e-5, 1e-5)} for part in parts]
@@ -168,12 +168,12 @@ def test_layers_share_the_budget_by_preference(
 
 def test_a_preference_three_times_as_great_brings_three_times_as_much() -> None:
     position = torch.arange(30).expand(2, 2, 3, 30)
-    gauge = torch.tensor([[0.5, 0.25], [1.5, 0.25]])[..., None].expand(-1, -1, 3)
-    view = plan_view(torch.rand(position.shape), position, LENGTHS, [20, 20], gauge)
+    head_stats = torch.tensor([[0.5, 0.25], [1.5, 0.25]])[..., None].expand(-1, -1, 3)
+    view = plan_view(torch.rand(position.shape), position, LENGTHS, [20, 20], head_stats)
     counts = CAKE(window=WINDOW).counts(view)[..., 0]
     assert (counts - WINDOW).tolist() == [[8, 7], [24, 7]]  # the second sequence has no more
     # the scale of the preferences means nothing
-    tiny = replace(view, gauge=view.gauge * 2.0**-100)
+    tiny = replace(view, head_stats=view.head_stats * 2.0**-100)
     assert torch.equal(CAKE(window=WINDOW).counts(tiny)[..., 0], counts)
 
 

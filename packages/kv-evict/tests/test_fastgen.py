@@ -132,7 +132,7 @@ def test_each_head_has_the_strategy_that_suits_it() -> None:
     for (name, (_, kept)), tiers in zip(heads.items(), plan, strict=True):
         assert (tiers != DROP).nonzero().flatten().tolist() == kept, name
     shares = [len(kept) / 20 for _, kept in heads.values()]
-    assert policy.cuts(view).flatten().tolist() == pytest.approx(shares)
+    assert policy.tier_thresholds(view).flatten().tolist() == pytest.approx(shares)
 
 
 def test_of_two_kinds_that_hold_enough_the_local_one_is_taken() -> None:
@@ -146,8 +146,8 @@ def test_a_share_is_of_the_tokens_seen_and_1_where_nothing_goes() -> None:
     position = torch.tensor([[[0, 1, 8, 9], [-1, -1, -1, -1], [0, 1, 8, 9]]])
     score = torch.tensor([[[1.9, 1.1, 0, 0], [0.0] * 4, [1.1, 1.1, 0.1, 0.1]]])
     view = whole(score, position, [10])
-    cuts = FastGen(sinks=2, local=0.0, frequent=0.0).cuts(view)
-    assert cuts.flatten().tolist() == pytest.approx([0.2, 1, 1])
+    tier_thresholds = FastGen(sinks=2, local=0.0, frequent=0.0).tier_thresholds(view)
+    assert tier_thresholds.flatten().tolist() == pytest.approx([0.2, 1, 1])
 
 
 def test_a_prompt_of_one_token_stays() -> None:
@@ -203,7 +203,7 @@ def test_what_it_says_of_itself() -> None:
     assert policy.observe == Observe(last=16, skip=1, generated=True)
     assert policy.budget is None
     assert (policy.protected, policy.decode, policy.scope, policy.tiers) == (0, "step", "layer", 1)
-    assert complete(policy).shielded(torch.tensor([9])) is None
+    assert complete(policy).recent_tokens(torch.tensor([9])) is None
     assert not policy.reads
     assert policy.capabilities.shortens
     assert policy.capabilities.splits_heads

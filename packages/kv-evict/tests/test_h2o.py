@@ -79,9 +79,9 @@ def test_the_newest_tokens_stay_and_the_best_of_the_others(
 
 def test_a_part_of_a_token_is_not_shielded() -> None:
     budget = torch.tensor([1, 2, 9, 10])
-    assert H2O().shielded(budget).tolist() == [0, 1, 4, 5]
-    assert H2O(recent=0.0).shielded(budget).tolist() == [0] * 4
-    assert H2O(recent=1.0).shielded(budget).tolist() == [1, 2, 9, 10]
+    assert H2O().recent_tokens(budget).tolist() == [0, 1, 4, 5]
+    assert H2O(recent=0.0).recent_tokens(budget).tolist() == [0] * 4
+    assert H2O(recent=1.0).recent_tokens(budget).tolist() == [1, 2, 9, 10]
 
 
 @given(
@@ -152,5 +152,5 @@ def test_bad_text_is_refused(text: str, message: str) -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 100))
 def test_a_share_in_whole_percents_is_rounded_down_exactly(budget: int, percent: int) -> None:
-    shielded = H2O(recent=percent / 100).shielded(torch.tensor([budget]))
-    assert shielded.tolist() == [budget * percent // 100]
+    recent_tokens = H2O(recent=percent / 100).recent_tokens(torch.tensor([budget]))
+    assert recent_tokens.tolist() == [budget * percent // 100]

@@ -46,7 +46,7 @@ def test_the_newest_three_tenths_stay_and_the_best_of_the_others() -> None:
     view = plan_view(score, torch.arange(10).expand(1, 1, 2, 10), [10], [5])
     plan = Keyformer().plan(view)  # 30 % of 5 is 1, rounded down
     assert (plan[0, 0, 0] == 0).nonzero().flatten().tolist() == [0, 2, 4, 5, 9]
-    assert Keyformer().shielded(torch.tensor([5, 10, 100])).tolist() == [1, 3, 30]
+    assert Keyformer().recent_tokens(torch.tensor([5, 10, 100])).tolist() == [1, 3, 30]
 
 
 def test_text_form_and_what_it_refuses() -> None:

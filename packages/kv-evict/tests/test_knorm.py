@@ -97,7 +97,7 @@ def test_what_it_says_of_itself() -> None:
     assert policy.reads == {"keys"}
     assert policy.observe == Observe()
     assert (policy.protected, policy.decode, policy.scope, policy.tiers) == (0, "step", "layer", 1)
-    assert policy.shielded(torch.tensor([2])) is None
+    assert policy.recent_tokens(torch.tensor([2])) is None
     assert policy.capabilities.splits_heads
 
 

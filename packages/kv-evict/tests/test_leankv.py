@@ -50,7 +50,9 @@ def plan_view(score: Tensor, tier: Tensor | None = None, aside: Tensor | None = 
     )
 
 
-def step_view(candidate: float, high: list[float], low: list[float], cuts: tuple) -> StepView:
+def step_view(
+    candidate: float, high: list[float], low: list[float], tier_thresholds: tuple
+) -> StepView:
     def cell(x: float) -> Tensor:
         return torch.full((1, 1, 1), x)
 
@@ -60,7 +62,7 @@ def step_view(candidate: float, high: list[float], low: list[float], cuts: tuple
         candidate=cell(candidate),
         weakest=torch.stack([cell(min(t, default=math.inf)) for t in (high, low)]),
         count=torch.stack([cell(len(t)) for t in (high, low)]).long(),
-        cuts=torch.stack([cell(c) for c in cuts]),
+        tier_thresholds=torch.stack([cell(c) for c in tier_thresholds]),
         length=torch.tensor([1]),
         budget=torch.tensor([1]),
     )
@@ -148,9 +150,9 @@ def algorithm_1(
 
 
 def carried_out(
-    policy: LeanKV, candidate: float, high: list[float], low: list[float], cuts: tuple
+    policy: LeanKV, candidate: float, high: list[float], low: list[float], tier_thresholds: tuple
 ) -> tuple[list[float], list[float]]:
-    step = policy.step(step_view(candidate, high, low, cuts))
+    step = policy.step(step_view(candidate, high, low, tier_thresholds))
     tiers = [list(high), list(low)]
     if step.victim.item() != NOBODY:
         victim = min(tiers[step.victim.item()])
@@ -187,32 +189,39 @@ def test_a_step_asks_for_less_as_the_sequence_grows() -> None:
 
 def test_the_cut_of_a_prompt_is_its_least_high_token_times_its_length() -> None:
     score = torch.tensor([0.01, 0.02, 0.07, 0.9])[None, None, None]
-    cuts = lean(t_high=0.05, t_low=0.02).cuts(plan_view(score))
-    torch.testing.assert_close(cuts.flatten(), torch.tensor([0.07 * 4, 0.02 * 4]))
-    none_below = lean(t_high=0.0).cuts(plan_view(score))
+    tier_thresholds = lean(t_high=0.05, t_low=0.02).tier_thresholds(plan_view(score))
+    torch.testing.assert_close(tier_thresholds.flatten(), torch.tensor([0.07 * 4, 0.02 * 4]))
+    none_below = lean(t_high=0.0).tier_thresholds(plan_view(score))
     assert none_below.flatten().tolist() == [0, 0]  # nobody is asked for anything
 
 
 def test_a_prompt_with_too_little_to_sort_takes_the_fixed_thresholds() -> None:
     score = torch.tensor([0.01, 0.02, 0.07, 0.9])[None, None, None]
     policy = lean(window=5, alpha_high=0.7, alpha_low=0.1)
-    torch.testing.assert_close(policy.cuts(plan_view(score)).flatten(), torch.tensor([0.7, 0.1]))
+    torch.testing.assert_close(
+        policy.tier_thresholds(plan_view(score)).flatten(), torch.tensor([0.7, 0.1])
+    )
 
 
 def test_the_token_form_compares_each_score_with_its_share_of_an_even_split() -> None:
     score = torch.tensor([0.01, 0.2, 0.3, 0.49])[None, None, None]
     policy = lean(form="token", alpha_high=1.0, alpha_low=0.1)
     assert policy.plan(plan_view(score)).flatten().tolist() == [DROP, 1, 0, 0]
-    torch.testing.assert_close(policy.cuts(plan_view(score)).flatten(), torch.tensor([1.0, 0.1]))
+    torch.testing.assert_close(
+        policy.tier_thresholds(plan_view(score)).flatten(), torch.tensor([1.0, 0.1])
+    )
 
 
 def test_both_forms_agree_where_a_heads_own_cut_is_the_fixed_one() -> None:
     score = torch.rand(1, 1, 1, 50, dtype=torch.float64)
     score /= score.sum()
     by_mass = lean(t_high=0.3, t_low=0.02)
-    cuts = by_mass.cuts(plan_view(score)).flatten().tolist()
+    tier_thresholds = by_mass.tier_thresholds(plan_view(score)).flatten().tolist()
     # a hair below, so that rounding does not decide about the token the cut was taken from
-    alpha = {"alpha_high": cuts[0] * (1 - 1e-6), "alpha_low": cuts[1] * (1 - 1e-6)}
+    alpha = {
+        "alpha_high": tier_thresholds[0] * (1 - 1e-6),
+        "alpha_low": tier_thresholds[1] * (1 - 1e-6),
+    }
     by_token = lean(form="token", **alpha)
     assert torch.equal(by_mass.plan(plan_view(score)), by_token.plan(plan_view(score)))
 
@@ -272,7 +281,7 @@ def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]
     born = torch.arange(prompt + steps).float()
     tiers = torch.full((heads, prompt + steps), FRESH, dtype=torch.uint8)
     score = torch.zeros(heads, prompt + steps)
-    counts, lengths, cuts = [], [], torch.zeros(2, 1, 1, heads)
+    counts, lengths, tier_thresholds = [], [], torch.zeros(2, 1, 1, heads)
     for n in range(1, prompt + steps):
         held = (tiers != DROP) & (torch.arange(prompt + steps) < n)
         age = n - born
@@ -289,7 +298,7 @@ def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]
             aside = score[:, :n].masked_fill(old[:n], 0).sum(-1)[None, None]
             view = replace(view, position=position, aside=aside)
             tiers[:, :n] = torch.where(old[:n], policy.plan(view)[0, 0], FRESH)
-            cuts = policy.cuts(view)
+            tier_thresholds = policy.tier_thresholds(view)
         else:
             entering = n - window - 1
             inside = [(tiers == k) & old & held for k in (0, 1)]
@@ -302,7 +311,7 @@ def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]
                     candidate=score[None, None, :, entering],
                     weakest=torch.stack([s.amin(-1) for s in stored])[:, None, None],
                     count=torch.stack([m.sum(-1) for m in inside])[:, None, None],
-                    cuts=cuts,
+                    tier_thresholds=tier_thresholds,
                     length=torch.tensor([n]),
                     budget=torch.tensor([n]),
                 )

@@ -132,8 +132,8 @@ def test_a_full_head_lets_one_token_go_but_no_sink_and_none_of_the_newest(
 
 
 def test_the_newest_are_as_many_whatever_the_budget() -> None:
-    assert Scissorhands(recent=7).shielded(torch.tensor([8, 100])).tolist() == [7, 7]
-    assert Scissorhands(recent=0).shielded(torch.tensor([8, 100])) is None
+    assert Scissorhands(recent=7).recent_tokens(torch.tensor([8, 100])).tolist() == [7, 7]
+    assert Scissorhands(recent=0).recent_tokens(torch.tensor([8, 100])) is None
 
 
 @pytest.mark.parametrize(

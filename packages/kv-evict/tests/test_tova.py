@@ -80,7 +80,7 @@ def test_the_newest_token_may_be_the_one_to_go() -> None:
     assert step(TOVA(), held, 7, 0.1, budget=2) == [0, 4]
     assert step(TOVA(), held, 7, 0.3, budget=2) == [0, 7]
     assert step(TOVA(), held, 7, 0.1, budget=3) == [0, 4, 7]
-    assert TOVA().shielded(torch.tensor([2])) is None
+    assert TOVA().recent_tokens(torch.tensor([2])) is None
 
 
 @pytest.mark.parametrize("policy", [TOVA(), TOVA(Budget(3)), TOVA(Budget(30, "percent"))], ids=str)

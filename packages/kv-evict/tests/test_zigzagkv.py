@@ -39,7 +39,7 @@ def test_a_head_needs_the_fewest_tokens_that_hold_the_share(
 ) -> None:
     view = attended(seed, window)
     assert view.mass is not None
-    found = ZigZagKV(window=window, share=share).gauge(view)
+    found = ZigZagKV(window=window, share=share).head_stats(view)
     for b, length in enumerate(LENGTHS):
         for h in range(3):
             positions, mass = view.position[b, h].tolist(), view.mass[b, h].tolist()
@@ -51,9 +51,9 @@ def test_one_token_with_all_attention_is_all_a_head_needs() -> None:
     view = attended(0, 4)
     one = torch.zeros_like(view.position, dtype=torch.float64)
     one[..., 0] = 1
-    assert ZigZagKV(window=4).gauge(replace(view, mass=one)).unique().tolist() == [1]
+    assert ZigZagKV(window=4).head_stats(replace(view, mass=one)).unique().tolist() == [1]
     even = (view.position >= 0).double()
-    need = ZigZagKV(window=4, share=0.5).gauge(replace(view, mass=even))
+    need = ZigZagKV(window=4, share=0.5).head_stats(replace(view, mass=even))
     older = ((view.position >= 0) & (view.position < view.length[:, None, None] - 4)).sum(-1)
     assert torch.equal(need, (older / 2).ceil())
 
@@ -107,7 +107,7 @@ def test_a_budget_worked_out_by_hand() -> None:
             tier=torch.zeros(2, 2, 3, 1, dtype=torch.uint8),
             length=torch.tensor([100, 100]),
             budget=torch.tensor([18, 18]),
-            gauge=need,
+            head_stats=need,
         )
     )
     # layers need 4 and 12, 8 on average; of 16 each, 8 are sure and 8 go by need: 12 and 20

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Tiers, fit
+from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 
@@ -109,13 +109,13 @@ class World:
         layouts = fit(every, tokens, True, True)
         nbytes = layouts[0].nbytes
         self.pool = PagePool(nbytes, capacity or 0, grows=capacity is None, poison=True)
-        self.tiers: Tiers | RaggedTiers
+        self.tiers: Tiers | PerHeadRankTiers
         if heads is None:
             self.tiers = Tiers(self.pool, layouts, *shape, raw=RAW)
             heads = [[0] * shape[2]] * shape[0]
         else:
             ways = len(formats)
-            self.tiers = RaggedTiers(
+            self.tiers = PerHeadRankTiers(
                 self.pool,
                 [layouts[i * ways : (i + 1) * ways] for i in range(len(dims))],
                 torch.tensor(heads),

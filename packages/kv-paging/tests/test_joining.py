@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_paging import PagePool, PoolExhausted, RaggedTiers, Tiers, TokenStore, fit
+from kv_paging import PagePool, PerHeadRankTiers, PoolExhausted, Tiers, TokenStore, fit
 from kv_paging.moves import block_segments, take_pages
 from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
 
@@ -62,15 +62,15 @@ class Shared:
         page = self.layouts[0].nbytes
         memory = torch.full((pages + 1, page + 4), 0xFF, dtype=torch.uint8)  # rows stand apart
         self.pool = PagePool.over(memory[:, :page], poison=True)
-        self.batches: list[tuple[Tiers | RaggedTiers, list[list[Operation]]]] = []
+        self.batches: list[tuple[Tiers | PerHeadRankTiers, list[list[Operation]]]] = []
 
-    def tiers(self, pool: PagePool, sequences: int) -> Tiers | RaggedTiers:
+    def tiers(self, pool: PagePool, sequences: int) -> Tiers | PerHeadRankTiers:
         if not self.ragged:
             return Tiers(pool, self.layouts, LAYERS, sequences, HEADS, raw=WIDE)
         count = len(self.formats)
         each = [self.layouts[:count], self.layouts[count:]]
         raw = [WIDE, _short(WIDE)]
-        return RaggedTiers(pool, each, torch.tensor(KINDS), sequences, raw=raw)
+        return PerHeadRankTiers(pool, each, torch.tensor(KINDS), sequences, raw=raw)
 
     def below(self, bound: int) -> int:
         return int(torch.randint(0, bound, (), generator=self.random))
@@ -169,7 +169,7 @@ def _short(form: TokenFormat) -> TokenFormat:
     return TokenFormat(*(replace(codec, dim=DIM - 1) for codec in (form.key, form.value)))
 
 
-def _do(tiers: Tiers | RaggedTiers, name: str, args: list[Tensor]) -> None:
+def _do(tiers: Tiers | PerHeadRankTiers, name: str, args: list[Tensor]) -> None:
     if name == "append":
         tier, keep, key, value, score, place = args
         tiers.append(int(tier[0]), tiers.streams(), key, value, keep, score, place)
@@ -308,8 +308,10 @@ def test_what_cannot_join_is_refused() -> None:
         mine.join(Tiers(pool, [layout, other], 1, 1, 2))
     with pytest.raises(ValueError, match="cannot join themselves"):
         mine.join(mine)
-    kinds = [RaggedTiers(pool, [[layout], [other]], torch.tensor([k]), 1) for k in ([0, 1], [1, 0])]
-    with pytest.raises(ValueError, match="RaggedTiers cannot join Tiers"):
+    kinds = [
+        PerHeadRankTiers(pool, [[layout], [other]], torch.tensor([k]), 1) for k in ([0, 1], [1, 0])
+    ]
+    with pytest.raises(ValueError, match="PerHeadRankTiers cannot join Tiers"):
         mine.join(kinds[0])
     with pytest.raises(ValueError, match=r"kinds \[\[1, 0\]\] cannot join"):
         kinds[0].join(kinds[1])

@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from kv_paging import PagePool, PoolExhausted, RaggedTiers
-from kv_paging.kinds import Kinds
+from kv_paging import PagePool, PerHeadRankTiers, PoolExhausted
+from kv_paging.rank_groups import RankGroups
 from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
 
 Worlds: TypeAlias = Callable[..., Any]  # the class World of conftest.py
@@ -78,7 +78,7 @@ def test_means_need_a_row_for_each_stream(new_world: Worlds) -> None:
 
 
 def test_kinds_keep_streams_apart() -> None:
-    kinds = Kinds(torch.tensor([[0, 1], [1, 1]]), sequences=2)
+    kinds = RankGroups(torch.tensor([[0, 1], [1, 1]]), sequences=2)
     assert kinds.cells == (1, 3)
     assert kinds.rows(0).tolist() == [0, 2]  # layer 0, head 0, sequences 0 and 1
     assert kinds.rows(1).tolist() == [1, 3, 4, 6, 5, 7]
@@ -86,11 +86,13 @@ def test_kinds_keep_streams_apart() -> None:
     assert [(p.tolist(), own.tolist()) for p, own in where] == [([1], [0]), ([0, 2], [5, 2])]
     assert (kinds.span(1, 0), kinds.span(1, 1)) == (slice(0, 1), slice(1, 3))
     with pytest.raises(ValueError, match="no head is of kind 0"):
-        Kinds(torch.tensor([[1, 1]]), sequences=1)
+        RankGroups(torch.tensor([[1, 1]]), sequences=1)
 
 
 def test_kinds_of_different_tiers_are_refused() -> None:
     form = TokenFormat(RawCodec(2, torch.float32), RawCodec(2, torch.float32))
     layout = PageLayout.sized(form, 2)
     with pytest.raises(ValueError, match=r"layouts of \[1, 2\] tiers are given for 2 kinds"):
-        RaggedTiers(PagePool(layout.nbytes), [[layout], [layout] * 2], torch.tensor([[0, 1]]), 1)
+        PerHeadRankTiers(
+            PagePool(layout.nbytes), [[layout], [layout] * 2], torch.tensor([[0, 1]]), 1
+        )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import RaggedTiers, Tiers, fit, torch_kernels, triton_kernels
+from kv_paging import PerHeadRankTiers, Tiers, fit, torch_kernels, triton_kernels
 from kv_paging.kernels import chosen, declined
 from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
@@ -211,7 +211,7 @@ def test_steps_of_heads_of_several_kinds(tokens) -> None:
     layouts = fit(forms, tokens, True, True)
     by_kind = [layouts[i : i + 2] for i in (0, 2, 4)]
     kind = torch.tensor([[0, 2], [1, 2]])
-    both = Both(lambda pool: RaggedTiers(pool, by_kind, kind, 3), layouts[0].nbytes)
+    both = Both(lambda pool: PerHeadRankTiers(pool, by_kind, kind, 3), layouts[0].nbytes)
     Program(both, 2, 12, 3, (8, 6)).run(3)
 
 
@@ -269,9 +269,9 @@ def test_a_step_can_be_captured_and_replayed() -> None:
 
 
 def _work(rest: list[Tensor]) -> tuple[object, ...]:
-    from kv_paging.work import Choice, Tokens
+    from kv_paging.work import Placement, Tokens
 
-    return Choice(*rest[:3]), rest[3], Tokens(*rest[4:])
+    return Placement(*rest[:3]), rest[3], Tokens(*rest[4:])
 
 
 def test_what_is_not_for_these_kernels_goes_to_torch() -> None:

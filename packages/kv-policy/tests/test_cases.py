@@ -227,7 +227,7 @@ def test_algorithm_1_step_by_step() -> None:
                 candidate=candidate,
                 weakest=stored.amin(-1),
                 count=count,
-                cuts=torch.zeros_like(stored[..., 0]),
+                tier_thresholds=torch.zeros_like(stored[..., 0]),
                 length=torch.full((2,), i + 1),
                 budget=torch.full((2,), 1000),
             )
@@ -280,7 +280,7 @@ def test_a_full_head_trades_its_weakest_token() -> None:
         candidate=torch.tensor([[[1.0, 0.1, 0.2]]]),
         weakest=torch.tensor([[[[0.5, 0.6, 0.7]]]]),
         count=torch.tensor([[[[4, 4, 3]]]]),
-        cuts=torch.zeros(1, 1, 1, 3),
+        tier_thresholds=torch.zeros(1, 1, 1, 3),
         length=torch.tensor([9]),
         budget=torch.tensor([4]),
     )

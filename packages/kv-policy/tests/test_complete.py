@@ -81,10 +81,10 @@ class Heavy(Evictor):
         assert view.mass is not None
         return view.score + view.mass
 
-    def gauge(self, view: LayerView) -> Tensor:
+    def head_stats(self, view: LayerView) -> Tensor:
         return view.score.sum(-1)
 
-    def cuts(self, view: PlanView) -> Tensor:
+    def tier_thresholds(self, view: PlanView) -> Tensor:
         return view.score.amax(-1)[None]
 
 
@@ -97,7 +97,7 @@ def test_a_bare_selector_has_an_answer_to_every_question() -> None:
     assert (whole.tiers, whole.budget, whole.protected) == (1, None, 0)
     assert (whole.observe, whole.reads, whole.scope) == (Observe(), frozenset(), "layer")
     assert (whole.decode, whole.replan, whole.running) == ("grow", Replan(), None)
-    assert whole.shielded(torch.tensor([5])) is None
+    assert whole.recent_tokens(torch.tensor([5])) is None
 
 
 def test_own_answers_go_before_the_defaults() -> None:
@@ -108,9 +108,9 @@ def test_own_answers_go_before_the_defaults() -> None:
         "running",
     ):
         assert getattr(whole, name) == getattr(heavy, name)
-    shielded = whole.shielded(torch.tensor([5, 9]))
-    assert shielded is not None
-    assert shielded.tolist() == [2, 2]
+    recent_tokens = whole.recent_tokens(torch.tensor([5, 9]))
+    assert recent_tokens is not None
+    assert recent_tokens.tolist() == [2, 2]
 
 
 def test_who_has_a_step_and_does_not_say_when_steps() -> None:
@@ -219,6 +219,6 @@ def test_under_steps_the_newest_are_shielded_and_get_no_infinite_score() -> None
         decode = "step"
 
     assert Stepping().score(view_of(9))[0, 0].isinf().nonzero().flatten().tolist() == [0, 1]
-    shielded = Stepping().shielded(torch.tensor([9]))
-    assert shielded is not None
-    assert shielded.tolist() == [3]
+    recent_tokens = Stepping().recent_tokens(torch.tensor([9]))
+    assert recent_tokens is not None
+    assert recent_tokens.tolist() == [3]

@@ -13,7 +13,7 @@ from kv_policy import compose, parse
 from kv_policy.installing import checkout_of, install_command
 from kv_runtime import backends
 from kv_runtime.backends import Serving, backend_for, serving
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from native import need
 from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, ragged
@@ -46,8 +46,8 @@ def test_a_cpu_is_served_natively_where_it_can_be(
     assert backend_for("cpu") == "cpu"
     assert str(serving("cpu")) == "cpu avx2"
     assert serving("cpu", "torch") == serving("cuda") == Serving("torch")
-    assert TieredCache(parse("k8v4"), SHAPE).backend == "cpu"
-    assert TieredCache(parse("k8v4"), SHAPE, backend="torch").backend == "torch"
+    assert PolicyCache(parse("k8v4"), SHAPE).backend == "cpu"
+    assert PolicyCache(parse("k8v4"), SHAPE, backend="torch").backend == "torch"
     assert not caplog.records
 
 
@@ -56,7 +56,7 @@ def test_falling_back_is_said_once_for_a_reason(
 ) -> None:
     native("its library does not load: libtorch_cpu.so")
     for _ in range(3):
-        assert TieredCache(parse("k8v4"), SHAPE).backend == "torch"
+        assert PolicyCache(parse("k8v4"), SHAPE).backend == "torch"
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("kv_runtime", logging.WARNING)
     assert "'cpu' would be faster and cannot be used: its library does not load: libtorch" in (
@@ -88,12 +88,12 @@ def test_an_explicit_name_is_refused_at_construction(
 ) -> None:
     native("it was not built")
     with pytest.raises(ValueError, match="backend 'cpu' cannot be used here: it was not built"):
-        TieredCache(parse("k8v4"), SHAPE, backend="cpu")
+        PolicyCache(parse("k8v4"), SHAPE, backend="cpu")
     with pytest.raises(ValueError, match="no backend is called 'fast'"):
-        TieredCache(parse("k8v4"), SHAPE, backend="fast")
+        PolicyCache(parse("k8v4"), SHAPE, backend="fast")
     native(None)
     with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on meta"):
-        TieredCache(parse("k8v4"), SHAPE, device="meta", backend="cpu")
+        PolicyCache(parse("k8v4"), SHAPE, device="meta", backend="cpu")
     assert not caplog.records
 
 

@@ -8,7 +8,7 @@ import torch
 from kv_paging import PoolExhausted
 from kv_policy import Budget, Rope, compose, parse
 from kv_runtime.bases import Bases
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
 
@@ -63,15 +63,15 @@ def test_ragged_blocks_and_a_window() -> None:
 
 def test_heads_of_the_same_ranks_are_of_one_kind() -> None:
     for basis, kinds in ((RAGGED, 6), (FEW, 3), (ALIKE, 1)):
-        layout = TieredCache(compose(Exact(1), basis), SHAPE, page_tokens=4).layout
+        layout = PolicyCache(compose(Exact(1), basis), SHAPE, page_tokens=4).layout
         assert len(layout.shapes) == kinds
-    layout = TieredCache(compose(Exact(1), FEW), SHAPE, page_tokens=4).layout
+    layout = PolicyCache(compose(Exact(1), FEW), SHAPE, page_tokens=4).layout
     assert layout.kind == ((1, 2), (2, 2), (0, 1))
     assert len({tier.tokens for tiers in layout.pages for tier in tiers}) == 3
 
 
 def test_bytes_are_those_of_the_ranks() -> None:
-    cache = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
+    cache = PolicyCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
     assert cache.bases is not None
     assert cache.bases.key_dims == ((6, 2), (5, 3), (6, 2))
     assert cache.bases.value_dims == ((1, 5), (4, 1), (5, 4))
@@ -90,7 +90,7 @@ def test_bytes_are_those_of_the_ranks() -> None:
 
 
 def test_a_fixed_pool_of_ragged_heads_runs_dry_before_anything_changes() -> None:
-    cache = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4, pages=40)
+    cache = PolicyCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4, pages=40)
     with pytest.raises(PoolExhausted):
         cache.begin(torch.ones(1, 400, dtype=torch.bool))
     cache.begin(torch.ones(1, 20, dtype=torch.bool))
@@ -117,7 +117,7 @@ def test_budgets_in_bytes_count_the_ranks() -> None:
     for basis in (None, Turned("2", "2")):
         policy = parse("streaming:sinks=1")
         policy = policy if basis is None else compose(policy, basis)
-        cache = TieredCache(policy, SHAPE, page_tokens=4, budgets=[budget])
+        cache = PolicyCache(policy, SHAPE, page_tokens=4, budgets=[budget])
         cache.begin(torch.ones(1, 90, dtype=torch.bool))
         for layer in range(3):
             q, k, v = (torch.randn(1, 2, 90, d) for d in (6, 6, 5))
@@ -128,15 +128,15 @@ def test_budgets_in_bytes_count_the_ranks() -> None:
 
 def test_turning_queries_under_a_basis_is_refused() -> None:
     shape = replace(SHAPE, rope=Rope((1.0, 0.5, 0.2)))
-    TieredCache(parse("expected-attention:budget=20"), shape)
+    PolicyCache(parse("expected-attention:budget=20"), shape)
     with pytest.raises(ValueError, match="its basis stores keys where that cannot be done"):
-        TieredCache(compose(parse("expected-attention:budget=20"), ALIKE), shape)
+        PolicyCache(compose(parse("expected-attention:budget=20"), ALIKE), shape)
 
 
 def test_what_is_folded_comes_and_goes_as_coordinates() -> None:
     bases = Bases.of(RAGGED, SHAPE, torch.device("cpu"))
-    plain = TieredCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
-    folded = TieredCache(
+    plain = PolicyCache(compose(Exact(1), RAGGED), SHAPE, page_tokens=4)
+    folded = PolicyCache(
         compose(Exact(1), RAGGED), SHAPE, page_tokens=4, folded=frozenset({"keys", "values"})
     )
     for width in (9, 1, 1):
@@ -161,7 +161,7 @@ def test_layers_must_store_equally_many_heads_together() -> None:
             return (TOGETHER if layer else ALIKE).bind(layer, shape)
 
     with pytest.raises(ValueError, match="layers store 1, 2 KV heads together"):
-        TieredCache(compose(Exact(1), Mixed()), SHAPE)
+        PolicyCache(compose(Exact(1), Mixed()), SHAPE)
 
 
 def test_one_token_at_a_time_is_one_prompt() -> None:

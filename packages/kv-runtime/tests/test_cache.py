@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kv_policy import Budget, Rope, best, compose, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import POLICIES, SHAPE, ByKey, Exact, Ladder
 from tiered_world import World, one, ragged
 
@@ -34,7 +34,7 @@ def test_blocks_without_a_selector_give_what_single_tokens_give(window: int) -> 
     torch.manual_seed(3)
     lead = (SHAPE.layers, 2, 2, 60)
     query, key, value = (torch.randn(*lead, d) for d in (6, 6, 5))
-    caches = [TieredCache(Exact(1, window, block), SHAPE, page_tokens=4) for block in (1, 4)]
+    caches = [PolicyCache(Exact(1, window, block), SHAPE, page_tokens=4) for block in (1, 4)]
     start = 0
     for width in (21, 1, 1, 1, 1, 1, 3, 1):
         at = slice(start, start + width)
@@ -142,9 +142,9 @@ def test_the_newest_tokens_are_no_victims_and_the_budget_is_held(policy: str) ->
 
 def test_queries_are_given_to_whoever_reads_them_and_refused_without_a_rope() -> None:
     with pytest.raises(ValueError, match="needs the model's rotary embedding"):
-        TieredCache(parse("expected-attention:budget=12"), SHAPE)
+        PolicyCache(parse("expected-attention:budget=12"), SHAPE)
     shape = replace(SHAPE, rope=Rope((1.0, 0.1, 0.01)))
-    cache = TieredCache(parse("expected-attention:budget=12"), shape, page_tokens=4)
+    cache = PolicyCache(parse("expected-attention:budget=12"), shape, page_tokens=4)
     for width in (40, 1):
         cache.begin(torch.ones(1, width, dtype=torch.bool))
         for layer in range(SHAPE.layers):

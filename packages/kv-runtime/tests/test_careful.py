@@ -87,7 +87,7 @@ def steps(lengths: list[int]) -> StepView:
         candidate=torch.randn(lead, generator=draw),
         weakest=torch.randn(1, *lead, generator=draw),
         count=torch.ones(1, *lead, dtype=torch.long),
-        cuts=torch.zeros(1, *lead),
+        tier_thresholds=torch.zeros(1, *lead),
         length=torch.tensor(lengths),
         budget=torch.tensor([0, 1, 0][: len(lengths)]),
     )
@@ -137,5 +137,5 @@ def test_it_is_a_selector_with_the_answers_of_another() -> None:
     for name in ("tiers", "budget", "protected", "observe", "reads", "scope", "decode", "replan"):
         assert getattr(careful, name) == getattr(touchy, name)
     assert careful.running is None
-    assert careful.shielded(torch.ones(1, dtype=torch.long)) is None
-    assert careful.gauge(layers([5])) is None
+    assert careful.recent_tokens(torch.ones(1, dtype=torch.long)) is None
+    assert careful.head_stats(layers([5])) is None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy, compose, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.inspect import NOWHERE, Holding, holding, tier_names
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 from tiered_world import World, filled, ragged
@@ -85,7 +85,7 @@ def test_the_newest_tokens_are_in_the_raw_window() -> None:
 
 def test_a_window_in_pages_is_looked_up_too() -> None:
     policy = POLICIES["streaming-window"]
-    pool = PagePool(TieredCache(policy, SHAPE, page_tokens=4).layout.page_bytes)
+    pool = PagePool(PolicyCache(policy, SHAPE, page_tokens=4).layout.page_bytes)
     world = World(policy, sequences=1, pool=pool)
     world.forward(ragged(31))
     found, report = holding(world.cache), world.cache.memory()
@@ -150,7 +150,7 @@ def test_sequences_are_looked_up_by_where_they_are() -> None:
 
 
 def test_an_empty_cache_has_nothing_to_look_at() -> None:
-    cache = TieredCache(parse("k8v4"), SHAPE)
+    cache = PolicyCache(parse("k8v4"), SHAPE)
     with pytest.raises(ValueError, match="holds nothing yet; let a model read a prompt"):
         holding(cache)
     cache = filled("k8v4", [5], slice(None))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 
 POLICIES = (
@@ -29,7 +29,7 @@ class Sequence:
 
     def __init__(self, policy: KVPolicy, seed: int) -> None:
         self.draw = torch.Generator().manual_seed(seed)
-        self.alone = TieredCache(policy, SHAPE, backend="torch")
+        self.alone = PolicyCache(policy, SHAPE, backend="torch")
 
     def tokens(self, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         def made(*lead: int) -> Tensor:
@@ -50,12 +50,12 @@ class Sequence:
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_shared_pool_makes_no_difference(text: str, seed: int) -> None:
     policy, draw = parse(text), random.Random(seed)
-    size = TieredCache(policy, SHAPE, backend="torch").layout.page_bytes
+    size = PolicyCache(policy, SHAPE, backend="torch").layout.page_bytes
     memory = torch.full((800, size), POISON, dtype=torch.uint8)
     pool = PagePool.over(memory, poison=True)
 
-    def begin(sequence: Sequence) -> TieredCache:
-        cache = TieredCache(policy, SHAPE, backend="torch", pool=pool)
+    def begin(sequence: Sequence) -> PolicyCache:
+        cache = PolicyCache(policy, SHAPE, backend="torch", pool=pool)
         pieces = [draw.randint(1, 30) for _ in range(draw.randint(1, 3))]
         for piece, count in enumerate(pieces):
             tokens = sequence.tokens(count)
@@ -67,7 +67,7 @@ def test_a_shared_pool_makes_no_difference(text: str, seed: int) -> None:
         return cache
 
     there: list[Sequence] = []
-    running: TieredCache | None = None
+    running: PolicyCache | None = None
     for _ in range(5):
         if not there or draw.random() < 0.4:
             there.append(Sequence(policy, draw.getrandbits(32)))

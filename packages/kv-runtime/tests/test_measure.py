@@ -5,7 +5,7 @@ import torch
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.measure import EVERY, Held, Measured, Meter, held_by
 from kv_runtime.stats import Tally
 from measured import SOME
@@ -18,21 +18,21 @@ class Cell:
 
     def __init__(self, policy: str) -> None:
         self.policy = parse(policy)
-        size = TieredCache(self.policy, SHAPE).layout.page_bytes
+        size = PolicyCache(self.policy, SHAPE).layout.page_bytes
         self.pool = PagePool.over(torch.zeros(401, size, dtype=torch.uint8))
         self.meter = Meter(SHAPE, Tally())
 
-    def cache(self) -> TieredCache:
-        return TieredCache(self.policy, SHAPE, pool=self.pool, tally=self.meter.tally)
+    def cache(self) -> PolicyCache:
+        return PolicyCache(self.policy, SHAPE, pool=self.pool, tally=self.meter.tally)
 
-    def count(self, *caches: TieredCache, read: bool = False) -> Measured | None:
+    def count(self, *caches: PolicyCache, read: bool = False) -> Measured | None:
         batches = [cache.batch for cache in caches if cache.batch is not None]
         held = [each for batch in batches for each in held_by(batch, kept=True)]
         return self.meter.step(self.pool, dict(enumerate(held)), read=read)
 
 
 def feed(
-    cache: TieredCache, tokens: int, *, prompt: bool, more: bool = False, sequences: int = 1
+    cache: PolicyCache, tokens: int, *, prompt: bool, more: bool = False, sequences: int = 1
 ) -> None:
     generator = torch.Generator().manual_seed(tokens)
     cache.begin(torch.ones(sequences, tokens, dtype=torch.bool), prompt=prompt, more=more)

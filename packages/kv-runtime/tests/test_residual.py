@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import POLICIES, SHAPE, Exact
 
 
@@ -36,7 +36,7 @@ class NoWait(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["leankv", "leankv-drop", "leankv-token", "keep-all"])
 def test_a_decode_step_does_not_wait_for_the_device(name: str) -> None:
     policy = Exact(1, 3) if name == "keep-all" else POLICIES[name]
-    cache = TieredCache(policy, SHAPE, page_tokens=4)
+    cache = PolicyCache(policy, SHAPE, page_tokens=4)
 
     def forward(width: int) -> None:
         cache.begin(torch.ones(2, width, dtype=torch.bool))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_evict import H2O, KVCompress, LeanKV
 from kv_policy import Budget, KVPolicy, LayerView
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 from tiered_world import one, ragged
 
@@ -67,7 +67,7 @@ def drawn(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_a_selector_that_says_how_scores_go_on_is_asked_about_new_tokens_alone() -> None:
     torch.manual_seed(7)
-    cache = TieredCache(OfNewTokens(budget=Budget(8, "tokens")), SHAPE, page_tokens=4)
+    cache = PolicyCache(OfNewTokens(budget=Budget(8, "tokens")), SHAPE, page_tokens=4)
     for valid in (ragged(31, 18), *(one() for _ in range(4))):
         cache.begin(valid)
         for layer in range(SHAPE.layers):
@@ -85,7 +85,7 @@ def test_a_selector_that_says_how_scores_go_on_is_asked_about_new_tokens_alone()
 )
 def test_scores_in_pages_are_what_the_selector_says(policies: list[KVPolicy]) -> None:
     torch.manual_seed(7)
-    caches = [TieredCache(policy, SHAPE, page_tokens=4) for policy in policies]
+    caches = [PolicyCache(policy, SHAPE, page_tokens=4) for policy in policies]
     passes = [ragged(31, 18), *(one() for _ in range(9)), torch.tensor([[True], [False]])]
     for valid in (*passes, *(one() for _ in range(5))):
         for cache in caches:

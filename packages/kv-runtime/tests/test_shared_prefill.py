@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import Budget, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 
 PAGE, POISON, PAGES = 4, 0xFF, 400
@@ -16,18 +16,18 @@ COMPRESS = f"kv-compress:budget={BUDGET},window=4,recent=4"
 SHORT = f"{COMPRESS},short=true"
 
 
-class Room:
+class PageReservation:
     """A poisoned pool, and caches over it that read random tokens."""
 
     def __init__(self, text: str = SHORT) -> None:
         policy = parse(text)
-        size = TieredCache(policy, SHAPE, page_tokens=PAGE).layout.page_bytes
+        size = PolicyCache(policy, SHAPE, page_tokens=PAGE).layout.page_bytes
         self.memory = torch.full((PAGES + 1, size), POISON, dtype=torch.uint8)  # and a scratch page
         self.pool = PagePool.over(self.memory, poison=True)
-        self.first = TieredCache(policy, SHAPE, page_tokens=PAGE, pool=self.pool, backend="torch")
+        self.first = PolicyCache(policy, SHAPE, page_tokens=PAGE, pool=self.pool, backend="torch")
         self.draw = torch.Generator().manual_seed(7)
 
-    def read(self, cache: TieredCache, tokens: int, **how: bool) -> TieredCache:
+    def read(self, cache: PolicyCache, tokens: int, **how: bool) -> PolicyCache:
         """Let every sequence of a cache bring so many tokens."""
         rows = cache.sequences or 1
         cache.begin(torch.ones(rows, tokens, dtype=torch.bool), **how)
@@ -42,7 +42,7 @@ class Room:
         key, value = SHAPE.key_dim, SHAPE.value_dim
         return made(SHAPE.group, tokens, key), made(tokens, key), made(tokens, value)
 
-    def prompt(self, tokens: int, budget: int | None = None) -> TieredCache:
+    def prompt(self, tokens: int, budget: int | None = None) -> PolicyCache:
         """A cache of its own for one prompt."""
         asked = None if budget is None else Budget(budget)
         return self.read(self.first.another(asked), tokens)
@@ -51,7 +51,7 @@ class Room:
         """Pages of the pool that hold nothing but poison."""
         return int((self.memory[:-1] == POISON).all(1).sum())
 
-    def check(self, *caches: TieredCache) -> None:
+    def check(self, *caches: PolicyCache) -> None:
         """Every page is somebody's, once, or free and poisoned."""
         held = torch.cat([each.batch.pages() for each in caches if each.batch is not None])
         self.pool.check(held)
@@ -59,22 +59,22 @@ class Room:
         assert self.poisoned() == PAGES - len(held)
 
 
-def tokens(cache: TieredCache) -> list[int]:
+def tokens(cache: PolicyCache) -> list[int]:
     """What each sequence holds over all layers and heads."""
     return cache.memory().tokens.sum((0, 2)).tolist()
 
 
-def pages(cache: TieredCache) -> list[int]:
+def pages(cache: PolicyCache) -> list[int]:
     return cache.batch.pages_used().tolist()
 
 
-def needed(cache: TieredCache) -> list[int]:
+def needed(cache: PolicyCache) -> list[int]:
     """Pages that the tokens of each sequence need, by head."""
     return (-(-cache.memory().tokens // PAGE)).sum((0, 2)).tolist()
 
 
 def test_another_shares_the_pool_and_nothing_that_is_held() -> None:
-    room = Room()
+    room = PageReservation()
     room.read(room.first, 40)
     before = tokens(room.first), pages(room.first), room.first.columns
     other = room.first.another()
@@ -88,7 +88,7 @@ def test_another_shares_the_pool_and_nothing_that_is_held() -> None:
 
 
 def test_another_has_a_budget_of_its_own_and_its_own_another_has_not() -> None:
-    room = Room()
+    room = PageReservation()
     larger = room.prompt(40, 24)
     own = room.read(larger.another(), 40)
     assert (tokens(larger), tokens(own)) == ([24 * HEADS], [BUDGET * HEADS])
@@ -96,11 +96,11 @@ def test_another_has_a_budget_of_its_own_and_its_own_another_has_not() -> None:
     with pytest.raises(ValueError, match="a budget of 3 tokens is smaller than the 4 that"):
         larger.another(Budget(3))
     with pytest.raises(ValueError, match="keeps every token, so a budget of 24 has no meaning"):
-        Room("raw").first.another(Budget(24))
+        PageReservation("raw").first.another(Budget(24))
 
 
 def test_a_joined_sequence_brings_its_pages_and_its_budget() -> None:
-    room = Room()
+    room = PageReservation()
     mine, other, third = room.prompt(40), room.prompt(36, 24), room.prompt(8)
     wanted = tokens(mine) + tokens(other) + tokens(third)
     assert wanted == [BUDGET * HEADS, 24 * HEADS, 8 * HEADS]
@@ -126,10 +126,10 @@ def test_a_joined_sequence_brings_its_pages_and_its_budget() -> None:
 
 
 def test_what_cannot_be_joined_is_refused_and_stays_as_it_was() -> None:
-    room = Room()
+    room = PageReservation()
     mine, begun = room.prompt(40), room.read(room.first.another(), 12, prompt=True, more=True)
-    elsewhere = Room().prompt(40)
-    longer = TieredCache(parse(SHORT), SHAPE, page_tokens=8, backend="torch")
+    elsewhere = PageReservation().prompt(40)
+    longer = PolicyCache(parse(SHORT), SHAPE, page_tokens=8, backend="torch")
     room.read(longer, 40)
     held = tokens(mine), tokens(begun), pages(mine)
     with pytest.raises(ValueError, match="a cache that holds nothing cannot be joined"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_joined_is_refused_and_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(("text", "window"), [(SHORT, 0), (f"{SHORT}+k8v8:window=8", 8)])
 def test_compressing_gives_back_all_pages_beyond_the_budget(text: str, window: int) -> None:
-    room = Room(text)
+    room = PageReservation(text)
     cache = room.prompt(40 + window)
     for _ in range(16):
         room.read(cache, 1)
@@ -171,7 +171,7 @@ def test_compressing_gives_back_all_pages_beyond_the_budget(text: str, window: i
 
 
 def test_no_more_sequences_are_compressed_than_free_the_pages_that_are_short() -> None:
-    room = Room()
+    room = PageReservation()
     cache, other, third = room.prompt(40), room.prompt(36, 24), room.prompt(28)
     cache.join(other)
     cache.join(third)
@@ -198,7 +198,7 @@ def test_how_many_sequences_are_planned_at_once_changes_nothing(
     found = []
     for places in (1 << 20, 1):
         monkeypatch.setattr("kv_runtime.retain.replan._TOGETHER", places)
-        room = Room(text)
+        room = PageReservation(text)
         cache = room.prompt(40)
         for tokens_seen in (36, 28):
             cache.join(room.prompt(tokens_seen))
@@ -217,7 +217,7 @@ def test_how_many_sequences_are_planned_at_once_changes_nothing(
 
 @pytest.mark.parametrize("text", [COMPRESS, "snapkv:budget=12,window=4", "k8v8:window=8", "k8v4"])
 def test_who_never_plans_for_pages_changes_nothing(text: str) -> None:
-    room = Room(text)
+    room = PageReservation(text)
     assert not room.first.compress()
     cache = room.prompt(40)
     room.read(cache, 1)
@@ -230,7 +230,7 @@ def test_who_never_plans_for_pages_changes_nothing(text: str) -> None:
 
 @pytest.mark.parametrize("text", [SHORT, "leankv:window=4", "k8v8:window=8"])
 def test_release_gives_back_everything_and_nothing_of_others(text: str) -> None:
-    room = Room(text)
+    room = PageReservation(text)
     mine, other = room.prompt(40), room.prompt(24)
     held, memory = pages(other), room.memory.clone()
     room.check(mine, other)

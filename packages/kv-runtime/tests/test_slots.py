@@ -102,13 +102,13 @@ def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
 ) -> None:
     need(backend)
     near = {"torch": 1e-4, "cpu": 1e-3}[backend]  # kernels may round weights to integers
-    cuts = random.Random(seed)
+    tier_thresholds = random.Random(seed)
     engine = Engine(form(name), lengths, backend)
     while any(done < n for done, n in zip(engine.done, lengths, strict=True)):
         left = {r: n - engine.done[r] for r, n in enumerate(lengths) if n > engine.done[r]}
-        chosen = cuts.sample(sorted(left), cuts.randint(1, len(left)))
-        new = {r: cuts.choice((1, cuts.randint(1, left[r]))) for r in chosen}
-        for out, expected in engine.step(new, padding=cuts.randint(0, 2)).values():
+        chosen = tier_thresholds.sample(sorted(left), tier_thresholds.randint(1, len(left)))
+        new = {r: tier_thresholds.choice((1, tier_thresholds.randint(1, left[r]))) for r in chosen}
+        for out, expected in engine.step(new, padding=tier_thresholds.randint(0, 2)).values():
             torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
 
 

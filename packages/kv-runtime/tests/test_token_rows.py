@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import KVPolicy, compose, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.token_rows import Part
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 
@@ -19,10 +19,10 @@ WITHOUT_SELECTOR = {
 }
 
 
-def cache_of(sequences: int) -> TieredCache:
+def cache_of(sequences: int) -> PolicyCache:
     """Give one that has read a prompt."""
     g = torch.Generator().manual_seed(3)
-    made = TieredCache(parse("raw"), SHAPE)
+    made = PolicyCache(parse("raw"), SHAPE)
     made.begin(torch.ones(sequences, 5, dtype=torch.bool))
     for layer in range(SHAPE.layers):
         lead = sequences, SHAPE.kv_heads
@@ -46,7 +46,7 @@ def brought(tokens: int, g: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]
 
 def answers(policy: KVPolicy, *, used_again: bool) -> list[Tensor]:
     """Read a prompt in two pieces and generate; what a layer was given may be gone after it."""
-    cache, g = TieredCache(policy, SHAPE), torch.Generator().manual_seed(4)
+    cache, g = PolicyCache(policy, SHAPE), torch.Generator().manual_seed(4)
     steps = [(9, True, True), (8, True, False), *([(1, False, False)] * 6)]
     found = []
     for tokens, prompt, more in steps:

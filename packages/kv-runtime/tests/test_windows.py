@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_paging import Kinds, PagePool, PoolExhausted
+from kv_paging import PagePool, PoolExhausted, RankGroups
 from kv_policy import CacheShape, compose
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
@@ -32,7 +32,7 @@ def rings(kind: str, pool: PagePool | None, sequences: int, size: int, scores: b
 
     if kind == "alike":
         return made(SHAPE)
-    kinds = Kinds(KINDS, sequences)
+    kinds = RankGroups(KINDS, sequences)
     shapes = [
         CacheShape(n, 1, 1, like.key_dim, like.value_dim, dtype=SHAPE.dtype)
         for n, like in zip(kinds.cells, (SHAPE, SMALL), strict=True)

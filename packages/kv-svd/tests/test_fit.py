@@ -93,9 +93,9 @@ def test_no_other_basis_of_that_rank_loses_less(seed: int) -> None:
 
 @laws
 @given(st.lists(st.integers(0, L), max_size=4))
-def test_a_stream_gives_what_one_batch_gives(cuts: list[int]) -> None:
+def test_a_stream_gives_what_one_batch_gives(tier_thresholds: list[int]) -> None:
     k, q = samples()
-    edges = [0, *sorted(cuts), L]
+    edges = [0, *sorted(tier_thresholds), L]
     parts = [slice(a, b) for a, b in pairwise(edges)]
     moments = Moments(torch.zeros(H, D, D, dtype=F64), 0)
     for part in parts:

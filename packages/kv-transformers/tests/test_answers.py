@@ -20,7 +20,7 @@ from kv_policy import (
     Selector,
     parse,
 )
-from kv_runtime import TieredCache
+from kv_runtime import PolicyCache
 from kv_transformers.support import expect_order
 
 SHAPE = CacheShape(2, 2, 2, 8, 8, torch.float32)
@@ -51,12 +51,12 @@ class Theirs(Evictor):
         return plan.long() if self.fault == "plan" else plan
 
 
-def read(fault: str, key: float = 1.0) -> TieredCache:
+def read(fault: str, key: float = 1.0) -> PolicyCache:
     return passes(Theirs(Budget(6), fault=fault), 1, key)
 
 
-def passes(policy: KVPolicy, sequences: int, key: float = 1.0) -> TieredCache:
-    cache = TieredCache(policy, SHAPE, page_tokens=4)
+def passes(policy: KVPolicy, sequences: int, key: float = 1.0) -> PolicyCache:
+    cache = PolicyCache(policy, SHAPE, page_tokens=4)
     draw = torch.Generator().manual_seed(1)
     for length in (20, 1):
         cache.begin(torch.ones(sequences, length, dtype=torch.bool))
@@ -98,7 +98,7 @@ def test_queries_are_read_in_the_scale_of_the_models_attention() -> None:
     kept = []
     for scale, factor in ((0.5, 1.0), (8**-0.5, 0.5 * 8**0.5)):
         shape = replace(SHAPE, rope=Rope((1.0, 0.3, 0.1, 0.01)))
-        cache = TieredCache(parse("expected-attention:budget=8,sinks=1"), shape, page_tokens=4)
+        cache = PolicyCache(parse("expected-attention:budget=8,sinks=1"), shape, page_tokens=4)
         draw = torch.Generator().manual_seed(5)
         cache.begin(torch.ones(1, 40, dtype=torch.bool))
         for layer in range(2):
@@ -149,4 +149,4 @@ def test_a_selector_of_two_methods_is_served() -> None:
     cache = passes(Even(), sequences=2)
     assert cache.memory().tokens.unique().tolist() == [11]  # ten of the prompt, and what came
     with pytest.raises(ValueError, match="even keeps what its own rule says, so a budget of 9"):
-        TieredCache(Even(), SHAPE, budgets=[Budget(9)])
+        PolicyCache(Even(), SHAPE, budgets=[Budget(9)])

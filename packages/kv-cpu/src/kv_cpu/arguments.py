@@ -61,7 +61,7 @@ def watches(watched: Iterable[Observe]) -> tuple[list[int], list[float]]:
     return numbers, [what.above or 0.0 for what in watched]
 
 
-def handed_out(
+def to_attended(
     out: Float[Tensor, "B H G L Dv"], found: Sequence[Tensor], watched: Sequence[Observe]
 ) -> list[Attended]:
     """Give each observation its own: sums and counts of each part, one behind the other."""

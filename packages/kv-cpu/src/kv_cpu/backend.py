@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_attention import Attended, DenseTokens
 from kv_attention.torch_backend import attend as attend_in_torch
 from kv_cpu import prompt, scores
-from kv_cpu.arguments import handed_out, parts, refused, watches
+from kv_cpu.arguments import parts, refused, to_attended, watches
 from kv_cpu.library import chosen
 from kv_policy import Observe, PagedTokens
 
@@ -68,7 +68,7 @@ def attend(
         isa or chosen(),
     )
     out = found[0][:, :, :, None].to(q.dtype)
-    first, *more = handed_out(out, found[2:], everything)
+    first, *more = to_attended(out, found[2:], everything)
     return replace(first, others=tuple(more)) if more else first
 
 

@@ -19,7 +19,7 @@ from kv_policy import PagedTokens
 MOST: Final = 8  # queries of a sequence; torch decodes a block of tokens once for any number
 
 
-def few_to_pages(
+def multi_query_decode(
     q: Float[Tensor, "B H G L D"],
     position: Int[Tensor, "B L"],
     pages: Sequence[PagedTokens],

@@ -15,13 +15,13 @@ from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen, missing
 from kv_paging import PagePool, Stored, torch_kernels
 from kv_paging.tokens import Vectors
-from kv_paging.work import Work
+from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running, RunningSum
 from kv_policy.described import NUMBERS, described
 
 __all__ = [
     "accumulate",
-    "close_up",
+    "compact",
     "copy_pages",
     "declined",
     "missing",
@@ -105,7 +105,7 @@ def place(
     )
 
 
-def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move tokens that stay to the front.
 
     Raises:
@@ -206,7 +206,7 @@ def weakest(
     return score, slot
 
 
-def step(pool: PagePool, works: Sequence[Work]) -> None:
+def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """Do a step in one call; with candidates in float64 torch does it.
 
     Raises:

@@ -14,8 +14,8 @@ from torch import Tensor
 from kv_attention import Attended, DenseTokens
 from kv_attention.torch_backend import Forward, forward, look_back, parts_of
 from kv_cpu import prompt
-from kv_cpu.arguments import handed_out, parts, refused, watches
-from kv_cpu.few import few_to_pages
+from kv_cpu.arguments import parts, refused, to_attended, watches
+from kv_cpu.few import multi_query_decode
 from kv_cpu.library import chosen
 from kv_policy import Observe, PagedTokens
 
@@ -43,7 +43,7 @@ def attend(
         read = parts_of(q, pages, dense, page_positions)
         done = Forward(q, position, scale, read, found.out, found.lse)
     else:
-        stored = few_to_pages(q, position, pages, value_dim, scale, isa)
+        stored = multi_query_decode(q, position, pages, value_dim, scale, isa)
         done = forward(q, position, pages, dense, value_dim, scale, page_positions, stored)
     everything = (observe, *others)
     native = [what for what in everything if declined(q, pages, dense, value_dim, what) is None]
@@ -78,7 +78,7 @@ def observe_all(
             done.scale,
             isa or chosen(),
         )
-    return handed_out(done.out, found, watched)
+    return to_attended(done.out, found, watched)
 
 
 def declined(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 import page_twins
-from kv_paging import PagePool, RaggedTiers, Tiers, TokenStore
+from kv_paging import PagePool, PerHeadRankTiers, Tiers, TokenStore
 from kv_policy import Codec, PageLayout, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
 from page_twins import DTYPES, Twins
@@ -27,7 +27,7 @@ FORMATS = st.tuples(DIMS, DIMS).flatmap(
 )
 
 
-def twins(make: Callable[[PagePool], TokenStore | Tiers | RaggedTiers], nbytes: int) -> Twins:
+def twins(make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers], nbytes: int) -> Twins:
     """Twins, of which native code writes the second's pages."""
     return Twins(make, nbytes, "cpu")
 

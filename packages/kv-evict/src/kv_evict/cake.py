@@ -57,7 +57,7 @@ class CAKE(SnapKV):
             replace(view, mass=view.mass + self.gamma * _variance(view) * view.seen)
         )
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+    def head_stats(self, view: LayerView) -> Float[Tensor, "B H"]:
         """Say how much the layer is to get; heads of a layer say the same."""
         older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
         entropy = view.also["entropy"].double().masked_fill(~older, 0).sum((1, 2))
@@ -67,10 +67,10 @@ class CAKE(SnapKV):
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer; evenly where no layer has a preference."""
-        assert view.gauge is not None  # prompts only
+        assert view.head_stats is not None  # prompts only
         average = (view.budget - self.window).clamp(min=0).double()[:, None]
-        mean = view.gauge.double().mean(0)
-        part = torch.where(mean > 0, view.gauge.double() / mean, 1)
+        mean = view.head_stats.double().mean(0)
+        part = torch.where(mean > 0, view.head_stats.double() / mean, 1)
         return spread(view, self.window, average * part, over=(0, 2))
 
 

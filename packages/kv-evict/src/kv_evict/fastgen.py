@@ -80,7 +80,7 @@ class FastGen(Selecting):
             done |= held
         return torch.where(keep, 0, DROP).to(torch.uint8)
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+    def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"]:
         """The share that a head kept of the tokens seen; 1 where it lets none go."""
         kept, here = self.plan(view) != DROP, view.position >= 0
         share = kept.sum(-1) / view.length[None, :, None].clamp(min=1)
@@ -88,9 +88,11 @@ class FastGen(Selecting):
 
     def step(self, view: StepView) -> Step:
         """Take the candidate in; let the weakest go where a head holds more than its share."""
-        share = view.length[None, :, None] * view.cuts[0].double()
+        share = view.length[None, :, None] * view.tier_thresholds[0].double()
         # Cuts are kept in float32: what is whole but for that is whole.
         enough = view.count[0] >= (share - (share * 2**-22).clamp(min=1e-3)).ceil()
-        victim = torch.where(enough & (view.count[0] > 0) & (view.cuts[0] < 1), 0, NOBODY)
+        victim = torch.where(
+            enough & (view.count[0] > 0) & (view.tier_thresholds[0] < 1), 0, NOBODY
+        )
         victim = victim.to(torch.uint8)
         return Step(torch.zeros_like(victim), victim, torch.full_like(victim, DROP))

@@ -188,7 +188,7 @@ class LeanKV(Selecting):
         tier = torch.where(stored, tier.maximum(view.tier), tier)
         return tier.masked_fill(~here, DROP)
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"]:
+    def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"]:
         """Give the score that the prompt's plan asks for each tier, times the prompt's length."""
         here = view.position >= 0
         fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
@@ -205,7 +205,7 @@ class LeanKV(Selecting):
 
     def step(self, view: StepView) -> Step:
         """Place the candidate, and move at most one victim of the tier it enters: Algorithm 1."""
-        asked = view.cuts / view.length[:, None]
+        asked = view.tier_thresholds / view.length[:, None]
         if not self._prunes:
             asked = asked[:-1]  # the last tier takes everything
 

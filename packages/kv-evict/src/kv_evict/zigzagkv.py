@@ -30,7 +30,7 @@ class ZigZagKV(SnapKV):
     share: Annotated[float, Meta(gt=0, lt=1, description="attention a head is to keep")] = 0.9
     floor: Annotated[float, Meta(ge=0, le=1, description="of the average, sure for layers")] = 0.5
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"]:
+    def head_stats(self, view: LayerView) -> Float[Tensor, "B H"]:
         """Count the tokens that hold `share` of the window's attention to what is before it."""
         assert view.mass is not None  # it is observed
         older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
@@ -40,8 +40,8 @@ class ZigZagKV(SnapKV):
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Share the budget out by layer and head."""
-        assert view.gauge is not None  # prompts only
-        need = view.gauge.double()
+        assert view.head_stats is not None  # prompts only
+        need = view.head_stats.double()
         average = (view.budget - self.window).clamp(min=0).double()[:, None]
         layer = need.mean(-1, keepdim=True)  # N B 1
         layer = average * (self.floor + (1 - self.floor) * layer / layer.mean(0))

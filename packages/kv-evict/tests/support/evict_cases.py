@@ -113,7 +113,7 @@ def plan_view(
     position: Tensor,
     lengths: Sequence[int],
     budgets: Sequence[int],
-    gauge: Tensor | None = None,
+    head_stats: Tensor | None = None,
 ) -> PlanView:
     """What is planned after a prompt, of scores and positions [N B H L] in the tier FRESH.
 
@@ -127,7 +127,7 @@ def plan_view(
         tier=torch.full_like(position, FRESH, dtype=torch.uint8),
         length=torch.tensor(lengths),
         budget=torch.tensor(budgets),
-        gauge=gauge,
+        head_stats=head_stats,
     )
 
 
@@ -137,11 +137,11 @@ def plan_at_random(
     lengths: Sequence[int],
     budgets: Sequence[int],
     seed: int = 0,
-    gauge: Tensor | None = None,
+    head_stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A plan, and the random scores it was made from."""
     score = random_scores(seed, position, lengths, policy.window)
-    return policy.plan(plan_view(score, position, lengths, budgets, gauge)), score
+    return policy.plan(plan_view(score, position, lengths, budgets, head_stats)), score
 
 
 def planned(policy: Selector, view: LayerView, budgets: Sequence[int]) -> Tensor:
@@ -193,8 +193,8 @@ def step(
 
     The token at position `at` arrives; `share` is the cut that was made after the prompt.
     """
-    shielded = complete(policy).shielded(torch.tensor([budget]))
-    newer = at + 1 - (0 if shielded is None else int(shielded))
+    recent_tokens = complete(policy).recent_tokens(torch.tensor([budget]))
+    newer = at + 1 - (0 if recent_tokens is None else int(recent_tokens))
     may_go = {p: s for p, s in held.items() if p < newer}
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     answer = complete(policy).step(
@@ -204,7 +204,7 @@ def step(
             candidate=one * score,
             weakest=one[None] * min(may_go.values(), default=math.inf),
             count=torch.full((1, 1, 1, 1), len(held)),
-            cuts=share * one[None],
+            tier_thresholds=share * one[None],
             length=torch.tensor([at + 1]),
             budget=torch.tensor([budget]),
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Ring:
+class FreeList:
     """Page ids in a contiguous, wrapping run: taken at its start, given back at its end.
 
     `ids` has a place for each of P pages, and one more for what a mask rules out. Everything is on
@@ -21,7 +21,7 @@ class Ring:
     count: Int[Tensor, ""]  # pages that are free
 
     @classmethod
-    def of(cls, first: Int[Tensor, " n"], pages: int, count: Int[Tensor, ""]) -> "Ring":
+    def of(cls, first: Int[Tensor, " n"], pages: int, count: Int[Tensor, ""]) -> "FreeList":
         """Let the first of so many pages' places hold these, of which `count` are free."""
         ids = torch.zeros(pages + 1, dtype=torch.int32, device=first.device)
         ids[: len(first)] = first.to(ids.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, Vectors
-from kv_paging.work import Work
+from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running
 
 
@@ -64,7 +64,7 @@ class PageKernels(Protocol):
         """
         ...
 
-    def close_up(
+    def compact(
         self, pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
     ) -> None:
         """Move the marked blocks past the new end into the gaps before it, the first to the first.
@@ -119,7 +119,7 @@ class PageKernels(Protocol):
         """
         ...
 
-    def step(self, pool: PagePool, works: Sequence[Work]) -> None:
+    def step(self, pool: PagePool, works: Sequence[DecodeStep]) -> None:
         """Do a step, for streams of one kind after another: tokens, tables, lengths and the pool.
 
         All give back pages before any takes one. The pool has the pages, the tables the columns.

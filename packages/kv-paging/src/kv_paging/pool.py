@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
-from kv_paging.free_list import Ring, together
+from kv_paging.free_list import FreeList, together
 from kv_paging.moves import copy_pages
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
@@ -58,7 +58,7 @@ class PagePool:
         self.poison = poison
         self._data = torch.zeros(1, page_bytes, dtype=torch.uint8, device=device)
         none = torch.zeros((), dtype=torch.long, device=device)
-        self.ring = Ring.of(none[None], 0, none)
+        self.ring = FreeList.of(none[None], 0, none)
         self._least = 0
         self._promises = 0
         self._grow(pages, 0)
@@ -83,7 +83,7 @@ class PagePool:
         pool = cls(data.shape[1], device=data.device, poison=poison, kernels=kernels)
         pool._data, pool.grows, pool._least = data, False, len(data) - 1
         free = torch.arange(pool._least, device=data.device)
-        pool.ring = Ring.of(free, len(free), pool.ring.count + len(free))
+        pool.ring = FreeList.of(free, len(free), pool.ring.count + len(free))
         if poison:
             data.fill_(_POISON)
         return pool
@@ -260,7 +260,7 @@ class PagePool:
         # One page more than stays becomes the scratch page, whatever it held.
         self._data, self._least = self._data[: new + 1].clone(), len(plan.free)
         count = torch.full_like(self.ring.count, self._least)
-        self.ring = Ring.of(plan.free, new, count)
+        self.ring = FreeList.of(plan.free, new, count)
         self._promises += 1
         return plan.ids
 
@@ -293,5 +293,5 @@ class PagePool:
         # The run of free ids is laid out anew from 0: the old one may wrap at the old capacity.
         more_ids = torch.arange(old, new, device=self.device)
         ids = torch.cat((self.ring.first(free), more_ids))
-        self._data, self.ring = data, Ring.of(ids, new, self.ring.count + more)
+        self._data, self.ring = data, FreeList.of(ids, new, self.ring.count + more)
         self._least = free + more

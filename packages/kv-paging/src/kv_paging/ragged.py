@@ -8,21 +8,21 @@ from torch import Tensor
 
 from kv_paging.checks import expect_shape
 from kv_paging.kernels import shared
-from kv_paging.kinds import Kinds
+from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
-from kv_paging.ragged_store import RaggedStore
-from kv_paging.room import Room
+from kv_paging.ragged_store import PerHeadRankStore
+from kv_paging.rank_groups import RankGroups
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.streams import Streams, expect_some
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
-from kv_paging.work import Choice, Tokens, Work
+from kv_paging.work import DecodeStep, Placement, Tokens
 from kv_policy import PageLayout, TokenFormat
 
 
-class RaggedTiers(Sequences):
+class PerHeadRankTiers(Sequences):
     """The tokens of K tiers where a head has a kind: how many numbers its keys and values take.
 
     It does what `Tiers` does, with the same streams. Vectors come and go padded with zeros to the
@@ -52,7 +52,7 @@ class RaggedTiers(Sequences):
             ValueError: kinds of different numbers of tiers, or what Tiers refuses.
         """
         self.pool = pool
-        self.kinds = Kinds(kind.to(pool.device), sequences)
+        self.kinds = RankGroups(kind.to(pool.device), sequences)
         if len({len(tiers) for tiers in layouts}) != 1 or len(layouts) != self.kinds.count:
             raise ValueError(
                 f"layouts of {[len(tiers) for tiers in layouts]} tiers are given for "
@@ -63,9 +63,9 @@ class RaggedTiers(Sequences):
             for i, (tiers, cells) in enumerate(zip(layouts, self.kinds.cells, strict=True))
         )
         stores = zip(*(tiers.stores for tiers in self.each), strict=True)
-        self.stores = tuple(RaggedStore(self.kinds, members) for members in stores)
+        self.stores = tuple(PerHeadRankStore(self.kinds, members) for members in stores)
         self.tier = self.each[0].tier
-        self._room = Room([tiers.stores for tiers in self.each])
+        self._room = PageReservation([tiers.stores for tiers in self.each])
 
     @property
     def tiers(self) -> int:
@@ -153,13 +153,13 @@ class RaggedTiers(Sequences):
         Raises:
             ValueError: another pool, other layouts, or heads of other kinds; nothing has changed.
         """
-        if isinstance(other, RaggedTiers) and self.kinds.heads_of != other.kinds.heads_of:
+        if isinstance(other, PerHeadRankTiers) and self.kinds.heads_of != other.kinds.heads_of:
             raise ValueError(
                 f"heads of the kinds {other.kinds.heads_of} cannot join heads of the kinds "
                 f"{self.kinds.heads_of}; both sides need the same"
             )
         super().join(other)
-        if isinstance(other, RaggedTiers):
+        if isinstance(other, PerHeadRankTiers):
             self.kinds.sequences += other.kinds.sequences
             other.kinds.sequences = 0
 
@@ -228,7 +228,7 @@ class RaggedTiers(Sequences):
             own, form = self.kinds.rows(i), tiers.parts[0].layout.format
             works.append(
                 (
-                    Choice(candidate[own], victim[own], target[own]),
+                    Placement(candidate[own], victim[own], target[own]),
                     place[:, own],
                     Tokens(
                         key[own, : form.key.dim],
@@ -246,7 +246,7 @@ class RaggedTiers(Sequences):
                 step_in_turn(members, *work)
             return
 
-        def parts() -> list[Work]:
+        def parts() -> list[DecodeStep]:
             return [tiers.work(*work) for tiers, work in zip(self.each, works, strict=True)]
 
         self._room.for_step(lambda: pages_needed(parts()))

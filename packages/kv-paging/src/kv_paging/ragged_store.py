@@ -8,19 +8,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_paging.checks import expect_shape
-from kv_paging.kinds import Kinds
+from kv_paging.rank_groups import RankGroups
 from kv_paging.store import TokenStore
 from kv_paging.tokens import NONE, Stored, Vectors
 from kv_policy import PagedTokens, Running
 
 
-class RaggedStore:
+class PerHeadRankStore:
     """The stores of all kinds of heads, over all streams; vectors are padded with zeros.
 
     Streams have the numbers they have in a store without kinds. What `members` refuse is refused.
     """
 
-    def __init__(self, kinds: Kinds, members: Sequence[TokenStore]) -> None:
+    def __init__(self, kinds: RankGroups, members: Sequence[TokenStore]) -> None:
         """Join stores, one a kind, each with a layer for each of its cells and a single head."""
         self._kinds = kinds
         self.members = tuple(members)

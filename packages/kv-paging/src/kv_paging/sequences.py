@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
-from kv_paging.room import Room
 from kv_paging.store import TokenStore
 from kv_paging.streams import Streams, move_together, release_all, select_all
 
@@ -20,7 +20,7 @@ class Sequences(ABC):
     """
 
     pool: PagePool
-    _room: Room
+    _room: PageReservation
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from kv_paging.moves import Segment, block_segments, put, take
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable
 from kv_paging.tokens import BOTH, Stored, encode_tokens, read_tokens, write_encoded
-from kv_paging.work import Tokens, Work
+from kv_paging.work import DecodeStep, Tokens
 from kv_policy import PagedTokens
 
 
@@ -64,7 +64,7 @@ class TierPlan:
         return self.arrives & (self.end % tokens == 0), self.enters & (self.entry % tokens == 0)
 
 
-def plan_step(work: Work) -> tuple[TierPlan, ...]:
+def plan_step(work: DecodeStep) -> tuple[TierPlan, ...]:
     """Say what a step does to each tier; nothing is changed."""
     plans, choice = [], work.choice
     moved = torch.zeros_like(choice.candidate, dtype=torch.bool)
@@ -86,14 +86,14 @@ def plan_step(work: Work) -> tuple[TierPlan, ...]:
     return tuple(plans)
 
 
-def pages_needed(works: Sequence[Work]) -> Int[Tensor, ""]:
+def pages_needed(works: Sequence[DecodeStep]) -> Int[Tensor, ""]:
     """Count the pages that a step takes, less those it gives back first."""
     plans = [plan for work in works for plan in plan_step(work)]
     opened = torch.cat([mask for plan in plans for mask in plan.opened])
     return opened.sum() - torch.cat([plan.emptied for plan in plans]).sum()
 
 
-def carry_out(pool: PagePool, works: Sequence[Work]) -> None:
+def carry_out(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """Do a step; see `PageKernels.step`."""
     planned = [plan_step(work) for work in works]
     # A codec that refuses does so before anything has changed.

@@ -361,7 +361,7 @@ class TokenStore(Streams):
             wrong, most(length), freed, self._longest_if(streams, after)
         )
         expect_cover("keep", stay.shape[1] * block, longest)
-        self.kernels.close_up(self.whole(), streams, stay)
+        self.kernels.compact(self.whole(), streams, stay)
         self._shorten(streams, length, after, total, remains)
         return total
 

@@ -10,15 +10,15 @@ from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
 from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
+from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
-from kv_paging.room import Room
+from kv_paging.residual import ResidualTier
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.streams import expect_some
 from kv_paging.turns import step_in_turn
-from kv_paging.waiting import BlockTier
-from kv_paging.work import Choice, Tokens, Work
+from kv_paging.work import DecodeStep, Placement, Tokens
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
@@ -63,7 +63,7 @@ class Tiers(Sequences):
         expect_alike(layouts)
         self.pool = pool
         stores: list[TokenStore] = []
-        members: list[TokenStore | BlockTier] = []
+        members: list[TokenStore | ResidualTier] = []
         shape = (layers, sequences, heads)
 
         def added(layout: PageLayout, kind: type[TokenStore] = TokenStore) -> TokenStore:
@@ -77,7 +77,7 @@ class Tiers(Sequences):
                 continue
             blocks, waiting = added(layout, BlockStore), added(waiting_layout(layout, raw))
             assert isinstance(blocks, BlockStore)
-            members.append(BlockTier(blocks, waiting))
+            members.append(ResidualTier(blocks, waiting))
         self.stores = tuple(stores)
         self.tier = tuple(
             tier
@@ -85,7 +85,7 @@ class Tiers(Sequences):
             for _ in range(1 + (layout.format.block > 1))
         )
         self._members = tuple(members)
-        self._room = Room([self.stores])
+        self._room = PageReservation([self.stores])
 
     @property
     def tiers(self) -> int:
@@ -98,7 +98,7 @@ class Tiers(Sequences):
         return self.stores
 
     @property
-    def members(self) -> tuple[TokenStore | BlockTier, ...]:
+    def members(self) -> tuple[TokenStore | ResidualTier, ...]:
         """The tiers, each a store or a pair of them."""
         return self._members
 
@@ -181,7 +181,7 @@ class Tiers(Sequences):
         expect_some(self.stores)
         self.stores[0].expect_lengths(length)
         for member in self._members:
-            if isinstance(member, BlockTier):
+            if isinstance(member, ResidualTier):
                 member.expect_cut(length)
 
     def pages_for_more(self, tier: int, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
@@ -237,7 +237,7 @@ class Tiers(Sequences):
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
-        chosen, token = Choice(candidate, victim, target), Tokens(key, value, score, position)
+        chosen, token = Placement(candidate, victim, target), Tokens(key, value, score, position)
         self.expect_step(chosen, place, token)
         if self.in_blocks:
             step_in_turn(self._members, chosen, place, token)
@@ -246,11 +246,11 @@ class Tiers(Sequences):
         kernels = shared([store.kernels for store in self.stores])
         kernels.step(self.pool, [self.work(chosen, place, token)])
 
-    def work(self, choice: Choice, place: Int[Tensor, "K S"], token: Tokens) -> Work:
+    def work(self, choice: Placement, place: Int[Tensor, "K S"], token: Tokens) -> DecodeStep:
         """Give a step as data; good until the pool or a table grows."""
-        return Work(tuple(store.whole() for store in self.stores), choice, place, token)
+        return DecodeStep(tuple(store.whole() for store in self.stores), choice, place, token)
 
-    def expect_step(self, choice: Choice, place: Int[Tensor, "K S"], token: Tokens) -> None:
+    def expect_step(self, choice: Placement, place: Int[Tensor, "K S"], token: Tokens) -> None:
         """Refuse a step that does not fit.
 
         Raises:

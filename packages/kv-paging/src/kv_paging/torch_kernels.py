@@ -28,12 +28,12 @@ from kv_paging.tokens import (
     write_scores,
     write_tokens,
 )
-from kv_paging.work import Work
+from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running
 
 __all__ = [
     "accumulate",
-    "close_up",
+    "compact",
     "copy_pages",
     "place",
     "read",
@@ -86,7 +86,7 @@ def place(
     write_tokens(data, layout, page, row, key, value, None, None)
 
 
-def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move blocks that stay to the front; the host waits for the device, twice."""
     block = pages.layout.format.block
     inside = before(stay.sum(1), stay.shape[1])
@@ -162,7 +162,7 @@ def weakest(
     return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
 
 
-def step(pool: PagePool, works: Sequence[Work]) -> None:
+def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """Do a step, without waiting."""
     carry_out(pool, works)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, Vectors
-from kv_paging.work import Work
+from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted, missing
 
 __all__ = [
     "accumulate",
-    "close_up",
+    "compact",
     "copy_pages",
     "declined",
     "missing",
@@ -82,11 +82,11 @@ def place(
         torch_kernels.place(data, layout, page, row, key, value)
 
 
-def close_up(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move tokens that stay to the front."""
     from kv_paging.gpu import moving
 
-    moving.close_up(pages, streams, stay)
+    moving.compact(pages, streams, stay)
 
 
 def copy_pages(
@@ -138,7 +138,7 @@ def weakest(
     return reading.weakest(pages, streams, slots, until)
 
 
-def step(pool: PagePool, works: Sequence[Work]) -> None:
+def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """Do a step in three launches, two more for each further kind of streams.
 
     Everything is changed in place and no size depends on data, so a step can be captured in a CUDA

@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.residual import ResidualTier
 from kv_paging.step import merge, or_else
 from kv_paging.store import TokenStore
-from kv_paging.waiting import BlockTier
-from kv_paging.work import Choice, Tokens
+from kv_paging.work import Placement, Tokens
 
 
 def step_in_turn(
-    members: Sequence[TokenStore | BlockTier],
-    choice: Choice,
+    members: Sequence[TokenStore | ResidualTier],
+    choice: Placement,
     place: Int[Tensor, "K S"],
     candidate: Tokens,
 ) -> None:
@@ -56,7 +56,7 @@ def _paired(x: Tensor) -> Tensor:
 
 
 def _moves(
-    members: Sequence[TokenStore | BlockTier], choice: Choice, place: Int[Tensor, "K S"]
+    members: Sequence[TokenStore | ResidualTier], choice: Placement, place: Int[Tensor, "K S"]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Per tier: whose victim leaves, whose candidate takes its slot, what arrives, what enters."""
     leaves = [(choice.victim == i) & (place[i] >= 0) for i in range(len(members))]
@@ -73,7 +73,7 @@ def _moves(
 
 
 def reserve_step(
-    turns: Sequence[tuple[Sequence[TokenStore | BlockTier], Choice, Int[Tensor, "K _"]]],
+    turns: Sequence[tuple[Sequence[TokenStore | ResidualTier], Placement, Int[Tensor, "K _"]]],
 ) -> None:
     """Make sure of the pages that the tokens of a step can take, for all kinds of streams.
 

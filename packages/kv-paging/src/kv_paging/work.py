@@ -19,7 +19,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Placement:
     """What a step does: where the candidate goes, which tier's victim moves, and where to."""
 
     candidate: UInt8[Tensor, " S"]
@@ -28,7 +28,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DecodeStep:
     """A step of the streams of one kind: K tiers over one pool, and what happens to their tokens.
 
     `tiers` are of all streams, see `PageKernels`. `place` is the victim's slot in each tier, -1
@@ -36,6 +36,6 @@ class Work:
     """
 
     tiers: tuple[PagedTokens, ...]
-    choice: Choice
+    choice: Placement
     place: Int[Tensor, "K S"]
     candidate: Tokens

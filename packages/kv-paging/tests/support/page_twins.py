@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Tiers, TokenStore
+from kv_paging import PagePool, PerHeadRankTiers, Tiers, TokenStore
 from kv_paging.kernels import MODULES
 from kv_policy import PageLayout
 
@@ -44,7 +44,7 @@ class Twins:
 
     def __init__(
         self,
-        make: Callable[[PagePool], TokenStore | Tiers | RaggedTiers],
+        make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers],
         nbytes: int,
         kernels: str,
         device: torch.device | str = "cpu",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Stored, Tiers, TokenStore
+from kv_paging import PagePool, PerHeadRankTiers, Stored, Tiers, TokenStore
 from kv_policy import DROP, NOBODY, Codec, PageLayout, RawCodec, TokenFormat
 from kv_quant.integer import IntegerCodec
 from page_twins import DTYPES, Twins, vectors
@@ -40,7 +40,9 @@ def same(first: object, second: object) -> None:
 class Both(Twins):
     """Twins that are alike after everything that is done to both."""
 
-    def __init__(self, make: Callable[[PagePool], TokenStore | Tiers | RaggedTiers], nbytes: int):
+    def __init__(
+        self, make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers], nbytes: int
+    ):
         super().__init__(make, nbytes, "triton", DEVICE)
 
     def do(self, name: str, *arguments: object) -> object:

@@ -11,17 +11,17 @@ from kv_policy.lifecycle import Observe, Replan
 from kv_policy.optional import (
     Accumulating,
     Budgeted,
-    Cutting,
     Decoding,
-    Gauging,
     Observing,
     Protecting,
     Reading,
     Replanning,
     Scoped,
-    Shielding,
     Stepping,
+    Summarizing,
+    Thresholding,
     Tiered,
+    Windowing,
 )
 
 
@@ -34,9 +34,9 @@ class CompleteSelector:
 
     score: Callable[[LayerView], Float[Tensor, "B H L"]]
     plan: Callable[[PlanView], UInt8[Tensor, "N B H L"]]
-    gauge: Callable[[LayerView], Float[Tensor, "B H"] | None]
-    cuts: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
-    shielded: Callable[[Int[Tensor, " B"]], Int[Tensor, " B"] | None]
+    head_stats: Callable[[LayerView], Float[Tensor, "B H"] | None]
+    tier_thresholds: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
+    recent_tokens: Callable[[Int[Tensor, " B"]], Int[Tensor, " B"] | None]
     step: Callable[[StepView], Step]
 
     def __init__(self, selector: Selector) -> None:
@@ -56,9 +56,11 @@ class CompleteSelector:
         self.replan = selector.replan if isinstance(selector, Replanning) else Replan()
         self.running = selector.running if isinstance(selector, Accumulating) else None
         self.score, self.plan = selector.score, selector.plan
-        self.gauge = selector.gauge if isinstance(selector, Gauging) else _nothing
-        self.cuts = selector.cuts if isinstance(selector, Cutting) else _nothing
-        self.shielded = selector.shielded if isinstance(selector, Shielding) else _nothing
+        self.head_stats = selector.head_stats if isinstance(selector, Summarizing) else _nothing
+        self.tier_thresholds = (
+            selector.tier_thresholds if isinstance(selector, Thresholding) else _nothing
+        )
+        self.recent_tokens = selector.recent_tokens if isinstance(selector, Windowing) else _nothing
         self.step = selector.step if isinstance(selector, Stepping) else _no_step
         steps: Literal["grow", "step"] = "step" if isinstance(selector, Stepping) else "grow"
         self.decode = selector.decode if isinstance(selector, Decoding) else steps

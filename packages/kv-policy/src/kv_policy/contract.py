@@ -98,7 +98,9 @@ class PlanView:
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
     aside: Float[Tensor, "N B H"] | None = None  # scores of the raw window's tokens, not in view
-    gauge: Float[Tensor, "N B H"] | None = None  # what `gauge` said; None: it was not asked
+    head_stats: Float[Tensor, "N B H"] | None = (
+        None  # what `head_stats` said; None: it was not asked
+    )
     # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages. Always on
     # the host, so that nobody waits for it.
     page: Int[Tensor, " K"] | Int[Tensor, "K N H"] | None = None
@@ -113,7 +115,9 @@ class StepView:
     candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
     weakest: Float[Tensor, "K N B H"]  # lowest score in a tier, of those that may go; inf: none
     count: Int[Tensor, "K N B H"]  # tokens stored in a tier
-    cuts: Float[Tensor, "K N B H"]  # what `cuts` said after the last prompt; 0 if nothing
+    tier_thresholds: Float[
+        Tensor, "K N B H"
+    ]  # what `tier_thresholds` said after the last prompt; 0 if nothing
     length: Int[Tensor, " B"]
     budget: Int[Tensor, " B"]
 

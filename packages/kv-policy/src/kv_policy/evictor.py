@@ -99,12 +99,12 @@ class Evictor(Selecting):
     def protect(self, score: Float[Tensor, "B H L"], view: LayerView) -> Float[Tensor, "B H L"]:
         """Give the sinks an infinite score, and the newest tokens if they stay the newest.
 
-        Under steps they do not: `shielded` keeps them until they are newest no more.
+        Under steps they do not: `recent_tokens` keeps them until they are newest no more.
         """
         last = self._newest if self.decode == "grow" else 0
         return protect(score, view, first=self.sinks, last=last)
 
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+    def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
         """The newest tokens, which stay whatever their scores; None: there are none."""
         if isinstance(self.recent, float):
             return whole_tokens(budget.double() * self.recent)
@@ -123,7 +123,7 @@ class Evictor(Selecting):
         """Keep the best tokens of each head, as many as `counts` says; sinks and newest first."""
         held = view.position >= 0
         score = view.score.masked_fill(~held, -torch.inf)
-        recent = self.shielded(view.budget)
+        recent = self.recent_tokens(view.budget)
         if recent is not None:
             newest = (view.length - recent)[None, :, None, None]
             score = score.masked_fill(held & (view.position >= newest), torch.inf)
@@ -136,7 +136,7 @@ class Evictor(Selecting):
         """Take the candidate in, and let the weakest token go where the budget is full."""
         full = view.count[0] >= view.budget[None, :, None]
         weaker = full & (view.candidate <= view.weakest[0])
-        recent = self.shielded(view.budget)
+        recent = self.recent_tokens(view.budget)
         if recent is not None:
             weaker &= (recent == 0)[None, :, None]  # the candidate is itself recent
         candidate = torch.where(weaker, DROP, 0).to(torch.uint8)

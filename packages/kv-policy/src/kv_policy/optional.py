@@ -78,10 +78,10 @@ class Scoped(Protocol):
 
 
 @runtime_checkable
-class Gauging(Protocol):
+class Summarizing(Protocol):
     """Lets a plan know more of a head than its scores."""
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"] | None:
+    def head_stats(self, view: LayerView) -> Float[Tensor, "B H"] | None:
         """Say of each head what `plan` is to know beside the scores, such as what it asks for.
 
         Asked with `score`, of the same view, after prompts.
@@ -132,19 +132,19 @@ class Decoding(Protocol):
 
 
 @runtime_checkable
-class Shielding(Protocol):
+class Windowing(Protocol):
     """Keeps the newest tokens from being victims of a step."""
 
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+    def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
         """How many of the newest tokens no step takes as its victim; None: the weakest of all."""
         ...
 
 
 @runtime_checkable
-class Cutting(Protocol):
+class Thresholding(Protocol):
     """Lets steps know more of a prompt's plan than what it kept."""
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
+    def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
         """Say per head what `step` is to know of a prompt's plan, such as the scores tiers ask for.
 
         Asked after `plan`, of the same view, where tokens are placed by steps; hosts carry the

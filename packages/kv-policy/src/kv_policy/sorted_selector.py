@@ -92,13 +92,13 @@ class SortedSelector:
         """The evictor's scores."""
         return self._evictor.score(view)
 
-    def gauge(self, view: LayerView) -> Float[Tensor, "B H"] | None:
-        """The evictor's gauges."""
-        return self._evictor.gauge(view)
+    def head_stats(self, view: LayerView) -> Float[Tensor, "B H"] | None:
+        """The evictor's head statistics."""
+        return self._evictor.head_stats(view)
 
-    def shielded(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
+    def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
         """The sorter's: its steps move tokens."""
-        return self._sorter.shielded(budget)
+        return self._sorter.recent_tokens(budget)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Sort, and let go of what is too many."""
@@ -107,9 +107,9 @@ class SortedSelector:
         gone = self._evictor.plan(rest) == DROP
         return tier.masked_fill(gone, DROP)
 
-    def cuts(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
+    def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
         """The sorter's, of all tokens."""
-        return self._sorter.cuts(view)
+        return self._sorter.tier_thresholds(view)
 
     def step(self, view: StepView) -> Step:
         """The sorter's."""

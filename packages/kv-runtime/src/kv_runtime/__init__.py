@@ -12,7 +12,7 @@ from kv_runtime.backends import (
     serving,
 )
 from kv_runtime.bases import Bases, Folded, same_maps, widened
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_budgets
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
@@ -40,6 +40,7 @@ __all__ = [
     "Meter",
     "Part",
     "Place",
+    "PolicyCache",
     "RequestBatch",
     "RequestRows",
     "RequestStep",
@@ -47,7 +48,6 @@ __all__ = [
     "SlotLayer",
     "Step",
     "Tally",
-    "TieredCache",
     "backend_for",
     "check_budgets",
     "expect_known",

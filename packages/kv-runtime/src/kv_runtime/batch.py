@@ -8,14 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import DenseTokens, HeadGroup
-from kv_paging import PagePool, RaggedStore, RaggedTiers, Tiers, TokenStore
+from kv_paging import PagePool, PerHeadRankStore, PerHeadRankTiers, Tiers, TokenStore
 from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
 from kv_runtime.columns import Columns
 from kv_runtime.forward_pass import Pass, flat, grid
 from kv_runtime.heads import head_groups
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
-from kv_runtime.window.base import Rings, Window
+from kv_runtime.window.base import RingBuffer, Window
 
 __all__ = ["Batch", "Pass", "flat", "grid"]
 
@@ -28,7 +28,7 @@ class Batch:
 
     layout: Layout
     pool: PagePool
-    tiers: Tiers | RaggedTiers
+    tiers: Tiers | PerHeadRankTiers
     window: Window | None
     seen: Int[Tensor, " B"]  # tokens per sequence
     columns: int = field(default=0)  # columns of the batch, padding included
@@ -98,12 +98,12 @@ class Batch:
         return self.layout.page_tokens.to(self.seen.device)
 
     @property
-    def stores(self) -> tuple[TokenStore | RaggedStore, ...]:
+    def stores(self) -> tuple[TokenStore | PerHeadRankStore, ...]:
         """Where tokens lie, in the order attention sees them; a tier may have two."""
         return self.tiers.stores
 
     @property
-    def held_stores(self) -> list[tuple[int, TokenStore | RaggedStore]]:
+    def held_stores(self) -> list[tuple[int, TokenStore | PerHeadRankStore]]:
         """Tier and store, of those that may hold something of a layer that is attended to.
 
         In the first pass they hold at most what layers before it have just stored.
@@ -119,7 +119,7 @@ class Batch:
         stores = [store for _, store in self.held_stores]
         pages = [store.view(layer) for store in stores if isinstance(store, TokenStore)]
         raw = self.held_window
-        if not isinstance(raw, Rings):
+        if not isinstance(raw, RingBuffer):
             return pages, []
         window = raw.view(slice(layer, layer + 1))
         return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
@@ -137,7 +137,7 @@ class Batch:
             fresh: the tokens of the pass, as long as the longest vectors.
             places: positions of what lies in pages, an entry for each store and window, if needed.
         """
-        if not isinstance(self.tiers, RaggedTiers):
+        if not isinstance(self.tiers, PerHeadRankTiers):
             return None
         stores = [store for _, store in self.held_stores]
         held = self.tiers.kinds, self.layout.shapes, stores, self.held_window

@@ -28,7 +28,7 @@ from kv_runtime.retain.selected import KeepSelected
 from kv_runtime.stats import Tally
 
 
-class TieredCache:
+class PolicyCache:
     """The cache of one batch under one policy."""
 
     def __init__(
@@ -82,10 +82,10 @@ class TieredCache:
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
-        self._followers: tuple[TieredCache, ...] = ()  # empty caches that keep the next pass too
+        self._followers: tuple[PolicyCache, ...] = ()  # empty caches that keep the next pass too
         self.reset()
 
-    def share_prefill(self, others: "Sequence[TieredCache]") -> None:
+    def share_prefill(self, others: "Sequence[PolicyCache]") -> None:
         """Let empty caches store the next pass of this empty one too, as if they had run it.
 
         Over an empty cache a prompt attends to itself alone, so attention depends on the basis of a
@@ -108,7 +108,7 @@ class TieredCache:
                 )
         self._followers = tuple(others)
 
-    def another(self, budget: Budget | None = None) -> "TieredCache":
+    def another(self, budget: Budget | None = None) -> "PolicyCache":
         """Make an empty cache like this one, with the same bases and pool, but for the budget."""
         made = copy(self)
         made._followers, made._budgets = (), None if budget is None else (budget,)
@@ -275,7 +275,7 @@ class TieredCache:
             raise RuntimeError(f"layer {layer} attends where {expected} was expected")
         return now, batch
 
-    def join(self, other: "TieredCache") -> None:
+    def join(self, other: "PolicyCache") -> None:
         """Let the sequences of another cache over the same pool follow mine; it is left empty.
 
         Raises:
@@ -350,7 +350,7 @@ class TieredCache:
         if columns and self.batch is not None:
             self.batch.take_back(columns)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "TieredCache":
+    def __deepcopy__(self, memo: dict[int, object]) -> "PolicyCache":
         """Copy what is held, into a pool of its own that is as large; policy and bases are shared.
 
         Raises:

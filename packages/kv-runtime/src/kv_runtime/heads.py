@@ -7,16 +7,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_attention import DenseTokens, HeadGroup
-from kv_paging import Kinds, RaggedStore, TokenStore
+from kv_paging import PerHeadRankStore, RankGroups, TokenStore
 from kv_policy import CacheShape, PagedTokens
 from kv_runtime.window.base import Window
 from kv_runtime.window.ragged import RaggedWindow
 
 
 def head_groups(
-    kinds: Kinds,
+    kinds: RankGroups,
     shapes: Sequence[CacheShape],
-    stores: Sequence[TokenStore | RaggedStore],
+    stores: Sequence[TokenStore | PerHeadRankStore],
     raw: Window | None,
     layer: int,
     fresh: DenseTokens,
@@ -41,7 +41,7 @@ def head_groups(
         key = fresh.key[:, heads, :, : shape.key_dim]
         new = replace(fresh, key=key, value=fresh.value[:, heads, :, : shape.value_dim])
         parts: list[PagedTokens | DenseTokens | None] = [
-            s.view_kind(kind, layer) for s in stores if isinstance(s, RaggedStore)
+            s.view_kind(kind, layer) for s in stores if isinstance(s, PerHeadRankStore)
         ]
         if isinstance(raw, RaggedWindow):
             parts.append(raw.view_kind(kind, layer))

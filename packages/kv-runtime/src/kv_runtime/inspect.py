@@ -11,7 +11,7 @@ from torch import Tensor
 from kv_paging import TokenStore
 from kv_policy import KVPolicy, Part, Raw, TieredFormats
 from kv_runtime.batch import Batch
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.window.base import Window
 
 NOWHERE: Final = 255  # where a token is that is not held
@@ -62,7 +62,7 @@ class Holding:
         return torch.stack(each)
 
 
-def holding(cache: TieredCache) -> Holding:
+def holding(cache: PolicyCache) -> Holding:
     """Look where each token of a cache is; nothing changes, and the host waits for the device.
 
     Pages say the positions of their tokens wherever a policy selects tokens. Where it keeps every

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Tiers, fit
+from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
 from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, tier_formats
 from kv_runtime.bases import Bases
-from kv_runtime.window.base import Rings, Window
+from kv_runtime.window.base import RingBuffer, Window
 from kv_runtime.window.dense import RawWindow
 from kv_runtime.window.paged import PagedWindow
 from kv_runtime.window.ragged import RaggedWindow
@@ -86,17 +86,17 @@ class Layout:
         (raw,) = Raw().bind(self.shapes[kind])
         return PageLayout.fitted(raw, self.page_bytes, self.pages[kind][0].scores)
 
-    def tiers(self, pool: PagePool, sequences: int) -> Tiers | RaggedTiers:
+    def tiers(self, pool: PagePool, sequences: int) -> Tiers | PerHeadRankTiers:
         """Make empty tiers over a pool."""
         raw = [Raw().bind(shape)[0] for shape in self.shapes]
         if len(self.shapes) > 1:
-            return RaggedTiers(pool, self.pages, torch.tensor(self.kind), sequences, raw=raw)
+            return PerHeadRankTiers(pool, self.pages, torch.tensor(self.kind), sequences, raw=raw)
         shape = (self.shape.layers, sequences, self.shape.kv_heads)
         return Tiers(pool, self.pages[0], *shape, raw=raw[0])
 
     def raw_window(
         self,
-        tiers: Tiers | RaggedTiers,
+        tiers: Tiers | PerHeadRankTiers,
         sequences: int,
         device: torch.device,
         scores: bool,
@@ -110,12 +110,12 @@ class Layout:
         if not self.window:
             return None
 
-        def rings(shape: CacheShape) -> Rings:
+        def rings(shape: CacheShape) -> RingBuffer:
             if in_pages:
                 return PagedWindow(tiers.pool, shape, sequences, self.window, scores)
             return RawWindow(shape, sequences, self.window, device, scores)
 
-        if not isinstance(tiers, RaggedTiers):
+        if not isinstance(tiers, PerHeadRankTiers):
             return rings(self.shapes[0])
         each = zip(self.shapes, tiers.kinds.cells, strict=True)
         members = [rings(replace(shape, layers=cells, kv_heads=1)) for shape, cells in each]

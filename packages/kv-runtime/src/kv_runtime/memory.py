@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging import PagePool, RaggedTiers, Tiers
+from kv_paging import PagePool, PerHeadRankTiers, Tiers
 from kv_runtime.layout import Layout
 from kv_runtime.window.base import Window
 
@@ -36,7 +36,7 @@ class MemoryReport:
     def of(
         cls,
         pool: PagePool,
-        tiers: Tiers | RaggedTiers,
+        tiers: Tiers | PerHeadRankTiers,
         window: Window | None,
         basis_bytes: int,
         full_bytes: int,

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kv_policy import Budget
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from kv_runtime.measure import Held, held_by
 from kv_runtime.token_rows import Part
 
@@ -62,11 +62,11 @@ class RequestBatch:
         failed: serials of requests that failed and are not gone yet.
     """
 
-    empty: TieredCache
+    empty: PolicyCache
     scale: float
     tell: Callable[[str, Exception], None]
-    prefills: dict[str, TieredCache] = field(default_factory=dict)
-    decoding: TieredCache | None = None
+    prefills: dict[str, PolicyCache] = field(default_factory=dict)
+    decoding: PolicyCache | None = None
     names: list[str] = field(default_factory=list)
     _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the step
     _parts: list[Part] = field(default_factory=list)  # of the step
@@ -197,7 +197,7 @@ class RequestBatch:
         self._lost.append(part.target)
         self._fail(part.cache, error)
 
-    def _fail(self, cache: TieredCache, error: Exception) -> None:
+    def _fail(self, cache: PolicyCache, error: Exception) -> None:
         """Let the requests of a cache fail, with all that is held for them."""
         if isinstance(error, torch.AcceleratorError):
             raise error  # nothing more runs on this device

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,14 @@ class Part:
     Rows count the tokens of the step.
     """
 
-    cache: TieredCache
+    cache: PolicyCache
     real: Bool[Tensor, "B L"]  # which places hold a token
     source: slice | Int[Tensor, " BL"]  # the row of each place; any, where there is no token
     place: Int[Tensor, " n"] | None  # those with a token, counted through sequences; None: all
     target: slice | Int[Tensor, " n"]  # the rows of these
 
     @classmethod
-    def of(cls, cache: TieredCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
+    def of(cls, cache: PolicyCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
         """Give the part of a cache's sequences; row -1 says that a sequence brings no token.
 
         What all layers look up is moved to the device once.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kv_policy import KVPolicy, parse
-from kv_runtime.cache import TieredCache
+from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 
 
@@ -21,7 +21,7 @@ class World:
     """A batch of random streams, of which everything is remembered, beside the cache."""
 
     def __init__(self, policy: KVPolicy, sequences: int = 2, **options: object) -> None:
-        self.cache = TieredCache(policy, SHAPE, page_tokens=4, **options)
+        self.cache = PolicyCache(policy, SHAPE, page_tokens=4, **options)
         self.sequences = sequences
         lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
         self.key, self.value = torch.randn(*lead, 6), torch.randn(*lead, 5)
@@ -98,7 +98,7 @@ class World:
             self.forward(one(self.sequences))
 
 
-def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> TieredCache:
+def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> PolicyCache:
     """A cache that read prompts of these lengths and some steps; only `rows` are in the batch."""
     generator = torch.Generator().manual_seed(5)
     width = max(sequences)
@@ -106,7 +106,7 @@ def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> Ti
     query = torch.randn(*lead, 2, width, 6, generator=generator)[:, rows]
     key = torch.randn(*lead, width, 6, generator=generator)[:, rows]
     value = torch.randn(*lead, width, 5, generator=generator)[:, rows]
-    cache = TieredCache(parse(policy), SHAPE, page_tokens=4)
+    cache = PolicyCache(parse(policy), SHAPE, page_tokens=4)
     cache.begin(ragged(*sequences)[rows])
     for layer in range(SHAPE.layers):
         cache.attend(layer, query[layer], key[layer], value[layer], 0.4)
@@ -120,7 +120,7 @@ def filled(policy: str, sequences: list[int], rows: slice, steps: int = 0) -> Ti
     return cache
 
 
-def places(cache: TieredCache, sequence: int) -> list[list[list[int]]]:
+def places(cache: PolicyCache, sequence: int) -> list[list[list[int]]]:
     """The positions that each head of each layer holds of a sequence, tier by tier."""
     found = []
     for store in cache.batch.stores:

@@ -187,11 +187,11 @@ def _attended(backend: str, device: str) -> "Tensor":
     import torch
 
     from kv_policy import CacheShape, parse
-    from kv_runtime import TieredCache
+    from kv_runtime import PolicyCache
 
     draw = torch.Generator().manual_seed(0)
     shape = CacheShape(1, 2, 2, 64, 64, torch.float32)
-    cache = TieredCache(parse("k8v4"), shape, device=device, backend=backend)
+    cache = PolicyCache(parse("k8v4"), shape, device=device, backend=backend)
     outs = []
     for length in (40, 1):
         cache.begin(torch.ones(1, length, dtype=torch.bool, device=device))

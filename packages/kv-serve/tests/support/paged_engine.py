@@ -19,9 +19,9 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
-from kv_runtime import Account, Bases, Layout, RequestBatch, RequestRows, RequestStep, TieredCache
-from kv_serve.vllm.ledger import Ledger
+from kv_runtime import Account, Bases, Layout, PolicyCache, RequestBatch, RequestRows, RequestStep
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
+from kv_serve.vllm.scheduler_state import SchedulerState
 from kv_serve.vllm.spec import PagedManager, PagedSpec
 from kv_serve.vllm.worker import Worker
 
@@ -70,7 +70,7 @@ class Asked:
     computed: int = 0
     told: bool = False  # vLLM has told the workers of it
     broken: bool = False  # the policy fails about it, in a cache of its own too
-    alone: TieredCache | None = None
+    alone: PolicyCache | None = None
 
     def tokens(self, count: int, shape: CacheShape) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values of all layers, by token."""
@@ -108,13 +108,13 @@ class Engine:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
-        self.ledger = Ledger(self.policy, self.manager)
+        self.state = SchedulerState(self.policy, self.manager)
         pages = self.blocks * self.account.block_pages + 1  # none to spare, and a scratch page
         shape = (pages, self.account.page_bytes)
         self.memory = torch.full(shape, POISON, dtype=torch.uint8)
         pool = PagePool.over(self.memory, poison=True)
         kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
-        empty = TieredCache(self.policy, self.shape, careful=True, **kept)
+        empty = PolicyCache(self.policy, self.shape, careful=True, **kept)
         self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool)
         self.pending: WorkerReport | None = None
 
@@ -124,7 +124,7 @@ class Engine:
         extra = None if budget is None else {"kv_budget": budget}
         asked = Asked(name, prompt, seed, SimpleNamespace(extra_args=extra), prompt)
         self.waiting.append(asked)
-        self.ledger.welcome(asked)
+        self.state.welcome(asked)
         return asked
 
     def finish(self, asked: Asked) -> None:
@@ -133,15 +133,15 @@ class Engine:
             if asked in queue:
                 queue.remove(asked)
         self._free(asked)
-        self.ledger.finished(asked.request_id)
+        self.state.finished(asked.request_id)
         self.finished.append(asked.request_id)
 
     def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
         """Schedule, run the worker and take its reports."""
-        orders = self.ledger.metadata(self._schedule(left_out, chunk))
+        orders = self.state.metadata(self._schedule(left_out, chunk))
         if self.pending is not None:
             self._let_fail()
-            self.ledger.note(self.pending)
+            self.state.note(self.pending)
             self.pending = None
             self.check_blocks()
         reports = self._work(orders)
@@ -149,13 +149,13 @@ class Engine:
             self.pending = reports
         else:
             self._let_fail()
-            self.ledger.note(reports)
+            self.state.note(reports)
         self.check_blocks()
         self.steps += 1
         return orders
 
     def _let_fail(self) -> None:
-        for name in self.ledger.failed(self.worker.failures()):
+        for name in self.state.failed(self.worker.failures()):
             asked = self._named(name)
             assert asked.broken
             self.finish(asked)
@@ -169,7 +169,7 @@ class Engine:
                 continue
             count = min(asked.num_tokens - asked.computed, self.draw.randint(1, chunk))
             while not self._allocate(asked, count):
-                if self.ledger.ask():
+                if self.state.ask():
                     count = 0
                     break
                 preempted = True
@@ -284,7 +284,7 @@ class Engine:
             assert step.prompt == asked.num_tokens
             budgets = None if step.budget is None else (step.budget,)
             kept = {"budgets": budgets, "page_tokens": self.block_tokens, "backend": "torch"}
-            asked.alone = TieredCache(self.policy, self.shape, **kept)
+            asked.alone = PolicyCache(self.policy, self.shape, **kept)
         cache, every = asked.alone, torch.ones(1, step.tokens, dtype=torch.bool)
         assert cache is not None
         reads = step.computed < step.prompt
@@ -345,11 +345,11 @@ class Engine:
         assert self.worker.pool.used == 0
         assert self.held() == {}
         assert bool((self.memory[:-1] == POISON).all())
-        ledger = self.ledger
-        assert [*ledger.requests, *ledger.budgets, *ledger.prompts, *ledger.known] == []
+        state = self.state
+        assert [*state.requests, *state.budgets, *state.prompts, *state.known] == []
         assert [
-            *ledger.serials,
-            *ledger.refused,
+            *state.serials,
+            *state.refused,
             *self.worker.requests.failed,
             *self.worker.requests.serials,
         ] == []

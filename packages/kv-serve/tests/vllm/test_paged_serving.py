@@ -12,7 +12,7 @@ from live_engine import OPTIONS, ends, is_empty
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from kv_serve.vllm.ledger import Ledger
+    from kv_serve.vllm.scheduler_state import SchedulerState
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
@@ -35,11 +35,11 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
 ) -> None:
     from benchmarks._vllm_soak import Soak, Soaking
 
-    ledger, worker = ends(small)
+    state, worker = ends(small)
     happened: Counter[str] = Counter()
-    note, told = type(ledger).note, type(ledger.manager).told
+    note, told = type(state).note, type(state.manager).told
 
-    def noting(self: "Ledger", reports: object) -> None:
+    def noting(self: "SchedulerState", reports: object) -> None:
         happened["short"] += reports.answered
         note(self, reports)
 
@@ -48,15 +48,15 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
         happened["freed"] += freed
         return freed
 
-    monkeypatch.setattr(type(ledger), "note", noting)
-    monkeypatch.setattr(type(ledger.manager), "told", telling)
+    monkeypatch.setattr(type(state), "note", noting)
+    monkeypatch.setattr(type(state.manager), "told", telling)
     soak = Soak(requests=30, together=12, prompt=(1, 120), answer=(1, 90), aborted=0.3)
     found = Soaking(small.llm_engine, soak, list(range(3, 256))).run()
     assert (found.leaked_blocks, found.unanswered) == (0, 0)
     assert found.answered + found.aborted == 30
     assert found.aborted > 3
     assert found.preemptions
-    selector = ledger.policy.selector
+    selector = state.policy.selector
     assert bool(happened["freed"]) == (selector.budget is not None)  # of noise all is kept
     assert bool(happened["short"]) == selector.replan.short
     assert is_empty(small, greedy)
@@ -68,7 +68,7 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    engine, (ledger, _) = small.llm_engine, ends(small)
+    engine, (state, _) = small.llm_engine, ends(small)
     owned = {}
     for given in (None, 48, "75%", 2**31 - 1, f"{2**31 - 1}B"):
         extra = {} if given is None else {"kv_budget": given}
@@ -77,9 +77,9 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
         seen = []
         while engine.has_unfinished_requests():
             engine.step()
-            seen.append(len(ledger.manager.owned(name)))
+            seen.append(len(state.manager.owned(name)))
         owned[given] = [n for n in seen if n][-1]
-    one = ledger.manager.account
+    one = state.manager.account
     assert owned[None] < owned[48] < owned["75%"] < owned[2**31 - 1]
     assert owned[2**31 - 1] == owned[f"{2**31 - 1}B"]
     for given, kept in ((None, 32), (48, 48), ("75%", 96), (2**31 - 1, 128)):

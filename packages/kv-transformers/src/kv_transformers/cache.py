@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_policy import Budget, KVPolicy, parse
-from kv_runtime import AUTO, MemoryReport, TieredCache
+from kv_runtime import AUTO, MemoryReport, PolicyCache
 from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache, FreshLayer
@@ -90,7 +90,7 @@ class CompressedCache(AttendingCache):
         check_fitted(model, self.policy)
         shape = with_ropes(model, cache_shape(model), self.policy)
         self._fold = expect_fold(model, self.policy)
-        self.tiered = TieredCache(
+        self.tiered = PolicyCache(
             self.policy,
             shape,
             pages=pages,

@@ -32,7 +32,7 @@ def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 @no_type_check
-def close_up_kernel(
+def compact_kernel(
     data,
     pitch,
     table,
@@ -77,15 +77,15 @@ def copy_kernel(data, pitch, source, target, nbytes, UNIT: tl.constexpr, MANY: t
     store_bits(to + unit * UNIT, bits, some, UNIT, True)
 
 
-def close_up(pages: PagedTokens, streams: Tensor, stay: Tensor) -> None:
-    """See `PageKernels.close_up`; two launches."""
+def compact(pages: PagedTokens, streams: Tensor, stay: Tensor) -> None:
+    """See `PageKernels.compact`; two launches."""
     layout, (count, length) = numbers_of(pages), stay.shape
     size = rows(layout)
     marks = stay.contiguous().view(torch.uint8)
     gaps = torch.empty(count, length, dtype=torch.int32, device=stay.device)
     with on(pages.data):
         gaps_kernel[count, blocks(length, SCAN)](marks, length, gaps, SCAN)
-        close_up_kernel[count, blocks(length, size)](
+        compact_kernel[count, blocks(length, size)](
             pages.data,
             pages.data.stride(0),
             table_of(pages),

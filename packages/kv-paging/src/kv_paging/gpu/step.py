@@ -16,7 +16,7 @@ from kv_paging.gpu import numbers
 from kv_paging.gpu.step_kernels import enter_kernel, give_kernel, leave_kernel
 from kv_paging.gpu.writing import SCAN, positions, scores
 from kv_paging.pool import PagePool
-from kv_paging.work import Work
+from kv_paging.work import DecodeStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Part:
     streams: int
 
     @classmethod
-    def of(cls, work: Work) -> "Part":
+    def of(cls, work: DecodeStep) -> "Part":
         """Lay out a kind's arguments; nothing here is as large as a cache."""
         token, choice, place = work.candidate, work.choice, work.place.long().contiguous()
         key, value = token.key.detach(), token.value.detach()
@@ -68,7 +68,7 @@ class Part:
         return numbers.streams(*self.layouts)
 
 
-def able(works: Sequence[Work]) -> bool:
+def able(works: Sequence[DecodeStep]) -> bool:
     """Whether kernels can do a step: candidates that they read, and tables that lie in a run."""
     return all(
         numbers.knows(work.candidate.key, work.candidate.value)
@@ -80,7 +80,7 @@ def able(works: Sequence[Work]) -> bool:
     )
 
 
-def step(pool: PagePool, works: Sequence[Work]) -> None:
+def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """See `PageKernels.step`; two launches for each kind of streams, and one for all."""
     parts = [Part.of(work) for work in works]
     rows = min(part.rows for part in parts)

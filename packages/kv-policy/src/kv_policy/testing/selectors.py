@@ -100,16 +100,16 @@ def _gauges(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H"
     views = [tokens.layer(layer) for layer in range(tokens.shape.layers)]
     found = []
     for view in views:
-        gauge = works("gauge failed", selector.gauge, view)
-        if gauge is None:
+        head_stats = works("head_stats failed", selector.head_stats, view)
+        if head_stats is None:
             return None
         lead = view.position.shape[:-1]
         law(
-            gauge.shape == lead and gauge.is_floating_point(),
-            f"gauge gave {gauge.dtype} of shape {tuple(gauge.shape)}; floats of shape "
+            head_stats.shape == lead and head_stats.is_floating_point(),
+            f"head_stats gave {head_stats.dtype} of shape {tuple(head_stats.shape)}; floats of shape "
             f"{tuple(lead)} are right",
         )
-        found.append(gauge)
+        found.append(head_stats)
     return torch.stack(found).float()
 
 
@@ -182,9 +182,9 @@ def _plans(
 ) -> UInt8[Tensor, "N B H L"]:
     layers = tokens.shape.layers
     step = layers if selector.scope == "model" else 1
-    gauge = _gauges(selector, tokens)
+    head_stats = _gauges(selector, tokens)
     parts = [slice(first, first + step) for first in range(0, layers, step)]
-    views = [tokens.plan(score, gauge, part) for part in parts]
+    views = [tokens.plan(score, head_stats, part) for part in parts]
     plans = []
     for view in views:
         plan = works("plan failed", selector.plan, view)

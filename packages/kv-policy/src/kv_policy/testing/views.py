@@ -81,7 +81,7 @@ class Tokens:
     def plan(
         self,
         score: Float[Tensor, "N B H L"],
-        gauge: Float[Tensor, "N B H"] | None,
+        head_stats: Float[Tensor, "N B H"] | None,
         layers: slice,
     ) -> PlanView:
         """What `plan` sees of some layers; where there is no token the score is NaN."""
@@ -94,7 +94,7 @@ class Tokens:
             tier=self.tier[layers],
             length=self.length,
             budget=self.budget,
-            gauge=None if gauge is None else gauge[layers],
+            head_stats=None if head_stats is None else head_stats[layers],
             page=self.page,
         )
 
@@ -263,7 +263,9 @@ def decoding_step(selector: CompleteSelector, shape: CacheShape, seed: int) -> S
         candidate=torch.randn(lead, generator=generator),
         weakest=weakest,
         count=count,
-        cuts=torch.rand(count.shape, generator=generator).sort(0, descending=True).values,
+        tier_thresholds=torch.rand(count.shape, generator=generator)
+        .sort(0, descending=True)
+        .values,
         length=total.amax((0, 2)) + 5,
         budget=budget,
     )
@@ -277,7 +279,7 @@ def layers_of(view: StepView, layers: slice) -> StepView:
         candidate=view.candidate[layers],
         weakest=view.weakest[:, layers],
         count=view.count[:, layers],
-        cuts=view.cuts[:, layers],
+        tier_thresholds=view.tier_thresholds[:, layers],
     )
 
 
@@ -293,7 +295,7 @@ def cut_step(view: StepView, sequences: Int[Tensor, " S"], heads: slice) -> Step
         candidate=pick(view.candidate),
         weakest=pick(view.weakest),
         count=pick(view.count),
-        cuts=pick(view.cuts),
+        tier_thresholds=pick(view.tier_thresholds),
         length=view.length[sequences],
         budget=view.budget[sequences],
     )

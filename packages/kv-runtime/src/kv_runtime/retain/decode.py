@@ -11,7 +11,7 @@ def step(
     batch: Batch,
     selector: CompleteSelector,
     budget: Int[Tensor, " B"],
-    cuts: Float[Tensor, "K N B H"],
+    tier_thresholds: Float[Tensor, "K N B H"],
     now: Pass,
     key: Float[Tensor, "S D"],
     value: Float[Tensor, "S Dv"],
@@ -25,7 +25,7 @@ def step(
     """
     count = batch.tiers.counts()
     lead = count.shape[1:]  # N B H
-    recent, until = selector.shielded(budget), None
+    recent, until = selector.recent_tokens(budget), None
     if recent is not None:
         until = (now.total - recent)[None, :, None].expand(lead).flatten()
     weakest, place = batch.tiers.weakest(until)
@@ -36,7 +36,7 @@ def step(
             candidate=score.view(lead),
             weakest=weakest.view(count.shape),
             count=count,
-            cuts=cuts,
+            tier_thresholds=tier_thresholds,
             length=now.total,
             budget=budget,
         )

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_paging import RaggedStore, TokenStore
+from kv_paging import PerHeadRankStore, TokenStore
 from kv_policy import DROP, FRESH, CacheShape, CompleteSelector, LayerView, PlanView, Queries
 from kv_runtime.batch import Pass
 from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
@@ -24,7 +24,7 @@ class Group:
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
     fresh: bool
-    store: TokenStore | RaggedStore | None = (
+    store: TokenStore | PerHeadRankStore | None = (
         None  # where they lie; None: in the window, or nowhere yet
     )
     score: Float[Tensor, "B H S"] | None = None
@@ -48,7 +48,7 @@ class Scored:
     order: Int[Tensor, "B H L"] | None  # place in the groups laid side by side; None: as they lie
     position: Int[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
-    gauge: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
+    head_stats: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
     wrong: Bool[Tensor, ""] | None = None  # whether it gave NaN, in a prompt
 
     @classmethod
@@ -116,9 +116,9 @@ def score_layers(
         rope=shape.rope_of(layers.start) if "queries" in selector.reads else None,
     )
     score = expect_scores(selector, view, selector.score(view))
-    gauge = selector.gauge(view) if now.prompt else None
+    head_stats = selector.head_stats(view) if now.prompt else None
     wrong = lacks_numbers(view, score) if now.prompt else None
-    return Scored(tuple(groups), order, view.position, score, gauge, wrong)
+    return Scored(tuple(groups), order, view.position, score, head_stats, wrong)
 
 
 def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
@@ -157,9 +157,9 @@ def plan_layers(
     page: Int[Tensor, "K n H"],
     due: Int[Tensor, " D"] | None,
 ) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n _ H"] | None]:
-    """Plan some layers together; give each group's tiers, layer by layer, and the plan's cuts.
+    """Plan some layers together; give each group's tiers, layer by layer, and the plan's thresholds.
 
-    The cuts are of the sequences that are due.
+    The thresholds are of the sequences that are due.
 
     Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
     beside the budget. Of sequences that are not `due` (None: all are) every token stays.
@@ -178,7 +178,7 @@ def plan_layers(
             [torch.nn.functional.pad(p[rows], (0, width - p.shape[-1]), value=fill) for p in parts]
         )
 
-    gauges = [s.gauge[rows] for s in scored if s.gauge is not None]
+    stats = [s.head_stats[rows] for s in scored if s.head_stats is not None]
     view = PlanView(
         shape=shape,
         first_layer=first_layer,
@@ -187,19 +187,19 @@ def plan_layers(
         tier=stack([s.tier for s in scored], DROP),
         length=length[rows],
         budget=budget[rows],
-        gauge=torch.stack(gauges) if len(gauges) == len(scored) else None,
+        head_stats=torch.stack(stats) if len(stats) == len(scored) else None,
         page=page,
     )
-    plan, cuts = planned(selector, view, window)
+    plan, tier_thresholds = planned(selector, view, window)
     if due is not None:
         plan = _stay(scored, length, window, width).index_copy(1, due, plan)
-    return split(plan), cuts
+    return split(plan), tier_thresholds
 
 
 def planned(
     selector: CompleteSelector, view: PlanView, window: int
 ) -> tuple[UInt8[Tensor, "N B H L"], Float[Tensor, "K N B H"] | None]:
-    """Let a selector plan all but the tokens of a raw window; give its cuts, if it has some."""
+    """Let a selector plan all but the tokens of a raw window; give its thresholds, if it has some."""
     if window:
         held_raw = view.position >= (view.length - window).clamp(min=0)[None, :, None, None]
         view = replace(
@@ -211,10 +211,10 @@ def planned(
     plan = torch.where(view.position >= 0, plan, DROP)
     if selector.decode == "grow":
         return plan, None
-    cuts = selector.cuts(view)
-    if cuts is None:
-        cuts = view.score.new_zeros(selector.tiers, *view.score.shape[:-1])
-    return plan, cuts
+    tier_thresholds = selector.tier_thresholds(view)
+    if tier_thresholds is None:
+        tier_thresholds = view.score.new_zeros(selector.tiers, *view.score.shape[:-1])
+    return plan, tier_thresholds
 
 
 def _stay(

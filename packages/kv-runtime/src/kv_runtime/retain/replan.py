@@ -29,7 +29,7 @@ def replan(
         budget: tokens per head, of every sequence of the batch.
 
     Returns:
-        What the selector's `cuts` said of these sequences, if it is asked.
+        What the selector's `tier_thresholds` said of these sequences, if it is asked.
     """
     layers, together = batch.shape.layers, 1 if selector.scope == "layer" else batch.shape.layers
     longest = max((store.longest for _, store in batch.held_stores), default=1)
@@ -41,9 +41,9 @@ def replan(
             _replan(selector, batch, slice(first, first + together), rows, budget[rows])
             for first in range(0, layers, together)
         )
-        cuts = [x for x in each if x is not None]
-        if cuts:
-            found.append(torch.cat(cuts, 1))
+        tier_thresholds = [x for x in each if x is not None]
+        if tier_thresholds:
+            found.append(torch.cat(tier_thresholds, 1))
     return torch.cat(found, 2) if found else None
 
 
@@ -70,7 +70,7 @@ def _replan(
         budget=budget,
         page=batch.layout.page_tokens[..., layers, :],
     )
-    plan, cuts = planned(selector, view, batch.window_size)
+    plan, tier_thresholds = planned(selector, view, batch.window_size)
     parts = scored.split(plan.flatten(0, 1))
     streams = batch.streams(layers, rows).view(-1, batch.shape.kv_heads)
     # What goes to another tier is decoded on its way, a layer at a time.
@@ -79,7 +79,7 @@ def _replan(
         some = slice(i, i + step)
         mine, kept = [group.of(some) for group in groups], [part[some] for part in parts]
         restack(batch, streams[some].flatten(), mine, kept)
-    return cuts
+    return tier_thresholds
 
 
 def _held(batch: Batch, layers: slice, rows: Int[Tensor, " D"]) -> list[Group]:

@@ -62,7 +62,7 @@ class KeepSelected:
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
-        self._cuts: Float[Tensor, "K N B H"] | None = None  # of the last plan
+        self._thresholds: Float[Tensor, "K N B H"] | None = None  # of the last plan
         self._turns = Turns(selector.replan)
         self._planned: list[int] = []  # sequences that this pass plans
         self._mixed = False  # some read and some generate in this pass
@@ -145,7 +145,7 @@ class KeepSelected:
                 batch.settle()
 
     def compress(self, batch: Batch, pages: int | None = None) -> list[int]:
-        """Plan sequences because pages are short, as `TieredCache.compress` says."""
+        """Plan sequences because pages are short, as `PolicyCache.compress` says."""
         if not self.selector.replan.short:
             return []
         if pages is None:
@@ -162,12 +162,12 @@ class KeepSelected:
 
     def join(self, other: "KeepSelected") -> None:
         """Let the sequences of another batch follow mine; the prompts of both have ended."""
-        mine, theirs = (self._budget, self._cuts), (other._budget, other._cuts)
+        mine, theirs = (self._budget, self._thresholds), (other._budget, other._thresholds)
         assert mine[0] is not None, "budgets are resolved when a prompt is read"
         assert theirs[0] is not None, "budgets are resolved when a prompt is read"
         self._budget = torch.cat((mine[0], theirs[0]))
         if mine[1] is not None and theirs[1] is not None:
-            self._cuts = torch.cat((mine[1], theirs[1]), 2)
+            self._thresholds = torch.cat((mine[1], theirs[1]), 2)
         if self.budgets is not None or other.budgets is not None:
             own = self.budgets or (None,) * len(mine[0])
             self.budgets = own + (other.budgets or (None,) * len(theirs[0]))
@@ -187,10 +187,10 @@ class KeepSelected:
         self.tally.plans += 1
 
     def _replan(self, batch: Batch, sequences: list[int], budget: Int[Tensor, " B"]) -> None:
-        cuts = replan(self.selector, batch, sequences, budget)
-        if cuts is not None:
-            rows = torch.tensor(sequences, dtype=torch.long, device=cuts.device)
-            self._keep_cuts(batch, slice(None), rows, cuts)
+        tier_thresholds = replan(self.selector, batch, sequences, budget)
+        if tier_thresholds is not None:
+            rows = torch.tensor(sequences, dtype=torch.long, device=tier_thresholds.device)
+            self._keep_thresholds(batch, slice(None), rows, tier_thresholds)
 
     def _replan_each(
         self,
@@ -262,8 +262,8 @@ class KeepSelected:
             self.budgets = tuple(self.budgets[i] for i in order)
         if self._budget is not None:
             self._budget = self._budget[source]
-        if self._cuts is not None:
-            self._cuts = self._cuts[:, :, source]
+        if self._thresholds is not None:
+            self._thresholds = self._thresholds[:, :, source]
 
     def _score_step(self, batch: Batch, now: Pass) -> None:
         """Score the layers that generated tokens have attended to since the last time."""
@@ -286,7 +286,7 @@ class KeepSelected:
         due = None
         if len(self._planned) < len(now.total):
             due = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
-        plans, cuts = plan_layers(
+        plans, tier_thresholds = plan_layers(
             self.selector,
             batch.shape,
             first,
@@ -297,8 +297,8 @@ class KeepSelected:
             batch.layout.page_tokens[..., first : first + len(arrivals), :],
             due,
         )
-        if cuts is not None:
-            self._keep_cuts(batch, slice(first, first + len(arrivals)), due, cuts)
+        if tier_thresholds is not None:
+            self._keep_thresholds(batch, slice(first, first + len(arrivals)), due, tier_thresholds)
         held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
             restack(batch, batch.streams(slice(first + i, first + i + 1)), scored[i].groups, plan)
@@ -308,12 +308,14 @@ class KeepSelected:
             each = max(0, batch.pool.used - held) // len(arrivals)
             batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
 
-    def _keep_cuts(
-        self, batch: Batch, layers: slice, due: Int[Tensor, " D"] | None, cuts: Tensor
+    def _keep_thresholds(
+        self, batch: Batch, layers: slice, due: Int[Tensor, " D"] | None, tier_thresholds: Tensor
     ) -> None:
-        if self._cuts is None:
-            self._cuts = cuts.new_zeros(len(cuts), *batch.stores[0].length.shape)
-        self._cuts[:, layers][:, :, slice(None) if due is None else due] = cuts
+        if self._thresholds is None:
+            self._thresholds = tier_thresholds.new_zeros(
+                len(tier_thresholds), *batch.stores[0].length.shape
+            )
+        self._thresholds[:, layers][:, :, slice(None) if due is None else due] = tier_thresholds
 
     def _resolve_again(
         self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]
@@ -360,10 +362,10 @@ class KeepSelected:
             return
         if self._budget is None:
             self._budget = self._resolve(batch, now.total)
-        if self._cuts is None:
+        if self._thresholds is None:
             lead = (self.selector.tiers, *batch.stores[0].length.shape)
-            self._cuts = torch.zeros(lead, device=now.total.device)
-        step(batch, self.selector, self._budget, self._cuts, now, *rows)
+            self._thresholds = torch.zeros(lead, device=now.total.device)
+        step(batch, self.selector, self._budget, self._thresholds, now, *rows)
 
     def _make_room(self, batch: Batch, now: Pass, *rows: Tensor) -> bool:
         """Plan sequences until the pool has the pages that a step takes; False: it never has."""

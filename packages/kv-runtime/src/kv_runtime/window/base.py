@@ -155,7 +155,7 @@ class Window(ABC):
         """Let all sequences go."""
 
 
-class Rings(Window):
+class RingBuffer(Window):
     """Rings of `size` tokens for all layers, sequences and KV heads.
 
     The token at position p of a sequence lies in slot p % size, the same for every layer and head,

@@ -7,10 +7,10 @@ from torch import Tensor
 from kv_attention import DenseTokens
 from kv_paging import TokenStore
 from kv_policy import CacheShape
-from kv_runtime.window.base import Left, Rings, Window, expect_alike
+from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 
-class RawWindow(Rings):
+class RawWindow(RingBuffer):
     """Rings in memory of their own; slots without a token are zeros."""
 
     def __init__(

@@ -11,13 +11,13 @@ from kv_paging import PagePool, TokenStore, read_slots, write_slots
 from kv_paging.streams import expect_joined, join_all, release_all
 from kv_paging.tokens import BOTH, NONE, Stored, Vectors
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
-from kv_runtime.window.base import Left, Rings, Window, expect_alike
+from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[Vectors] = frozenset({"keys"})
 _VALUES: Final[Vectors] = frozenset({"values"})
 
 
-class PagedWindow(Rings):
+class PagedWindow(RingBuffer):
     """A `RawWindow` whose slots lie in pages, as raw tokens.
 
     A sequence takes ceil(size / tokens a page) pages per layer and head when it begins, and gives

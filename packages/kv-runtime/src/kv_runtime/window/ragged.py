@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_attention import DenseTokens
-from kv_paging import Kinds, TokenStore
+from kv_paging import RankGroups, TokenStore
 from kv_paging.streams import select_all
 from kv_policy import PagedTokens
-from kv_runtime.window.base import InOrder, Left, Rings, Window, expect_alike, oldest_first
+from kv_runtime.window.base import InOrder, Left, RingBuffer, Window, expect_alike, oldest_first
 
 
 class RaggedWindow(Window):
@@ -20,7 +20,7 @@ class RaggedWindow(Window):
     Every slot holds what its head's kind takes and no more.
     """
 
-    def __init__(self, kinds: Kinds, members: Sequence[Rings]) -> None:
+    def __init__(self, kinds: RankGroups, members: Sequence[RingBuffer]) -> None:
         """Join the rings of all kinds, each of a layer per cell and a single head."""
         self._kinds = kinds
         self.members = tuple(members)
@@ -196,11 +196,11 @@ class RaggedWindow(Window):
             member.release()
 
     def _each(
-        self, layers: slice, read: Callable[[Rings, slice], Tensor], dim: int
+        self, layers: slice, read: Callable[[RingBuffer, slice], Tensor], dim: int
     ) -> Float[Tensor, "n B H W _"]:
         return torch.stack([self._layer(i, read, dim) for i in self._kinds.layers(layers)])
 
-    def _layer(self, layer: int, read: Callable[[Rings, slice], Tensor], dim: int) -> Tensor:
+    def _layer(self, layer: int, read: Callable[[RingBuffer, slice], Tensor], dim: int) -> Tensor:
         """A layer's vectors of all kinds side by side; `read` gives [cells, B, 1, W, d]."""
         whole: Tensor | None = None
         for kind, member in enumerate(self.members):

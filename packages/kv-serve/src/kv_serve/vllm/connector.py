@@ -20,9 +20,9 @@ from kv_runtime import RequestRows
 from kv_serve.vllm import failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
-from kv_serve.vllm.ledger import Ledger
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
+from kv_serve.vllm.scheduler_state import SchedulerState
 from kv_serve.vllm.spec import PagedSpec
 from kv_serve.vllm.worker import Worker
 
@@ -48,7 +48,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         """Make one end, as vLLM asks for it."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._policy = served_policy(vllm_config)
-        self._ledger: Ledger | None = None
+        self._ledger: SchedulerState | None = None
         self._worker: Worker | None = None
         self._stats: KVConnectorStats | None = None  # since vLLM asked last
 
@@ -108,7 +108,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
     # The scheduler's end.
 
     @property
-    def ledger(self) -> Ledger:
+    def scheduler_state(self) -> SchedulerState:
         """What the scheduler knows of requests."""
         assert self._ledger is not None, "vLLM binds its cache manager before the first step"
         return self._ledger
@@ -122,15 +122,15 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         longest = self._vllm_config.model_config.max_model_len
         failures.watch()
-        self._ledger = Ledger.over(self._policy, kv_cache_manager, longest)
+        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest)
 
     def failed(self, told: Collection[int]) -> set[str]:
         """Give the requests that workers could not go on with, by what vLLM takes for blocks."""
-        return self.ledger.failed({-each for each in told})
+        return self.scheduler_state.failed({-each for each in told})
 
     def on_new_request(self, request: "Request") -> None:
         """Read what the request asks for."""
-        self.ledger.welcome(request)
+        self.scheduler_state.welcome(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -145,17 +145,17 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether workers, if asked, may free blocks, so that nothing is preempted yet."""
-        return self.ledger.ask()
+        return self.scheduler_state.ask()
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Say what the step is about."""
-        return self.ledger.metadata(scheduler_output)
+        return self.scheduler_state.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take note of pages, and give vLLM the blocks back that requests do not need."""
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, WorkerReport):
-            self.ledger.note(reports)
+            self.scheduler_state.note(reports)
             if reports.measured is not None and is_heard(self._vllm_config):
                 later = PolicyStats.of(reports.measured)
                 self._stats = later if self._stats is None else self._stats.aggregate(later)
@@ -175,7 +175,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks may go at once."""
-        self.ledger.finished(request.request_id)
+        self.scheduler_state.finished(request.request_id)
         return False, None
 
     # The end of the process that serves metrics.

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy
-from kv_runtime import Account, Meter, RequestBatch, RequestRows, Tally, TieredCache, page_kernels
+from kv_runtime import Account, Meter, PolicyCache, RequestBatch, RequestRows, Tally, page_kernels
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
 from kv_serve.vllm.names import POISON
@@ -48,7 +48,7 @@ class Worker:
         poison = bool(config.additional_config.get(POISON))
         pool = PagePool.over(data, poison=poison, kernels=page_kernels(backend))
         meter = Meter(shape, Tally()) if is_heard(config) else None
-        empty = TieredCache(
+        empty = PolicyCache(
             policy,
             shape,
             page_tokens=account.block_tokens,

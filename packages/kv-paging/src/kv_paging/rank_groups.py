@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 
-class Kinds:
+class RankGroups:
     """The streams of N layers, B sequences and H heads, sorted by the kind of their layer and head.
 
     A stream has the number ((layer * B) + sequence) * H + head among all, and among those of its

@@ -19,7 +19,7 @@ from kv_paging.table import columns_for, pages_for
 _PATIENCE: Final = 64  # steps after which lengths are read, if nothing else made the host wait
 
 
-class Room:
+class PageReservation:
     """Room for the steps to come, in the pool and in page tables.
 
     Stores come in groups, one for each kind of streams, with a store per tier. Of a group, two
@@ -70,7 +70,7 @@ class Room:
             self._read()
         self._widen()
 
-    def join(self, other: "Room") -> None:
+    def join(self, other: "PageReservation") -> None:
         """Join the stores of the other to these, and know bounds that hold for all streams.
 
         What is promised is for the streams there were, so the next step asks the pool anew.

@@ -11,8 +11,8 @@ import torch
 from kv_policy import Budget, CacheShape, parse
 
 if TYPE_CHECKING:
-    from kv_serve.vllm.ledger import Ledger
     from kv_serve.vllm.messages import StepMetadata
+    from kv_serve.vllm.scheduler_state import SchedulerState
     from kv_serve.vllm.spec import PagedManager
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
@@ -20,12 +20,12 @@ SHORT = "kv-compress:rate=2,short=true+k8v4"
 
 
 @pytest.fixture
-def ledger(manager_of: Callable[..., "PagedManager"]) -> Callable[[str], "Ledger"]:
-    def made(text: str) -> "Ledger":
-        from kv_serve.vllm.ledger import Ledger
+def state(manager_of: Callable[..., "PagedManager"]) -> Callable[[str], "SchedulerState"]:
+    def made(text: str) -> "SchedulerState":
+        from kv_serve.vllm.scheduler_state import SchedulerState
 
         policy = parse(text)
-        return Ledger(policy, manager_of(policy, SHAPE, 40))
+        return SchedulerState(policy, manager_of(policy, SHAPE, 40))
 
     return made
 
@@ -35,17 +35,17 @@ def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, num_tokens=tokens, sampling_params=sampling)
 
 
-def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
+def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
     """A step of requests: tokens before it, and its own; blocks are taken for them."""
     for name, (computed, tokens) in turns.items():
-        ledger.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
+        state.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
     begun = [SimpleNamespace(req_id=n, num_computed_tokens=c) for n, (c, _) in turns.items()]
     cached = SimpleNamespace(
         req_ids=[each.req_id for each in begun],
         num_computed_tokens=[each.num_computed_tokens for each in begun],
     )
     none = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return ledger.metadata(
+    return state.metadata(
         SimpleNamespace(
             scheduled_new_reqs=begun if new else [],
             scheduled_cached_reqs=none if new else cached,
@@ -54,8 +54,8 @@ def step(ledger: "Ledger", new: bool = False, **turns: tuple[int, int]) -> "Step
     )
 
 
-def free(ledger: "Ledger", name: str) -> None:
-    manager = ledger.manager
+def free(state: "SchedulerState", name: str) -> None:
+    manager = state.manager
     manager.block_pool.free_blocks(reversed(manager.pop_blocks_for_free(name)))
 
 
@@ -66,9 +66,9 @@ def states(orders: "StepMetadata") -> dict[str, tuple[bool, bool, int]]:
 
 
 def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
 ) -> None:
-    book = ledger("streaming:budget=12")
+    book = state("streaming:budget=12")
     asked = request("a", 33)
     book.welcome(asked)
     orders = step(book, new=True, a=(0, 16))
@@ -88,9 +88,9 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
 
 
 def test_a_session_that_has_more_to_read_after_its_answer_fails(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
 ) -> None:
-    book = ledger("streaming:budget=12")
+    book = state("streaming:budget=12")
     book.welcome(request("a", 20))
     (first,) = step(book, new=True, a=(0, 20)).requests.values()
     assert first.refused is None
@@ -101,9 +101,9 @@ def test_a_session_that_has_more_to_read_after_its_answer_fails(
 
 
 def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
 ) -> None:
-    book = ledger("streaming:budget=12")
+    book = state("streaming:budget=12")
     for name in "ab":
         book.welcome(request(name, 20))
     old = {
@@ -117,8 +117,8 @@ def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
     assert new["b"] == old["b"]
 
 
-def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"]) -> None:
-    book = ledger("streaming:budget=12")
+def test_who_is_gone_is_told_once_and_forgotten(state: Callable[[str], "SchedulerState"]) -> None:
+    book = state("streaming:budget=12")
     for name in "abc":
         book.welcome(request(name, 20, kv_budget=16))
     step(book, new=True, a=(0, 20), b=(0, 20))
@@ -135,11 +135,11 @@ def test_who_is_gone_is_told_once_and_forgotten(ledger: Callable[[str], "Ledger"
 
 
 def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
 ) -> None:
     from kv_serve.vllm.messages import RequestPages, WorkerReport
 
-    book = ledger("streaming:budget=12")
+    book = state("streaming:budget=12")
     book.welcome(request("a", 16))
     old = step(book, new=True, a=(0, 16))
     first = book.manager.owned("a")[0]
@@ -156,11 +156,11 @@ def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
 
 
 def test_blocks_are_asked_for_until_an_answer_frees_none(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
 ) -> None:
     from kv_serve.vllm.messages import RequestPages, WorkerReport
 
-    book = ledger(SHORT)
+    book = state(SHORT)
     book.welcome(request("a", 320))
     step(book, new=True, a=(0, 320))
     asked = 0
@@ -180,9 +180,9 @@ def test_blocks_are_asked_for_until_an_answer_frees_none(
 
 @pytest.mark.parametrize("text", ["kv-compress:rate=2+k8v4", "k8v4:window=8"])
 def test_who_has_nothing_to_compress_is_not_asked(
-    ledger: Callable[[str], "Ledger"], text: str
+    state: Callable[[str], "SchedulerState"], text: str
 ) -> None:
-    book = ledger(text)
+    book = state(text)
     assert not book.ask()
     assert not step(book).short
 
@@ -201,12 +201,12 @@ def test_reports_of_several_workers_say_what_most_of_them_need() -> None:
 
 
 def test_a_bad_budget_is_logged_and_its_request_fails(
-    ledger: Callable[[str], "Ledger"],
+    state: Callable[[str], "SchedulerState"],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    book = ledger("snapkv:budget=64,window=16")
+    book = state("snapkv:budget=64,window=16")
     for name, given in (("a", 32), ("b", "25%"), ("c", "plenty"), ("d", 3)):
         book.welcome(request(name, 20, kv_budget=given))
     book.welcome(SimpleNamespace(request_id="pooling", num_tokens=9, sampling_params=None))
@@ -241,12 +241,12 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     longest: int,
     warned: bool,
 ) -> None:
-    from kv_serve.vllm.ledger import Ledger
+    from kv_serve.vllm.scheduler_state import SchedulerState
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
-    Ledger.over(policy, SimpleNamespace(coordinator=coordinator), longest)
+    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), longest)
     said = [record.getMessage() for record in caplog.records]
     assert any(
         f"keeps every token of a request of max_model_len, {longest}" in x for x in said

@@ -21,7 +21,7 @@ logger = init_logger("vllm.kv_serve")
 
 
 @dataclass(slots=True)
-class Ledger:
+class SchedulerState:
     """Requests as the scheduler knows them."""
 
     policy: KVPolicy
@@ -38,7 +38,7 @@ class Ledger:
     answered: bool = False  # workers compressed what they could, and blocks are short still
 
     @classmethod
-    def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "Ledger":
+    def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "SchedulerState":
         """Find our manager among vLLM's.
 
         Raises:

@@ -11,7 +11,7 @@ from kv_paging.table import pages_for
 from kv_paging.tokens import BOTH, Stored
 
 
-class BlockTier:
+class ResidualTier:
     """Full blocks in the tier's format, and fewer tokens than a block in the raw one.
 
     A stream's tokens wait raw until they are as many as a block; then they are encoded as one, and
