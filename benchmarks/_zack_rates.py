@@ -39,10 +39,10 @@ def nats(loaded: LoadedModel, spec: str, size: Size) -> tuple[float, float, floa
     value = cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
     if cache is None:
         return float(value), 0.0, 1.0
-    bases, report = cache.tiered.bases, cache.memory()
+    bases, report = cache.runtime.bases, cache.memory()
     assert bases is not None
     kept = sum(map(sum, (*bases.key_dims, *bases.value_dims)))
-    shape = cache.tiered.shape
+    shape = cache.runtime.shape
     whole = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
     return float(value), 1 - kept / whole, report.ratio
 

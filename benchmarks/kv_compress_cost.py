@@ -104,7 +104,7 @@ def waiting(loaded: LoadedModel, prompt: torch.Tensor) -> CompressedCache:
     spec = f"kv-compress:budget={prompt.shape[1]},every=1"
     cache = CompressedCache(loaded.model, spec, backend="torch")
     read(loaded.model, cache, prompt)
-    keeper = cache.tiered._keeper
+    keeper = cache.runtime._keeper
     assert isinstance(keeper, keep_selected.KeepSelected)
     selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
     assert selector is not None
@@ -122,10 +122,10 @@ def stored_row(
         cache = waiting(loaded, prompt)
         before = cache.memory()
         began = time.perf_counter()
-        cache.tiered._keeper._again(cache.tiered.batch)
+        cache.runtime._keeper._again(cache.runtime.batch)
         seconds.append(time.perf_counter() - began)
     cache = waiting(loaded, prompt)
-    peak = most_held(lambda: cache.tiered._keeper._again(cache.tiered.batch))
+    peak = most_held(lambda: cache.runtime._keeper._again(cache.runtime.batch))
     after = cache.memory()
     return {
         "kind": "stored",

@@ -152,7 +152,7 @@ def page_rows(loaded: LoadedModel, size: Size) -> list[dict[str, object]]:
         cache = CompressedCache(loaded.model, f"kv-compress:rate={rate}")
         read(loaded.model, cache, prompt)
         memory = cache.memory()
-        streams, page = memory.tokens.numel(), cache.tiered.layout.pages[0][0].tokens
+        streams, page = memory.tokens.numel(), cache.runtime.layout.pages[0][0].tokens
         tokens = max(128, prompt.shape[1] // rate)
         found.append(
             {

@@ -31,7 +31,7 @@ try:
     import kv_runtime
     Cache = getattr(kv_runtime, "PolicyCache", None) or kv_runtime.PolicyCache
 except ImportError:
-    from kv_serve.tiered import PolicyCache as Cache
+    from kv_serve.runtime import PolicyCache as Cache
 torch.set_num_threads(1)
 shape = CacheShape({layers}, 3, 3, 64, 64, torch.bfloat16)
 draw = torch.Generator().manual_seed(0)

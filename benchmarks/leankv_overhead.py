@@ -127,7 +127,7 @@ def filled(cache: PolicyCache, batch: int, tokens: int) -> None:
 def decoded(loaded: LoadedModel, batch: int, tokens: int, steps: int) -> dict[str, object]:
     """Decode over a filled cache, and give medians over the steps."""
     cache = CompressedCache(loaded.model, SPEC, backend="torch")
-    filled(cache.tiered, batch, tokens)
+    filled(cache.runtime, batch, tokens)
     token = torch.full((batch, 1), 500)
     spent: list[Counter[str]] = []
     for _ in range(steps + 2):
@@ -240,7 +240,7 @@ def main() -> None:
     if arguments.quick:
         sizes, steps, times, prompt = [(1, 200), (2, 200)], 3, 1, 300
     loaded = load_model(progress=CONSOLE.print)
-    shape = CompressedCache(loaded.model, SPEC, backend="torch").tiered.shape
+    shape = CompressedCache(loaded.model, SPEC, backend="torch").runtime.shape
     small = CacheShape(4, shape.kv_heads, shape.group, shape.key_dim, shape.value_dim, shape.dtype)
     rows: list[dict[str, object]] = []
 

@@ -95,7 +95,7 @@ def prompt_of(loaded: LoadedModel, tokens: int) -> Tensor:
 
 def selected(spec: str, cache: CompressedCache, length: int) -> Row:
     """Count the tokens of the first tier of a cache that has read a prompt, by place."""
-    batch = cache.tiered.batch
+    batch = cache.runtime.batch
     assert batch is not None
     shape = batch.shape
     there = torch.zeros(shape.layers, shape.kv_heads, length + 1, dtype=torch.bool)
@@ -237,7 +237,7 @@ def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
     prompt = prompt_of(loaded, tokens)
     caches = {spec: CompressedCache(loaded.model, spec) for spec in SELECTORS}
     first, *others = caches.values()
-    first.tiered.share_prefill([other.tiered for other in others])  # one attention for all
+    first.runtime.share_prefill([other.runtime for other in others])  # one attention for all
     read(loaded.model, first, prompt)
     yield from (selected(spec, cache, tokens) for spec, cache in caches.items())
     file = folder / "found.safetensors"

@@ -22,14 +22,14 @@ from _compiled import Launch, compiled, launches_of
 from rich.console import Console
 from rich.progress import track
 
-from kv_attention.gpu.arguments import Part, dense_part, paged_part
+from kv_attention.gpu.arguments import PartArguments, dense_part, paged_part
 from kv_attention.gpu.attention_mass import look_back, watch
 from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
 from kv_paging import PagePool, Tiers, fit, triton_kernels
-from kv_paging.work import Choice, Tokens
+from kv_paging.work import NewTokens, Placement
 from kv_policy import (
     CacheShape,
     Observe,
@@ -81,20 +81,24 @@ def pages_of(name: str, dims: tuple[int, int] = SAME) -> PagedTokens:
     )
 
 
-def fresh(length: int, dims: tuple[int, int] = SAME, dtype: torch.dtype = torch.bfloat16) -> Part:
+def fresh(
+    length: int, dims: tuple[int, int] = SAME, dtype: torch.dtype = torch.bfloat16
+) -> PartArguments:
     """Plain tokens."""
     key, value = (torch.empty(BATCH, HEADS, length, dim, dtype=dtype) for dim in dims)
     place = torch.zeros(BATCH, length, dtype=torch.long)
     return dense_part(DenseTokens(key, value, place, full=True), HEADS)
 
 
-def queries(part: Part, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def queries(
+    part: PartArguments, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries that fit the keys of a part, and their positions."""
     q = torch.empty(BATCH, HEADS, GROUP, length, part.key[1], dtype=dtype)
     return q, torch.zeros(BATCH, length, dtype=torch.long)
 
 
-def steps(part: Part, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
+def steps(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
     """A decode step that nobody observes, and one that somebody does."""
     q, position = queries(part, 1, dtype)
     decode(q, position, [part], part.value[1], 0.1, machine)
@@ -104,7 +108,7 @@ def steps(part: Part, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> 
         watch(done, position, [part], [place], what)
 
 
-def prompts(part: Part, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
+def prompts(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
     """A chunk of a prompt over this part and itself, and what is observed of this part."""
     q, position = queries(part, 512, dtype)
     itself = fresh(512, (part.key[1], part.value[1]), dtype)
@@ -141,8 +145,10 @@ def pages(name: str) -> None:
         triton_kernels.accumulate(whole, every, before, score, score.long(), running)
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
     tier = torch.zeros(streams, dtype=torch.uint8)
-    new = Tokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
-    moved = both.work(Choice(tier, tier, tier + 1), torch.zeros(2, streams, dtype=torch.long), new)
+    new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
+    moved = both.work(
+        Placement(tier, tier, tier + 1), torch.zeros(2, streams, dtype=torch.long), new
+    )
     triton_kernels.step(pool, [moved])
 
 

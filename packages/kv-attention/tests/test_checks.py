@@ -8,7 +8,7 @@ import torch
 
 from kv_attention import (
     BACKENDS,
-    Choice,
+    BackendChoice,
     DenseTokens,
     attend,
     available,
@@ -140,11 +140,11 @@ def with_native(patch, reason):
 def test_the_fastest_backend_for_a_device_is_chosen():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
-        assert choose_backend("cpu") == Choice("cpu", {})
-        assert choose_backend(torch.device("cuda", 1)) == Choice("torch", {})
+        assert choose_backend("cpu") == BackendChoice("cpu", {})
+        assert choose_backend(torch.device("cuda", 1)) == BackendChoice("torch", {})
         with_native(patch, "it was not built")
-        assert choose_backend("cpu") == Choice("torch", {"cpu": "it was not built"})
-        assert choose_backend("meta") == Choice("torch", {})
+        assert choose_backend("cpu") == BackendChoice("torch", {"cpu": "it was not built"})
+        assert choose_backend("meta") == BackendChoice("torch", {})
 
 
 def test_a_backend_that_cannot_serve_a_device_is_refused():

@@ -7,7 +7,7 @@ import torch
 
 from kv_attention import DenseTokens
 from kv_attention.gpu import tuning
-from kv_attention.gpu.arguments import Part, dense_part
+from kv_attention.gpu.arguments import PartArguments, dense_part
 from kv_attention.gpu.tuning import Machine, Tiling, classes, tiling, tuned
 
 UNKNOWN = Machine("sm_75", 1, True)
@@ -27,7 +27,7 @@ TABLE = {
 }
 
 
-def plain(dim: int, dtype: torch.dtype) -> Part:
+def plain(dim: int, dtype: torch.dtype) -> PartArguments:
     """Tokens that are in no pages."""
     key = torch.zeros(1, 1, 4, dim, dtype=dtype)
     return dense_part(DenseTokens(key, key, torch.zeros(1, 4, dtype=torch.long), full=True), 1)

@@ -12,7 +12,7 @@ from kv_cpu.pages import declined
 from kv_paging import PagePool
 from kv_paging.kernels import chosen
 from kv_paging.kernels import declined as declined_by
-from kv_paging.work import Choice, DecodeStep, Tokens
+from kv_paging.work import DecodeStep, NewTokens, Placement
 from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
@@ -108,9 +108,9 @@ def test_whatever_a_step_is_told(isa, data):
     ]
     work = DecodeStep(
         members,
-        Choice(*(kind.to(torch.uint8) for kind in kinds)),
+        Placement(*(kind.to(torch.uint8) for kind in kinds)),
         some(data, -1, ROOM, 2, STREAMS),
-        Tokens(torch.randn(3, 5), torch.randn(3, 3), torch.randn(3), torch.arange(3)),
+        NewTokens(torch.randn(3, 5), torch.randn(3, 3), torch.randn(3), torch.arange(3)),
     )
     ring = [pool.ring.ids, pool.ring.start, pool.ring.count]
     tried(pool, [*tables, *lengths, *ring], lambda: native.step(pool, [work]))

@@ -269,9 +269,9 @@ def test_a_step_can_be_captured_and_replayed() -> None:
 
 
 def _work(rest: list[Tensor]) -> tuple[object, ...]:
-    from kv_paging.work import Placement, Tokens
+    from kv_paging.work import NewTokens, Placement
 
-    return Placement(*rest[:3]), rest[3], Tokens(*rest[4:])
+    return Placement(*rest[:3]), rest[3], NewTokens(*rest[4:])
 
 
 def test_what_is_not_for_these_kernels_goes_to_torch() -> None:

@@ -6,7 +6,7 @@ import torch
 from kv_paging import PagePool
 from kv_policy import CacheShape, parse
 from kv_runtime.cache import PolicyCache
-from kv_runtime.measure import EVERY, Held, Measured, Meter, held_by
+from kv_runtime.measure import EVERY, Measured, Meter, RequestHeld, held_by
 from kv_runtime.stats import Tally
 from measured import SOME
 
@@ -146,10 +146,10 @@ def test_sums_add_up_what_each_request_saved_at_its_most() -> None:
     full = SHAPE.token_bytes
     counted = []
     for held in (
-        {1: Held(2, 10, 40)},  # nothing is dropped
-        {1: Held(1, 11, 24), 2: Held(1, 4, 16)},  # 20 of 44 are
-        {1: Held(9, 12, 26), 2: Held(1, 5, 20)},  # pages were opened
-        {3: Held(1, 7, 20)},  # both are gone, and one began anew
+        {1: RequestHeld(2, 10, 40)},  # nothing is dropped
+        {1: RequestHeld(1, 11, 24), 2: RequestHeld(1, 4, 16)},  # 20 of 44 are
+        {1: RequestHeld(9, 12, 26), 2: RequestHeld(1, 5, 20)},  # pages were opened
+        {3: RequestHeld(1, 7, 20)},  # both are gone, and one began anew
         {},
     ):
         counted.append(meter.step(pool, held, read=bool(held)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_policy import KVPolicy, compose, parse
 from kv_runtime.cache import PolicyCache
-from kv_runtime.token_rows import Part
+from kv_runtime.token_rows import TokenRows
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
 
 QUERIES = SHAPE.kv_heads * SHAPE.group
@@ -50,7 +50,7 @@ def answers(policy: KVPolicy, *, used_again: bool) -> list[Tensor]:
     steps = [(9, True, True), (8, True, False), *([(1, False, False)] * 6)]
     found = []
     for tokens, prompt, more in steps:
-        part = Part.of(cache, torch.arange(tokens)[None], torch.device("cpu"))
+        part = TokenRows.of(cache, torch.arange(tokens)[None], torch.device("cpu"))
         part.begin(prompt=prompt, more=more)
         for layer in range(SHAPE.layers):
             whole, three = brought(tokens, g)
@@ -85,7 +85,7 @@ def test_rows_are_those_of_the_tokens_wherever_they_lie(data, ordered, extra, co
     output = torch.full((len(step), QUERIES, SHAPE.value_dim), 7.0)
 
     ours, wanted = cache_of(sequences), cache_of(sequences)
-    part = Part.of(ours, row, torch.device("cpu"))
+    part = TokenRows.of(ours, row, torch.device("cpu"))
     part.begin(prompt=columns > 1, more=False)
     wanted.begin(row >= 0, prompt=columns > 1)
     for layer in range(SHAPE.layers):

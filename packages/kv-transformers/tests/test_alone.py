@@ -32,7 +32,7 @@ def selectors() -> list[str]:
 
 def kept(cache: CompressedCache) -> list[list[tuple[int, int]]]:
     """Positions and tiers that each stream holds, stream after stream."""
-    batch = cache.tiered.batch
+    batch = cache.runtime.batch
     found: list[list[tuple[int, int]]] = [[] for _ in range(batch.stores[0].length.numel())]
     for tier, store in zip(batch.tiers.tier, batch.stores, strict=True):
         read = store.read(store.streams())

@@ -106,7 +106,7 @@ def test_an_empty_prompt(make) -> None:
     cache = CompressedCache(make(), "k8v4")
     for shape in [(1, 0), (0, 4)]:
         with pytest.raises(ValueError, match="prompt is empty"):
-            cache.tiered.begin(torch.ones(shape, dtype=torch.bool))
+            cache.runtime.begin(torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("policy", ["k8v4", "streaming:budget=8"])

@@ -52,7 +52,7 @@ def test_a_copy_and_what_it_is_a_copy_of_answer_as_fresh_caches(model, policy) -
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
     for each in (cache, second):
-        each.tiered.batch.pool.check(each.tiered.batch.pages())
+        each.runtime.batch.pool.check(each.runtime.batch.pages())
 
 
 @pytest.mark.parametrize("policy", POLICIES[1::4])
@@ -85,7 +85,7 @@ def test_what_is_let_go_gives_its_memory_back_at_once(model, policy) -> None:
     reader = Reader(model, policy)
     cache = started(reader)
     second = copy.deepcopy(cache)
-    watched = [weakref.ref(each.tiered.batch.pool) for each in (cache, second)]
+    watched = [weakref.ref(each.runtime.batch.pool) for each in (cache, second)]
     gc.disable()
     try:
         del second
@@ -130,7 +130,7 @@ def test_what_cannot_be_copied_or_saved_says_what_can(model) -> None:
     for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(TypeError, match="save the token ids and the policy's text"):
             save(cache)
-    cache.tiered.begin(torch.ones(3, 1, dtype=torch.bool))
+    cache.runtime.begin(torch.ones(3, 1, dtype=torch.bool))
     with pytest.raises(RuntimeError, match=r"stopped at layer 0 of 2.*reset\(\)"):
         copy.deepcopy(cache)
     with pytest.raises(RuntimeError, match="stopped at layer 0 of 2"):

@@ -40,8 +40,8 @@ def test_what_is_cropped_leaves_no_trace(model, policy, where) -> None:
         cropped = copy.deepcopy(whole)
         cropped.crop(keep - mask.shape[1])
         assert cropped.get_seq_length() == keep
-        assert cropped.tiered.batch.seen.tolist() == mask[:, :keep].sum(1).tolist()
-        cropped.tiered.batch.pool.check(cropped.tiered.batch.pages())
+        assert cropped.runtime.batch.seen.tolist() == mask[:, :keep].sum(1).tolist()
+        cropped.runtime.batch.pool.check(cropped.runtime.batch.pages())
         again = torch.cat((mask[:, :keep], torch.ones(3, 3, dtype=torch.bool)), 1)
         fresh = torch.cat((ids[:, :keep], ids[:, -3:]), 1)
         got = reader.read(cropped, fresh, again, keep, keep + 3)
@@ -69,7 +69,7 @@ def test_beams_are_cropped_by_their_own_padding(model) -> None:
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
     cache.crop(-2)
-    assert cache.tiered.batch.seen.tolist() == [3, 3, 4, 4]
+    assert cache.runtime.batch.seen.tolist() == [3, 3, 4, 4]
 
 
 def test_a_crop_under_inference_mode_goes_on_outside(model) -> None:

@@ -318,7 +318,7 @@ def test_a_basis_that_changed_since_is_refused(make, monkeypatch) -> None:
         monkeypatch.setitem(basis.turn, "by", 7)
         with pytest.raises(ValueError, match="as it was before its file changed"):
             CompressedCache(model, basis)
-    assert not other.tiered.bases.same_as(CompressedCache(model, basis).tiered.bases)
+    assert not other.runtime.bases.same_as(CompressedCache(model, basis).runtime.bases)
 
 
 @dataclass(frozen=True)

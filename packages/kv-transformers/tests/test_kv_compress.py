@@ -12,7 +12,7 @@ PAGE = 4
 
 def kept(cache: CompressedCache) -> list[list[int]]:
     """The positions that each stream holds in any of its stores, stream after stream."""
-    batch = cache.tiered.batch
+    batch = cache.runtime.batch
     found: list[list[int]] = [[] for _ in range(batch.stores[0].length.numel())]
     for store in batch.stores:
         read = store.read(store.streams())
@@ -83,13 +83,13 @@ def test_eviction_and_leankvs_tiers_multiply(make, compressed) -> None:
     ids = torch.randint(3, 101, (1, 120))
     cache = compressed(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
     model(ids, **passing(model, cache))
-    counts = cache.tiered.batch.tiers.counts()
+    counts = cache.runtime.batch.tiers.counts()
     assert int(counts.sum()) <= 24 * 6  # beside the window
     assert int(counts[0].sum()) > 0
     assert int(counts[1].sum()) > 0
     for _ in range(20):
         model(torch.full((1, 1), 5), **passing(model, cache))
-    assert int(cache.tiered.batch.tiers.counts().sum()) == int(counts.sum()) + 20 * 6
+    assert int(cache.runtime.batch.tiers.counts().sum()) == int(counts.sum()) + 20 * 6
 
 
 @torch.no_grad()

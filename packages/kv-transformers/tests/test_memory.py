@@ -21,7 +21,7 @@ POLICIES = [
 
 def held(cache: CompressedCache) -> int:
     """Bytes of every tensor that the cache reaches, each storage counted once."""
-    found, queue, known = {}, [cache.tiered.batch], set()
+    found, queue, known = {}, [cache.runtime.batch], set()
     while queue:
         thing = queue.pop()
         if id(thing) in known:
@@ -63,7 +63,7 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
         )
         assert min(named) >= 0
         assert sum(named) == report.total_bytes
-        assert report.pages_held_bytes == cache.tiered.batch.pool.data.numel()
+        assert report.pages_held_bytes == cache.runtime.batch.pool.data.numel()
         # Counters of a few numbers (tokens seen, ends of the free list) are not memory to account.
         assert 0 <= held(cache) - report.total_bytes <= 64
 

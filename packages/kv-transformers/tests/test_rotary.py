@@ -86,7 +86,7 @@ def test_bfloat16_tells_rotations_apart() -> None:
 def test_a_layer_without_positions_is_known_and_served() -> None:
     model = made(CONFIGS["smollm3, a layer of two"])
     cache = CompressedCache(model, READS)
-    turning, still = cache.tiered.shape.rope.each
+    turning, still = cache.runtime.shape.rope.each
     assert len(turning.frequencies) == 8
     assert still == Rope((), ())
     model(torch.randint(3, 101, (2, 60)), **passing(model, cache))

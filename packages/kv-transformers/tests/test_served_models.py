@@ -125,7 +125,7 @@ def test_layers_that_are_all_alike_are_served_whatever_their_heads_are_called() 
     config = gemma4(layer_types=["full_attention"] * 4)
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = CompressedCache(model, "raw")
-    assert cache.tiered.shape.key_dim == 16
+    assert cache.runtime.shape.key_dim == 16
     options = {"max_new_tokens": 4, "do_sample": False}
     want = model.generate(IDS, **options)
     assert torch.equal(model.generate(IDS, **options, **passing(model, cache)), want)

@@ -111,7 +111,7 @@ def test_an_error_or_an_interrupt_leaves_nothing_behind(monkeypatch) -> None:
         def fail(*args: object, error: type[BaseException] = error) -> None:
             raise error
 
-        monkeypatch.setattr(cache.tiered, "attend", fail)
+        monkeypatch.setattr(cache.runtime, "attend", fail)
         with pytest.raises(error):
             model(IDS, **passing(model, cache))
         assert torch.equal(model(IDS).logits, want)

@@ -4,7 +4,7 @@ from kv_attention.attention import attend
 from kv_attention.backends import (
     BACKENDS,
     Backend,
-    Choice,
+    BackendChoice,
     Instructions,
     available,
     check_backend,
@@ -18,7 +18,7 @@ __all__ = [
     "BACKENDS",
     "Attended",
     "Backend",
-    "Choice",
+    "BackendChoice",
     "DenseTokens",
     "HeadGroup",
     "Instructions",

@@ -63,7 +63,7 @@ class Instructions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """The fastest backend that can be used for a device, and why each faster one cannot."""
 
     name: str
@@ -122,7 +122,7 @@ def available() -> dict[str, str | None]:
     return {name: backend.missing() for name, backend in BACKENDS.items()}
 
 
-def choose_backend(device: torch.device | str) -> Choice:
+def choose_backend(device: torch.device | str) -> BackendChoice:
     """Choose the fastest backend that can be used here for tensors on a device.
 
     >>> choose_backend("meta")
@@ -134,9 +134,9 @@ def choose_backend(device: torch.device | str) -> Choice:
         if kind in BACKENDS[name].devices:
             reason = BACKENDS[name].missing()
             if reason is None:
-                return Choice(name, passed_over)
+                return BackendChoice(name, passed_over)
             passed_over[name] = reason
-    return Choice("torch", passed_over)
+    return BackendChoice("torch", passed_over)
 
 
 def check_backend(name: str, device: torch.device | str) -> None:

@@ -5,12 +5,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.partial import Partial
-from kv_attention.parts import Part, block_sizes
+from kv_attention.parts import AttentionPart, block_sizes
 from kv_attention.vectors import Vectors
 
 
 def blockwise(
-    q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Part, value_dim: int
+    q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: AttentionPart, value_dim: int
 ) -> Partial:
     """Attend to a part, block after block; each block of tokens is read once.
 

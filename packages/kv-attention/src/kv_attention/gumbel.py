@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
-from kv_attention.parts import Part, block_sizes, reach
+from kv_attention.parts import AttentionPart, block_sizes, reach
 
 
 def noise(query: Int[Tensor, "..."], token: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -38,7 +38,7 @@ def perturb(
 def perturbed_lse(
     q: Float[Tensor, "B H G L D"],
     position: Int[Tensor, "B L"],
-    parts: Sequence[Part],
+    parts: Sequence[AttentionPart],
     temperature: float,
 ) -> Float[Tensor, "B H G L"]:
     """Sum up the exponentials of perturbed logits over all parts, as a logarithm."""

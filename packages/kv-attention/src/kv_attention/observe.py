@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_attention.blockwise import logits
 from kv_attention.gumbel import perturb
-from kv_attention.parts import Part, block_sizes, reach
+from kv_attention.parts import AttentionPart, block_sizes, reach
 from kv_policy import Observe
 
 _NEAR: Final = 256  # tokens in a block where queries come among them
@@ -27,7 +27,7 @@ def observe_part(
     q: Float[Tensor, "B H G L D"],
     position: Int[Tensor, "B L"],
     lse: Float[Tensor, "B H G L"],
-    part: Part,
+    part: AttentionPart,
     observe: Observe,
 ) -> Sums:
     """Sum the attention that each token of a part got, and count the queries that it came from.
@@ -89,7 +89,7 @@ def _terms(
 
 
 def _counts(
-    position: Int[Tensor, "B L"], part: Part, at: slice, observe: Observe, all_real: bool
+    position: Int[Tensor, "B L"], part: AttentionPart, at: slice, observe: Observe, all_real: bool
 ) -> Bool[Tensor, "B _ _ S"] | None:
     """Which queries count for which tokens; None: all for all."""
     query = position[:, None, :, None]

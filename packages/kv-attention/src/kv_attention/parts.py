@@ -154,7 +154,7 @@ class DensePart:
         return x[:, :, at].to(self.dtype).flatten(0, 1)
 
 
-Part: TypeAlias = PagedPart | DensePart
+AttentionPart: TypeAlias = PagedPart | DensePart
 
 
 def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int
 
 
 def reach(
-    position: Int[Tensor, "B L"], part: Part, spans: Sequence[slice], skip: int
+    position: Int[Tensor, "B L"], part: AttentionPart, spans: Sequence[slice], skip: int
 ) -> list[list[int]]:
     """For each run of tokens the first query that may count, and the first from which all do.
 

@@ -13,7 +13,7 @@ from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
 
-class Tokens(NamedTuple):
+class ReferenceTokens(NamedTuple):
     """The tokens of one stream in one part; stored ones precede every query."""
 
     key: Float[Tensor, "S D"]
@@ -70,7 +70,7 @@ def _attend(
             ]
             if not parts:
                 continue
-            every = Tokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
+            every = ReferenceTokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
             sees = visible(position[b], every)
             p = softmax(q[b, h].double() @ every.key.mT * scale, sees)
             out[b, h] = p @ every.value
@@ -95,7 +95,9 @@ def _attend(
     return Attended(out.to(q.dtype), tuple(part[0] for part in cast), tuple(seen), also)
 
 
-def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h: int) -> Tokens:
+def paged(
+    pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h: int
+) -> ReferenceTokens:
     """Decode one stream of a tier."""
     layout, count = pages.layout, int(pages.length[b, h])
     form = layout.format
@@ -116,7 +118,7 @@ def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h:
         start = layout.position_offset
         stored = pages.data[table, start : start + 4 * layout.tokens].reshape(-1, 4)
         held = stored.view(torch.int32)[:count, 0] >= 0
-    return Tokens(
+    return ReferenceTokens(
         key.reshape(-1, form.key.dim)[:count].double().masked_fill(~held[:, None], 0),
         value.reshape(-1, form.value.dim)[:count].double().masked_fill(~held[:, None], 0),
         place.masked_fill(~held, -1),
@@ -124,11 +126,11 @@ def paged(pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h:
     )
 
 
-def plain(tokens: DenseTokens, b: int, h: int) -> Tokens:
+def plain(tokens: DenseTokens, b: int, h: int) -> ReferenceTokens:
     """Take one stream of plain tensors; places without a token become zeros."""
     position = tokens.position[b]
     empty = (position < 0)[:, None]
-    return Tokens(
+    return ReferenceTokens(
         tokens.key[b, h].double().masked_fill(empty, 0),
         tokens.value[b, h].double().masked_fill(empty, 0),
         position,
@@ -136,7 +138,7 @@ def plain(tokens: DenseTokens, b: int, h: int) -> Tokens:
     )
 
 
-def visible(position: Int[Tensor, " L"], tokens: Tokens) -> Bool[Tensor, "L S"]:
+def visible(position: Int[Tensor, " L"], tokens: ReferenceTokens) -> Bool[Tensor, "L S"]:
     """Say which tokens a query sees; a padding query sees none."""
     query = position[:, None]
     before = (tokens.position >= 0) & (tokens.position <= query)

@@ -15,7 +15,7 @@ from kv_attention.blockwise import blockwise
 from kv_attention.gumbel import perturbed_lse
 from kv_attention.observe import last_queries, observe_part
 from kv_attention.partial import Partial
-from kv_attention.parts import DensePart, PagedPart, Part
+from kv_attention.parts import AttentionPart, DensePart, PagedPart
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
@@ -29,7 +29,7 @@ class Forward(NamedTuple):
     q: Float[Tensor, "B H G L D"]
     position: Int[Tensor, "B L"]
     scale: float
-    parts: Sequence[Part]
+    parts: Sequence[AttentionPart]
     out: Float[Tensor, "B H G L Dv"]
     lse: Float[Tensor, "B H G L"]
 
@@ -92,7 +92,7 @@ def parts_of(
     pages: Sequence[PagedTokens],
     dense: Sequence[DenseTokens],
     page_positions: Sequence[Int[Tensor, "B H _"] | None],
-) -> list[Part]:
+) -> list[AttentionPart]:
     """Give all parts as they are read for these queries, pages first."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return [
@@ -122,7 +122,7 @@ def _partial(
     q: Float[Tensor, "B H G L D"],
     scaled: Callable[[], Float[Tensor, "B H G L D"]],
     position: Int[Tensor, "B L"],
-    part: Part,
+    part: AttentionPart,
     value_dim: int,
     scale: float,
 ) -> Partial:

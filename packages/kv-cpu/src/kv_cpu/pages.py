@@ -14,7 +14,7 @@ from torch import Tensor
 from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen, missing
 from kv_paging import PagePool, Stored, torch_kernels
-from kv_paging.tokens import Vectors
+from kv_paging.tokens import VectorNames
 from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running, RunningSum
 from kv_policy.described import NUMBERS, described
@@ -128,7 +128,9 @@ def copy_pages(
     torch.ops.kv_cpu.page_copy(data, source.contiguous(), target.contiguous())
 
 
-def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+def read(
+    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+) -> Stored:
     """Read tokens.
 
     Raises:

@@ -46,7 +46,7 @@ def caches(model) -> list[Cache]:
 
 def bytes_of(cache: Cache) -> Tensor:
     if isinstance(cache, CompressedCache):
-        batch = cache.tiered.batch
+        batch = cache.runtime.batch
         assert batch is not None
         return batch.pool.data[batch.tiers.pages()].flatten()
     return torch.cat([t.flatten() for layer in cache.layers for t in (layer.keys, layer.values)])

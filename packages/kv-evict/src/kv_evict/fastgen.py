@@ -22,7 +22,7 @@ from kv_policy import (
     best,
 )
 
-Part = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class FastGen(Selecting):
     recovery: Annotated[
         float, Meta(gt=0, le=1, description="share of a head's attention that is to be kept")
     ] = 0.95
-    local: Annotated[Part, Meta(description="newest tokens, as a share of the sequence")] = 0.3
-    frequent: Annotated[Part, Meta(description="most attended, as a share of the sequence")] = 0.3
+    local: Annotated[Share, Meta(description="newest tokens, as a share of the sequence")] = 0.3
+    frequent: Annotated[Share, Meta(description="most attended, as a share of the sequence")] = 0.3
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 4
     window: Annotated[int, Meta(ge=1, description="queries of a prompt that are watched")] = 64
 

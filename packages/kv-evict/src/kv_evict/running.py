@@ -19,4 +19,4 @@ def running_mean(
     assert view.seen is not None
     fresh = view.fresh[:, :1].sum(-1, keepdim=True)  # every head has as many
     before = view.length[:, None, None] - fresh
-    return RunningMean(last).go_on(score, view.position, before, view.mass, view.seen)
+    return RunningMean(last).update(score, view.position, before, view.mass, view.seen)

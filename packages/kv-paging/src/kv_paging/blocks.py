@@ -8,7 +8,7 @@ from kv_paging.checks import expect_cover, expect_shape
 from kv_paging.moves import position_segment, put, score_segment
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
-from kv_paging.streams import Streams
+from kv_paging.streams import HeadPages
 from kv_paging.torch_kernels import before, present
 from kv_policy import PageLayout
 
@@ -31,7 +31,7 @@ class BlockStore(TokenStore):
         sequences: int,
         heads: int,
         *,
-        facing: Streams | None = None,
+        facing: HeadPages | None = None,
     ) -> None:
         """Start with empty streams; see Streams."""
         super().__init__(pool, layout, layers, sequences, heads, facing=facing)
@@ -157,7 +157,7 @@ class BlockStore(TokenStore):
         super()._reorder(rows, source)
         self._holes = self._holes[:, source].contiguous()
 
-    def _join(self, other: Streams) -> None:
+    def _join(self, other: HeadPages) -> None:
         assert isinstance(other, BlockStore)  # stores of other kinds were refused
         self._holes = torch.cat((self._holes, other._holes), 1)
         super()._join(other)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.pool import PagePool
-from kv_paging.tokens import Stored, Vectors
+from kv_paging.tokens import Stored, VectorNames
 from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running
 
@@ -80,7 +80,7 @@ class PageKernels(Protocol):
         ...
 
     def read(
-        self, pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors
+        self, pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
     ) -> Stored:
         """Give what streams hold in their first slots."""
         ...
@@ -100,7 +100,7 @@ class PageKernels(Protocol):
         seen: Int[Tensor, "S L"],
         running: Running,
     ) -> None:
-        """Let the scores of the first L slots go on, as `go_on` of `running` says.
+        """Let the scores of the first L slots go on, as `update` of `running` says.
 
         A stream before whose pass there were -1 tokens is left alone.
         """

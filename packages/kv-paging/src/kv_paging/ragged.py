@@ -15,10 +15,10 @@ from kv_paging.rank_groups import RankGroups
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
-from kv_paging.streams import Streams, expect_some
+from kv_paging.streams import HeadPages, expect_some
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
-from kv_paging.work import DecodeStep, Placement, Tokens
+from kv_paging.work import DecodeStep, NewTokens, Placement
 from kv_policy import PageLayout, TokenFormat
 
 
@@ -137,7 +137,7 @@ class PerHeadRankTiers(Sequences):
                     None if position is None else position[place],
                 )
 
-    def select(self, source: Int[Tensor, " B2"], also: Sequence[Streams] = ()) -> None:
+    def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
         """Let the sequences become source[0], source[1], ... in all stores, or in none.
 
         Raises:
@@ -230,7 +230,7 @@ class PerHeadRankTiers(Sequences):
                 (
                     Placement(candidate[own], victim[own], target[own]),
                     place[:, own],
-                    Tokens(
+                    NewTokens(
                         key[own, : form.key.dim],
                         value[own, : form.value.dim],
                         None if score is None else score[own],

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from kv_paging.checks import expect_shape
 from kv_paging.rank_groups import RankGroups
 from kv_paging.store import TokenStore
-from kv_paging.tokens import NONE, Stored, Vectors
+from kv_paging.tokens import NONE, Stored, VectorNames
 from kv_policy import PagedTokens, Running
 
 
@@ -55,17 +55,17 @@ class PerHeadRankStore:
             return None
         return member.view_layers(span)
 
-    def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
+    def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
         """Give what the streams of a layer hold, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
-    def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
+    def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
         """Give what the streams of some layers hold, as `read_layer` does."""
         members = self._members(layers)
         found = [(rows, member.read_layers(span, vectors)) for member, span, rows in members]
         return _joined(found, self._count(layers), self.longest, self._dims)
 
-    def read(self, streams: Int[Tensor, " S"], vectors: Vectors = NONE) -> Stored:
+    def read(self, streams: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
         """Give what streams hold, as TokenStore does."""
         split = self._kinds.split(streams)
         found = [

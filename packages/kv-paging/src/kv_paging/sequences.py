@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
-from kv_paging.streams import Streams, move_together, release_all, select_all
+from kv_paging.streams import HeadPages, move_together, release_all, select_all
 
 
 class Sequences(ABC):
@@ -39,7 +39,7 @@ class Sequences(ABC):
         """
         self.pool.check(self.pages())
 
-    def select(self, source: Int[Tensor, " B2"], also: Sequence[Streams] = ()) -> None:
+    def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
         """Let the sequences become source[0], source[1], ... in all stores, or in none.
 
         Raises:
@@ -70,7 +70,7 @@ class Sequences(ABC):
         """
         release_all(self.parts)
 
-    def trim(self, also: Sequence[Streams] = ()) -> None:
+    def trim(self, also: Sequence[HeadPages] = ()) -> None:
         """Give back the memory of a growing pool that nobody holds and the next steps do not need.
 
         Free stay as many pages as a step may take: one per stream and store, two where a page holds

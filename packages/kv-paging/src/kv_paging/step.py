@@ -16,7 +16,7 @@ from kv_paging.moves import Segment, block_segments, put, take
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable
 from kv_paging.tokens import BOTH, Stored, encode_tokens, read_tokens, write_encoded
-from kv_paging.work import DecodeStep, Tokens
+from kv_paging.work import DecodeStep, NewTokens
 from kv_policy import PagedTokens
 
 
@@ -109,8 +109,8 @@ def carry_out(pool: PagePool, works: Sequence[DecodeStep]) -> None:
 
 
 def _entering(
-    plans: Sequence[TierPlan], candidate: Tokens
-) -> tuple[Tokens, list[tuple[UInt8[Tensor, "n _"], ...]]]:
+    plans: Sequence[TierPlan], candidate: NewTokens
+) -> tuple[NewTokens, list[tuple[UInt8[Tensor, "n _"], ...]]]:
     """The victims and the candidates, and both encoded for each tier."""
     arriving = merge(_victims(plans[:-1], candidate), candidate)
     return arriving, [encode_tokens(p.pages.layout, arriving.key, arriving.value) for p in plans]
@@ -119,7 +119,7 @@ def _entering(
 def _write(
     plan: TierPlan,
     parts: Sequence[UInt8[Tensor, "n _"]],
-    arriving: Tokens,
+    arriving: NewTokens,
     new: tuple[Int[Tensor, " S"], Int[Tensor, " S"]],
 ) -> None:
     """Write what enters a tier to its slots, `new` pages where a slot is the first of its page."""
@@ -141,7 +141,7 @@ def _write(
     plan.pages.length[:, 0] = plan.length
 
 
-def _victims(plans: Sequence[TierPlan], like: Tokens) -> Tokens:
+def _victims(plans: Sequence[TierPlan], like: NewTokens) -> NewTokens:
     """Decode the victims that may go to a later tier; anything where there is none."""
     found = like
     for plan in plans:
@@ -169,7 +169,7 @@ def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
     return last
 
 
-def or_else(tokens: Tokens, mask: Bool[Tensor, " S"], found: Stored) -> Tokens:
+def or_else(tokens: NewTokens, mask: Bool[Tensor, " S"], found: Stored) -> NewTokens:
     """The same, with what was found, one token of each stream, where it is marked."""
     assert found.key is not None  # vectors were asked for
     assert found.value is not None
@@ -178,7 +178,7 @@ def or_else(tokens: Tokens, mask: Bool[Tensor, " S"], found: Stored) -> Tokens:
         score = found.score[:, 0].where(mask, score)
     if found.position is not None and position is not None:
         position = found.position[:, 0].where(mask, position)
-    return Tokens(
+    return NewTokens(
         _pick(mask, found.key[:, 0], tokens.key),
         _pick(mask, found.value[:, 0], tokens.value),
         score,
@@ -186,7 +186,7 @@ def or_else(tokens: Tokens, mask: Bool[Tensor, " S"], found: Stored) -> Tokens:
     )
 
 
-def merge(first: Tokens, second: Tokens) -> Tokens:
+def merge(first: NewTokens, second: NewTokens) -> NewTokens:
     """Put two lists of tokens one after the other."""
     score, position = None, None
     if first.score is not None and second.score is not None:
@@ -195,7 +195,7 @@ def merge(first: Tokens, second: Tokens) -> Tokens:
         position = torch.cat((first.position, second.position))
     key = torch.promote_types(first.key.dtype, second.key.dtype)
     value = torch.promote_types(first.value.dtype, second.value.dtype)
-    return Tokens(
+    return NewTokens(
         torch.cat((first.key.to(key), second.key.to(key))),
         torch.cat((first.value.to(value), second.value.to(value))),
         score,

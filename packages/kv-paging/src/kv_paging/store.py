@@ -5,13 +5,13 @@ from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.moves import Segment, move, take
-from kv_paging.streams import Streams, select_all
-from kv_paging.tokens import BOTH, NONE, Stored, Vectors, read_tokens, write_tokens
+from kv_paging.streams import HeadPages, select_all
+from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
 from kv_policy import PagedTokens, Running
 
 
-class TokenStore(Streams):
+class TokenStore(HeadPages):
     """The tokens of one tier; tokens are encoded once, and after that only bytes move.
 
     Operations on streams by number check the numbers, and wait for the device to do so. Those on a
@@ -32,7 +32,7 @@ class TokenStore(Streams):
         length = self._length.view(-1, 1)
         return self._view(self._table.ids[:, None], length, self.pool.padded)
 
-    def read(self, streams: Int[Tensor, " S"], vectors: Vectors = NONE) -> Stored:
+    def read(self, streams: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
         """Give what streams hold: scores and positions where pages have them, vectors if asked.
 
         Vectors are decoded for all streams named, so name few at a time, such as one layer's.
@@ -41,11 +41,11 @@ class TokenStore(Streams):
         (longest,) = self._agree(wrong, most(length))
         return self.kernels.read(self.whole(), streams, longest, vectors)
 
-    def read_layer(self, layer: int, vectors: Vectors = NONE) -> Stored:
+    def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
         """Give what the streams of a layer hold, as `read` does, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
-    def read_layers(self, layers: slice, vectors: Vectors = NONE) -> Stored:
+    def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
         """Give what the streams of some layers hold, as `read_layer` does."""
         return self.kernels.read(self.whole(), self.streams(layers), self.longest, vectors)
 
@@ -370,7 +370,7 @@ def read_slots(
     store: TokenStore,
     streams: Int[Tensor, " S"],
     slot: Int[Tensor, "S L"],
-    vectors: Vectors = BOTH,
+    vectors: VectorNames = BOTH,
 ) -> Stored:
     """Read the tokens in slots of streams; unlike `TokenStore.fetch` it checks nothing.
 

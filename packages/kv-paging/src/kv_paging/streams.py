@@ -37,7 +37,7 @@ class Lengths:
         return pages_for(self.length.flatten().long(), self.tokens)
 
 
-class Streams:
+class HeadPages:
     """A stream of slots per layer, sequence and KV head, each with a length of its own.
 
     Slot i of a stream is slot i % tokens of the stream's page i // tokens. Operations take the ids
@@ -62,7 +62,7 @@ class Streams:
         sequences: int,
         heads: int,
         *,
-        facing: "Streams | None" = None,
+        facing: "HeadPages | None" = None,
     ) -> None:
         """Start with empty streams; they hold no page.
 
@@ -285,7 +285,7 @@ class Streams:
         self._length = self._length[:, source].contiguous()
         self._changes += 1
 
-    def _join(self, other: "Streams") -> None:
+    def _join(self, other: "HeadPages") -> None:
         """Let the other's sequences come after these, in every layer; it has none then."""
         longest = max(self.longest, other.longest)
         if not self._table.reverse:  # the right side goes with the left
@@ -332,7 +332,7 @@ class Streams:
         return self._table.lookup(streams, slot // size), slot % size
 
 
-def join_all(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
+def join_all(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
     """Let their sequences come after mine in every layer, store by store; they have none then.
 
     Pages change their owner and nothing else: no byte of one moves, and nothing waits for the
@@ -346,7 +346,7 @@ def join_all(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
         store._join(other)
 
 
-def expect_joined(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
+def expect_joined(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
     """Refuse stores whose sequences cannot become sequences of others.
 
     Raises:
@@ -376,7 +376,7 @@ def expect_joined(mine: Sequence[Streams], theirs: Sequence[Streams]) -> None:
             )
 
 
-def expect_some(stores: Sequence[Streams]) -> None:
+def expect_some(stores: Sequence[HeadPages]) -> None:
     """Refuse to go on where there is no sequence.
 
     Raises:
@@ -389,7 +389,7 @@ def expect_some(stores: Sequence[Streams]) -> None:
         )
 
 
-def release_all(stores: Sequence[Streams]) -> None:
+def release_all(stores: Sequence[HeadPages]) -> None:
     """Let all sequences of stores over one pool go; their pages are free, and no sequence is left.
 
     The host waits for the device once.
@@ -403,7 +403,7 @@ def release_all(stores: Sequence[Streams]) -> None:
         store._empty()
 
 
-def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
+def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
     """Let the sequences become source[0], source[1], ... in all stores over one pool, or in none.
 
     The stores have the same sequences, and layers and heads of their own. A sequence named for the
@@ -438,7 +438,7 @@ def select_all(stores: Sequence[Streams], source: Int[Tensor, " B2"]) -> None:
         store._copy(count, total)
 
 
-def move_together(pool: PagePool, stores: Sequence[Streams], free: int) -> None:
+def move_together(pool: PagePool, stores: Sequence[HeadPages], free: int) -> None:
     """Shrink a pool whose pages these stores hold until so many are free, and tell their tables.
 
     Raises:

@@ -18,7 +18,7 @@ from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.streams import expect_some
 from kv_paging.turns import step_in_turn
-from kv_paging.work import DecodeStep, Placement, Tokens
+from kv_paging.work import DecodeStep, NewTokens, Placement
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
@@ -237,7 +237,7 @@ class Tiers(Sequences):
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
-        chosen, token = Placement(candidate, victim, target), Tokens(key, value, score, position)
+        chosen, token = Placement(candidate, victim, target), NewTokens(key, value, score, position)
         self.expect_step(chosen, place, token)
         if self.in_blocks:
             step_in_turn(self._members, chosen, place, token)
@@ -246,11 +246,11 @@ class Tiers(Sequences):
         kernels = shared([store.kernels for store in self.stores])
         kernels.step(self.pool, [self.work(chosen, place, token)])
 
-    def work(self, choice: Placement, place: Int[Tensor, "K S"], token: Tokens) -> DecodeStep:
+    def work(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> DecodeStep:
         """Give a step as data; good until the pool or a table grows."""
         return DecodeStep(tuple(store.whole() for store in self.stores), choice, place, token)
 
-    def expect_step(self, choice: Placement, place: Int[Tensor, "K S"], token: Tokens) -> None:
+    def expect_step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
         """Refuse a step that does not fit.
 
         Raises:

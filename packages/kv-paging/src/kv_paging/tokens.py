@@ -19,9 +19,9 @@ from kv_paging.moves import (
 )
 from kv_policy import Codec, PageLayout
 
-Vectors: TypeAlias = frozenset[Literal["keys", "values"]]
-NONE: Final[Vectors] = frozenset()
-BOTH: Final[Vectors] = frozenset({"keys", "values"})
+VectorNames: TypeAlias = frozenset[Literal["keys", "values"]]
+NONE: Final[VectorNames] = frozenset()
+BOTH: Final[VectorNames] = frozenset({"keys", "values"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def read_tokens(
     layout: PageLayout,
     held: Bool[Tensor, "S L"],
     take: Callable[[Segment], UInt8[Tensor, "S rows width"]],
-    vectors: Vectors,
+    vectors: VectorNames,
     inside: Int[Tensor, " S"] | None = None,
 ) -> Stored:
     """Read tokens with what `take` gives for a segment, at least L slots of it.

@@ -21,7 +21,7 @@ from kv_paging.table import PageTable, pages_for
 from kv_paging.tokens import (
     NONE,
     Stored,
-    Vectors,
+    VectorNames,
     read_positions,
     read_scores,
     read_tokens,
@@ -100,7 +100,9 @@ def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "
     move(pages.data, pages.layout, *places)
 
 
-def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+def read(
+    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+) -> Stored:
     """Read tokens."""
     take_all = _taker(pages, streams, slots)
     held = _present(pages, streams, slots, take_all)
@@ -136,7 +138,7 @@ def accumulate(
     held = read(pages, streams, mass.shape[1], NONE)
     assert held.score is not None  # the caller has seen to it
     assert held.position is not None
-    score = running.go_on(held.score, held.position, before[:, None], mass, seen)
+    score = running.update(held.score, held.position, before[:, None], mass, seen)
     rescore(pages, streams, score.where(before[:, None] >= 0, held.score))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
-from kv_paging.tokens import Stored, Vectors
+from kv_paging.tokens import Stored, VectorNames
 from kv_paging.work import DecodeStep
 from kv_policy import PagedTokens, PageLayout, Running
 from kv_policy.described import NUMBERS, described
@@ -98,7 +98,9 @@ def copy_pages(
     moving.copy_pages(data, source, target)
 
 
-def read(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: Vectors) -> Stored:
+def read(
+    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+) -> Stored:
     """Read tokens."""
     from kv_paging.gpu import reading
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from kv_paging.residual import ResidualTier
 from kv_paging.step import merge, or_else
 from kv_paging.store import TokenStore
-from kv_paging.work import Placement, Tokens
+from kv_paging.work import NewTokens, Placement
 
 
 def step_in_turn(
     members: Sequence[TokenStore | ResidualTier],
     choice: Placement,
     place: Int[Tensor, "K S"],
-    candidate: Tokens,
+    candidate: NewTokens,
 ) -> None:
     """Do what `step.carry_out` does, by the operations of each tier.
 

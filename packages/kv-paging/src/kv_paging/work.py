@@ -9,7 +9,7 @@ from kv_policy import PagedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class NewTokens:
     """A token of each stream."""
 
     key: Float[Tensor, "S D"]
@@ -38,4 +38,4 @@ class DecodeStep:
     tiers: tuple[PagedTokens, ...]
     choice: Placement
     place: Int[Tensor, "K S"]
-    candidate: Tokens
+    candidate: NewTokens

@@ -27,7 +27,7 @@ from kv_policy.contract import (
     Selector,
     Step,
     StepView,
-    Vectors,
+    VectorName,
 )
 from kv_policy.evictor import Evictor, best, protect, whole_tokens
 from kv_policy.lifecycle import Observe, Replan, Running, RunningMean, RunningSum
@@ -89,7 +89,7 @@ __all__ = [
     "TokenFormat",
     "Uncompressed",
     "UnknownPolicyError",
-    "Vectors",
+    "VectorName",
     "best",
     "calibrate_command",
     "complete",

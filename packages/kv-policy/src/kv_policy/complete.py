@@ -6,7 +6,7 @@ from typing import Literal
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy.contract import LayerView, PlanView, Selector, Step, StepView, Vectors
+from kv_policy.contract import LayerView, PlanView, Selector, Step, StepView, VectorName
 from kv_policy.lifecycle import Observe, Replan
 from kv_policy.optional import (
     Accumulating,
@@ -50,7 +50,7 @@ class CompleteSelector:
         self.budget = selector.budget if isinstance(selector, Budgeted) else None
         self.protected = selector.protected if isinstance(selector, Protecting) else 0
         self.observe = selector.observe if isinstance(selector, Observing) else Observe()
-        nothing: frozenset[Vectors] = frozenset()
+        nothing: frozenset[VectorName] = frozenset()
         self.reads = selector.reads if isinstance(selector, Reading) else nothing
         self.scope = selector.scope if isinstance(selector, Scoped) else "layer"
         self.replan = selector.replan if isinstance(selector, Replanning) else Replan()

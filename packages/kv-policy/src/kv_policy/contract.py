@@ -20,7 +20,7 @@ DROP: Final = 255  # the tier of a token that is let go
 FRESH: Final = 254  # the tier of a token that is not stored yet
 NOBODY: Final = 253  # as a step's victim: no token moves
 
-Vectors: TypeAlias = Literal["keys", "values", "queries"]
+VectorName: TypeAlias = Literal["keys", "values", "queries"]
 
 
 @dataclass(frozen=True, slots=True)

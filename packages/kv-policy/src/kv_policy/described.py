@@ -34,7 +34,7 @@ def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
     return NUMBERS[codec.dtype], codec.dim, 0, 1
 
 
-class Pages(NamedTuple):
+class KernelLayout(NamedTuple):
     """A layout in numbers, or why compiled code cannot know it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Pages(NamedTuple):
     positions: int = -1
 
 
-def described(layout: PageLayout) -> Pages:
+def described(layout: PageLayout) -> KernelLayout:
     """Give a layout in numbers, worked out once for each."""
     try:
         return _described(layout)
@@ -61,13 +61,13 @@ def described(layout: PageLayout) -> Pages:
 
 
 @lru_cache(maxsize=256)
-def _described(layout: PageLayout) -> Pages:
+def _described(layout: PageLayout) -> KernelLayout:
     key, value = layout.format.key, layout.format.value
     for codec in (key, value):
         if not _is_known(codec):
-            return Pages(f"{codec!r} is read and written by its own code")
+            return KernelLayout(f"{codec!r} is read and written by its own code")
     starts = [offset for offset, _, _ in layout.segments]
     split = len(key.parts)
     offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
     formats = (*_code_numbers(key), *_code_numbers(value))
-    return Pages(None, formats, (layout.tokens, *offsets), layout.position_offset)
+    return KernelLayout(None, formats, (layout.tokens, *offsets), layout.position_offset)

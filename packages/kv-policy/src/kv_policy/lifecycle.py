@@ -64,7 +64,7 @@ class RunningMean:
 
     last: int | None = None
 
-    def go_on(
+    def update(
         self,
         score: Float[Tensor, "*n L"],
         position: Int[Tensor, "*n L"],
@@ -105,7 +105,7 @@ class RunningSum:
         if self.over < 1:
             raise ValueError(f"over={self.over} cannot divide a sum of scores; give 1 or more")
 
-    def go_on(
+    def update(
         self,
         score: Float[Tensor, "*n L"],
         position: Int[Tensor, "*n L"],
@@ -113,7 +113,7 @@ class RunningSum:
         mass: Float[Tensor, "*n L"],
         seen: Int[Tensor, "*n L"],
     ) -> Float[Tensor, "*n L"]:
-        """Give the sums with the queries of a pass in them; see `RunningMean.go_on`."""
+        """Give the sums with the queries of a pass in them; see `RunningMean.update`."""
         return (score + mass / self.over).masked_fill_(position < 0, 0)
 
 

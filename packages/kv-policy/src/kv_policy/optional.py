@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import LayerView, PlanView, Step, StepView, Vectors
+from kv_policy.contract import LayerView, PlanView, Step, StepView, VectorName
 from kv_policy.lifecycle import Observe, Replan, Running
 
 
@@ -62,7 +62,7 @@ class Reading(Protocol):
     """Scores tokens by vectors."""
 
     @property
-    def reads(self) -> frozenset[Vectors]:
+    def reads(self) -> frozenset[VectorName]:
         """Vectors that `score` looks at; queries can be asked for if the host knows the RoPE."""
         ...
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import Capabilities, LayerView, PlanView, Selector, Vectors
+from kv_policy.contract import Capabilities, LayerView, PlanView, Selector, VectorName
 from kv_policy.lifecycle import Observe, Replan
 from kv_policy.part import Part
 
@@ -57,7 +57,7 @@ class Selecting(Part):
         return Observe()
 
     @property
-    def reads(self) -> frozenset[Vectors]:
+    def reads(self) -> frozenset[VectorName]:
         """No vectors, unless a method asks."""
         return frozenset()
 

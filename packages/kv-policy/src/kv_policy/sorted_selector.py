@@ -16,7 +16,7 @@ from kv_policy.contract import (
     Selector,
     Step,
     StepView,
-    Vectors,
+    VectorName,
 )
 from kv_policy.lifecycle import Observe, Replan, Running
 
@@ -64,7 +64,7 @@ class SortedSelector:
         return replace(self._evictor.observe, generated=steps or self._evictor.observe.generated)
 
     @property
-    def reads(self) -> frozenset[Vectors]:
+    def reads(self) -> frozenset[VectorName]:
         """What the evictor looks at."""
         return self._evictor.reads
 

@@ -16,12 +16,12 @@ from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_budgets
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
-from kv_runtime.measure import Held, Measured, Meter, held_by
+from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
-from kv_runtime.slots import Blocks, SlotLayer, Step
+from kv_runtime.slots import Blocks, SlotLayer, SlotStep
 from kv_runtime.stats import Tally
-from kv_runtime.token_rows import Part
+from kv_runtime.token_rows import TokenRows
 
 __all__ = [
     "AUTO",
@@ -31,23 +31,23 @@ __all__ = [
     "Bases",
     "Blocks",
     "Folded",
-    "Held",
     "Holding",
     "Kind",
     "Layout",
     "Measured",
     "MemoryReport",
     "Meter",
-    "Part",
     "Place",
     "PolicyCache",
     "RequestBatch",
+    "RequestHeld",
     "RequestRows",
     "RequestStep",
     "Serving",
     "SlotLayer",
-    "Step",
+    "SlotStep",
     "Tally",
+    "TokenRows",
     "backend_for",
     "check_budgets",
     "expect_known",

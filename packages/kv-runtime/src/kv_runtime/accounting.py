@@ -18,7 +18,7 @@ from kv_runtime.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Streams:
+class AlikeRows:
     """Streams (of a layer, a sequence and a KV head) that store tokens alike."""
 
     count: int
@@ -35,7 +35,7 @@ class Streams:
 class Account:
     """The pages of a sequence on one device, and what a block pays for."""
 
-    streams: tuple[Streams, ...]
+    streams: tuple[AlikeRows, ...]
     window: int  # newest tokens, which lie in pages of their own
     token_bytes: int  # of a token of the first tier, over all layers and heads
     page_bytes: int
@@ -103,8 +103,8 @@ def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
     return min(tokens, kept + window)
 
 
-def _streams(count: int, tiers: tuple[PageLayout, ...], window: int) -> Streams:
-    return Streams(count, min(tier.tokens for tier in tiers), sum(_partial(tiers)), window)
+def _streams(count: int, tiers: tuple[PageLayout, ...], window: int) -> AlikeRows:
+    return AlikeRows(count, min(tier.tokens for tier in tiers), sum(_partial(tiers)), window)
 
 
 def _partial(tiers: tuple[PageLayout, ...]) -> Iterable[int]:

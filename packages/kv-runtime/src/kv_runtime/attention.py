@@ -30,7 +30,7 @@ def attended(
     """
     query, key, value = fresh
     # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
-    new = DenseTokens(key, value, now.position, full=None if now.prompt else False)
+    new = DenseTokens(key, value, now.position, full=None if now.is_prefill else False)
     by_place = watch[0].skip > 1 or watch[0].gumbel is not None
     places = _places(batch, layer) if by_place else None
     groups = batch.groups(layer, new, places)

@@ -221,7 +221,7 @@ class Batch:
         """Count what a finished pass brought."""
         if self.window is not None:
             self.window.advance(now.position, now.total)
-        if now.prompt or not self.started:
+        if now.is_prefill or not self.started:
             self.started = bool((now.total > 0).all())
         self.seen = now.total
         self.columns += now.position.shape[1]

@@ -162,7 +162,7 @@ class PolicyCache:
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
-        self._goes_on = now.whole.more
+        self._goes_on = now.whole.is_partial_prefill
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = checks.shared_out(self._budgets, sequences)
@@ -230,7 +230,7 @@ class PolicyCache:
     @property
     def observe(self) -> Observe:
         """What the pass that has begun has to observe."""
-        if self._pass is not None and self._pass.whole.prompt:
+        if self._pass is not None and self._pass.whole.is_prefill:
             return self._keeper.observe_prompt
         return self._keeper.observe_step
 

@@ -17,8 +17,8 @@ class Pass:
 
     position: Int[Tensor, "B L"]  # -1: padding
     total: Int[Tensor, " B"]  # tokens seen once the pass ends
-    prompt: bool = True  # or a part of one; otherwise each sequence brings a token it generated
-    more: bool = False  # the prompt goes on in a later pass
+    is_prefill: bool = True  # or a part of one; otherwise each sequence brings a token it generated
+    is_partial_prefill: bool = False  # the prompt goes on in a later pass
     rows: tuple[int, ...] | None = None  # sequences that bring tokens; None: the host takes all
 
     @cached_property
@@ -34,7 +34,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Part:
+class PassPart:
     """The sequences of a forward pass that read prompts, or those that generated a token."""
 
     now: Pass  # positions of the other sequences are -1
@@ -82,7 +82,7 @@ class Forward:
     """
 
     whole: Pass
-    parts: tuple[Part, ...]  # what generated comes before prompts
+    parts: tuple[PassPart, ...]  # what generated comes before prompts
 
     @classmethod
     def of(
@@ -109,21 +109,23 @@ class Forward:
         total = seen + brings
         if prompt is not None or (columns == 1 and started):
             whole = Pass(position, total, bool(prompt), more)
-            return cls(whole, (Part(whole),))
+            return cls(whole, (PassPart(whole),))
         both = torch.stack((brings, seen)).tolist()
         single = [new == 1 and had > 0 for new, had in zip(*both, strict=True)]
         reading = tuple(i for i, new in enumerate(both[0]) if new and not single[i])
         generating = tuple(i for i, one in enumerate(single) if one)
         whole = Pass(position, total, bool(reading) or not generating, more)
         if not generating:
-            return cls(whole, (Part(replace(whole, rows=reading)),))
+            return cls(whole, (PassPart(replace(whole, rows=reading)),))
         mine = torch.tensor(single, device=valid.device)
         column = valid.long().argmax(1, keepdim=True)
         one = position.gather(1, column).masked_fill(~mine[:, None], -1)
-        parts = [Part(Pass(one, total, False, rows=generating), column if columns > 1 else None)]
+        parts = [
+            PassPart(Pass(one, total, False, rows=generating), column if columns > 1 else None)
+        ]
         if reading:
             others = position.masked_fill(mine[:, None], -1)
-            parts.append(Part(Pass(others, total - mine.long(), True, more, reading)))
+            parts.append(PassPart(Pass(others, total - mine.long(), True, more, reading)))
         return cls(whole, tuple(parts))
 
 

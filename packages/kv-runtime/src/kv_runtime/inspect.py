@@ -69,7 +69,7 @@ def holding(cache: PolicyCache) -> Holding:
     token they hold no positions, and need none: tokens lie in their order.
 
     Args:
-        cache: `CompressedCache.tiered`, or a cache of another host, between two forward passes.
+        cache: `CompressedCache.runtime`, or a cache of another host, between two forward passes.
 
     Raises:
         ValueError: the cache holds nothing yet.

@@ -81,7 +81,7 @@ class Measured:
         }
 
 
-class Held(NamedTuple):
+class RequestHeld(NamedTuple):
     """What a request holds after a step."""
 
     pages: int
@@ -112,7 +112,7 @@ class Meter:
         return self.shape.layers * self.shape.kv_heads
 
     def step(
-        self, pool: PagePool, held: Mapping[int, Held], *, read: bool = False
+        self, pool: PagePool, held: Mapping[int, RequestHeld], *, read: bool = False
     ) -> Measured | None:
         """End a step, and count after the first, every `EVERY` steps, and where much changes.
 
@@ -132,7 +132,7 @@ class Meter:
         due = was % EVERY == 0 or read or planned if held else was > 0
         return self._count(pool, held) if due else None
 
-    def _note(self, held: Mapping[int, Held], page_bytes: int) -> None:
+    def _note(self, held: Mapping[int, RequestHeld], page_bytes: int) -> None:
         before, self.most = self.most, {}
         for serial, each in held.items():
             dropped, saved = before.get(serial, (0, 0))
@@ -143,7 +143,7 @@ class Meter:
             self.dropped, self.saved = self.dropped + now[0] - dropped, self.saved + now[1] - saved
             self.most[serial] = now
 
-    def _count(self, pool: PagePool, held: Mapping[int, Held]) -> Measured:
+    def _count(self, pool: PagePool, held: Mapping[int, RequestHeld]) -> Measured:
         pages = sum(each.pages for each in held.values())
         computed = sum(each.computed for each in held.values())
         found = Measured(
@@ -163,7 +163,7 @@ class Meter:
         return found
 
 
-def held_by(batch: Batch, *, kept: bool) -> list[Held]:
+def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
     """Read what each sequence of a batch holds, which waits for the device once.
 
     Args:
@@ -176,4 +176,4 @@ def held_by(batch: Batch, *, kept: bool) -> list[Held]:
         if batch.window is not None:
             filled = (batch.window.position >= 0).sum(-1)
             tokens = tokens + filled * batch.shape.layers * batch.shape.kv_heads
-    return [Held(*row) for row in torch.stack((pages, batch.seen, tokens), 1).tolist()]
+    return [RequestHeld(*row) for row in torch.stack((pages, batch.seen, tokens), 1).tolist()]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
-from kv_runtime.measure import Held, held_by
-from kv_runtime.token_rows import Part
+from kv_runtime.measure import RequestHeld, held_by
+from kv_runtime.token_rows import TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RequestBatch:
     decoding: PolicyCache | None = None
     names: list[str] = field(default_factory=list)
     _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the step
-    _parts: list[Part] = field(default_factory=list)  # of the step
+    _parts: list[TokenRows] = field(default_factory=list)  # of the step
     _lost: list[slice | Tensor] = field(default_factory=list)  # rows of requests that failed
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
@@ -124,13 +124,13 @@ class RequestBatch:
         for row in self._lost:
             output[row] = 0
 
-    def held(self, *, kept: bool) -> dict[str, Held]:
+    def held(self, *, kept: bool) -> dict[str, RequestHeld]:
         """Return what every request holds that holds something.
 
         Args:
             kept: whether to count kept tokens too.
         """
-        found: dict[str, Held] = {}
+        found: dict[str, RequestHeld] = {}
         caches = [([name], cache) for name, cache in self.prefills.items()]
         if self.decoding is not None:
             caches.append((self.names, self.decoding))
@@ -152,7 +152,7 @@ class RequestBatch:
         if found:
             assert self.decoding is not None, "a request that decodes has had its prefill"
             row = torch.tensor([[found.get(name, -1)] for name in self.names])
-            part = Part.of(self.decoding, row, self.empty.device)
+            part = TokenRows.of(self.decoding, row, self.empty.device)
             self._begin(part, prompt=False, more=False)
 
     def _prefill(self, step: RequestStep, begin: int, end: int) -> None:
@@ -168,10 +168,10 @@ class RequestBatch:
             self._lost.append(slice(begin, end))
             self._let_go({step.request})
             return
-        part = Part.of(cache, torch.arange(begin, end)[None], self.empty.device)
+        part = TokenRows.of(cache, torch.arange(begin, end)[None], self.empty.device)
         self._begin(part, prompt=True, more=step.is_partial_prefill)
 
-    def _begin(self, part: Part, *, prompt: bool, more: bool) -> None:
+    def _begin(self, part: TokenRows, *, prompt: bool, more: bool) -> None:
         self._parts = [*self._parts, part]
         try:
             part.begin(prompt=prompt, more=more)
@@ -191,7 +191,7 @@ class RequestBatch:
                 else:
                     self.decoding.join(cache)
 
-    def _lose(self, part: Part, error: Exception) -> None:
+    def _lose(self, part: TokenRows, error: Exception) -> None:
         """Let the requests of a part fail, in whatever layer."""
         self._parts = [each for each in self._parts if each is not part]
         self._lost.append(part.target)

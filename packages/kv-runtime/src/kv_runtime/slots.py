@@ -14,7 +14,7 @@ from kv_runtime.backends import page_kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SlotBatch:
     """Requests with about equally many new tokens, as one rectangle."""
 
     row: Int[Tensor, "B L"]  # of a new token among all new tokens of the step; any where padded
@@ -56,7 +56,7 @@ class Blocks:
         longest: int,
         table: Int[Tensor, "B W"],
         slot: Int[Tensor, " n"],
-    ) -> "Step":
+    ) -> "SlotStep":
         """Describe a step.
 
         Args:
@@ -72,7 +72,7 @@ class Blocks:
         page = self.pages(place.div(tokens, rounding_mode="floor"))
         inside = (place % tokens)[:, None].expand_as(page)
         batches = self._batches(start, length, longest, table[:, : -(-longest // tokens)])
-        return Step(self, page.flatten(), inside.flatten(), tuple(batches))
+        return SlotStep(self, page.flatten(), inside.flatten(), tuple(batches))
 
     def _batches(
         self,
@@ -80,7 +80,7 @@ class Blocks:
         length: Int[Tensor, " B"],
         longest: int,
         table: Int[Tensor, "B T"],
-    ) -> Iterator[Batch]:
+    ) -> Iterator[SlotBatch]:
         device = length.device
         count = start.diff()
         # By powers of two, so that less than half of a rectangle is padding.
@@ -94,7 +94,7 @@ class Blocks:
             chosen = request.to(device)
             before = length[chosen][:, None].long() - new.to(device)
             position = before + offset.to(device)
-            yield Batch(
+            yield SlotBatch(
                 row.where(real, 0),
                 position.where(real, -1),
                 self.pages(table[chosen]).mT.contiguous(),
@@ -105,13 +105,13 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SlotStep:
     """One step, for all layers whose blocks are alike."""
 
     blocks: Blocks
     page: Int[Tensor, " nH"]  # where each head's new tokens are stored, token by token
     slot: Int[Tensor, " nH"]
-    batches: tuple[Batch, ...]
+    batches: tuple[SlotBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class SlotLayer:
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
         cache: UInt8[Tensor, "blocks H tokens nbytes"],
-        step: Step,
+        step: SlotStep,
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
         """Store the new tokens of a step in `cache` and write what they see to `output`."""
@@ -162,7 +162,7 @@ class SlotLayer:
         pages: UInt8[Tensor, "P nbytes"],
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
-        step: Step,
+        step: SlotStep,
     ) -> None:
         """Encode new tokens and write them to their pages."""
         blocks, new = step.blocks, len(step.page) // step.blocks.heads

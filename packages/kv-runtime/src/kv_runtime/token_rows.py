@@ -10,7 +10,7 @@ from kv_runtime.cache import PolicyCache
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenRows:
     """The tokens of a cache's sequences: one prompt's, or one each of those that generate.
 
     Rows count the tokens of the step.
@@ -23,7 +23,7 @@ class Part:
     target: slice | Int[Tensor, " n"]  # the rows of these
 
     @classmethod
-    def of(cls, cache: PolicyCache, row: Int[Tensor, "B L"], device: torch.device) -> "Part":
+    def of(cls, cache: PolicyCache, row: Int[Tensor, "B L"], device: torch.device) -> "TokenRows":
         """Give the part of a cache's sequences; row -1 says that a sequence brings no token.
 
         What all layers look up is moved to the device once.

@@ -42,7 +42,7 @@ class CompressedLayer(FreshLayer):
     def get_seq_length(self) -> int:
         """Columns seen, padding and dropped tokens included: positions go on from here."""
         cache = self._cache()
-        return 0 if cache is None else cache.tiered.columns
+        return 0 if cache is None else cache.runtime.columns
 
 
 class CompressedCache(AttendingCache):
@@ -90,7 +90,7 @@ class CompressedCache(AttendingCache):
         check_fitted(model, self.policy)
         shape = with_ropes(model, cache_shape(model), self.policy)
         self._fold = expect_fold(model, self.policy)
-        self.tiered = PolicyCache(
+        self.runtime = PolicyCache(
             self.policy,
             shape,
             pages=pages,
@@ -123,13 +123,13 @@ class CompressedCache(AttendingCache):
             if layer == 0:
                 self._expect_same_device(query.device)
                 self._expect_same_fold()
-                self.tiered.begin(self._columns(query, valid))
+                self.runtime.begin(self._columns(query, valid))
             grouped = query.unflatten(1, (key.shape[1], -1))
             if self._fold is None or "values" not in self._fold.what:
-                out = self.tiered.attend(layer, grouped, key, value, scale)
+                out = self.runtime.attend(layer, grouped, key, value, scale)
                 return out.flatten(1, 2).transpose(1, 2).contiguous()
             packing = self._fold.packing[layer]
-            out = self.tiered.attend(layer, grouped, key, packing.unpack(value), scale)
+            out = self.runtime.attend(layer, grouped, key, packing.unpack(value), scale)
             return packing.pack(out)
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
@@ -137,7 +137,7 @@ class CompressedCache(AttendingCache):
 
         `generate` gives a used cache the end of whatever it was given, counted from its start.
         """
-        batch = self.tiered.batch
+        batch = self.runtime.batch
         if batch is None or not batch.columns:
             return
         held = batch.seen
@@ -156,7 +156,7 @@ class CompressedCache(AttendingCache):
             ValueError: it does.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._masks = self._masks.after(mask, self.tiered.held_columns, fresh)
+            self._masks = self._masks.after(mask, self.runtime.held_columns, fresh)
 
     def _expect_same_device(self, found: torch.device) -> None:
         """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
@@ -184,11 +184,11 @@ class CompressedCache(AttendingCache):
 
     def memory(self) -> MemoryReport:
         """Bytes held, by name, and tokens kept per layer, sequence and KV head."""
-        return self.tiered.memory()
+        return self.runtime.memory()
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""
-        self.tiered.reset()
+        self.runtime.reset()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Let each beam go on from the beam it was chosen from."""
@@ -200,30 +200,30 @@ class CompressedCache(AttendingCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, copies side by side."""
-        batch = self.tiered.sequences
+        batch = self.runtime.sequences
         if batch is not None:
             self._select(torch.arange(batch).repeat_interleave(repeats))
 
     def _select(self, source: Int[Tensor, " B2"]) -> None:
         # As in `attend`: what is stored outlives the inference mode it may be called in.
         with torch.inference_mode(False), torch.no_grad():
-            self.tiered.select(source.clone())
+            self.runtime.select(source.clone())
 
     @property
     def batch_size(self) -> int:
         """Sequences held, or -1 before the first pass."""
-        batch = self.tiered.sequences
+        batch = self.runtime.sequences
         return -1 if batch is None else batch
 
     @property
     def is_initialized(self) -> bool:
         """Whether a pass has begun."""
-        return self.tiered.sequences is not None
+        return self.runtime.sequences is not None
 
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` works, which it does where the policy keeps every token."""
-        return self.tiered.rolls_back
+        return self.runtime.rolls_back
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Remove the newest columns, given as a negative number; 0 does nothing.
@@ -237,10 +237,10 @@ class CompressedCache(AttendingCache):
         columns = int(tokens_to_remove)  # transformers 5.16 hands on a tensor of one number
         if not columns:
             return
-        if columns > 0 and self.tiered.rolls_back:
-            raise ValueError(_advice(columns, self.tiered.columns))
+        if columns > 0 and self.runtime.rolls_back:
+            raise ValueError(_advice(columns, self.runtime.columns))
         with torch.inference_mode(False), torch.no_grad():
-            self.tiered.roll_back(abs(columns))
+            self.runtime.roll_back(abs(columns))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
         """Copy what is held, for the same model, into a pool of its own that is as large.
@@ -252,7 +252,7 @@ class CompressedCache(AttendingCache):
         """
         made = object.__new__(type(self))
         memo[id(self)] = made
-        vars(made).update(vars(self), tiered=deepcopy(self.tiered, memo))
+        vars(made).update(vars(self), runtime=deepcopy(self.runtime, memo))
         made.layers = [CompressedLayer(made, i) for i in range(len(self.layers))]
         return made
 

@@ -18,7 +18,7 @@ MakeCache = Callable[["PreTrainedModel", str], "Cache"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CacheSize:
     """What a cache holds, beside what an uncompressed one takes for the same tokens, in bytes.
 
     `kept` are the tokens kept by layer and KV head of one sequence after another; none are named
@@ -65,7 +65,7 @@ def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cac
     return CompressedCache(model, spec, backend=backend)
 
 
-def held(cache: "Cache") -> Held:
+def held(cache: "Cache") -> CacheSize:
     """Count the bytes of a cache made by `make_cache`."""
     from transformers.cache_utils import DynamicLayer
 
@@ -74,7 +74,7 @@ def held(cache: "Cache") -> Held:
     if isinstance(cache, CompressedCache):
         report = cache.memory()
         kept = report.tokens.transpose(0, 1).tolist()
-        return Held(
+        return CacheSize(
             report.total_bytes,
             report.full_bytes,
             tuple(tuple(map(tuple, layers)) for layers in kept),
@@ -82,7 +82,7 @@ def held(cache: "Cache") -> Held:
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     tensors = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
     size = sum(t.nbytes for t in tensors)
-    return Held(size, size)
+    return CacheSize(size, size)
 
 
 @contextmanager

@@ -92,13 +92,13 @@ class Counts(Protocol):
 
 
 @dataclass(frozen=True)
-class Frame:
+class CallFrame:
     """A module within its forward call; those that were given one cache share its pass."""
 
     module: "nn.Module"
     owner: Counts
     running: Running | None  # None: this module was given no cache of ours
-    outer: "Frame | None" = field(repr=False, default=None)
+    outer: "CallFrame | None" = field(repr=False, default=None)
 
     @property
     def outermost(self) -> bool:
@@ -107,7 +107,7 @@ class Frame:
 
 
 # Per thread, as threads may run one model at the same time; None outside of forward calls.
-_FRAME: Final[ContextVar[Frame | None]] = ContextVar("kv_transformers_frame", default=None)
+_FRAME: Final[ContextVar[CallFrame | None]] = ContextVar("kv_transformers_frame", default=None)
 
 
 def current() -> Running | None:
@@ -125,10 +125,10 @@ def enter(module: "nn.Module", owner: Counts, cache: Attends | None) -> None:
         running = None
     elif running is None or running.cache is not cache:
         running = Running(cache)
-    _FRAME.set(Frame(module, owner, running, outer))
+    _FRAME.set(CallFrame(module, owner, running, outer))
 
 
-def leave(module: "nn.Module") -> Frame | None:
+def leave(module: "nn.Module") -> CallFrame | None:
     """Note that a module's forward call ends; None if it never began, as it was refused."""
     frame = _FRAME.get()
     if frame is None or frame.module is not module:

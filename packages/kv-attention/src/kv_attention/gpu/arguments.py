@@ -20,7 +20,7 @@ Form: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartArguments:
     """A part of the tokens of a layer.
 
     Attributes:
@@ -71,7 +71,7 @@ def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
     return tl.float16
 
 
-def paged_part(pages: PagedTokens, *, watched: bool) -> Part:
+def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
     """Give a tier; how long its streams are at most is looked up only if it is watched."""
     found = described(pages.layout)
     tokens, *places = found.places
@@ -83,7 +83,7 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> Part:
     fields = [data.data_ptr(), data.stride(0), positions if positions >= 0 else 0]
     for form in (key, value):
         fields += [form[5], 4] if form[0] == 0 else [form[4], 4 if form[0] == 1 else 2]
-    return Part(
+    return PartArguments(
         (data, data.stride(0), table, table.shape[2]),
         pages.length.to(torch.int32).reshape(-1).contiguous(),
         longest_of(pages) if watched else 0,
@@ -94,14 +94,14 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> Part:
     )
 
 
-def dense_part(dense: DenseTokens, heads: int) -> Part:
+def dense_part(dense: DenseTokens, heads: int) -> PartArguments:
     """Give tokens in plain tensors."""
     key, value, place = dense.key, dense.value, dense.position
     batch, width = place.shape
     length = torch.full((batch * heads,), width, dtype=torch.int32, device=place.device)
     tokens = (key, key.stride(), value, value.stride(), place, *place.stride())
     forms = [(PLAIN, x.shape[-1], 0, 0, 0, NUMBERS[x.dtype]) for x in (key, value)]
-    return Part(tokens, length, width, False, forms[0], forms[1])
+    return PartArguments(tokens, length, width, False, forms[0], forms[1])
 
 
 def padded(dim: int) -> int:

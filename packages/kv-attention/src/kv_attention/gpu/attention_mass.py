@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, Part, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
 from kv_attention.gpu.decode import Decoded
 from kv_attention.gpu.prefill import read_key
 from kv_attention.gpu.reading import unshift
@@ -254,7 +254,7 @@ Places: TypeAlias = Int[Tensor, "B _ _"] | None
 def watch(
     done: Decoded,
     position: Int[Tensor, "B 1"],
-    parts: Sequence[Part],
+    parts: Sequence[PartArguments],
     places: Sequence[Places],
     what: Observe,
 ) -> Attended:
@@ -296,7 +296,7 @@ def look_back(
     position: Int[Tensor, "B w"],
     lse: Float[Tensor, "B H G w"],
     out: Float[Tensor, "B H G L Dv"],
-    parts: Sequence[Part],
+    parts: Sequence[PartArguments],
     places: Sequence[Places],
     scale: float,
     machine: Machine,
@@ -353,7 +353,7 @@ def look_back(
 
 
 def _sums(
-    part: Part, batch: int, heads: int, what: Observe, device: torch.device
+    part: PartArguments, batch: int, heads: int, what: Observe, device: torch.device
 ) -> tuple[Float[Tensor, "terms B H W"], Int[Tensor, "B H W"], tuple[int, ...]]:
     """Memory for what is observed of a part, and the kernels' numbers of the terms."""
     first = 3 if what.above is not None else int(what.power == 2)
@@ -363,7 +363,7 @@ def _sums(
     return mass, seen, terms
 
 
-def _placed(part: Part, place: Places) -> tuple[Tensor, tuple[int, ...]]:
+def _placed(part: PartArguments, place: Places) -> tuple[Tensor, tuple[int, ...]]:
     """Positions of a part's tokens with their strides; anything where nobody asks for them."""
     if place is None:
         return part.length, (0, 0, 0)

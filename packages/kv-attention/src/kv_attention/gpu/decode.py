@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, Part, padded, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, padded, rows_of
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
@@ -225,7 +225,7 @@ class Decoded(NamedTuple):
 def decode(
     q: Float[Tensor, "B H G 1 D"],
     position: Int[Tensor, "B 1"],
-    parts: Sequence[Part],
+    parts: Sequence[PartArguments],
     value_dim: int,
     scale: float,
     machine: Machine,

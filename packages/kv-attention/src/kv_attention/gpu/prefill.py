@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, Part, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
@@ -179,7 +179,7 @@ def prompt_kernel(
 def attend_to_all(
     q: Float[Tensor, "B H G L D"],
     position: Int[Tensor, "B L"],
-    parts: Sequence[Part],
+    parts: Sequence[PartArguments],
     value_dim: int,
     scale: float,
     machine: Machine,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_attention.gpu.arguments import Part, padded
+from kv_attention.gpu.arguments import PartArguments, padded
 from kv_attention.gpu.tiles import soften
 
 
@@ -52,7 +52,7 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(name, per_processor * about.multi_processor_count, asm)
 
 
-def tiling(machine: Machine, kernel: str, part: Part, q: torch.dtype) -> Tiling:
+def tiling(machine: Machine, kernel: str, part: PartArguments, q: torch.dtype) -> Tiling:
     """Give what was found best for such tokens on such a device, or a sane default."""
     data = tuned()["tiles"]
     found: dict[str, int] = {}
@@ -62,7 +62,7 @@ def tiling(machine: Machine, kernel: str, part: Part, q: torch.dtype) -> Tiling:
     return Tiling(**found)
 
 
-def classes(part: Part, q: torch.dtype, *, interpreted: bool) -> Iterator[str]:
+def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterator[str]:
     """Under which names to look for sizes of tiles, a later one goes over those before it.
 
     Addresses of vectors whose length is no power of two take registers, and products in float32
@@ -78,7 +78,7 @@ def classes(part: Part, q: torch.dtype, *, interpreted: bool) -> Iterator[str]:
         yield class_of(part)
 
 
-def class_of(part: Part) -> str:
+def class_of(part: PartArguments) -> str:
     """The bits of keys and values, and the wider of the two: what decides how a kernel does."""
     names = [f"{form[2]}" if form[0] == 0 else "plain" for form in (part.key, part.value)]
     where = "pages" if part.paged else "dense"

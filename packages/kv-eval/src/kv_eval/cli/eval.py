@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_eval.cli.evaluation import Tell, Work, finish
+from kv_eval.cli.evaluation import SampleRun, Tell, finish
 from kv_serve.cli.host import expect_vllm
 from kv_transformers.cli.console import check_writable, refuse
 from kv_transformers.cli.options import (
@@ -208,7 +208,7 @@ def evaluate(
 
 def _samples(
     loaded: "LoadedModel", plan: "Plan", text: "Text", host: Host, make: "MakeCache | None"
-) -> Work:
+) -> SampleRun:
     """Samples of our own tasks; where nothing makes caches they are for vLLM."""
     from kv_eval.evaluate import runner, under_vllm
     from kv_eval.evaluate.report import kept, rows
@@ -218,7 +218,7 @@ def _samples(
             return under_vllm.run(loaded, plan, text, journal)
         return runner.run(loaded, plan, text, journal, make)
 
-    return Work(
+    return SampleRun(
         settings=plan.identity(loaded, text) | {"host": host.value},
         total=len(plan.pairs) * len(plan.policies) * plan.each,
         run=run,
@@ -230,13 +230,13 @@ def _samples(
 
 def _documents(
     loaded: "LoadedModel", harness: "Harness", policies: tuple[str, ...], make: "MakeCache"
-) -> Work:
+) -> SampleRun:
     """Documents of lm-eval's tasks."""
     from kv_eval.evaluate.harness_tasks import run
     from kv_eval.evaluate.provenance import model_identity
     from kv_eval.evaluate.report import harness_rows
 
-    return Work(
+    return SampleRun(
         settings=model_identity(loaded) | harness.identity(),
         total=None,
         run=lambda journal, tell: run(loaded, harness, policies, journal, make, tell),

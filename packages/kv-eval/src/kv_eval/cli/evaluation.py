@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SampleRun:
     """Samples to be finished.
 
     Attributes:
@@ -40,7 +40,7 @@ class Work:
 
 
 def finish(
-    loaded: "LoadedModel", works: Sequence[Work], path: Path, served: "Serving | None"
+    loaded: "LoadedModel", works: Sequence[SampleRun], path: Path, served: "Serving | None"
 ) -> None:
     """Finish all samples, write the JSON file, and show its rows as a table."""
     from kv_eval.evaluate.journal import open_journal
@@ -88,7 +88,7 @@ def finish(
     remark(f"Written to {path}.")
 
 
-def _run(works: Sequence[Work], journal: "Journal") -> None:
+def _run(works: Sequence[SampleRun], journal: "Journal") -> None:
     totals = [work.total for work in works]
     total = None if None in totals else sum(each for each in totals if each is not None)
     with refusing(ValueError), progress() as shown:

@@ -38,12 +38,12 @@ def read_prompt(
         leader = ours[0]
         alike = [cache for cache in ours if _alike(cache, leader)]
         ours = [cache for cache in ours if cache not in alike]
-        leader.tiered.share_prefill([cache.tiered for cache in alike[1:]])
+        leader.runtime.share_prefill([cache.runtime for cache in alike[1:]])
         read(model, leader, tokens)
 
 
 def _alike(one: "CompressedCache", other: "CompressedCache") -> bool:
-    mine, theirs = one.tiered.bases, other.tiered.bases
+    mine, theirs = one.runtime.bases, other.runtime.bases
     if mine is None or theirs is None:
         return mine is theirs
     return mine.same_as(theirs)

@@ -38,7 +38,7 @@ def inspected(
         ValueError: the policy holds tokens in more ways than the file has characters for.
     """
     read(loaded.model, cache, torch.tensor([[piece.id for piece in prompt]]))
-    found, memory = holding(cache.tiered), cache.memory()
+    found, memory = holding(cache.runtime), cache.memory()
     if len(found.places) > len(DIGITS):
         raise ValueError(
             f"{cache.policy} holds tokens in {len(found.places)} ways, and at most {len(DIGITS)} "

@@ -16,7 +16,7 @@ _MARK = "THE-MESSAGE-STANDS-HERE"
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PromptFrame:
     """What stands around the user's message, and how a text that starts with it is encoded.
 
     With a chat template it is the template's own; without one an empty line parts message and
@@ -29,7 +29,7 @@ class Frame:
     chat: bool
 
     @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "Frame":
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "PromptFrame":
         """The frame of one user message, up to where the assistant begins to answer.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_eval.tasks.prompt import Frame, fit
+from kv_eval.tasks.prompt import PromptFrame, fit
 from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
 
 if TYPE_CHECKING:
@@ -56,11 +56,13 @@ def posed(
     """
     if not puzzles:
         raise TaskError(f"samples=0: {task} needs at least 1")
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     return tuple(_sample(task, frame, puzzle, length, setting) for puzzle in puzzles)
 
 
-def _sample(task: TaskName, frame: Frame, puzzle: Puzzle, length: int, setting: Setting) -> Sample:
+def _sample(
+    task: TaskName, frame: PromptFrame, puzzle: Puzzle, length: int, setting: Setting
+) -> Sample:
     question = f"\n\n{puzzle.question}{frame.tail}{puzzle.opening}"
 
     def encode(count: int) -> tuple[list[int], list[int]]:

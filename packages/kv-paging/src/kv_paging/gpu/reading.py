@@ -12,7 +12,7 @@ from kv_paging.gpu.numbers import Layout, blocks, numbers_of, on, rows
 from kv_paging.gpu.rows import beside, decode, page_at
 from kv_paging.gpu.writing import scores, table_of
 from kv_paging.table import pages_for
-from kv_paging.tokens import Stored, Vectors
+from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
 
 SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
@@ -196,7 +196,7 @@ def weakest_kernel(
     tl.store(found + which, tl.where(there, slot, -1).to(tl.int64), here)
 
 
-def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: Vectors) -> Stored:
+def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: VectorNames) -> Stored:
     """See `PageKernels.read`; one launch."""
     layout, count = numbers_of(pages), len(streams)
     size = rows(layout)

@@ -20,7 +20,7 @@ from kv_paging.work import DecodeStep
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TierArguments:
     """The streams of one kind as kernels take them, and what becomes of them."""
 
     tables: tuple[Tensor, ...]
@@ -37,7 +37,7 @@ class Part:
     streams: int
 
     @classmethod
-    def of(cls, work: DecodeStep) -> "Part":
+    def of(cls, work: DecodeStep) -> "TierArguments":
         """Lay out a kind's arguments; nothing here is as large as a cache."""
         token, choice, place = work.candidate, work.choice, work.place.long().contiguous()
         key, value = token.key.detach(), token.value.detach()
@@ -82,7 +82,7 @@ def able(works: Sequence[DecodeStep]) -> bool:
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     """See `PageKernels.step`; two launches for each kind of streams, and one for all."""
-    parts = [Part.of(work) for work in works]
+    parts = [TierArguments.of(work) for work in works]
     rows = min(part.rows for part in parts)
     first, blocks = [], 0
     for part in parts:

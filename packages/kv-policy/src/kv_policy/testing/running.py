@@ -5,10 +5,10 @@ import torch
 from kv_policy.complete import CompleteSelector
 from kv_policy.lifecycle import RunningSum
 from kv_policy.testing.laws import law
-from kv_policy.testing.views import Tokens
+from kv_policy.testing.views import DrawnTokens
 
 
-def check_running(selector: CompleteSelector, tokens: Tokens) -> None:
+def check_running(selector: CompleteSelector, tokens: DrawnTokens) -> None:
     """Check that scores of stored tokens are the mean or the sum that they are said to be.
 
     Args:
@@ -32,7 +32,7 @@ def check_running(selector: CompleteSelector, tokens: Tokens) -> None:
         assert view.mass is not None  # generated queries are observed
         assert view.seen is not None
         before = view.length[:, None, None] - 1
-        want = running.go_on(view.score, view.position, before, view.mass, view.seen)
+        want = running.update(view.score, view.position, before, view.mass, view.seen)
         stored = (view.position >= 0) & ~view.fresh
         found = selector.score(view)[stored]
         law(

@@ -25,7 +25,7 @@ from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.running import check_running
 from kv_policy.testing.views import (
-    Tokens,
+    DrawnTokens,
     after_prompt,
     cut_step,
     decoding_step,
@@ -91,12 +91,12 @@ def _layer_score(selector: CompleteSelector, view: LayerView) -> Float[Tensor, "
     return score.float()
 
 
-def _scores(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H L"]:
+def _scores(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N B H L"]:
     layers = range(tokens.shape.layers)
     return torch.stack([_layer_score(selector, tokens.layer(layer)) for layer in layers])
 
 
-def _gauges(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H"] | None:
+def _gauges(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N B H"] | None:
     views = [tokens.layer(layer) for layer in range(tokens.shape.layers)]
     found = []
     for view in views:
@@ -106,15 +106,15 @@ def _gauges(selector: CompleteSelector, tokens: Tokens) -> Float[Tensor, "N B H"
         lead = view.position.shape[:-1]
         law(
             head_stats.shape == lead and head_stats.is_floating_point(),
-            f"head_stats gave {head_stats.dtype} of shape {tuple(head_stats.shape)}; floats of shape "
-            f"{tuple(lead)} are right",
+            f"head_stats gave {head_stats.dtype} of shape {tuple(head_stats.shape)}; floats of "
+            f"shape {tuple(lead)} are right",
         )
         found.append(head_stats)
     return torch.stack(found).float()
 
 
 def _check_scores(
-    selector: CompleteSelector, able: Capabilities, tokens: Tokens
+    selector: CompleteSelector, able: Capabilities, tokens: DrawnTokens
 ) -> Float[Tensor, "N B H L"]:
     before = dict(_held(copy.deepcopy(tokens)))
     score = _scores(selector, tokens)
@@ -134,7 +134,7 @@ def _check_scores(
     return score
 
 
-def _held(tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
+def _held(tokens: DrawnTokens) -> Iterator[tuple[str, Tensor]]:
     """The tensors that views show, by name."""
     for field in dataclasses.fields(tokens):
         held = getattr(tokens, field.name)
@@ -146,7 +146,7 @@ def _held(tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
         yield "queries' position", tokens.queries.position
 
 
-def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Tokens) -> None:
+def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: DrawnTokens) -> None:
     score = _check_scores(selector, able, tokens)
     forever = (score == torch.inf) & (tokens.position >= selector.protected)
     law(
@@ -165,7 +165,7 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Toke
     )
 
 
-def _parts(tokens: Tokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:
+def _parts(tokens: DrawnTokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:
     count, heads = len(tokens.length), tokens.shape.kv_heads
     parts = [(torch.arange(count).flip(0), _EVERY, "change when sequences trade places")]
     alone = "of a sequence depend on the other sequences, or on how much padding it has"
@@ -178,7 +178,7 @@ def _parts(tokens: Tokens, able: Capabilities) -> list[tuple[Tensor, slice, str]
 
 
 def _plans(
-    selector: CompleteSelector, tokens: Tokens, score: Float[Tensor, "N B H L"]
+    selector: CompleteSelector, tokens: DrawnTokens, score: Float[Tensor, "N B H L"]
 ) -> UInt8[Tensor, "N B H L"]:
     layers = tokens.shape.layers
     step = layers if selector.scope == "model" else 1
@@ -198,7 +198,10 @@ def _plans(
 
 
 def _check_plan(
-    selector: CompleteSelector, able: Capabilities, tokens: Tokens, score: Float[Tensor, "N B H L"]
+    selector: CompleteSelector,
+    able: Capabilities,
+    tokens: DrawnTokens,
+    score: Float[Tensor, "N B H L"],
 ) -> None:
     plan = _plans(selector, tokens, score)
     law(equal(plan, _plans(selector, tokens, score)), "plan differs the second time")
@@ -229,7 +232,7 @@ def _check_plan(
         law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
 
 
-def _check_budget(selector: CompleteSelector, tokens: Tokens, kept: Tensor) -> None:
+def _check_budget(selector: CompleteSelector, tokens: DrawnTokens, kept: Tensor) -> None:
     per_layer = kept.sum((2, 3))  # N B
     total = per_layer.sum(0, keepdim=True) if selector.scope == "model" else per_layer
     heads = tokens.shape.kv_heads * (tokens.shape.layers if selector.scope == "model" else 1)

@@ -18,7 +18,7 @@ _SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the
 
 
 @dataclass(frozen=True)
-class Tokens:
+class DrawnTokens:
     """Tokens of all layers, each head's own ones in the order of their positions, then padding."""
 
     shape: CacheShape
@@ -98,7 +98,7 @@ class Tokens:
             page=self.page,
         )
 
-    def newest(self) -> "Tokens":
+    def newest(self) -> "DrawnTokens":
         """Keep only the last token of each head."""
         at = (self.position >= 0).sum(-1, keepdim=True) - 1
 
@@ -110,7 +110,7 @@ class Tokens:
 
     def cut(
         self, sequences: Int[Tensor, " S"], heads: slice
-    ) -> tuple["Tokens", Callable[[Tensor], Tensor]]:
+    ) -> tuple["DrawnTokens", Callable[[Tensor], Tensor]]:
         """Give some sequences and heads alone, without spare places, and how a result is cut so."""
         kept = self.position[:, sequences][:, :, heads] >= 0
         places = max(1, int(kept.sum(-1).max()))
@@ -131,7 +131,7 @@ class Tokens:
         length: Int[Tensor, " B"],
         budget: Int[Tensor, " B"],
         queries: Queries | None,
-    ) -> "Tokens":
+    ) -> "DrawnTokens":
         picked: dict[str, Any] = {
             field.name: pick(value)
             for field in dataclasses.fields(self)
@@ -148,7 +148,9 @@ def shard(shape: CacheShape, heads: slice) -> CacheShape:
     return dataclasses.replace(shape, kv_heads=len(kept), first_head=shape.first_head + kept.start)
 
 
-def after_prompt(selector: CompleteSelector, shape: CacheShape, stored: float, seed: int) -> Tokens:
+def after_prompt(
+    selector: CompleteSelector, shape: CacheShape, stored: float, seed: int
+) -> DrawnTokens:
     """Make the tokens that a selector sees after a pass over a prompt, or over its end.
 
     `stored` is the share of each sequence that came before this pass; some of those tokens are gone
@@ -158,7 +160,7 @@ def after_prompt(selector: CompleteSelector, shape: CacheShape, stored: float, s
     return _tokens(selector, selector.observe, shape, length, (length * stored).long(), seed)
 
 
-def while_decoding(selector: CompleteSelector, shape: CacheShape, seed: int) -> Tokens:
+def while_decoding(selector: CompleteSelector, shape: CacheShape, seed: int) -> DrawnTokens:
     """Make the tokens that a selector sees when one token arrives in each sequence."""
     length = torch.tensor([selector.protected + 40, selector.protected + 17, 2, 1])
     if selector.observe.generated:
@@ -176,7 +178,7 @@ def _tokens(
     before: Int[Tensor, " B"],
     seed: int,
     generated: bool = False,
-) -> Tokens:
+) -> DrawnTokens:
     generator = torch.Generator().manual_seed(seed)
     lead = (shape.layers, len(length), shape.kv_heads)
     grid = torch.arange(int(length.max())).expand(*lead, -1)
@@ -196,7 +198,7 @@ def _tokens(
         return x.masked_fill(~there[..., None], 0)
 
     least, whole = max(1, selector.protected), selector.budget is None
-    return Tokens(
+    return DrawnTokens(
         shape=shape,
         length=length,
         budget=length if whole else torch.tensor([least, least + 7, least, least + 1000]),

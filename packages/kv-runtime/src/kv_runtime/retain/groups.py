@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_attention import Attended
-from kv_policy import FRESH, Vectors
+from kv_policy import FRESH, VectorName
 from kv_runtime.batch import Batch, Pass, grid
 from kv_runtime.retain.planning import Group
 
@@ -18,7 +18,7 @@ def fresh_group(
     now: Pass,
     key: Tensor,
     value: Tensor,
-    reads: frozenset[Vectors],
+    reads: frozenset[VectorName],
     mass: Tensor | None = None,
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
@@ -26,7 +26,7 @@ def fresh_group(
     """The tokens that a pass brings; vectors are zero where there is none."""
     padding = (now.position < 0)[:, None, :, None] if reads & {"keys", "values"} else None
 
-    def vectors(name: Vectors, x: Tensor) -> Tensor | None:
+    def vectors(name: VectorName, x: Tensor) -> Tensor | None:
         return x.masked_fill(padding, 0) if padding is not None and name in reads else None
 
     return Group(
@@ -47,7 +47,7 @@ def layer_groups(
     layers: slice,
     key: Tensor,
     value: Tensor,
-    reads: frozenset[Vectors],
+    reads: frozenset[VectorName],
     results: Sequence[Attended],
     *,
     stored: bool = True,

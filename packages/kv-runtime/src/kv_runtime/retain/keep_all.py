@@ -21,7 +21,7 @@ class KeepAll:
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Make sure of the pages before anything is stored."""
-        if now.whole.prompt:
+        if now.whole.is_prefill:
             batch.reserve((now.whole.total - batch.window_size).clamp(min=0), spare=1)
 
     def take(
@@ -35,7 +35,7 @@ class KeepAll:
         queries: Queries | None,
     ) -> None:
         """Store a prompt's tokens layer by layer; single tokens wait for the end of the pass."""
-        if not now.prompt:
+        if not now.is_prefill:
             self._waiting.append((key, value))
             return
         key, value, position = self._leaving(batch, now, layer, key, value)
@@ -45,7 +45,7 @@ class KeepAll:
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Store one token per sequence, for all layers at once."""
-        if now.prompt:
+        if now.is_prefill:
             return
         waiting, self._waiting = self._waiting, []
         key = torch.stack([k for k, _ in waiting])

@@ -91,7 +91,7 @@ def score_layers(
         now: the pass, over these layers.
         queries: of the pass, likewise.
     """
-    order = _order(groups) if now.prompt else None
+    order = _order(groups) if now.is_prefill else None
 
     joined, vectors = partial(_joined, order), partial(_vectors, order)
     observed = all(g.mass is not None for g in groups)
@@ -109,15 +109,15 @@ def score_layers(
         mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
         seen=joined([g.seen for g in groups if g.seen is not None]) if observed else None,
         also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
-        generated=not now.prompt,
+        generated=not now.is_prefill,
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
         queries=queries if "queries" in selector.reads else None,
         rope=shape.rope_of(layers.start) if "queries" in selector.reads else None,
     )
     score = expect_scores(selector, view, selector.score(view))
-    head_stats = selector.head_stats(view) if now.prompt else None
-    wrong = lacks_numbers(view, score) if now.prompt else None
+    head_stats = selector.head_stats(view) if now.is_prefill else None
+    wrong = lacks_numbers(view, score) if now.is_prefill else None
     return Scored(tuple(groups), order, view.position, score, head_stats, wrong)
 
 
@@ -157,7 +157,7 @@ def plan_layers(
     page: Int[Tensor, "K n H"],
     due: Int[Tensor, " D"] | None,
 ) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n _ H"] | None]:
-    """Plan some layers together; give each group's tiers, layer by layer, and the plan's thresholds.
+    """Plan some layers together; return each group's tiers by layer, and the plan's thresholds.
 
     The thresholds are of the sequences that are due.
 
@@ -199,7 +199,7 @@ def plan_layers(
 def planned(
     selector: CompleteSelector, view: PlanView, window: int
 ) -> tuple[UInt8[Tensor, "N B H L"], Float[Tensor, "K N B H"] | None]:
-    """Let a selector plan all but the tokens of a raw window; give its thresholds, if it has some."""
+    """Let a selector plan all but a raw window's tokens; return its thresholds, if it has some."""
     if window:
         held_raw = view.position >= (view.length - window).clamp(min=0)[None, :, None, None]
         view = replace(

@@ -44,11 +44,11 @@ def score(
     if "queries" in selector.reads:
         vectors = [o.queries.vectors for o in observed if o.queries is not None]
         queries = Queries(_rows(vectors), over.position) if vectors else None
-    if not now.prompt and not selector.observe.generated:
+    if not now.is_prefill and not selector.observe.generated:
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     results = [o.result for o in observed]
-    stored = running_in(now, selector) is None  # else `go_on` has seen to them
+    stored = running_in(now, selector) is None  # else `update_scores` has seen to them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
     _note(batch, over, layers, scored)
@@ -57,10 +57,12 @@ def score(
 
 def running_in(now: Pass, selector: CompleteSelector) -> Running | None:
     """Give as what scores of stored tokens go on in their pages; None: they do not."""
-    return None if now.prompt else selector.running
+    return None if now.is_prefill else selector.running
 
 
-def go_on(batch: Batch, now: Pass, layer: int, result: Attended, running: Running) -> Attended:
+def update_scores(
+    batch: Batch, now: Pass, layer: int, result: Attended, running: Running
+) -> Attended:
     """Let the scores of a layer's stored tokens, most of all, go on where they lie.
 
     A sequence that brings no token was not observed, and keeps its scores.

@@ -20,7 +20,7 @@ from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
 from kv_runtime.retain.planning import Scored, plan_layers
 from kv_runtime.retain.replan import replan
-from kv_runtime.retain.scoring import Observed, go_on, running_in, score
+from kv_runtime.retain.scoring import Observed, running_in, score, update_scores
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
@@ -79,11 +79,15 @@ class KeepSelected:
         if self._careful is not None:
             self._careful.sequences = len(batch.seen)
         for each in (part.now for part in now.parts):
-            if not each.prompt:
+            if not each.is_prefill:
                 self._stepped = each.rows
                 continue
             self._turns.prompt(len(batch.seen), each.rows)
-            due = [] if each.more else self._turns.next(batch.sizes(each), beside=self._stepped)
+            due = (
+                []
+                if each.is_partial_prefill
+                else self._turns.next(batch.sizes(each), beside=self._stepped)
+            )
             self._planned = due
 
     def take(
@@ -99,9 +103,9 @@ class KeepSelected:
         """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
         running = running_in(now, self.selector)
         if running is not None:
-            result = go_on(batch, now, layer, result, running)
+            result = update_scores(batch, now, layer, result, running)
         observed = Observed(key, value, result, queries)
-        if not now.prompt:
+        if not now.is_prefill:
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
             # Layers may turn their queries differently, and what is beside generated tokens changes
@@ -120,7 +124,7 @@ class KeepSelected:
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Settle what waited for all layers."""
-        if now.prompt:
+        if now.is_prefill:
             waiting, self._waiting = self._waiting, []
             wrong, self._wrong = self._wrong, []
             expect_numbers(self.selector, wrong)

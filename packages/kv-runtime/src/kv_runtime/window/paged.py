@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kv_paging import PagePool, TokenStore, read_slots, write_slots
 from kv_paging.streams import expect_joined, join_all, release_all
-from kv_paging.tokens import BOTH, NONE, Stored, Vectors
+from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
-_KEYS: Final[Vectors] = frozenset({"keys"})
-_VALUES: Final[Vectors] = frozenset({"values"})
+_KEYS: Final[VectorNames] = frozenset({"keys"})
+_VALUES: Final[VectorNames] = frozenset({"values"})
 
 
 class PagedWindow(RingBuffer):
@@ -208,7 +208,7 @@ class PagedWindow(RingBuffer):
         release_all(self.stores)
         self._hold(self.position[:0])
 
-    def _read(self, layers: slice, vectors: Vectors) -> Stored:
+    def _read(self, layers: slice, vectors: VectorNames) -> Stored:
         store = self._store
         return store.kernels.read(store.whole(), store.streams(layers), self.size, vectors)
 

@@ -16,11 +16,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from kv_policy import KVPolicy
-from kv_runtime import RequestRows, Step, serving
+from kv_runtime import RequestRows, SlotStep, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.served import ServesPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
-from kv_serve.vllm.storage import Pages, Slots, stored
+from kv_serve.vllm.storage import BilledPages, VllmSlots, stored
 
 logger = init_logger("vllm.kv_serve")
 
@@ -29,7 +29,7 @@ class PagedBackend(AttentionBackend):
     """What the backends of layers under a policy have in common; they are made by `bound`."""
 
     forward_includes_kv_cache_update = True
-    storage: ClassVar["Slots | Pages"]
+    storage: ClassVar["VllmSlots | BilledPages"]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -61,7 +61,7 @@ class PagedBackend(AttentionBackend):
 
 
 def bound(
-    chosen: type[AttentionBackend], policy: KVPolicy, storage: Slots | Pages
+    chosen: type[AttentionBackend], policy: KVPolicy, storage: VllmSlots | BilledPages
 ) -> type[AttentionBackend]:
     """Make the backend of the layers of one model under one policy, from the one vLLM chose.
 
@@ -72,7 +72,7 @@ def bound(
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
-class PagedImpl(AttentionImpl[Step | RequestRows]):
+class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
     """Attention of one layer, under the policy of the current configuration."""
 
     def __init__(
@@ -132,7 +132,7 @@ class PagedImpl(AttentionImpl[Step | RequestRows]):
             layer.attn_backend = first
         else:
             storage = stored(self.config, self.policy, model_shape(self.config, layer))
-            check_alike(self.config, layers, in_pages=isinstance(storage, Pages))
+            check_alike(self.config, layers, in_pages=isinstance(storage, BilledPages))
             layer.attn_backend = bound(chosen, self.policy, storage)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention runs by %s",
@@ -149,7 +149,7 @@ class PagedImpl(AttentionImpl[Step | RequestRows]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | RequestRows | None,
+        attn_metadata: SlotStep | RequestRows | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,

@@ -5,11 +5,11 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kv_runtime import Blocks, SlotLayer, Step
+from kv_runtime import Blocks, SlotLayer, SlotStep
 from kv_serve.vllm.shape import attention_layers
 
 
-class SlotBuilder(AttentionMetadataBuilder[Step]):
+class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
     """Says once per step, for all layers, where tokens go and what they see."""
 
     def __init__(
@@ -31,7 +31,7 @@ class SlotBuilder(AttentionMetadataBuilder[Step]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Step:
+    ) -> SlotStep:
         """Describe one step."""
         given = common_attn_metadata
         return self.blocks.step(

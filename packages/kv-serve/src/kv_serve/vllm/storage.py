@@ -31,7 +31,7 @@ logger = init_logger("vllm.kv_serve")
 
 
 @dataclass(frozen=True)
-class Slots:
+class VllmSlots:
     """A token's bytes lie in the slot that vLLM gives it."""
 
     format: TokenFormat
@@ -53,7 +53,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Pages:
+class BilledPages:
     """Tokens lie in pages of their layer and head; a block pays for some of them."""
 
     layout: Layout
@@ -89,7 +89,7 @@ class Pages:
         return f"at most {each:g} bytes per kept token and KV head in place of {self.full}"
 
 
-def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | Pages:
+def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots | BilledPages:
     """Choose how a policy is stored, and let vLLM make our connector where pages are counted.
 
     Raises:
@@ -105,7 +105,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
                 f"{policy} is stored where vLLM's slots are, and needs no KV connector; leave "
                 "--kv-transfer-config out"
             )
-        return Slots(format, full)
+        return VllmSlots(format, full)
     if policy.fitted_to is not None:
         expect_fitted(policy, fingerprint_at(config.model_config.model))
     attach(config)
@@ -122,7 +122,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Slots | P
             f"the policy {policy} cannot be served with tensor parallelism: its heads keep "
             "different numbers of dimensions, and vLLM's blocks are as large on every rank"
         )
-    return Pages(of[shape.first_head], own, full)
+    return BilledPages(of[shape.first_head], own, full)
 
 
 def _layout(policy: KVPolicy, shape: CacheShape, tokens: int) -> Layout:
