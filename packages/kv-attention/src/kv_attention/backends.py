@@ -126,7 +126,7 @@ def choose_backend(device: torch.device | str) -> BackendChoice:
     """Choose the fastest backend that can be used here for tensors on a device.
 
     >>> choose_backend("meta")
-    Choice(name='torch', passed_over={})
+    BackendChoice(name='torch', passed_over={})
     """
     kind = torch.device(device).type
     passed_over: dict[str, str] = {}
