@@ -90,8 +90,9 @@ def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
                 worker.ask(policy)
             seconds: dict[str, list[float]] = {name: [] for name in workers}
             for i in range(rounds + 2):
-                for name, worker in workers.items():
-                    taken = worker.ask()
+                turn = [*workers] if i % 2 else [*reversed(workers)]  # who is second is slower
+                for name in turn:
+                    taken = workers[name].ask()
                     if i >= 2:
                         seconds[name].append(taken)
             pairs = zip(seconds["new"], seconds["old"], strict=True)
