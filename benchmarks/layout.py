@@ -28,8 +28,7 @@ WORKER = """
 import sys, time, torch
 from kv_policy import CacheShape, parse
 try:
-    import kv_runtime
-    Cache = getattr(kv_runtime, "PolicyCache", None) or kv_runtime.TieredCache
+    from kv_runtime import TieredCache as Cache
 except ImportError:
     from kv_serve.tiered import TieredCache as Cache
 torch.set_num_threads(1)
