@@ -95,7 +95,8 @@ def example(session: nox.Session, package: str) -> None:
     """
     install_wheel(session, package, tests=False)
     code = first_example(ROOT / "packages" / package / "README.md")
-    session.run("python", "-c", code, env=variables(session))
+    with session.chdir(session.create_tmp()):  # where what it writes is in nobody's way
+        session.run("python", "-c", code, env=variables(session))
 
 
 @nox.session
