@@ -21,6 +21,7 @@ from tools.sessions import (
     check_siblings,
     install,
     install_vllm,
+    install_wheel,
     mkdocs,
     native,
     pytest,
@@ -80,16 +81,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheel(session: nox.Session, package: str) -> None:
     """Builds the wheels, installs this one into an empty environment and runs its tests there."""
-    wanted = {package} | declared(package, tests=True)
-    wheels = {name: built(session, name) for name in sorted(wanted)}
-    # A constraint installs nothing: it only says that siblings come from here and nowhere else, not
-    # even from the workspace, where a package's group `test` would find them.
-    siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
-    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-    renew = flags("--reinstall-package", wheels)
-    given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
-    install(session, *given, groups=("test",), own=package)
-    check_siblings(session, wanted, from_wheels=True)
+    install_wheel(session, package, tests=True)
     chosen = ("-m", "not model and not slow", *UNCHECKED)  # `tests` ran those of the model
     pytest(session, f"packages/{package}/tests", *chosen)
 
@@ -101,16 +93,10 @@ def example(session: nox.Session, package: str) -> None:
 
     Nothing is there but what the package declares.
     """
-    wanted = {package} | declared(package)
-    wheels = {name: built(session, name) for name in sorted(wanted)}
-    siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
-    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-    renew = flags("--reinstall-package", wheels)
-    given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
-    install(session, *given)
-    check_siblings(session, wanted, from_wheels=True)
+    install_wheel(session, package, tests=False)
     code = first_example(ROOT / "packages" / package / "README.md")
-    session.run("python", "-c", code, env=variables(session))
+    with session.chdir(session.create_tmp()):  # where what it writes is in nobody's way
+        session.run("python", "-c", code, env=variables(session))
 
 
 @nox.session

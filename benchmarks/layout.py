@@ -28,10 +28,9 @@ WORKER = """
 import sys, time, torch
 from kv_policy import CacheShape, parse
 try:
-    import kv_runtime
-    Cache = getattr(kv_runtime, "PolicyCache", None) or kv_runtime.PolicyCache
+    from kv_runtime import PolicyCache as Cache
 except ImportError:
-    from kv_serve.runtime import PolicyCache as Cache
+    from kv_serve.tiered import TieredCache as Cache
 torch.set_num_threads(1)
 shape = CacheShape({layers}, 3, 3, 64, 64, torch.bfloat16)
 draw = torch.Generator().manual_seed(0)
@@ -90,8 +89,9 @@ def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
                 worker.ask(policy)
             seconds: dict[str, list[float]] = {name: [] for name in workers}
             for i in range(rounds + 2):
-                for name, worker in workers.items():
-                    taken = worker.ask()
+                turn = [*workers] if i % 2 else [*reversed(workers)]  # who is second is slower
+                for name in turn:
+                    taken = workers[name].ask()
                     if i >= 2:
                         seconds[name].append(taken)
             pairs = zip(seconds["new"], seconds["old"], strict=True)

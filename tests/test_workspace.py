@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tools.workspace import first_example
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 NAMES = [package.name for package in PACKAGES]
@@ -32,6 +34,7 @@ def test_a_package_is_complete(package: Path) -> None:
     assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert list((package / "tests").rglob("test_*.py")), "it has no tests of its own"
     assert settings(package)["project"]["name"] == package.name
+    assert first_example(package / "README.md"), "nothing shows how it is used"
 
 
 @each_package

@@ -13,7 +13,7 @@ from pathlib import Path
 import nox
 
 from tools import environment
-from tools.workspace import PACKAGES, ROOT, editable, flags, project
+from tools.workspace import PACKAGES, ROOT, declared, editable, flags, project
 
 MOST_WORKERS = 4  # processes that share the tests of a session
 RUN = str(time.time_ns())  # names this run of nox, in which a wheel is built at most once
@@ -48,6 +48,23 @@ def install(
         arguments += ("--constraint", constraints[1])
     everything = ("--exact", *arguments, *constraints, *flags("--group", files))
     session.install(*everything, env={**variables, **env})
+
+
+def install_wheel(session: nox.Session, package: str, *, tests: bool) -> None:
+    """Makes the environment hold a package's wheel and what it declares, all of ours from wheels.
+
+    `tests` says whether what its tests need is installed too.
+    """
+    wanted = {package} | declared(package, tests=tests)
+    wheels = {name: built(session, name) for name in sorted(wanted)}
+    # A constraint installs nothing: it only says that siblings come from here and nowhere else, not
+    # even from the workspace, where a package's group `test` would find them.
+    siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
+    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
+    renew = flags("--reinstall-package", wheels)
+    given = (str(wheels[package]), "--no-sources", "--constraint", str(siblings), *renew)
+    install(session, *given, groups=("test",) if tests else (), own=package if tests else None)
+    check_siblings(session, wanted, from_wheels=True)
 
 
 def native(session: nox.Session) -> bool:

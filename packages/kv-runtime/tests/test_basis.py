@@ -194,3 +194,19 @@ def test_few_tokens_in_tiers_that_some_kinds_leave_empty() -> None:
         world = World(compose(policy, RAGGED))
         world.forward(ragged(3, 2))
         world.go_on(3)
+
+
+def test_caches_of_other_bases_or_with_tokens_share_no_prefill() -> None:
+    plain, turned = (
+        PolicyCache(parse("raw"), SHAPE),
+        PolicyCache(compose(Turned(), Exact(1)), SHAPE),
+    )
+    with pytest.raises(ValueError, match="in another basis than raw"):
+        plain.share_prefill([turned])
+    plain.begin(torch.ones(1, 3, dtype=torch.bool))
+    for pair in (
+        (plain, PolicyCache(parse("raw"), SHAPE)),
+        (PolicyCache(parse("raw"), SHAPE), plain),
+    ):
+        with pytest.raises(ValueError, match="holds tokens can share no prefill"):
+            pair[0].share_prefill([pair[1]])

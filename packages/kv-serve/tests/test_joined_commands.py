@@ -74,14 +74,22 @@ def test_a_command_that_two_packages_claim_runs_neither(found: Found) -> None:
     app = found(("hello", "brings_commands:hello"), ("hello", "brings_commands:several"))
     status, text = said(app, "hello", "you")
     assert status == 2
-    assert "the command hello is claimed by the packages" in text
+    assert "2 installed packages claim the command 'hello': brings_commands" in text
+    assert "uninstall all but one of them" in text
+
+
+def test_a_command_that_is_found_twice_is_one(found: Found) -> None:
+    app = found(("hello", "brings_commands:hello"), ("hello", "brings_commands:hello"))
+    assert said(app, "hello", "you") == (0, "hello you")
 
 
 def test_a_command_that_cannot_be_imported_says_why_and_others_run(found: Found) -> None:
     app = found(("broken", "brings_commands.no_such:thing"), ("hello", "brings_commands:hello"))
     status, text = said(app, "broken", "--any", "thing")
     assert status == 2
-    assert "cannot be imported: ModuleNotFoundError" in text
+    assert (
+        "the command 'broken' of brings_commands.no_such cannot be loaded: ModuleNotFound" in text
+    )
     assert said(app, "hello", "you") == (0, "hello you")
 
 

@@ -18,7 +18,7 @@ class LagKV(Evictor):
 
     A channel is scaled to run from 0 to 1 in the next chunk. Standard deviations over channels,
     softmaxed over the chunk, are added up for key and value; the score is the rank in the chunk, to
-    12 bits. Sinks, and tokens that no whole chunk follows, stay. From notes, not checked.
+    12 bits. Sinks, and tokens that no whole chunk follows, stay. Not compared with other code.
     """
 
     name: ClassVar[str] = "lagkv"

@@ -407,8 +407,8 @@ def write_slots(
         some: which to write; the others go to the pool's scratch page.
         key: of the tokens.
         value: of the tokens.
-        score: of the tokens; None leaves those that stand there.
-        position: of the tokens; None leaves those that stand there.
+        score: of the tokens; None keeps the stored scores.
+        position: of the tokens; None keeps the stored positions.
     """
     page, row = store._place(streams[:, None].expand_as(slot), slot)
     write_tokens(

@@ -32,7 +32,7 @@ class RequestStep:
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether the prompt goes on in a later step."""
+        """Whether a later step prefills the rest of the prompt."""
         return self.computed + self.tokens < self.prompt
 
 

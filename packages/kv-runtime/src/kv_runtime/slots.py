@@ -116,12 +116,12 @@ class SlotStep:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayer:
-    """Stores tokens in one format, and lets new ones see what is stored.
+    """Stores tokens in one format, and attends over them and the new tokens.
 
-    New tokens see those of earlier steps as they are stored, and those of their own step as they
-    are: a prompt that comes in one piece is read uncompressed, and what is generated after it, or
-    after a prefix that was cached, sees compressed tokens. This is how the formats' papers measure
-    them, and what a compressed cache does under transformers.
+    New tokens attend to tokens of earlier steps as they are stored, and to tokens of their own step
+    uncompressed. So a prompt that is prefilled in one step attends to uncompressed tokens alone;
+    decoded tokens, and prompts behind a cached prefix, attend to compressed ones. The papers of the
+    formats measure them so, and a compressed cache under transformers does the same.
     """
 
     format: TokenFormat

@@ -101,11 +101,7 @@ class RawWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and give the one it pushes out (position -1: none).
-
-        A sequence that brings none (position -1) keeps what it has. Work does not grow with the
-        window, and nothing waits for the device.
-        """
+        """Put one fresh token per sequence and return the evicted one, as `Window.exchange`."""
         real = position >= 0
         slot = position[:, 0].clamp(min=0) % self.size
         row = torch.arange(len(slot), device=slot.device)

@@ -145,11 +145,7 @@ class PagedWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and give the one it pushes out (position -1: none).
-
-        A sequence that brings none (position -1) keeps what it has. Work does not grow with the
-        window, and nothing waits for the device.
-        """
+        """Put one fresh token per sequence and return the evicted one, as `Window.exchange`."""
         real, slot = position >= 0, position.clamp(min=0) % self.size
         every = slice(None)
         out = read_slots(self._store, self._store.streams(), self._by_stream(every, slot), BOTH)

@@ -3,12 +3,14 @@
 An entry names a function that typer can run, or a `typer.Typer` with commands of its own.
 """
 
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import typer
 
-from kv_transformers.cli.console import refuse
+from kv_transformers.cli.console import refuse, refusing
 
 GROUP: Final = "kv_serve.commands"
 PACKAGES: Final = {  # commands of ours, and the package that brings each
@@ -25,32 +27,26 @@ ANY: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 def join(app: typer.Typer) -> None:
     """Add the commands of installed packages; one that cannot run says why, and what to do."""
     own = {command.name for command in app.registered_commands}
-    found: dict[str, list[EntryPoint]] = {name: [] for name in PACKAGES}
-    for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, []).append(entry)
+    found: dict[str, dict[str, EntryPoint]] = {name: {} for name in PACKAGES}
+    for entry in entry_points(group=GROUP):  # one that is found twice counts once
+        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
     for name in sorted(found):
         if name not in own:  # a command of kv-serve itself cannot be replaced
-            _add(app, name, found[name])
+            _add(app, name, tuple(found[name].values()))
 
 
-def _add(app: typer.Typer, name: str, entries: list[EntryPoint]) -> None:
+def _add(app: typer.Typer, name: str, entries: tuple[EntryPoint, ...]) -> None:
     if not entries:
-        package = PACKAGES[name]
-        sentence = f"the command {name} is in the package {package}, which is not installed"
-        _stand_in(app, name, f"Needs the package {package}.", sentence, package)
+        _stand_in(app, name, f"Needs the package {PACKAGES[name]}.", partial(_missing, name))
         return
+    broken = partial(_broken, name, entries)
     if len(entries) > 1:
-        owners = " and ".join(sorted(map(_owner, entries)))
-        remedy = "uninstall all but one of them"
-        sentence = f"the command {name} is claimed by the packages {owners}; {remedy}"
-        _stand_in(app, name, "Claimed by several packages.", sentence)
+        _stand_in(app, name, "Claimed by several packages.", broken)
         return
     try:
         command = entries[0].load()
-    except Exception as error:  # a package may fail in any way when it is imported
-        reason = f"{type(error).__name__}: {error}"
-        sentence = f"the command {name}, of the package {_owner(entries[0])}, cannot be imported: "
-        _stand_in(app, name, "Cannot be imported.", sentence + reason)
+    except (Exception, SystemExit):  # somebody else's package may fail in any way
+        _stand_in(app, name, "Cannot be imported.", broken)
         return
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
@@ -58,28 +54,30 @@ def _add(app: typer.Typer, name: str, entries: list[EntryPoint]) -> None:
         app.command(name)(command)
 
 
-def _stand_in(
-    app: typer.Typer, name: str, help: str, sentence: str, package: str | None = None
-) -> None:
-    """Add a command that takes any arguments and refuses with a sentence.
+def _stand_in(app: typer.Typer, name: str, help: str, refusal: Callable[[], None]) -> None:
+    """Add a command that takes any arguments and refuses."""
 
-    Args:
-        app: the command line.
-        name: of the command.
-        help: a line on it.
-        sentence: what is wrong.
-        package: what to install.
-    """
+    def command() -> None:
+        refusal()
 
-    def refusal() -> None:
-        if package is None:
-            refuse(sentence)
-        from kv_policy.installing import install_command
-
-        refuse(f"{sentence}: `{install_command(package)}`")
-
-    app.command(name, help=help, context_settings=ANY, add_help_option=False)(refusal)
+    app.command(name, help=help, context_settings=ANY, add_help_option=False)(command)
 
 
-def _owner(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "of an unknown name"
+def _missing(name: str) -> None:
+    """Say which package brings a command, and how to install it."""
+    from kv_policy.installing import install_command
+
+    package = PACKAGES[name]
+    refuse(
+        f"the command {name} is in the package {package}, which is not installed: "
+        f"`{install_command(package)}`"
+    )
+
+
+def _broken(name: str, entries: tuple[EntryPoint, ...]) -> None:
+    """Say why a command that is installed cannot be used, and what to do."""
+    from kv_policy.registry import imported
+
+    with refusing(ValueError):
+        imported(f"the command {name!r}", entries)
+    refuse(f"the command {name!r} could not be imported, and can now; run it again")

@@ -1,0 +1,153 @@
+"""Requests over one pool: each sees and holds what it would alone, and fails alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_evict import Knorm
+from kv_paging import PagePool
+from kv_policy import Budget, KVPolicy, LayerView, parse
+from kv_runtime import RequestBatch, RequestRows, RequestStep, PolicyCache
+from tiered_policies import SHAPE
+
+SCALE, CHUNK = 0.4, 7
+HEADS = SHAPE.kv_heads * SHAPE.group
+PROMPTS = {"a": 19, "b": 6, "c": 11}  # "a" takes three steps, "c" two
+POLICIES = ("raw", "k8v4:window=8", "snapkv:budget=12,window=4+k8v4", "streaming:budget=9")
+
+
+@dataclass
+class Engine:
+    """Prefills in chunks, then decodes; every token of a request is drawn beforehand."""
+
+    policy: KVPolicy
+    batch: RequestBatch = field(init=False)
+    told: dict[str, Exception] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMPTS, 0))
+
+    def __post_init__(self) -> None:
+        size = PolicyCache(self.policy, SHAPE).layout.page_bytes
+        memory = torch.full((400, size), 255, dtype=torch.uint8)
+        pool = PagePool.over(memory, poison=True)
+        empty = PolicyCache(self.policy, SHAPE, backend="torch", pool=pool, careful=True)
+        self.pool, self.batch = pool, RequestBatch(empty, SCALE, self.told.__setitem__)
+        draw = torch.Generator().manual_seed(2)
+        sizes = (HEADS, SHAPE.key_dim), (SHAPE.kv_heads, SHAPE.key_dim)
+        sizes = (*sizes, (SHAPE.kv_heads, SHAPE.value_dim))
+        self.tokens = {
+            name: [torch.randn(SHAPE.layers, 40, *size, generator=draw) for size in sizes]
+            for name in PROMPTS
+        }
+
+    def step(self, *names: str, gone: tuple[str, ...] = (), **more: object) -> dict[str, Tensor]:
+        """Do a step of these requests, and give what their tokens see, by layer."""
+        steps, start, brought = {}, [0], []
+        for key, name in enumerate(names):
+            done, prompt = self.computed[name], PROMPTS[name]
+            count = min(CHUNK, prompt - done) if done < prompt else 1
+            steps[key] = RequestStep(name, done, count, prompt, serial=10 + key, **more)
+            brought.append([x[:, done : done + count] for x in self.tokens[name]])
+            start.append(start[-1] + count)
+            self.computed[name] = done + count
+        self.batch.begin(steps, gone)
+        rows, outs = RequestRows(tuple(steps), tuple(start)), []
+        for layer in range(SHAPE.layers):
+            given = [torch.cat([x[i][layer] for x in brought]) for i in range(3)]
+            outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
+            self.batch.attend(layer, rows, *given, outs[-1])
+        whole = torch.stack(outs)
+        return {name: whole[:, start[i] : start[i + 1]] for i, name in enumerate(names)}
+
+    def alone(self, name: str) -> Iterator[Tensor]:
+        """What the tokens of a request see, step by step, in a cache that it has for itself."""
+        cache, done = PolicyCache(self.policy, SHAPE, backend="torch"), 0
+        while True:
+            count = min(CHUNK, PROMPTS[name] - done) if done < PROMPTS[name] else 1
+            more = done + count < PROMPTS[name]
+            cache.begin(
+                torch.ones(1, count, dtype=torch.bool), prompt=done < PROMPTS[name], more=more
+            )
+            outs = []
+            for layer in range(SHAPE.layers):
+                q, k, v = (x[layer, done : done + count][None] for x in self.tokens[name])
+                grouped = q.unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)
+                out = cache.attend(layer, grouped, k.transpose(1, 2), v.transpose(1, 2), SCALE)
+                outs.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
+            yield torch.stack(outs)
+            done += count
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_requests_see_what_they_would_alone_and_give_all_pages_back(text: str) -> None:
+    engine = Engine(parse(text))
+    alone = {name: engine.alone(name) for name in PROMPTS}
+    for names in ("a", "ab", "abc", "bca", "cab", "ab", "abc"):
+        for name, found in engine.step(*names).items():
+            torch.testing.assert_close(found, next(alone[name]), rtol=1e-4, atol=1e-5)
+        held = engine.batch.held(kept=True)
+        assert engine.pool.used == sum(each.pages for each in held.values())
+        assert {name: each.computed for name, each in held.items()} == {
+            name: done for name, done in engine.computed.items() if done
+        }
+    engine.step("b", gone=("a", "c"))
+    assert set(engine.batch.held(kept=False)) == {"b"}
+    engine.batch.begin({}, ("b",))
+    assert engine.pool.used == 0
+    assert not engine.batch.serials
+
+
+def test_a_request_that_is_refused_fails_alone() -> None:
+    engine = Engine(parse("k8v4"))
+    expected = next(engine.alone("a"))
+    assert not engine.step("b", refused="it asks for too much")["b"].any()
+    assert str(engine.told["b"]) == "it asks for too much"
+    assert engine.batch.failed == {"b": 10}
+    found = engine.step("a", "b")  # until it is gone its rows are zero
+    assert not found["b"].any()
+    torch.testing.assert_close(found["a"], expected)
+    engine.step("a", gone=("b",))
+    assert not engine.batch.failed
+
+
+def test_a_budget_of_a_request_is_its_own() -> None:
+    engine = Engine(parse("streaming:budget=9"))
+    for _ in range(3):
+        engine.step("a", budget=Budget(15))
+    kept = engine.batch.held(kept=True)["a"].kept
+    other = Engine(parse("streaming:budget=9"))
+    for _ in range(3):
+        other.step("a")
+    less = other.batch.held(kept=True)["a"].kept
+    assert (kept, less) == (15 * SHAPE.layers * SHAPE.kv_heads, 9 * SHAPE.layers * SHAPE.kv_heads)
+
+
+def test_what_a_policy_fails_about_while_decoding_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unwanted = torch.empty(0)
+    score = Knorm.score
+
+    def failing(self: Knorm, view: LayerView) -> Tensor:
+        assert view.keys is not None
+        if len(unwanted) and bool((view.keys == unwanted).all(-1).any()):
+            raise ArithmeticError("it cannot score this key")
+        return score(self, view)
+
+    monkeypatch.setattr(Knorm, "score", failing)
+    engine = Engine(parse("knorm:budget=12"))
+    alone = engine.alone("b")
+    for names in ("a", "ab", "ab"):
+        if "b" in engine.step(*names):
+            next(alone)
+    unwanted = engine.tokens["a"][1][0, engine.computed["a"], 0]
+    engine.step("a", "b")
+    next(alone)
+    assert {name: str(error) for name, error in engine.told.items()} == {
+        "a": "it cannot score this key"
+    }
+    found = engine.step("a", "b")
+    assert not found["a"].any()
+    torch.testing.assert_close(found["b"], next(alone), rtol=1e-4, atol=1e-5)
