@@ -86,7 +86,16 @@ print(json.dumps([seen, [*sys.modules]]))
 
 
 def test_every_entry_point_of_ours_can_be_loaded() -> None:
-    ours = [entry for entry in entry_points(group="kv_policy") if entry.dist.name in NAMES]
-    assert {entry.name for entry in ours} >= {"raw", "k8v4", "streaming", "snapkv"}
+    groups = ("kv_policy", "kv_policy.backends")
+    ours = [
+        entry for group in groups for entry in entry_points(group=group) if entry.dist.name in NAMES
+    ]
+    assert {entry.name for entry in ours} >= {"raw", "k8v4", "streaming", "snapkv", "cpu"}
     for entry in ours:
         assert entry.load().name == entry.name
+
+
+def test_only_kv_cpu_names_itself() -> None:
+    sources = (path for name in NAMES for path in (ROOT / "packages" / name / "src").rglob("*.py"))
+    naming = {path for path in sources if "kv_cpu" in path.read_text()}
+    assert {path.relative_to(ROOT).parts[1] for path in naming} == {"kv-cpu"}

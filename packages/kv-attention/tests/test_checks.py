@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from kv_attention import (
-    BACKENDS,
     BackendChoice,
     DenseTokens,
+    all_backends,
     attend,
     available,
     check_backend,
     choose_backend,
 )
-from kv_policy import Observe, PagedTokens
+from kv_policy import Observe, PagedTokens, installed_backends
 
 
 @pytest.fixture(autouse=True)
@@ -110,31 +110,44 @@ def test_positions_of_stored_tokens_are_needed_for_skipping(case):
 
 def test_backends_by_name(case):
     found = available()
-    assert list(found) == ["reference", "torch", "cpu", "triton"]
+    assert list(found) == ["reference", "torch", "triton", "cpu"]
     assert found["reference"] is found["torch"] is None
-    wanted = "no backend is called 'fast'; there are reference, torch, cpu, triton"
+    wanted = "unknown backend 'fast'; choose one of reference, torch, triton, cpu"
     with pytest.raises(ValueError, match=wanted):
         case(1).attend(backend="fast")
-    broken = replace(BACKENDS["torch"], missing=lambda: "it was not built")
+    broken = replace(all_backends()["torch"], missing=lambda: "it was not built")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kv_attention.backends.BACKENDS", {"torch": broken})
+        patch.setattr("kv_attention.backends.all_backends", lambda: {"torch": broken})
         with pytest.raises(ValueError, match="'torch' cannot be used here: it was not built"):
             case(1).attend()
     assert torch.isfinite(case(1).attend().out).all()
 
 
-def test_a_backend_whose_package_is_not_there_says_so(case):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kv_attention.backends.NATIVE", "kv_attention_nowhere")
-        assert available()["cpu"] == "the package kv-cpu is not installed"
-        with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
-            case(1, L=1).attend(backend="cpu")
+@pytest.mark.usefixtures("none_registered")
+def test_a_backend_that_is_not_installed_says_so(case):
+    assert available()["cpu"] == "the package kv-cpu is not installed"
+    with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
+        case(1, L=1).attend(backend="cpu")
+
+
+@pytest.fixture
+def none_registered(monkeypatch):
+    """No package registers a backend."""
+    caches = installed_backends, all_backends
+    for each in caches:
+        each.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_policy.backends.claims", lambda group: {})
+        yield
+    for each in caches:
+        each.cache_clear()
 
 
 def with_native(patch, reason):
     """Let a native backend be there, or not be usable for a reason."""
-    native = replace(BACKENDS["cpu"], missing=lambda: reason, load=lambda: BACKENDS["torch"].load())
-    patch.setattr("kv_attention.backends.BACKENDS", {**BACKENDS, "cpu": native})
+    found = all_backends()
+    native = replace(found["cpu"], missing=lambda: reason, load=found["torch"].load)
+    patch.setattr("kv_attention.backends.all_backends", lambda: {**found, "cpu": native})
 
 
 def test_the_fastest_backend_for_a_device_is_chosen():
@@ -150,7 +163,7 @@ def test_the_fastest_backend_for_a_device_is_chosen():
 def test_a_backend_that_cannot_serve_a_device_is_refused():
     check_backend("torch", "cpu")
     check_backend("torch", "cuda")
-    with pytest.raises(ValueError, match="no backend is called 'fast'"):
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
         check_backend("fast", "cpu")
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)

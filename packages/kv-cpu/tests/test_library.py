@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attention_cases import random_case
-from kv_attention import BACKENDS, BackendChoice, available, choose_backend
+from kv_attention import BackendChoice, all_backends, available, choose_backend
 from kv_cpu import chosen, compiled, forced, missing, runnable
 from kv_cpu.library import FILE, FORCE, INTERFACE, _load, _loaded, _wrong, folders
 
@@ -22,7 +22,7 @@ def test_it_loads_and_kv_attention_finds_it():
     assert missing() is None
     assert available()["cpu"] is None
     assert choose_backend("cpu") == BackendChoice("cpu", {})
-    found = BACKENDS["cpu"].instructions()
+    found = all_backends()["cpu"].instructions()
     assert (found.compiled, found.runnable) == (compiled(), runnable())
     assert (found.chosen, found.forced) == (chosen(), forced())
 

@@ -1,16 +1,23 @@
 """TokenStore by example: what it lays where, what it refuses, and that refusing changes nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, PoolExhausted, TokenStore, torch_kernels
+from kv_paging import PagePool, PoolExhausted, TokenStore, page_kernels_of, torch_kernels
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.kernels import declined
 from kv_paging.reference import ReferenceStore, stored
-from kv_policy import PageLayout, RawCodec, RunningMean, TokenFormat
+from kv_policy import (
+    Backend,
+    PageLayout,
+    RawCodec,
+    RunningMean,
+    TokenFormat,
+    installed_backends,
+)
 
 FORMAT = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.bfloat16))
 LAYOUT = PageLayout.sized(FORMAT, 4, scores=True, positions=True)
@@ -324,15 +331,28 @@ def test_shapes_are_checked_without_a_type_checker_too() -> None:
 
 
 def test_page_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = "no page kernels are called 'fast'; there are cpu, triton, torch"
+    there = "unknown page kernels 'fast'; choose one of cpu, triton, torch"
     with pytest.raises(ValueError, match=there):
         make(kernels="fast")
-    with pytest.raises(ValueError, match="no page kernels are called 'fast'"):
+    with pytest.raises(ValueError, match="unknown page kernels 'fast'"):
         declined("fast", LAYOUT, torch.device("cpu"))
     assert make(kernels="torch").kernels.__name__ == "kv_paging.torch_kernels"
-    monkeypatch.setattr("kv_paging.kernels.find_spec", lambda name: None)
-    assert make().kernels.__name__ == "kv_paging.torch_kernels"
     reason = "the package kv-cpu is not installed"
+    absent = replace(installed_backends()["cpu"], missing=lambda: reason)
+    monkeypatch.setattr("kv_paging.kernels.installed_backends", lambda: {"cpu": absent})
+    assert make().kernels.__name__ == "kv_paging.torch_kernels"
     assert declined("cpu", LAYOUT, torch.device("cpu")) == reason
     with pytest.raises(ValueError, match=f"page kernels 'cpu' cannot be used here: {reason}"):
         make(kernels="cpu")
+
+
+def test_a_backend_without_page_kernels_reads_what_torch_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare = Backend("bare", "attends alone", lambda: None, devices=("cpu",), preferred=True)
+    monkeypatch.setattr("kv_paging.kernels.installed_backends", lambda: {"bare": bare})
+    assert page_kernels_of("bare") == page_kernels_of("reference") == "torch"
+    assert page_kernels_of("triton") == "triton"
+    assert make().kernels.__name__ == "kv_paging.torch_kernels"
+    with pytest.raises(ValueError, match="'bare' cannot be used here: the backend 'bare' has none"):
+        make(kernels="bare")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_attention import BACKENDS, Instructions
+from kv_attention import all_backends
 from kv_paging import torch_kernels
-from kv_policy import compose, parse
+from kv_policy import Instructions, compose, parse
 from kv_policy.installing import checkout_of, install_command
 from kv_runtime import backends
 from kv_runtime.backends import Serving, backend_for, serving
@@ -19,6 +19,7 @@ from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, ragged
 
 RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
+ABSENT = "the package kv-cpu is not installed"
 Native = Callable[[str | None], None]
 
 
@@ -27,13 +28,15 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Native]:
     """Let the native backend be there, or not, for a reason."""
     backends._say.cache_clear()
 
+    real = all_backends()
+
     def be(reason: str | None) -> None:
         found = Instructions(("plain", "avx2"), ("plain", "avx2"), "avx2", None)
-        cpu = replace(BACKENDS["cpu"], missing=lambda: reason, instructions=lambda: found)
-        cpu = replace(cpu, load=BACKENDS["torch"].load)
-        changed = {**BACKENDS, "cpu": cpu}
-        monkeypatch.setattr("kv_attention.backends.BACKENDS", changed)
-        monkeypatch.setattr("kv_runtime.backends.BACKENDS", changed)
+        cpu = replace(real["cpu"], missing=lambda: reason, instructions=lambda: found)
+        cpu = replace(cpu, load=real["torch"].load, installed=reason != ABSENT)
+        changed = {**real, "cpu": cpu}
+        monkeypatch.setattr("kv_attention.backends.all_backends", lambda: changed)
+        monkeypatch.setattr("kv_runtime.backends.all_backends", lambda: changed)
 
     yield be
     backends._say.cache_clear()
@@ -67,17 +70,13 @@ def test_falling_back_is_said_once_for_a_reason(
     assert "another reason" in caplog.records[1].getMessage()
 
 
-def test_what_to_do_is_said(
-    native: Native, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
-    native("the package kv-cpu is not installed")
+def test_what_to_do_is_said(native: Native, caplog: pytest.LogCaptureFixture) -> None:
+    native(ABSENT)
     backend_for("cpu")
-    wanted = f"the package kv-cpu is not installed (`{install_command('kv-cpu')}`"
+    wanted = f"{ABSENT} (`{install_command('kv-cpu')}`"
     assert wanted in caplog.messages[0]
     if checkout_of("kv-cpu") is not None:  # and not from wheels
         assert caplog.messages[0].endswith("`, which compiles it: that takes a C++20 compiler)")
-    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: "found")
     native("its library was not built")
     backend_for("cpu")
     assert caplog.messages[1].endswith("was not built (`kv-serve doctor` says what is wrong)")
@@ -89,7 +88,7 @@ def test_an_explicit_name_is_refused_at_construction(
     native("it was not built")
     with pytest.raises(ValueError, match="backend 'cpu' cannot be used here: it was not built"):
         PolicyCache(parse("k8v4"), SHAPE, backend="cpu")
-    with pytest.raises(ValueError, match="no backend is called 'fast'"):
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
         PolicyCache(parse("k8v4"), SHAPE, backend="fast")
     native(None)
     with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on meta"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_evict import Knorm
 from kv_paging import PagePool
 from kv_policy import Budget, KVPolicy, LayerView, parse
-from kv_runtime import RequestBatch, RequestRows, RequestStep, PolicyCache
+from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep
 from tiered_policies import SHAPE
 
 SCALE, CHUNK = 0.4, 7

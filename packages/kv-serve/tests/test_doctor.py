@@ -10,14 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kv_attention import BACKENDS, Instructions
-from kv_policy import registry
+from kv_attention import all_backends
+from kv_policy import Instructions, registry
 from kv_policy.installing import install_command, uninstall_command
 from kv_serve.cli import app
 from kv_serve.doctor import Diagnosis, Problem, diagnose
 from kv_serve.imports import LIBRARIES, Import, try_imports
 from kv_serve.processor import Threads
 
+REAL = all_backends()
 TORCH = Import("torch", "torch", "2.13.0", None)
 INSTRUCTIONS = Instructions(("plain", "avx2"), ("plain",), "plain", None)
 MISMATCH = "RuntimeError: operator torchvision::nms does not exist"
@@ -27,7 +28,6 @@ MISMATCH = "RuntimeError: operator torchvision::nms does not exist"
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A native backend that works, whether or not its package is installed, and quick imports."""
     be(monkeypatch)
-    monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: "found")
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
     monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: None)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
@@ -39,12 +39,13 @@ def be(patch: pytest.MonkeyPatch, **changes: object) -> None:
     """Let the native backend have these attributes, and else be there and right."""
     usual = {
         "missing": lambda: None,
-        "load": BACKENDS["torch"].load,
+        "load": REAL["torch"].load,
+        "installed": True,
         "instructions": lambda: INSTRUCTIONS,
     }
-    changed = {**BACKENDS, "cpu": replace(BACKENDS["cpu"], **{**usual, **changes})}
-    patch.setattr("kv_attention.backends.BACKENDS", changed)
-    patch.setattr("kv_attention.BACKENDS", changed)
+    changed = {**REAL, "cpu": replace(REAL["cpu"], **{**usual, **changes})}
+    for place in ("kv_attention.backends", "kv_attention", "kv_runtime.backends"):
+        patch.setattr(f"{place}.all_backends", lambda: changed)
 
 
 def run(*arguments: str) -> Result:
@@ -82,7 +83,7 @@ def test_json_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm",
     ]
     assert found["versions"]["torch"] == torch.__version__
-    assert [each["name"] for each in found["backends"]] == ["reference", "torch", "cpu", "triton"]
+    assert [each["name"] for each in found["backends"]] == ["reference", "torch", "triton", "cpu"]
     assert found["native"] == {
         **{"compiled": ["plain", "avx2"], "runnable": ["plain"], "chosen": "plain"},
         "forced": None,
@@ -140,13 +141,11 @@ def test_an_instruction_set_that_does_not_run_here(monkeypatch: pytest.MonkeyPat
     be(monkeypatch, missing=lambda: "KV_CPU_ISA is 'sparc'; this machine can run plain")
     (problem,) = broken(diagnose())
     assert "KV_CPU_ISA is 'sparc'" in problem.what
-    assert problem.remedy == "unset KV_CPU_ISA, or let it name an instruction set that runs here"
+    assert problem.remedy == "unset KV_CPU_ISA, or set it to a value that this machine can run"
 
 
 def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_serve.doctor.find_spec", lambda name: None)
-    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
-    be(monkeypatch, missing=lambda: "the package kv-cpu is not installed")
+    be(monkeypatch, missing=lambda: "the package kv-cpu is not installed", installed=False)
     found = diagnose()
     assert not found.broken
     assert found.native is None
@@ -158,7 +157,7 @@ def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyP
 def test_a_backend_that_can_be_used_and_is_wrong(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    attend = BACKENDS["torch"].load()
+    attend = REAL["torch"].load()
 
     def wrong(*arguments: object) -> object:
         if fails:

@@ -2,10 +2,8 @@
 
 from kv_attention.attention import attend
 from kv_attention.backends import (
-    BACKENDS,
-    Backend,
     BackendChoice,
-    Instructions,
+    all_backends,
     available,
     check_backend,
     choose_backend,
@@ -15,14 +13,12 @@ from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
 
 __all__ = [
-    "BACKENDS",
     "Attended",
-    "Backend",
     "BackendChoice",
     "DenseTokens",
     "HeadGroup",
-    "Instructions",
     "Partial",
+    "all_backends",
     "attend",
     "attend_ragged",
     "available",

@@ -47,7 +47,7 @@ def attend(
             Whether to ask in decoding, as `generated` says, is up to the caller.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
             stream has; needed, and read, only where `observe.skip` is above 1 or `gumbel` is set.
-        backend: a name in `BACKENDS`.
+        backend: a name in `all_backends()`.
         others: further observations of the same pass.
 
     A decode step, one query of each sequence, never waits for the device where `longest` of the

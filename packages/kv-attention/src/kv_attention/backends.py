@@ -1,11 +1,10 @@
 """The implementations of attention, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +13,7 @@ from torch import Tensor
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.tokens import Attended, DenseTokens
-from kv_policy import Observe, PagedTokens, interpreter
+from kv_policy import Backend, Observe, PagedTokens, installed_backends, interpreter
 
 
 @runtime_checkable
@@ -38,31 +37,6 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """One implementation, and why it cannot be used on this machine, if so."""
-
-    name: str
-    about: str
-    load: Callable[[], Attend]
-    missing: Callable[[], str | None] = lambda: None
-    devices: tuple[str, ...] = ()  # types of device that it is made for; (): any
-    instructions: Callable[[], "Instructions | None"] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class Instructions:
-    """The instruction sets of a backend's native code, the fastest last.
-
-    `forced` is the assignment of an environment variable that chose, or None.
-    """
-
-    compiled: tuple[str, ...]
-    runnable: tuple[str, ...]
-    chosen: str
-    forced: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class BackendChoice:
     """The fastest backend that can be used for a device, and why each faster one cannot."""
 
@@ -70,56 +44,30 @@ class BackendChoice:
     passed_over: Mapping[str, str]
 
 
-NATIVE: Final = "kv_cpu"  # a package of its own: it is built, and need not be there
-FASTER: Final = ("cpu",)  # than torch, the fastest first
+@cache
+def all_backends() -> Mapping[str, Backend]:
+    """Return all backends by name: those that installed packages register, and those here.
 
-
-def _native() -> Any:
-    # By name, as arrows point the other way: that package is written against this one.
-    return import_module(NATIVE)
-
-
-def _native_missing() -> str | None:
-    if find_spec(NATIVE) is None:
-        return "the package kv-cpu is not installed"
-    reason: str | None = _native().missing()
-    return reason
-
-
-def _native_instructions() -> Instructions:
-    native = _native()
-    return Instructions(native.compiled(), native.runnable(), native.chosen(), native.forced())
-
-
-BACKENDS: Final[Mapping[str, Backend]] = MappingProxyType(
-    {
-        backend.name: backend
-        for backend in (
-            Backend("reference", "float64, slow: the judge", lambda: reference.attend),
-            Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
-            Backend(
-                "cpu",
-                "native code for decode steps, prompts and scores on a CPU, torch for the rest",
-                lambda: _native().attend,
-                _native_missing,
-                ("cpu",),
-                _native_instructions,
-            ),
-            Backend(
-                "triton",
-                "kernels for GPUs, torch for the rest; only by name, until a GPU has timed them",
-                lambda: gpu.attend,
-                interpreter.missing,
-                ("cuda",),
-            ),
-        )
-    }
-)
+    The names of those here are taken: nobody else's backend replaces them.
+    """
+    every = (
+        Backend("reference", "float64, slow: the reference", lambda: reference.attend),
+        Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
+        Backend(
+            "triton",
+            "kernels for GPUs, torch for the rest; only by name, until a GPU has timed them",
+            lambda: gpu.attend,
+            interpreter.missing,
+            ("cuda",),
+        ),
+    )
+    own = {each.name: each for each in every}
+    return MappingProxyType({**own, **installed_backends(), **own})
 
 
 def available() -> dict[str, str | None]:
     """Say of every backend why it cannot be used on this machine; None if it can."""
-    return {name: backend.missing() for name, backend in BACKENDS.items()}
+    return {name: backend.missing() for name, backend in all_backends().items()}
 
 
 def choose_backend(device: torch.device | str) -> BackendChoice:
@@ -130,9 +78,9 @@ def choose_backend(device: torch.device | str) -> BackendChoice:
     """
     kind = torch.device(device).type
     passed_over: dict[str, str] = {}
-    for name in FASTER:
-        if kind in BACKENDS[name].devices:
-            reason = BACKENDS[name].missing()
+    for name, backend in all_backends().items():
+        if backend.preferred and kind in backend.devices:
+            reason = backend.missing()
             if reason is None:
                 return BackendChoice(name, passed_over)
             passed_over[name] = reason
@@ -146,7 +94,7 @@ def check_backend(name: str, device: torch.device | str) -> None:
         ValueError: the sentence says why.
     """
     load(name)
-    kind, devices = torch.device(device).type, BACKENDS[name].devices
+    kind, devices = torch.device(device).type, all_backends()[name].devices
     if devices and kind not in devices:
         raise ValueError(
             f"backend {name!r} is made for tensors on {', '.join(devices)}, and these are on {kind}"
@@ -159,9 +107,11 @@ def load(name: str) -> Attend:
     Raises:
         ValueError: there is none, or it cannot be used on this machine.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"no backend is called {name!r}; there are {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].missing()
+    found = all_backends()
+    if name not in found:
+        raise ValueError(f"unknown backend {name!r}; choose one of {', '.join(found)}")
+    reason = found[name].missing()
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot be used here: {reason}")
-    return BACKENDS[name].load()
+    attend: Attend = found[name].load()
+    return attend

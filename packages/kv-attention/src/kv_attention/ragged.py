@@ -50,7 +50,7 @@ def attend_ragged(
         value_dim: Dv, at least the length of any head's values.
         scale: what to multiply the logits with.
         observe: the attention to sum per token.
-        backend: a name in `BACKENDS`.
+        backend: a name in `all_backends()`.
         others: further observations of the same pass.
 
     Returns:

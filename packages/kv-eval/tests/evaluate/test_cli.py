@@ -160,7 +160,7 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
         (("--max-new-tokens", "0"), "--max-new-tokens"),
         (("--temperature", "-1"), "--temperature"),
         (("--dtype", "int4"), "--dtype"),
-        (("--backend", "fast"), "no backend is called 'fast'; there are reference, torch, cpu"),
+        (("--backend", "fast"), "unknown backend 'fast'; choose one of reference, torch"),
     ],
 )
 def test_generate_refuses(options: tuple[str, str], sentence: str, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
 
 from kv_paging.checks import PoolExhausted
+from kv_paging.kernels import page_kernels_of
 from kv_paging.layouts import fit
 from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
@@ -20,6 +21,7 @@ __all__ = [
     "Tiers",
     "TokenStore",
     "fit",
+    "page_kernels_of",
     "read_slots",
     "write_slots",
 ]

@@ -1,13 +1,11 @@
-"""What touches the bytes of pages, and the one place that chooses who does it.
+"""Page kernels: the operations on the bytes of pages, and how an implementation is selected.
 
-Native code for CPUs is the package kv-cpu, found by name, as it is written against this package.
-For GPUs there are kernels in Triton here, where the extra `triton` is installed. Everything else is
-done in torch, which the others are tested against.
+The kernels in torch serve every device and format, and are the oracle of the others. Those in
+Triton, for GPUs, need the extra `triton`. Installed packages register more (`kv_policy.Backend`).
 """
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Final, Protocol, cast, runtime_checkable
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
 from kv_paging.work import DecodeStep
-from kv_policy import PagedTokens, PageLayout, Running
+from kv_policy import PagedTokens, PageLayout, Running, installed_backends
 
 
 @runtime_checkable
@@ -127,16 +125,9 @@ class PageKernels(Protocol):
         ...
 
 
-MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "cpu": "kv_cpu.pages",
-        "triton": "kv_paging.triton_kernels",
-        "torch": "kv_paging.torch_kernels",
-    }
+OWN: Final[Mapping[str, str]] = MappingProxyType(
+    {"triton": "kv_paging.triton_kernels", "torch": "kv_paging.torch_kernels"}
 )
-# By type of device, the first that can is chosen where none is named. Kernels in Triton are only
-# taken by name, until a GPU has timed them.
-PREFERRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"cpu": ("cpu",)})
 
 
 def chosen(layout: PageLayout, device: torch.device, name: str | None = None) -> PageKernels:
@@ -149,7 +140,7 @@ def chosen(layout: PageLayout, device: torch.device, name: str | None = None) ->
     """
     if name is not None and (reason := _missing(name)) is not None:
         raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
-    for each in PREFERRED.get(device.type, ()) if name is None else (name,):
+    for each in _preferred(device) if name is None else (name,):
         if declined(each, layout, device) is None:
             return _load(each)
     return _load("torch")
@@ -163,7 +154,7 @@ def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
     """
     reason = _missing(name)
     if reason is None and name != "torch":
-        reason = import_module(MODULES[name]).declined(layout, device)
+        reason = import_module(_module(name)).declined(layout, device)
     return reason
 
 
@@ -173,17 +164,41 @@ def shared(each: Sequence[PageKernels]) -> PageKernels:
     return first if all(one is first for one in each) else _load("torch")
 
 
+def page_kernels_of(backend: str) -> str:
+    """Return the name of the page kernels that write what a backend of attention reads."""
+    registered = installed_backends().get(backend)
+    has = backend in OWN or (registered is not None and registered.page_kernels is not None)
+    return backend if has else "torch"
+
+
+def _preferred(device: torch.device) -> list[str]:
+    # Kernels in Triton are only taken by name, until a GPU has timed them.
+    every = installed_backends().values()
+    return [
+        each.name
+        for each in every
+        if each.preferred and each.page_kernels is not None and device.type in each.devices
+    ]
+
+
+def _module(name: str) -> str:
+    return OWN[name] if name in OWN else installed_backends()[name].page_kernels or OWN["torch"]
+
+
 def _missing(name: str) -> str | None:
-    if name not in MODULES:
-        raise ValueError(f"no page kernels are called {name!r}; there are {', '.join(MODULES)}")
-    package = MODULES[name].partition(".")[0]
     if name == "torch":
         return None
-    if find_spec(package) is None:
-        return f"the package {package.replace('_', '-')} is not installed"
-    reason: str | None = import_module(MODULES[name]).missing()
+    if name in OWN:
+        reason: str | None = import_module(OWN[name]).missing()
+        return reason
+    found = installed_backends()
+    if name not in found:
+        known = ", ".join((*found, *OWN))
+        raise ValueError(f"unknown page kernels {name!r}; choose one of {known}")
+    if (reason := found[name].missing()) is None and found[name].page_kernels is None:
+        reason = f"the backend {name!r} has none; its pages are written by 'torch'"
     return reason
 
 
 def _load(name: str) -> PageKernels:
-    return cast(PageKernels, import_module(MODULES[name]))  # a module is its functions
+    return cast(PageKernels, import_module(_module(name)))  # a module is its functions

@@ -1,5 +1,6 @@
 """The contract between the kv packages: a policy sends tokens to tiers, a codec stores a tier."""
 
+from kv_policy.backends import Backend, Instructions, installed_backends
 from kv_policy.basis import HeadBasis, LayerBasis, fold_values
 from kv_policy.budget import Budget
 from kv_policy.calibrator import (
@@ -45,6 +46,7 @@ __all__ = [
     "DROP",
     "FRESH",
     "NOBODY",
+    "Backend",
     "Basis",
     "BitLayout",
     "BrokenPolicyError",
@@ -59,6 +61,7 @@ __all__ = [
     "Evictor",
     "Formats",
     "HeadBasis",
+    "Instructions",
     "KVPolicy",
     "LayerBasis",
     "LayerView",
@@ -96,6 +99,7 @@ __all__ = [
     "compose",
     "fold_values",
     "installed",
+    "installed_backends",
     "load",
     "load_calibrator",
     "parse",

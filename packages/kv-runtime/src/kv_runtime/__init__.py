@@ -3,11 +3,9 @@
 from kv_runtime.accounting import Account, kept_tokens
 from kv_runtime.backends import (
     AUTO,
-    PACKAGES,
     Serving,
     backend_for,
     expect_known,
-    page_kernels,
     remedy,
     serving,
 )
@@ -26,7 +24,6 @@ from kv_runtime.token_rows import TokenRows
 __all__ = [
     "AUTO",
     "NOWHERE",
-    "PACKAGES",
     "Account",
     "Bases",
     "Blocks",
@@ -54,7 +51,6 @@ __all__ = [
     "held_by",
     "holding",
     "kept_tokens",
-    "page_kernels",
     "remedy",
     "same_maps",
     "serving",

@@ -3,19 +3,16 @@
 import logging
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Final
 
 import torch
 
-from kv_attention import BACKENDS, check_backend, choose_backend
+from kv_attention import all_backends, check_backend, choose_backend
 from kv_attention.backends import load
 from kv_policy.installing import checkout_of, install_command
 
 AUTO: Final = "auto"
-PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own
 COMPILED: Final = ", which compiles it: that takes a C++20 compiler"
-WRITTEN_BY: Final = {"torch": "torch", "reference": "torch", "triton": "triton"}
 
 log = logging.getLogger("kv_runtime")
 
@@ -50,11 +47,6 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     return choice.name
 
 
-def page_kernels(backend: str) -> str | None:
-    """Give the name of what writes the pages that a backend reads; None: the fastest that can."""
-    return WRITTEN_BY.get(backend)
-
-
 def expect_known(name: str) -> None:
     """Refuse a name that cannot be used here on any device.
 
@@ -72,17 +64,16 @@ def serving(device: torch.device | str, name: str = AUTO) -> Serving:
         ValueError: as `backend_for`.
     """
     backend = backend_for(device, name)
-    found = BACKENDS[backend].instructions()
+    found = all_backends()[backend].instructions()
     return Serving(backend, None if found is None else found.chosen)
 
 
 def remedy(name: str) -> str:
     """Say what to do about a backend that cannot be used."""
-    package = PACKAGES.get(name)
-    if package is not None and find_spec(package) is None:
-        distribution = package.replace("_", "-")
-        compiled = checkout_of(distribution) is not None  # a wheel has been
-        return f"`{install_command(distribution)}`" + (COMPILED if compiled else "")
+    backend = all_backends()[name]
+    if not backend.installed:
+        compiled = checkout_of(backend.distribution) is not None  # a wheel has been
+        return f"`{install_command(backend.distribution)}`" + (COMPILED if compiled else "")
     return "`kv-serve doctor` says what is wrong"
 
 

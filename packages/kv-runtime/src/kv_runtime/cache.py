@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_paging import PagePool
+from kv_paging import PagePool, page_kernels_of
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, complete
 from kv_runtime import checks
 from kv_runtime.attention import attended
-from kv_runtime.backends import AUTO, backend_for, page_kernels
+from kv_runtime.backends import AUTO, backend_for
 from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.forward_pass import Forward, Pass
@@ -172,7 +172,7 @@ class PolicyCache:
             if selector is None
             else KeepSelected(selector, budgets, self.tally, careful=self._careful)
         )
-        kernels = page_kernels(self.backend)
+        kernels = page_kernels_of(self.backend)
         return Batch.allocate(
             self.policy,
             self.layout,

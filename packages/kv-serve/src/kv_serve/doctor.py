@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kv_policy.installing import install_command, uninstall_command, versions
@@ -15,7 +14,7 @@ from kv_serve.vllm.found import FoundVllm, vllm_found, vllm_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kv_attention import Instructions
+    from kv_policy import Instructions
 
 NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by far more
 
@@ -149,9 +148,9 @@ def _models() -> tuple[ModelCache, list[Problem]]:
 
 
 def _backends() -> Iterator[BackendState]:
-    from kv_attention import BACKENDS
+    from kv_attention import all_backends
 
-    for name, backend in BACKENDS.items():
+    for name, backend in all_backends().items():
         yield BackendState(name, backend.about, backend.missing(), _failure(name))
 
 
@@ -159,9 +158,9 @@ def _device(backend: str) -> str | None:
     """Give a device that a backend is made for; None: this machine has none."""
     import torch
 
-    from kv_attention import BACKENDS
+    from kv_attention import all_backends
 
-    if "cuda" not in BACKENDS[backend].devices:
+    if "cuda" not in all_backends()[backend].devices:
         return "cpu"
     return "cuda" if torch.cuda.is_available() else None
 
@@ -170,10 +169,10 @@ def _failure(backend: str) -> str | None:
     """Say how a backend that can be used fails on a prompt and a step, beside the reference."""
     import torch
 
-    from kv_attention import BACKENDS
+    from kv_attention import all_backends
 
     device = _device(backend)
-    if device is None or BACKENDS[backend].missing() is not None:
+    if device is None or all_backends()[backend].missing() is not None:
         return None
     try:
         found, wanted = _attended(backend, device), _attended("reference", device)
@@ -202,11 +201,11 @@ def _attended(backend: str, device: str) -> "Tensor":
 
 
 def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
-    from kv_runtime import PACKAGES, remedy
+    from kv_attention import all_backends
+    from kv_runtime import remedy
 
     for each in backends:
-        package = PACKAGES.get(each.name)
-        if package is not None and find_spec(package) is None:
+        if not all_backends()[each.name].installed:
             what = f"{each.about}: not installed, so torch serves"
             yield Problem(what, remedy(each.name), broken=False)
         elif _device(each.name) is None:
@@ -219,24 +218,25 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
 def _again(state: BackendState) -> str:
     """What mends a backend: another choice, or another build of what it runs on."""
-    from kv_runtime import PACKAGES
+    from kv_attention import all_backends
 
+    backend = all_backends()[state.name]
     if state.name == "triton":
         command = install_command("triton", deps=False, again=True)
         return f"`{command}`, in a version that goes with this torch"
-    if state.name not in PACKAGES:
+    if not backend.distribution:
         return f"`{install_command('torch', deps=False, again=True)}`"
-    if "KV_CPU_ISA" in os.environ:
-        return "unset KV_CPU_ISA, or let it name an instruction set that runs here"
-    name = PACKAGES[state.name].replace("_", "-")
-    command = install_command(name, deps=False, again=True)
+    for variable in backend.environment:
+        if variable in os.environ:
+            return f"unset {variable}, or set it to a value that this machine can run"
+    command = install_command(backend.distribution, deps=False, again=True)
     return f"`{command}`, in a build that goes with this torch"
 
 
 def _native(backends: tuple[BackendState, ...]) -> "Instructions | None":
-    from kv_attention import BACKENDS
+    from kv_attention import all_backends
 
-    usable = [BACKENDS[each.name] for each in backends if each.missing is None]
+    usable = [all_backends()[each.name] for each in backends if each.missing is None]
     found = [each.instructions() for each in usable]
     return next((each for each in found if each is not None), None)
 

@@ -77,7 +77,8 @@ class CompressedCache(AttendingCache):
             pages: size of a fixed pool of pages; None lets it grow as needed.
             page_tokens: tokens of the first tier in a page.
             budgets: a budget per sequence of the batch, None for the policy's own.
-            backend: a name in `kv_attention.BACKENDS`; `auto` is the fastest that can be used here.
+            backend: a name in `kv_attention.all_backends()`; `auto` is the fastest of those that
+                can be used here.
 
         Raises:
             UnsupportedModelError: the model's attention is of another kind.

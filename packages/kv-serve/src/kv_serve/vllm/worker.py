@@ -8,9 +8,9 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from kv_paging import PagePool
+from kv_paging import PagePool, page_kernels_of
 from kv_policy import KVPolicy
-from kv_runtime import Account, Meter, PolicyCache, RequestBatch, RequestRows, Tally, page_kernels
+from kv_runtime import Account, Meter, PolicyCache, RequestBatch, RequestRows, Tally
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
 from kv_serve.vllm.names import POISON
@@ -46,7 +46,7 @@ class Worker:
         size = account.page_bytes
         data = flat[: len(flat) // size * size].view(-1, size)
         poison = bool(config.additional_config.get(POISON))
-        pool = PagePool.over(data, poison=poison, kernels=page_kernels(backend))
+        pool = PagePool.over(data, poison=poison, kernels=page_kernels_of(backend))
         meter = Meter(shape, Tally()) if is_heard(config) else None
         empty = PolicyCache(
             policy,

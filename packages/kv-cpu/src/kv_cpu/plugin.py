@@ -1,0 +1,24 @@
+"""What kv-cpu registers: a backend of attention and the page kernels that belong to it."""
+
+from typing import Final
+
+from kv_cpu.backend import attend
+from kv_cpu.library import FORCE, chosen, compiled, forced, missing, runnable
+from kv_policy import Backend, Instructions
+
+
+def _instructions() -> Instructions:
+    return Instructions(compiled(), runnable(), chosen(), forced())
+
+
+BACKEND: Final = Backend(
+    name="cpu",
+    about="native code for decode steps, prompts and scores on a CPU, torch for the rest",
+    load=lambda: attend,
+    missing=missing,
+    devices=("cpu",),
+    instructions=_instructions,
+    page_kernels="kv_cpu.pages",
+    preferred=True,
+    environment=(FORCE,),
+)

@@ -1,0 +1,109 @@
+"""Backends: implementations of attention and page kernels that packages register by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import EntryPoint
+from types import MappingProxyType
+from typing import Any, Final
+
+from kv_policy.registry import BrokenPolicyError, claims, imported, package_of
+
+GROUP: Final = "kv_policy.backends"  # the entry point group that packages register backends in
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """The instruction sets of a backend's native code, the fastest last.
+
+    `forced` is the assignment of an environment variable that chose, or None.
+    """
+
+    compiled: tuple[str, ...]
+    runnable: tuple[str, ...]
+    chosen: str
+    forced: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An implementation of attention, and the page kernels that belong to it.
+
+    Attributes:
+        name: what it is selected by.
+        about: one line that describes it.
+        load: returns the function that attends, as `kv_attention.backends.Attend` declares it.
+        missing: returns why it cannot be used on this machine, or None if it can.
+        devices: the device types it supports; empty for all.
+        instructions: returns the instruction sets of its native code; None where it has none.
+        page_kernels: the module whose functions implement `kv_paging.PageKernels`, with `missing`
+            and `declined`; None if torch writes its pages.
+        preferred: whether it is chosen before torch on its devices.
+        environment: the environment variables it reads.
+        installed: whether a package registers it.
+        distribution: the distribution it belongs to, filled in from its registration.
+    """
+
+    name: str
+    about: str
+    load: Callable[[], Any]
+    missing: Callable[[], str | None] = lambda: None
+    devices: tuple[str, ...] = ()
+    instructions: Callable[[], Instructions | None] = lambda: None
+    page_kernels: str | None = None
+    preferred: bool = False
+    environment: tuple[str, ...] = ()
+    installed: bool = True
+    distribution: str = ""
+
+
+# Backends that are distributed separately: what to install where nothing registers the name.
+SEPARATE: Final = (
+    Backend(
+        "cpu",
+        "native code for decode steps, prompts and scores on a CPU, torch for the rest",
+        lambda: None,
+        devices=("cpu",),
+        preferred=True,
+        installed=False,
+        distribution="kv-cpu",
+    ),
+)
+
+
+@cache
+def installed_backends() -> Mapping[str, Backend]:
+    """Return the backends that installed packages register, and those of SEPARATE, by name.
+
+    A name that two packages claim, whose package cannot be imported, or that is registered for
+    something else than a Backend of that name is `missing`, with a sentence that says why.
+    """
+    found = {each.name: _absent(each) for each in SEPARATE}
+    found |= {name: _registered(name, entries) for name, entries in claims(GROUP).items()}
+    return MappingProxyType(found)
+
+
+def _registered(name: str, entries: tuple[EntryPoint, ...]) -> Backend:
+    what, entry = f"the backend {name!r}", entries[0]
+    try:
+        backend = imported(what, entries)
+        if isinstance(backend, Backend) and backend.name == name:
+            return replace(backend, installed=True, distribution=package_of(entry))
+        reason = (
+            f"{what} of {package_of(entry)} cannot be used: {entry.value} is no Backend of that "
+            f"name; register a kv_policy.Backend with name={name!r}"
+        )
+    except BrokenPolicyError as error:
+        reason = str(error)
+    return Backend(
+        name,
+        "cannot be loaded",
+        lambda: None,
+        lambda: reason,
+        distribution=package_of(entry),
+    )
+
+
+def _absent(known: Backend) -> Backend:
+    reason = f"the package {known.distribution} is not installed"
+    return replace(known, missing=lambda: reason)
