@@ -16,10 +16,9 @@ from _cpu_tokens import Heads, random_vectors, stored
 from _timing import Work, timed
 from rich.console import Console
 
-from kv_attention import DenseTokens
+from kv_attention import AttentionInputs, DenseTokens
 from kv_cpu import backend, runnable
 from kv_cpu.prompt import attend_to_all
-from kv_policy import Observe
 
 HEADS = Heads(query=9, kv=3, dim=64)
 SEQUENCES, TOKENS, PROMPT = 4, 8192, 2048
@@ -36,8 +35,8 @@ def decode(spec: str, tokens: int, isas: list[str]) -> dict[str, Work]:
     query = torch.randn(SEQUENCES, HEADS.kv, HEADS.group, 1, HEADS.dim).to(torch.bfloat16)
     position = torch.full((SEQUENCES, 1), tokens)
     pages = [stored(HEADS.format(spec), key, value)]
-    given = (query, position, pages, [], HEADS.dim, HEADS.dim**-0.5, Observe(), [None], ())
-    return {isa: partial(backend.attend, *given, isa=isa) for isa in isas}
+    given = AttentionInputs(query, position, pages, [], [None], HEADS.dim, HEADS.dim**-0.5)
+    return {isa: partial(backend.attend, given, isa=isa) for isa in isas}
 
 
 def prompt(tokens: int, isas: list[str]) -> dict[str, Work]:
@@ -46,8 +45,8 @@ def prompt(tokens: int, isas: list[str]) -> dict[str, Work]:
     query = torch.randn(1, HEADS.kv, HEADS.group, tokens, HEADS.dim).to(torch.bfloat16)
     place = torch.arange(tokens)[None]
     fresh = [DenseTokens(key, value, place, full=True)]
-    given = (query, place, [], fresh, HEADS.dim, HEADS.dim**-0.5)
-    return {isa: partial(attend_to_all, *given, isa=isa) for isa in isas}
+    given = AttentionInputs(query, place, [], fresh, [], HEADS.dim, HEADS.dim**-0.5)
+    return {isa: partial(attend_to_all, given, isa=isa) for isa in isas}
 
 
 def measured(kind: str, tokens: int, work: dict[str, Work], rounds: int) -> list[Row]:

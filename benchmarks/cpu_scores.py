@@ -15,10 +15,10 @@ import torch
 from _timing import Work, timed
 from rich.console import Console
 
-from kv_attention import DenseTokens
-from kv_attention.torch_backend import forward, look_back
+from kv_attention import AttentionInputs, DenseTokens
+from kv_attention.torch_backend import attention_mass, forward
 from kv_cpu import chosen
-from kv_cpu.scores import observe_all
+from kv_cpu.attention_mass import observe_all
 from kv_policy import Observe
 
 CONSOLE = Console(stderr=True)
@@ -39,14 +39,16 @@ def ways(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> dict[s
     q, position = q.view(1, heads, group, length, dim), torch.arange(length)[None]
     dense = [DenseTokens(k, v, position, full=True)]
 
-    def attend() -> object:
-        return forward(q, position, [], dense, dim, dim**-0.5, [])
+    inputs = AttentionInputs(q, position, [], dense, [], dim, dim**-0.5)
 
-    done = forward(q, position, [], dense, dim, dim**-0.5, [])
+    def attend() -> object:
+        return forward(inputs)
+
+    done = forward(inputs)
     found: dict[str, Work] = {"pass": attend}
     for name, what in WATCHED.items():
-        found[f"{name}, torch"] = lambda what=what: look_back(done, what)
-        found[f"{name}, native"] = lambda what=what: observe_all(done, [], dense, [], [what])
+        found[f"{name}, torch"] = lambda what=what: attention_mass(done, what)
+        found[f"{name}, native"] = lambda what=what: observe_all(done, [what])
     return found
 
 

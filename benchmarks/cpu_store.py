@@ -3,7 +3,7 @@
 Bulk operations are over 16,384 tokens of 8 heads of 128 dimensions: encoding from bfloat16,
 encoding anew what lies in another format, and MoveCache, which closes the gaps where a random half
 of the tokens went. Their bytes are those read and those written. A step is one of SmolLM2 over 8
-sequences: in each of 720 streams the least score is found in both tiers, one victim goes from K8V4
+sequences: in each of 720 rows the least score is found in both tiers, one victim goes from K8V4
 to K4V2, and a candidate takes its place.
 
 Everything runs on one thread, and seconds are its processor time.
@@ -45,13 +45,13 @@ class Full:
         torch.manual_seed(0)
         (layout,) = fit([FORMATS[name]], 64, scores=True, positions=True)
         self.store = TokenStore(PagePool(layout.nbytes, kernels=way), layout, 1, 1, HEADS)
-        self.streams, self.start = torch.arange(HEADS), torch.zeros(HEADS, dtype=torch.long)
+        self.table_rows, self.start = torch.arange(HEADS), torch.zeros(HEADS, dtype=torch.long)
         key, value = torch.randn(2, HEADS, tokens, DIM).bfloat16()
         place = torch.arange(tokens, dtype=torch.int32).expand(HEADS, tokens).contiguous()
         self.keep = torch.ones(HEADS, tokens, dtype=torch.bool)
         self.tokens = (key, value, torch.rand(HEADS, tokens), place)
         self.half = torch.rand(HEADS, tokens) < 0.5
-        self.store.append(self.streams, key, value, self.keep, *self.tokens[2:])
+        self.store.append(self.table_rows, key, value, self.keep, *self.tokens[2:])
 
     @property
     def bytes_of_token(self) -> float:
@@ -61,22 +61,22 @@ class Full:
     def encode(self) -> None:
         """Write all tokens once more, where they are."""
         pages = self.store.whole()
-        self.store.kernels.write(pages, self.streams, self.start, self.keep, *self.tokens)
+        self.store.kernels.write(pages, self.table_rows, self.start, self.keep, *self.tokens)
 
     def encode_from(self, other: "Full") -> None:
         """Write all tokens of another store, read from its pages."""
         read = other.store.kernels.read(
-            other.store.whole(), self.streams, self.keep.shape[1], VECTORS
+            other.store.whole(), self.table_rows, self.keep.shape[1], VECTORS
         )
         assert read.key is not None  # they were asked for
         assert read.value is not None
         pages = self.store.whole()
         tokens = (read.key, read.value, read.score, read.position)
-        self.store.kernels.write(pages, self.streams, self.start, read.held, *tokens)
+        self.store.kernels.write(pages, self.table_rows, self.start, read.held, *tokens)
 
     def compact(self) -> None:
         """Close the gaps of a random half; the lengths stay, so that it can be done again."""
-        self.store.kernels.compact(self.store.whole(), self.streams, self.half)
+        self.store.kernels.compact(self.store.whole(), self.table_rows, self.half)
 
     @property
     def moved(self) -> int:
@@ -94,18 +94,18 @@ class Step:
         layouts = fit(forms, 16, scores=True, positions=True)
         self.tiers = Tiers(PagePool(layouts[0].nbytes, kernels=way), layouts, *shape)
         torch.manual_seed(0)
-        streams = self.tiers.streams()
+        table_rows = self.tiers.table_rows()
         for tier, count in enumerate((tokens // 4, tokens // 2)):
-            key, value = torch.randn(2, len(streams), count, 64).bfloat16()
-            keep = torch.ones(len(streams), count, dtype=torch.bool)
-            place = torch.arange(count).expand(len(streams), count)
-            score = torch.rand(len(streams), count)
-            self.tiers.append(tier, streams, key, value, keep, score, place)
-        none = torch.zeros(len(streams), dtype=torch.uint8)
+            key, value = torch.randn(2, len(table_rows), count, 64).bfloat16()
+            keep = torch.ones(len(table_rows), count, dtype=torch.bool)
+            place = torch.arange(count).expand(len(table_rows), count)
+            score = torch.rand(len(table_rows), count)
+            self.tiers.append(tier, table_rows, key, value, keep, score, place)
+        none = torch.zeros(len(table_rows), dtype=torch.uint8)
         self.choice = (none, none, none + 1)
         self.leave = (none + DROP, none + 1, none + DROP)
-        vectors = torch.randn(2, len(streams), 64).bfloat16()
-        self.token = (*vectors, torch.rand(len(streams)), torch.zeros(len(streams)).int())
+        vectors = torch.randn(2, len(table_rows), 64).bfloat16()
+        self.token = (*vectors, torch.rand(len(table_rows)), torch.zeros(len(table_rows)).int())
 
     def weakest(self) -> Tensor:
         """Find the victims."""

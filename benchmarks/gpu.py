@@ -97,7 +97,7 @@ class Clock:
 def stored(
     one: TokenFormat, length: torch.Tensor, longest: int, device: str, *, scores: bool = False
 ) -> PagedTokens:
-    """Streams of random bytes with small scales, in pages in random order.
+    """Table rows of random bytes with small scales, in pages in random order.
 
     Bytes that are no numbers would cost the same; small ones keep the output finite.
     """
@@ -260,23 +260,23 @@ def scores(clock: Clock, *, quick: bool) -> list[Row]:
 
 
 def manager(clock: Clock, *, quick: bool) -> list[Row]:
-    """A step of all streams: a token enters each, and one is re-quantized or dropped."""
+    """A step of all table rows: a token enters each, and one is re-quantized or dropped."""
     from kv_paging import PagePool, Tiers, fit
 
     batch, layers = (2, 2) if quick else (128, 32)
     layouts = fit([K8V4, K4V2], TOKENS, True, True)
-    streams = layers * batch * HEADS
-    pool = PagePool(layouts[0].nbytes, 8 * streams, grows=False, device=clock.device)
+    table_rows = layers * batch * HEADS
+    pool = PagePool(layouts[0].nbytes, 8 * table_rows, grows=False, device=clock.device)
     every = Tiers(pool, layouts, layers, batch, HEADS)
-    ids = every.streams()
-    key = torch.randn(streams, 24, DIM, device=clock.device, dtype=torch.bfloat16)
-    keep = torch.ones(streams, 24, dtype=torch.bool, device=clock.device)
-    score = torch.rand(streams, 24, device=clock.device)
-    where = torch.arange(24, device=clock.device).expand(streams, -1)
+    ids = every.table_rows()
+    key = torch.randn(table_rows, 24, DIM, device=clock.device, dtype=torch.bfloat16)
+    keep = torch.ones(table_rows, 24, dtype=torch.bool, device=clock.device)
+    score = torch.rand(table_rows, 24, device=clock.device)
+    where = torch.arange(24, device=clock.device).expand(table_rows, -1)
     for tier in range(2):
         every.append(tier, ids, key, key, keep, score, where)
-    both = torch.zeros(streams, dtype=torch.uint8, device=clock.device)
-    target = (torch.arange(streams, device=clock.device) % 2 + 1).to(torch.uint8)
+    both = torch.zeros(table_rows, dtype=torch.uint8, device=clock.device)
+    target = (torch.arange(table_rows, device=clock.device) % 2 + 1).to(torch.uint8)
     target = target.where(target == 1, torch.full_like(target, 255))
     new = (key[:, 0].contiguous(), score[:, 0].contiguous(), where[:, 0].contiguous())
 
@@ -297,7 +297,7 @@ def manager(clock: Clock, *, quick: bool) -> list[Row]:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return [{"kind": "manager", "streams": streams, "us_per_step": median(times)}]
+    return [{"kind": "manager", "streams": table_rows, "us_per_step": median(times)}]
 
 
 def right(device: str, *, quick: bool) -> list[Row]:

@@ -34,13 +34,18 @@ from kv_policy import Observe, PagedTokens
 from kv_policy.files import write_whole
 
 TABLE = _bare.ROOT / "packages/kv-attention/src/kv_attention/gpu/tuned.json"
-TOKENS = {"prompt": 8192, "look_back": 8192}
-QUICK_TOKENS = {"prompt": 32, "look_back": 32}
+TOKENS = {"prompt": 8192, "attention_mass": 8192}
+QUICK_TOKENS = {"prompt": 32, "attention_mass": 32}
 ROUNDS = 7
 CHOICES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "decode": {"block": (16, 32, 64, 128), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)},
     "prompt": {"block": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3), "queries": (32, 64)},
-    "look_back": {"block": (32, 64, 128), "warps": (4, 8), "stages": (1, 2), "queries": (32, 64)},
+    "attention_mass": {
+        "block": (32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2),
+        "queries": (32, 64),
+    },
 }
 PROGRAMS = (1, 2, 3, 4, 6)
 Sizes = dict[str, int]

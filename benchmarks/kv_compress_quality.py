@@ -152,7 +152,7 @@ def page_rows(loaded: LoadedModel, size: Size) -> list[dict[str, object]]:
         cache = CompressedCache(loaded.model, f"kv-compress:rate={rate}")
         read(loaded.model, cache, prompt)
         memory = cache.memory()
-        streams, page = memory.tokens.numel(), cache.runtime.layout.pages[0][0].tokens
+        table_rows, page = memory.tokens.numel(), cache.runtime.layout.pages[0][0].tokens
         tokens = max(128, prompt.shape[1] // rate)
         found.append(
             {
@@ -162,7 +162,7 @@ def page_rows(loaded: LoadedModel, size: Size) -> list[dict[str, object]]:
                 "tokens": int(memory.tokens.sum()),
                 "held": memory.pages_used,
                 "kept_tokens_need": -(-int(memory.tokens.sum()) // page),
-                "budget_needs": -(-tokens * streams // page),
+                "budget_needs": -(-tokens * table_rows // page),
                 "spare": memory.pages_free,
                 "kv_bytes": memory.total_bytes,
                 "full_bytes": memory.full_bytes,

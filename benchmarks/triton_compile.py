@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from kv_attention.gpu.arguments import PartArguments, dense_part, paged_part
-from kv_attention.gpu.attention_mass import look_back, watch
+from kv_attention.gpu.attention_mass import mass_of_pass, mass_of_step
 from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
@@ -105,7 +105,7 @@ def steps(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bflo
     done = decode(q, position, [part], part.value[1], 0.1, machine, watched=True)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():
-        watch(done, position, [part], [place], what)
+        mass_of_step(done, position, [part], [place], what)
 
 
 def prompts(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -118,18 +118,18 @@ def prompts(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bf
         rows = slice(None) if what.last is None else slice(0, what.last)
         lse = found.lse[..., rows]
         given = (q[..., rows, :], position[:, rows], lse, found.out, [part], [place])
-        look_back(*given, 0.1, machine, what)
+        mass_of_pass(*given, 0.1, machine, what)
 
 
 def pages(name: str) -> None:
     """Everything that touches the bytes of pages; a token that leaves goes to 2 bits and 1."""
     first, last = fit([format_of(name), format_of("k2v1")], TOKENS, True, True)
-    streams = BATCH * HEADS
+    table_rows = BATCH * HEADS
     pool = PagePool(first.nbytes, 4, kernels="torch")
     both = Tiers(pool, [first, last], 1, BATCH, HEADS)
     whole = both.stores[0].whole()
-    every = torch.arange(streams)
-    vector = torch.empty(streams, 2 * TOKENS, DIM, dtype=torch.bfloat16)
+    every = torch.arange(table_rows)
+    vector = torch.empty(table_rows, 2 * TOKENS, DIM, dtype=torch.bfloat16)
     score, place = torch.empty(vector.shape[:2]), torch.zeros(vector.shape[:2], dtype=torch.int32)
     keep = torch.ones(vector.shape[:2], dtype=torch.bool)
     triton_kernels.write(whole, every, every, keep, vector, vector, score, place)
@@ -144,10 +144,10 @@ def pages(name: str) -> None:
     for running in (RunningMean(), RunningSum()):
         triton_kernels.accumulate(whole, every, before, score, score.long(), running)
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
-    tier = torch.zeros(streams, dtype=torch.uint8)
+    tier = torch.zeros(table_rows, dtype=torch.uint8)
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     moved = both.work(
-        Placement(tier, tier, tier + 1), torch.zeros(2, streams, dtype=torch.long), new
+        Placement(tier, tier, tier + 1), torch.zeros(2, table_rows, dtype=torch.long), new
     )
     triton_kernels.step(pool, [moved])
 

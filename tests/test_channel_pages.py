@@ -19,7 +19,7 @@ def tiers(name: str) -> Tiers:
 
 def append(cache: Tiers, key: Tensor, value: Tensor, keep: Tensor, start: int) -> None:
     position = torch.arange(start, start + keep.shape[1]).expand(keep.shape)
-    cache.append(0, cache.streams(), key, value, keep, position.float() % 7, position)
+    cache.append(0, cache.table_rows(), key, value, keep, position.float() % 7, position)
 
 
 @pytest.mark.parametrize("name", ["k4v4:keys=channel", "k8v4:keys=channel", "k2v2:keys=channel"])
@@ -40,12 +40,12 @@ def test_blocks_are_encoded_once_and_exactly_as_the_codec_does(name: str, steps:
     for layer in range(2):
         full, loose = blocks.read_layer(layer, BOTH), waiting.read_layer(layer, BOTH)
         for head in range(2):
-            stream = 2 * layer + head
-            mine = keep[stream]
+            table_row = 2 * layer + head
+            mine = keep[table_row]
             cut = int(mine.sum()) // block * block
             for kind, codec, x in (
-                ("key", blocks.layout.format.key, key[stream, mine]),
-                ("value", blocks.layout.format.value, value[stream, mine]),
+                ("key", blocks.layout.format.key, key[table_row, mine]),
+                ("value", blocks.layout.format.value, value[table_row, mine]),
             ):
                 whole = codec.decode(codec.encode(x[:cut].view(-1, block, 16))).view(-1, 16)
                 assert torch.equal(getattr(full, kind)[head][full.held[head]], whole)
@@ -58,15 +58,17 @@ def test_a_block_keeps_its_bytes_while_its_tokens_go() -> None:
     block = blocks.layout.format.block
     key, value = torch.randn(2, 4, 3 * block, 16)
     append(cache, key, value, torch.ones(4, 3 * block, dtype=torch.bool), 0)
-    before = blocks.read(cache.streams(), BOTH)
+    before = blocks.read(cache.table_rows(), BOTH)
     stay = torch.rand(before.held.shape) < 0.3
     stay[:, block : 2 * block] = False  # the last block moves into the place of this one
-    blocks.compact(cache.streams(), stay)
+    blocks.compact(cache.table_rows(), stay)
     assert blocks.length.flatten().tolist() == [2 * block] * 4
     assert torch.equal(cache.counts().flatten(), stay.sum(1))
-    after = blocks.read(cache.streams(), BOTH)
+    after = blocks.read(cache.table_rows(), BOTH)
     for name in ("key", "value", "score", "position"):
         old, new = getattr(before, name), getattr(after, name)
-        for stream in range(4):
-            assert torch.equal(new[stream, after.held[stream]], old[stream, stay[stream]])
+        for table_row in range(4):
+            assert torch.equal(
+                new[table_row, after.held[table_row]], old[table_row, stay[table_row]]
+            )
     cache.check()

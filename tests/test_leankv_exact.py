@@ -57,10 +57,10 @@ def test_two_tiers_and_a_window(
         keep = torch.rand(rows, most, generator=random) < 0.8  # heads keep different numbers
         position = torch.arange(most).expand(rows, -1)
         key, value, score = normal(rows, most, 64), normal(rows, most, 64), normal(rows, most)
-        tiers.append(tier, tiers.streams(), key, value, keep, score, position)
+        tiers.append(tier, tiers.table_rows(), key, value, keep, score, position)
         store = tiers.stores[tiers.tier.index(tier)]
         stays = torch.rand(rows, max(1, store.longest), generator=random) < 0.9  # leaves holes
-        store.compact(tiers.streams(), stays)
+        store.compact(tiers.table_rows(), stays)
     place = torch.arange(200, 200 + window).expand(sequences, -1)
     recent = [normal(sequences, 2, window, 64) for _ in range(2)]
     query = normal(sequences, 2, 3, 1, 64)

@@ -38,7 +38,7 @@ def test_positions_of_other_queries(case):
         replace(c, position=c.position[:, :2]).attend()
 
 
-def test_pages_of_other_streams(case):
+def test_pages_of_other_table_rows(case):
     c = case(1)
     (p,) = c.pages
     fewer = PagedTokens(p.data, p.table[:, :1], p.length[:, :1], p.layout)
@@ -56,13 +56,13 @@ def test_pages_of_another_size(case):
 def test_more_tokens_than_the_table_has_room_for(case):
     c = case(1, stored=20, page=4)
     (p,) = c.pages
-    with pytest.raises(ValueError, match="a stream of 99 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 99 tokens; its table has room for"):
         replace(c, pages=[PagedTokens(p.data, p.table, p.length * 0 + 99, p.layout)]).attend()
 
 
 def test_a_bound_of_the_lengths_that_the_table_has_no_room_for(case):
     c = case(1, stored=20, page=4, known=True)
-    with pytest.raises(ValueError, match="a stream of 999 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 999 tokens; its table has room for"):
         replace(c, pages=[replace(c.pages[0], longest=999)]).attend()
 
 

@@ -7,23 +7,23 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_attention.gpu.decode import plan_kernel, stream_of
+from kv_attention.gpu.decode import plan_kernel, table_row_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTH = [0, 5, 8, 0, 1, 17, 9, 0, 0, 3, 0]  # tokens; the first and the last streams have none
+LENGTH = [0, 5, 8, 0, 1, 17, 9, 0, 0, 3, 0]  # tokens; the first and the last table rows have none
 BLOCK = 8
 
 
 @triton.jit
 @no_type_check
-def asking(ends, streams, found, WIDE: tl.constexpr):
-    """Ask for the stream of the tile that has the program's number."""
+def asking(ends, table_rows, found, WIDE: tl.constexpr):
+    """Ask for the table row of the tile that has the program's number."""
     tile = tl.program_id(0)
-    tl.store(found + tile, stream_of(ends, streams, tile, WIDE))
+    tl.store(found + tile, table_row_of(ends, table_rows, tile, WIDE))
 
 
 @pytest.mark.parametrize("wide", [1, 4, 16])
-def test_every_tile_is_of_its_stream(wide):
+def test_every_tile_is_of_its_table_row(wide):
     length = torch.tensor(LENGTH, dtype=torch.int32, device=DEVICE)
     ends = torch.full_like(length, -1)
     plan_kernel[(1,)](length, ends, len(length), BLOCK=BLOCK, WIDE=wide)

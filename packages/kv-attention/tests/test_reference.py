@@ -10,7 +10,7 @@ from kv_policy import Observe
 
 
 def tokens_of(case, b, h, at):
-    """All tokens that a query of one stream sees: (part, slot), key, value."""
+    """All tokens that a query of one table row sees: (part, slot), key, value."""
     for n, part in enumerate(case.pages):
         layout = part.layout
         form, split = layout.format, len(layout.format.key.parts)

@@ -43,7 +43,7 @@ def test_long_fresh_chunks(case, padding, dtype):
 
 
 @pytest.mark.parametrize("L", [1, 40])
-def test_streams_without_tokens(case, L):
+def test_table_rows_without_tokens(case, L):
     c = case(8, B=2, H=3, L=L, tiers=[("8", "4"), ("float32", "float32")], fresh=False)
     for pages in c.pages:
         pages.length[0, 1] = pages.length[1, 2] = 0

@@ -95,7 +95,7 @@ def test_a_decode_step_does_not_look_at_lengths(case, monkeypatch):
     c.attend(backend="triton")
 
 
-def test_one_query_of_one_long_stream_is_shared_out(case):
+def test_one_query_of_one_long_table_row_is_shared_out(case):
     c = case(7, B=1, H=1, L=1, stored=700, ragged=False, fresh=False, tiers=[("4", "4")])
     assert_same_output(c.to(DEVICE), "triton")
 

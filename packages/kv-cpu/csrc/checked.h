@@ -113,7 +113,7 @@ inline void check_rows(Label label, int64_t offset, int64_t tokens, int64_t widt
 
 Integers integers_of(const View& view);
 
-// How many streams are worth a thread, where each takes `each` of what `worth` counts.
+// How many table rows are worth a thread, where each takes `each` of what `worth` counts.
 inline int64_t grain(int64_t worth, int64_t each) { return worth / sum(each, 1); }
 
 }  // namespace kv

@@ -37,10 +37,10 @@ void pad(Block& block) {
 
 }  // namespace
 
-Cursor::Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
+Cursor::Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, Fault& fault,
                Places places)
-    : job_(job), fault_(fault), places_(places), stream_(stream), at_(first), last_(last) {
-  if (!job.parts.empty()) end_ = std::min(job.parts[0].count(stream), last);
+    : job_(job), fault_(fault), places_(places), table_row_(table_row), at_(first), last_(last) {
+  if (!job.parts.empty()) end_ = std::min(job.parts[0].count(table_row), last);
 }
 
 bool Cursor::next(Block& block) {
@@ -62,8 +62,8 @@ bool Cursor::next(Block& block) {
 // Goes on to the part that the next token is in.
 bool Cursor::enter() {
   while (at_ < last_ && at_ >= end_) {
-    before_ += job_.parts[part_].count(stream_);
-    end_ = std::min(before_ + job_.parts[++part_].count(stream_), last_);
+    before_ += job_.parts[part_].count(table_row_);
+    end_ = std::min(before_ + job_.parts[++part_].count(table_row_), last_);
   }
   return at_ < last_;
 }
@@ -81,7 +81,8 @@ void Cursor::start(const Part& part, Block& block) const {
 bool Cursor::from_pages(const Part& part, Block& block) {
   const int64_t slot = at_ - before_, column = slot / part.tokens, inside = slot % part.tokens;
   const int64_t width = part.table_width;
-  const int64_t page = part.table[stream_ * width + (part.reverse ? width - 1 - column : column)];
+  const int64_t page =
+      part.table[table_row_ * width + (part.reverse ? width - 1 - column : column)];
   if (page < 0 || page >= part.pages) {
     fault_.raise(part_, page);
     at_ = end_ = last_;
@@ -123,7 +124,7 @@ bool Cursor::from_pages(const Part& part, Block& block) {
 }
 
 void Cursor::from_tensors(const Part& part, Block& block) {
-  const int64_t b = stream_ / job_.heads, h = stream_ % job_.heads, query = job_.position[b];
+  const int64_t b = table_row_ / job_.heads, h = table_row_ % job_.heads, query = job_.position[b];
   const int64_t* place = part.place + b * part.place_step[0];
   const uint8_t* keys = part.keys + b * part.key_step[0] + h * part.key_step[1];
   const uint8_t* values = part.values + b * part.value_step[0] + h * part.value_step[1];

@@ -52,12 +52,12 @@ void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t*
   if (part.position_offset >= 0)
     check_rows({"offset of positions of part ", i}, part.position_offset, part.tokens, 4, bytes);
   const int64_t room = part.table_width * part.tokens;  // both are at most kMost
-  for (int64_t stream = 0; stream < job.streams(); ++stream) {
-    const int64_t held = part.length[stream];
+  for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
+    const int64_t held = part.length[table_row];
     if (held < 0 || held > room)
-      refuse("a stream has ", held, " tokens; its table has room for 0 to ", room);
+      refuse("a table row has ", held, " tokens; its table has room for 0 to ", room);
     if (!job.watches.empty() && held > part.width)
-      refuse("a stream has ", held, " tokens; it was said that none has more than ", part.width);
+      refuse("a table row has ", held, " tokens; it was said that none has more than ", part.width);
   }
 }
 
@@ -86,7 +86,7 @@ void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
                                    Lay::kStrided)
                             : view(place, label, kInt64, {job.sequences, part.width}, Lay::kStrided);
   if (part.paged && x.size(2) < part.width)
-    refuse(label, " are ", x.size(2), " of a stream; it was said that one may have ", part.width,
+    refuse(label, " are ", x.size(2), " of a table row; it was said that one may have ", part.width,
            " tokens");
   part.place = x.as<const int64_t>();
   part.place_step[0] = x.strides[0];
@@ -120,13 +120,13 @@ Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* 
   return part;
 }
 
-// What streams hold must be a number of bytes, as work is dealt out by it.
+// What table rows hold must be a number of bytes, as work is dealt out by it.
 void check_work(const Job& job) {
   int64_t bytes = 0;
   for (const Part& part : job.parts)
-    for (int64_t stream = 0; stream < job.streams(); ++stream)
-      bytes = sum(bytes, product(part.count(stream), part.bytes()));
-  if (bytes > INT64_MAX / 2) refuse("streams have ", bytes, " bytes or more; that is too much");
+    for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row)
+      bytes = sum(bytes, product(part.count(table_row), part.bytes()));
+  if (bytes > INT64_MAX / 2) refuse("table rows have ", bytes, " bytes or more; that is too much");
 }
 
 }  // namespace
@@ -283,7 +283,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // What operators take and give back; library.py expects the same.
-int64_t interface() { return 1; }
+int64_t interface() { return 2; }
 
 }  // namespace
 }  // namespace kv

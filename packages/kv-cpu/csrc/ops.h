@@ -49,7 +49,7 @@ struct Part {
   const int64_t* place = nullptr;
   int64_t place_step[3] = {0, 0, 0};
 
-  int64_t count(int64_t stream) const { return paged ? length[stream] : width; }
+  int64_t count(int64_t table_row) const { return paged ? length[table_row] : width; }
   // of a token
   int64_t bytes() const {
     return key.bytes() + key.meta_bytes() + value.bytes() + value.meta_bytes();
@@ -83,7 +83,7 @@ struct Job {
   std::vector<float*> sums;    // per part: terms x B x H x width
   std::vector<int32_t*> seen;  // per part: watches x B x H x width
 
-  int64_t streams() const { return sequences * heads; }
+  int64_t table_rows() const { return sequences * heads; }
 };
 
 // A page number or a length that cannot be. The first that is found is kept.
@@ -122,11 +122,11 @@ struct Block {
 // if the kernels take them so.
 enum class Places { kSlots, kRows, kStrips };
 
-// Goes over the visible tokens first .. last - 1 of a stream, in the order of its parts, and gives
-// them in blocks.
+// Goes over the visible tokens first .. last - 1 of a table row, in the order of its parts, and
+// gives them in blocks.
 class Cursor {
  public:
-  Cursor(const Job& job, int64_t stream, int64_t first, int64_t last, Fault& fault,
+  Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, Fault& fault,
          Places places = Places::kRows);
   // Fills the next block; false where there are no tokens left.
   bool next(Block& block);
@@ -140,27 +140,27 @@ class Cursor {
   const Job& job_;
   Fault& fault_;
   const Places places_;
-  int64_t stream_, at_, last_;  // in tokens of the stream
+  int64_t table_row_, at_, last_;  // in tokens of the table row
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // of the part: tokens in those before; where it ends, or `last`
 };
 
-// Tokens first .. last - 1 of a stream, for one worker.
+// Tokens first .. last - 1 of a table row, for one worker.
 struct Piece {
-  int64_t stream, first, last, bytes;
+  int64_t table_row, first, last, bytes;
   bool ends = true;        // no other piece has later tokens
-  int split = -1;          // place among the pieces of split streams; -1: the whole stream
+  int split = -1;          // place among the pieces of split table rows; -1: the whole table row
   int64_t weights = 0;     // where its weights are kept, in blocks
 };
 
-// Who computes what: the longest first, long streams in pieces.
+// Who computes what: the longest first, long table rows in pieces.
 struct Plan {
   std::vector<Piece> pieces;
-  std::vector<int64_t> splits;  // streams in pieces
+  std::vector<int64_t> splits;       // table rows in pieces
   std::vector<std::vector<int>> of;  // the pieces of each of those
   int split_pieces = 0;
-  int64_t longest = 0;  // blocks of a whole stream, for which a worker keeps weights
-  int64_t kept = 0;     // blocks of weights that split streams keep
+  int64_t longest = 0;  // blocks of a whole table row, for which a worker keeps weights
+  int64_t kept = 0;     // blocks of weights that split table rows keep
 };
 
 Plan plan(const Job& job, int workers);

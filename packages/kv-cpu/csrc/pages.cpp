@@ -42,7 +42,7 @@ Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers) {
   tier.data = pages.data, tier.pages = pages.size(0), tier.step = pages.strides[0];
   tier.tokens = within({"tokens of a page"}, numbers[0], 1, kMost);
   tier.table_view = view(table, {"table"}, kIntegers, {kAny, kAny}, Lay::kContiguous);
-  tier.streams = tier.table_view.size(0), tier.width = tier.table_view.size(1);
+  tier.table_rows = tier.table_view.size(0), tier.width = tier.table_view.size(1);
   tier.table = integers_of(tier.table_view);
   const int64_t bytes = pages.size(1);
   tier.score = within({"offset of scores"}, numbers[5], -1, bytes);
@@ -80,22 +80,22 @@ Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>&
   return tier_of(pages, table, numbers.data());
 }
 
-View streams_of(const Tier& tier, const Tensor& streams, int64_t count) {
-  const View found = view(streams, {"streams"}, kIntegers, {count}, Lay::kContiguous);
+View table_rows_of(const Tier& tier, const Tensor& table_rows, int64_t count) {
+  const View found = view(table_rows, {"table_rows"}, kIntegers, {count}, Lay::kContiguous);
   const Integers named = integers_of(found);
-  for (int64_t i = 0; i < found.size(0); ++i) tier.check_stream(named[i]);
+  for (int64_t i = 0; i < found.size(0); ++i) tier.check_table_row(named[i]);
   return found;
 }
 
-void check_distinct(const Tier& tier, const Integers& streams, int64_t count) {
+void check_distinct(const Tier& tier, const Integers& table_rows, int64_t count) {
   bool ascending = true;
-  for (int64_t i = 1; i < count; ++i) ascending &= streams[i - 1] < streams[i];
+  for (int64_t i = 1; i < count; ++i) ascending &= table_rows[i - 1] < table_rows[i];
   if (ascending) return;
-  std::vector<bool> named(tier.streams);
+  std::vector<bool> named(tier.table_rows);
   for (int64_t i = 0; i < count; ++i) {
-    if (named[streams[i]])
-      refuse("stream ", streams[i], " is named twice; name each that is written to once");
-    named[streams[i]] = true;
+    if (named[table_rows[i]])
+      refuse("table row ", table_rows[i], " is named twice; name each that is written to once");
+    named[table_rows[i]] = true;
   }
 }
 
@@ -104,19 +104,19 @@ void Tier::check_page(int64_t page) const {
     refuse("a table names page ", page, "; its pool has ", pages, " pages");
 }
 
-void Tier::check_stream(int64_t stream) const {
-  if (stream < 0 || stream >= streams)
-    refuse("stream ", stream, " does not exist; there are ", streams);
+void Tier::check_table_row(int64_t table_row) const {
+  if (table_row < 0 || table_row >= table_rows)
+    refuse("table row ", table_row, " does not exist; there are ", table_rows);
 }
 
-void Tier::check(int64_t stream, int64_t first, int64_t last) const {
-  check_stream(stream);
+void Tier::check(int64_t table_row, int64_t first, int64_t last) const {
+  check_table_row(table_row);
   if (first >= last) return;
   if (first < 0 || last > room())
-    refuse("a stream is said to have slots ", first, " to ", last - 1,
+    refuse("a table row is said to have slots ", first, " to ", last - 1,
            "; its table has room for 0 to ", room() - 1);
   for (int64_t column = first / tokens; column <= (last - 1) / tokens; ++column)
-    check_page(table[entry(stream, column)]);
+    check_page(table[entry(table_row, column)]);
 }
 
 void Tier::move(uint8_t* from, int64_t row, uint8_t* to, int64_t target) const {

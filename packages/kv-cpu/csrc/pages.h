@@ -1,4 +1,4 @@
-// Streams of tokens in pages, as what writes, moves and reads them sees them.
+// Table rows of tokens in pages, as what writes, moves and reads them sees them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -22,7 +22,7 @@ struct Segment {
 
 constexpr int kTierNumbers = 16;
 
-// All streams of one tier.
+// All table rows of one tier.
 struct Tier {
   Format format[2];  // of keys, of values
   int64_t code[2], meta[2], score, position;  // bytes of a page; -1: pages hold none
@@ -32,24 +32,24 @@ struct Tier {
   int64_t pages, step;  // bytes from one page to the next
   int64_t tokens;
   Integers table;
-  int64_t streams, width;
+  int64_t table_rows, width;
   bool reverse;
   View pages_view, table_view;
 
-  int64_t entry(int64_t stream, int64_t column) const {
-    return stream * width + (reverse ? width - 1 - column : column);
+  int64_t entry(int64_t table_row, int64_t column) const {
+    return table_row * width + (reverse ? width - 1 - column : column);
   }
-  uint8_t* page(int64_t stream, int64_t slot) const {
-    return at(table[entry(stream, slot / tokens)]);
+  uint8_t* page(int64_t table_row, int64_t slot) const {
+    return at(table[entry(table_row, slot / tokens)]);
   }
   uint8_t* at(int64_t page) const { return data + page * step; }
-  // Slots of a stream, as many as its table has room for.
+  // Slots of a table row, as many as its table has room for.
   int64_t room() const { return width * tokens; }
 
-  // Refuses slots first .. last - 1 of a stream if one is in a page that is not there.
-  void check(int64_t stream, int64_t first, int64_t last) const;
+  // Refuses slots first .. last - 1 of a table row if one is in a page that is not there.
+  void check(int64_t table_row, int64_t first, int64_t last) const;
   void check_page(int64_t page) const;
-  void check_stream(int64_t stream) const;
+  void check_table_row(int64_t table_row) const;
   void move(uint8_t* from, int64_t row, uint8_t* to, int64_t target) const;
   void decode(const Coder&, int which, const uint8_t* page, int64_t row, float* to) const;
   void encode(const Coder&, int which, Number from, const uint8_t* const* x, int count,
@@ -77,11 +77,11 @@ struct Vectors {
   Number number;
 };
 
-// The streams that are named [S], all of which a tier has.
-View streams_of(const Tier& tier, const Tensor& streams, int64_t count);
+// The table rows that are named [S], all of which a tier has.
+View table_rows_of(const Tier& tier, const Tensor& table_rows, int64_t count);
 
-// Refuses a stream that is named twice: two threads would write to the same slots.
-void check_distinct(const Tier& tier, const Integers& streams, int64_t count);
+// Refuses a table row that is named twice: two threads would write to the same slots.
+void check_distinct(const Tier& tier, const Integers& table_rows, int64_t count);
 
 const Coder& coder_of(const Name& isa);
 

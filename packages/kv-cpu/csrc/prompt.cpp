@@ -1,5 +1,5 @@
-// Goes over the queries of each stream in tasks, and for each over the tokens in blocks, which are
-// unpacked once for all heads of the group.
+// Goes over the queries of each table row in tasks, and for each over the tokens in blocks, which
+// are unpacked once for all heads of the group.
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -93,8 +93,8 @@ class Attender {
       begin(task, scratch);
       Block block;
       int64_t tokens = 0;
-      for (const Part& part : job_.parts) tokens += part.count(task.stream);
-      Cursor cursor(job_, task.stream, 0, tokens, fault_);
+      for (const Part& part : job_.parts) tokens += part.count(task.table_row);
+      Cursor cursor(job_, task.table_row, 0, tokens, fault_);
       while (cursor.next(block)) attend(task, block, scratch);
       finish(task, scratch);
     }
@@ -104,9 +104,9 @@ class Attender {
 
   void begin(const Task& task, Scratch& scratch) const {
     const int64_t* step = prompt_.chunk.query_step;
-    const int64_t b = task.stream / job_.heads;
+    const int64_t b = task.table_row / job_.heads;
     const int dim = int(job_.key_dim), group = int(job_.group);
-    const uint8_t* from = job_.queries + b * step[0] + task.stream % job_.heads * step[1];
+    const uint8_t* from = job_.queries + b * step[0] + task.table_row % job_.heads * step[1];
     std::fill(scratch.top.begin(), scratch.top.end(), Line{});
     std::fill(scratch.total.begin(), scratch.total.end(), Line{});
     std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
@@ -172,7 +172,7 @@ class Attender {
     if (part.paged) {
       std::fill_n(start.begin(), block.count, 0);
     } else {
-      const int* of = &starts_[block.part][task.stream / job_.heads * part.width];
+      const int* of = &starts_[block.part][task.table_row / job_.heads * part.width];
       auto to = start.begin();
       for (int i = 0; i < block.runs; ++i)
         to = std::copy_n(of + block.run[i].slot, block.run[i].count, to);
@@ -186,7 +186,7 @@ class Attender {
   }
 
   void finish(const Task& task, Scratch& scratch) const {
-    const int64_t b = task.stream / job_.heads, group = job_.group;
+    const int64_t b = task.table_row / job_.heads, group = job_.group;
     const int panels = panels_of(int(job_.value_dim));
     float* row = scratch.numbers[0].numbers;
     for (int64_t r = 0; r < rows(task); ++r) {
@@ -198,7 +198,7 @@ class Attender {
         row[d] = sums[d / kPanel * kTile * kPanel + d % kPanel] * share;
       const int64_t place = sequences_[b].place[task.first + r / group];
       const float lse = total == 0 ? -INFINITY : (top + std::log2(total)) / kLog2;
-      put(row, lse, (task.stream * group + r % group) * prompt_.chunk.length + place);
+      put(row, lse, (task.table_row * group + r % group) * prompt_.chunk.length + place);
     }
   }
 

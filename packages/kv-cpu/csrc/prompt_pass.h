@@ -20,12 +20,12 @@ struct Prompt {
 // that is padding or sees none.
 void attend(Prompt& prompt, int workers, Parallel parallel, Fault& fault);
 
-// Queries first .. last - 1 of a stream, in the order of their positions, for one worker.
+// Queries first .. last - 1 of a table row, in the order of their positions, for one worker.
 struct Task {
-  int64_t stream, first, last, work;
+  int64_t table_row, first, last, work;
 };
 
-// Cuts streams into about equal work, the most first. What a query comes to is the same wherever
+// Cuts table rows into about equal work, the most first. What a query comes to is the same wherever
 // they are cut.
 class Tasks {
  public:

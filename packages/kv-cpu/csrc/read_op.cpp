@@ -36,20 +36,20 @@ Span notes_of(const Tier& tier) {
   return {first < 0 ? last : first, last + 4 * tier.tokens};
 }
 
-// Some streams of a tier, and how many of their first slots are looked at.
+// Some table rows of a tier, and how many of their first slots are looked at.
 struct Chosen {
-  Chosen(const Tier& of, const Tensor& length, const Tensor& streams, int64_t slots)
+  Chosen(const Tier& of, const Tensor& length, const Tensor& table_rows, int64_t slots)
       : tier(of),
-        named(streams_of(tier, streams, kAny)),
-        lengths(view(length, {"length"}, kIntegers, {tier.streams}, Lay::kContiguous)),
+        named(table_rows_of(tier, table_rows, kAny)),
+        lengths(view(length, {"length"}, kIntegers, {tier.table_rows}, Lay::kContiguous)),
         count(named.size(0)) {
     const Integers all = integers_of(lengths), which = integers_of(named);
     for (int64_t i = 0; i < count; ++i) {
-      stream.push_back(which[i]);
-      const int64_t there = all[stream[i]];
-      if (there < 0) refuse("a stream has ", there, " tokens; 0 or more are possible");
+      table_row.push_back(which[i]);
+      const int64_t there = all[table_row[i]];
+      if (there < 0) refuse("a table row has ", there, " tokens; 0 or more are possible");
       held.push_back(std::min(there, slots));
-      tier.check(stream[i], 0, held[i]);
+      tier.check(table_row[i], 0, held[i]);
     }
   }
 
@@ -57,29 +57,29 @@ struct Chosen {
   void check_writes() const {
     check_distinct(tier, integers_of(named), count);
     check_apart(tier.pages_view, {"page data"}, tier.table_view, {"table"});
-    check_apart(tier.pages_view, {"page data"}, named, {"streams"});
+    check_apart(tier.pages_view, {"page data"}, named, {"table_rows"});
     check_apart(tier.pages_view, {"page data"}, lengths, {"length"});
   }
 
-  // f(page, slot, count of the slots from there in that page) over the held slots of streams[i].
+  // f(page, slot, count of the slots from there in that page) over the held slots of table rows[i].
   // Pages lie anywhere, so what will be looked at in those to come is asked for early.
   template <typename F>
   void over_pages(int64_t i, Span span, const F& f) const {
     for (int64_t slot = 0; slot < held[i]; slot += tier.tokens) {
       const int64_t later = slot + kAhead * tier.tokens;
       if (later < held[i]) {
-        const uint8_t* page = tier.page(stream[i], later);
+        const uint8_t* page = tier.page(table_row[i], later);
         for (int64_t at = span.first; at < span.last; at += kLine) __builtin_prefetch(page + at);
         __builtin_prefetch(page + span.last - 1);
       }
-      f(tier.page(stream[i], slot), slot, std::min(tier.tokens, held[i] - slot));
+      f(tier.page(table_row[i], slot), slot, std::min(tier.tokens, held[i] - slot));
     }
   }
 
   const Tier tier;
   const View named, lengths;
   const int64_t count;
-  std::vector<int64_t> stream, held;
+  std::vector<int64_t> table_row, held;
 };
 
 // As many slots as are asked for, which a table must have room for.
@@ -119,14 +119,14 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   return out;
 }
 
-// What streams hold in their first slots: whether they do (bool), then scores (float32, else 0) and
-// positions (int64, else -1) where pages have them, then keys and values if asked for.
+// What table rows hold in their first slots: whether they do (bool), then scores (float32, else 0)
+// and positions (int64, else -1) where pages have them, then keys and values if asked for.
 std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
-                              Tensor length, Tensor streams, int64_t slots, bool keys, bool values,
-                              Name isa) {
+                              Tensor length, Tensor table_rows, int64_t slots, bool keys,
+                              bool values, Name isa) {
   const Coder& coder = coder_of(isa);
   const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
-  const Chosen chosen(tier, length, streams, slots_of(tier, slots));
+  const Chosen chosen(tier, length, table_rows, slots_of(tier, slots));
   std::vector<Tensor> found;
   auto made = [&](ScalarType type) {
     found.push_back(torch::stable::new_empty(data, {chosen.count, slots}, type));
@@ -153,17 +153,17 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
   return found;
 }
 
-// The lowest score of each stream and its slot, the first of equal ones, of tokens at positions
+// The lowest score of each table row and its slot, the first of equal ones, of tokens at positions
 // before `until`, which is empty where none is set. No token: infinity and -1. NaN is the lowest.
 std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t> numbers,
-                                 Tensor length, Tensor streams, int64_t slots, Tensor until) {
+                                 Tensor length, Tensor table_rows, int64_t slots, Tensor until) {
   const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
-  const Chosen chosen(tier, length, streams, slots_of(tier, slots));
+  const Chosen chosen(tier, length, table_rows, slots_of(tier, slots));
   const View bounds = view(until, {"until"}, kIntegers, {kAny}, Lay::kContiguous);
   const bool bounded = bounds.size(0) > 0;
   if (bounded && bounds.size(0) != chosen.count)
     refuse("until has ", bounds.size(0), " positions for ", chosen.count,
-           " streams; give one for each, or none");
+           " table rows; give one for each, or none");
   if (tier.score < 0) refuse("pages hold no scores, and the lowest is asked for");
   if (bounded && tier.position < 0) refuse("pages hold no positions, and until bounds them");
   const Integers bound = integers_of(bounds);
@@ -187,11 +187,11 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   return found;
 }
 
-// Writes score [n, L] over the slots of the pages that streams hold, and 0 past the L-th.
+// Writes score [n, L] over the slots of the pages that table rows hold, and 0 past the L-th.
 void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
-                  Tensor streams, Tensor score) {
+                  Tensor table_rows, Tensor score) {
   const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
-  const Chosen chosen(tier, length, streams, INT64_MAX);
+  const Chosen chosen(tier, length, table_rows, INT64_MAX);
   if (tier.score < 0) refuse("pages hold no scores, and new ones are given");
   const View scores =
       view(score, {"score"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
@@ -220,15 +220,15 @@ void add(uint8_t* scores, const uint8_t* positions, const float* given, float ov
 }
 
 // Lets the scores of the slots go on: what the queries of a pass gave is mass [n, L], how many of
-// them counted is seen, and the tokens that there were before it is before [n], -1 for a stream that
-// is left alone. They are sums of mass / `over`, or, where that is 0, means over queries: then a
-// token's past counts as at most `last` queries; -1: as all there were.
-// Past the end of a stream its last page has zeros, as page_rescore leaves it.
+// them counted is seen, and the tokens that there were before it is before [n], -1 for a table row
+// that is left alone. They are sums of mass / `over`, or, where that is 0, means over queries: then
+// a token's past counts as at most `last` queries; -1: as all there were. Past the end of a table
+// row its last page has zeros, as page_rescore leaves it.
 void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
-                     Tensor streams, Tensor before, Tensor mass, Tensor seen, int64_t last,
+                     Tensor table_rows, Tensor before, Tensor mass, Tensor seen, int64_t last,
                      int64_t over) {
   const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
-  const Chosen chosen(tier, length, streams, INT64_MAX);
+  const Chosen chosen(tier, length, table_rows, INT64_MAX);
   if (tier.score < 0 || tier.position < 0)
     refuse("pages hold no scores or no positions; both are needed for scores to go on");
   const View masses = view(mass, {"mass"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
@@ -237,7 +237,8 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
   const View befores = view(before, {"before"}, kIntegers, {chosen.count}, Lay::kContiguous);
   for (int64_t held : chosen.held)
     if (held > slots)
-      refuse("a stream has ", held, " tokens and mass is of ", slots, "; give it for all of them");
+      refuse("a table row has ", held, " tokens and mass is of ", slots,
+             "; give it for all of them");
   within({"last"}, last, -1, INT64_MAX);
   within({"over"}, over, 0, INT64_MAX);
   chosen.check_writes();
@@ -274,16 +275,18 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "page_read(Tensor data, Tensor table, int[] tier, Tensor length, Tensor streams, int slots, "
+      "page_read(Tensor data, Tensor table, int[] tier, Tensor length, Tensor table_rows, int "
+      "slots, "
       "bool keys, bool values, str isa) -> Tensor[]");
   m.def(
-      "page_weakest(Tensor data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "page_weakest(Tensor data, Tensor table, int[] tier, Tensor length, Tensor table_rows, "
       "int slots, Tensor until) -> Tensor[]");
   m.def(
-      "page_rescore(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "page_rescore(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor table_rows, "
       "Tensor score) -> ()");
   m.def(
-      "page_accumulate(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor streams, "
+      "page_accumulate(Tensor(a!) data, Tensor table, int[] tier, Tensor length, Tensor "
+      "table_rows, "
       "Tensor before, Tensor mass, Tensor seen, int last, int over) -> ()");
 }
 

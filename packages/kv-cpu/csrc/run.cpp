@@ -11,7 +11,7 @@
 namespace kv {
 namespace {
 
-// What one piece of a stream came to: weights relative to the largest logit that was seen.
+// What one piece of a table row came to: weights relative to the largest logit that was seen.
 struct State {
   float *top, *total, *sums;
 };
@@ -93,7 +93,7 @@ class Runner {
     for (size_t i = 0; i < plan_.splits.size(); ++i) merge(i);
     if (job_.watches.empty()) return;
     next_ = 0;
-    parallel(workers_, [](int64_t, void* me) { static_cast<Runner*>(me)->look_back(); }, this);
+    parallel(workers_, [](int64_t, void* me) { static_cast<Runner*>(me)->attention_mass(); }, this);
   }
 
  private:
@@ -120,7 +120,7 @@ class Runner {
       float* weights = whole || !watching ? scratch.weights.get() : kept(piece);
       attend(piece, scratch, state, weights);
       if (!whole) continue;
-      finish(piece.stream, state);
+      finish(piece.table_row, state);
       if (watching) observe(piece, weights);
     }
   }
@@ -131,8 +131,8 @@ class Runner {
     std::fill_n(state.total, group, 0.0f);
     std::fill_n(state.sums, group * width, 0.0f);
     if (piece.first == piece.last) return;
-    const Queries queries = prepare(piece.stream, scratch);
-    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, Places::kStrips);
+    const Queries queries = prepare(piece.table_row, scratch);
+    Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kStrips);
     Block blocks[2];
     Block *now = blocks, *next = blocks + 1;
     cursor.next(*now);
@@ -155,10 +155,10 @@ class Runner {
     }
   }
 
-  Queries prepare(int64_t stream, Scratch& scratch) const {
+  Queries prepare(int64_t table_row, Scratch& scratch) const {
     const int64_t* step = job_.query_step;
     const uint8_t* from =
-        job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
+        job_.queries + table_row / job_.heads * step[0] + table_row % job_.heads * step[1];
     const int width = job_.query_width;
     std::fill_n(scratch.queries, job_.group * width, 0.0f);
     for (int64_t g = 0; g < job_.group; ++g) {
@@ -180,23 +180,24 @@ class Runner {
     return queries;
   }
 
-  void finish(int64_t stream, const State& state) {
+  void finish(int64_t table_row, const State& state) {
     for (int64_t g = 0; g < job_.group; ++g) {
       const float total = state.total[g];
       const float share = total == 0 ? 0 : 1 / total;  // no token: the sums are 0 as well
-      float* out = job_.out + (stream * job_.group + g) * job_.value_dim;
+      float* out = job_.out + (table_row * job_.group + g) * job_.value_dim;
       const float* sums = state.sums + g * job_.value_width;
       for (int64_t d = 0; d < job_.value_dim; ++d) out[d] = sums[d] * share;
-      job_.lse[stream * job_.group + g] = total == 0 ? -INFINITY : state.top[g] + std::log(total);
+      job_.lse[table_row * job_.group + g] =
+          total == 0 ? -INFINITY : state.top[g] + std::log(total);
     }
   }
 
-  // Adds up the pieces of a stream in the first of them.
-  void merge(size_t stream) {
-    const State all = split(plan_.of[stream][0]);
+  // Adds up the pieces of a table row in the first of them.
+  void merge(size_t table_row) {
+    const State all = split(plan_.of[table_row][0]);
     const int width = job_.value_width;
-    for (size_t i = 1; i < plan_.of[stream].size(); ++i) {
-      const State more = split(plan_.of[stream][i]);
+    for (size_t i = 1; i < plan_.of[table_row].size(); ++i) {
+      const State more = split(plan_.of[table_row][i]);
       for (int64_t g = 0; g < job_.group; ++g) {
         const float top = std::max(all.top[g], more.top[g]);
         const float a = all.total[g] == 0 ? 0 : std::exp(all.top[g] - top);
@@ -209,10 +210,10 @@ class Runner {
         }
       }
     }
-    finish(plan_.splits[stream], all);
+    finish(plan_.splits[table_row], all);
   }
 
-  void look_back() {
+  void attention_mass() {
     for (size_t i; (i = next_++) < plan_.pieces.size();)
       if (plan_.pieces[i].split >= 0)
         observe(plan_.pieces[i], kept(plan_.pieces[i]));
@@ -220,20 +221,20 @@ class Runner {
 
   void observe(const Piece& piece, const float* weights) {
     const int group = int(job_.group);
-    const float* lse = job_.lse + piece.stream * group;
+    const float* lse = job_.lse + piece.table_row * group;
     const std::vector<float>::size_type most = 64;
     float few[most];
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
     clear(piece);
-    Cursor cursor(job_, piece.stream, piece.first, piece.last, fault_, Places::kSlots);
+    Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
     Block block;
     while (cursor.next(block)) {
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
       for (int i = 0; i < block.runs; at += block.run[i++].count)
-        observe(piece.stream, block.part, block.run[i], at, factor);
+        observe(piece.table_row, block.part, block.run[i], at, factor);
       weights += block_size();
     }
   }
@@ -244,23 +245,25 @@ class Runner {
     int64_t before = 0;
     for (size_t which = 0; which < job_.parts.size(); ++which) {
       const Part& part = job_.parts[which];
-      const int64_t count = part.count(piece.stream), plane = job_.streams() * part.width;
+      const int64_t count = part.count(piece.table_row), plane = job_.table_rows() * part.width;
       const int64_t from = std::clamp<int64_t>(piece.first - before, 0, count);
       const int64_t to =
           piece.ends ? part.width : std::clamp<int64_t>(piece.last - before, 0, count);
       for (int t = 0; t < job_.terms; ++t)
-        std::fill_n(job_.sums[which] + t * plane + piece.stream * part.width + from, to - from, 0);
+        std::fill_n(job_.sums[which] + t * plane + piece.table_row * part.width + from, to - from,
+                    0);
       for (size_t w = 0; w < job_.watches.size(); ++w)
-        std::fill_n(job_.seen[which] + w * plane + piece.stream * part.width + from, to - from, 0);
+        std::fill_n(job_.seen[which] + w * plane + piece.table_row * part.width + from, to - from,
+                    0);
       before += count;
     }
   }
 
-  void observe(int64_t stream, int which, const Run& run, const float* weights,
+  void observe(int64_t table_row, int which, const Run& run, const float* weights,
                const float* factor) {
     const Part& part = job_.parts[which];
-    const int64_t query = job_.position[stream / job_.heads];
-    const int64_t plane = job_.streams() * part.width, at = stream * part.width + run.slot;
+    const int64_t query = job_.position[table_row / job_.heads];
+    const int64_t plane = job_.table_rows() * part.width, at = table_row * part.width + run.slot;
     const float even = 1 / float(query + 1);
     for (size_t w = 0; w < job_.watches.size(); ++w) {
       const Watch& watch = job_.watches[w];
@@ -268,8 +271,8 @@ class Runner {
       std::fill_n(seen, run.count, 1);
       // Any stored token is at least one position before the query.
       if (watch.skip > (part.paged ? 1 : 0)) {
-        const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
-                               stream % job_.heads * part.place_step[1];
+        const int64_t* place = part.place + table_row / job_.heads * part.place_step[0] +
+                               table_row % job_.heads * part.place_step[1];
         for (int i = 0; i < run.count; ++i)
           seen[i] = place[(run.slot + i) * part.place_step[2]] <= query - watch.skip;
       }

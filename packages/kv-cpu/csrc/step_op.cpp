@@ -1,4 +1,5 @@
-// A decoding step: in every stream one token enters, and one leaves its tier or moves to another.
+// A decoding step: in every table row one token enters, and one leaves its tier or moves to
+// another.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kWorth = 128;  // streams that are worth another thread
+constexpr int64_t kWorth = 128;  // table rows that are worth another thread
 constexpr int kWorkTensors = 8;  // before two of each tier
 
 struct Member {
@@ -18,7 +19,7 @@ struct Member {
   int32_t *table, *length;
 };
 
-// What happens to one stream; tiers are -1 where there is none.
+// What happens to one table row; tiers are -1 where there is none.
 struct Move {
   int from = -1, to = -1, enter = -1;
   int64_t victim = 0;  // its slot
@@ -26,10 +27,10 @@ struct Move {
   bool gone() const { return from >= 0 && !swap(); }
 };
 
-// Streams of one kind, with the candidates and what is to become of them.
+// Table rows of one kind, with the candidates and what is to become of them.
 struct Work {
   std::vector<Member> tiers;
-  int64_t streams;
+  int64_t table_rows;
   const uint8_t *candidate, *victim, *target;
   const int64_t* place;
   const Vectors key, value;
@@ -41,16 +42,16 @@ struct Work {
 
   int width() const { return tiers[0].tier.format[0].dim + tiers[0].tier.format[1].dim; }
   // The first free slot of a tier once the victim is gone.
-  int64_t end(int tier, int64_t stream) const {
-    const Move& move = moves[stream];
-    return int64_t(tiers[tier].length[stream]) - (move.from == tier && move.gone());
+  int64_t end(int tier, int64_t table_row) const {
+    const Move& move = moves[table_row];
+    return int64_t(tiers[tier].length[table_row]) - (move.from == tier && move.gone());
   }
-  bool arrives(int tier, int64_t stream) const { return moves[stream].to == tier; }
-  bool enters(int tier, int64_t stream) const {
-    return moves[stream].enter == tier && !moves[stream].swap();
+  bool arrives(int tier, int64_t table_row) const { return moves[table_row].to == tier; }
+  bool enters(int tier, int64_t table_row) const {
+    return moves[table_row].enter == tier && !moves[table_row].swap();
   }
-  int64_t entry(int tier, int64_t stream) const {
-    return end(tier, stream) + arrives(tier, stream);
+  int64_t entry(int tier, int64_t table_row) const {
+    return end(tier, table_row) + arrives(tier, table_row);
   }
 };
 
@@ -70,13 +71,13 @@ struct Pool {
 
 void plan(Work& work) {
   const int tiers = int(work.tiers.size());
-  work.moves.resize(work.streams);
-  for (int64_t i = 0; i < work.streams; ++i) {
+  work.moves.resize(work.table_rows);
+  for (int64_t i = 0; i < work.table_rows; ++i) {
     Move& move = work.moves[i];
     const int victim = work.victim[i], target = work.target[i], enter = work.candidate[i];
-    if (victim < tiers && work.place[victim * work.streams + i] >= 0) {
+    if (victim < tiers && work.place[victim * work.table_rows + i] >= 0) {
       move.from = victim;
-      move.victim = work.place[victim * work.streams + i];
+      move.victim = work.place[victim * work.table_rows + i];
       if (target > victim && target < tiers) move.to = target;
     }
     if (enter < tiers) move.enter = enter;
@@ -86,8 +87,8 @@ void plan(Work& work) {
 // Whether the slot is the first of its page.
 bool opens(const Tier& tier, int64_t slot) { return slot % tier.tokens == 0; }
 
-void check_slot(const Tier& tier, int64_t stream, int64_t slot, bool opened) {
-  if (!opened) return tier.check(stream, slot, slot + 1);
+void check_slot(const Tier& tier, int64_t table_row, int64_t slot, bool opened) {
+  if (!opened) return tier.check(table_row, slot, slot + 1);
   if (slot / tier.tokens >= tier.width)
     refuse("a token enters slot ", slot, "; the table has room for ", tier.room());
 }
@@ -96,12 +97,12 @@ void check_slot(const Tier& tier, int64_t stream, int64_t slot, bool opened) {
 void check(const Work& work, int64_t& given, int64_t& taken) {
   for (int t = 0; t < int(work.tiers.size()); ++t) {
     const Tier& tier = work.tiers[t].tier;
-    for (int64_t i = 0; i < work.streams; ++i) {
+    for (int64_t i = 0; i < work.table_rows; ++i) {
       const int64_t length = work.tiers[t].length[i], end = work.end(t, i), entry = work.entry(t, i);
-      if (length < 0) refuse("a stream has ", length, " tokens; 0 or more are possible");
+      if (length < 0) refuse("a table row has ", length, " tokens; 0 or more are possible");
       if (work.moves[i].from == t) {
         if (work.moves[i].victim >= length)
-          refuse("slot ", work.moves[i].victim, " holds no token, the stream has ", length);
+          refuse("slot ", work.moves[i].victim, " holds no token, the table row has ", length);
         tier.check(i, work.moves[i].victim, work.moves[i].victim + 1);
         tier.check(i, length - 1, length);
         given += work.moves[i].gone() && opens(tier, end);
@@ -138,7 +139,7 @@ void leave(Work& work, const Coder& coder, int64_t i) {
 void exchange(std::vector<Work>& works, Pool& pool, uint8_t* data, int64_t step, bool poison) {
   for (Work& work : works)
     for (int t = 0; t < int(work.tiers.size()); ++t)
-      for (int64_t i = 0; i < work.streams; ++i) {
+      for (int64_t i = 0; i < work.table_rows; ++i) {
         const Tier& tier = work.tiers[t].tier;
         if (work.moves[i].from != t || !work.moves[i].gone() || !opens(tier, work.end(t, i)))
           continue;
@@ -153,8 +154,8 @@ void exchange(std::vector<Work>& works, Pool& pool, uint8_t* data, int64_t step,
         if (some && opens(tier, slot))
           work.tiers[t].table[tier.entry(i, slot / tier.tokens)] = pool.take();
       };
-      for (int64_t i = 0; i < work.streams; ++i) open(i, work.end(t, i), work.arrives(t, i));
-      for (int64_t i = 0; i < work.streams; ++i) open(i, work.entry(t, i), work.enters(t, i));
+      for (int64_t i = 0; i < work.table_rows; ++i) open(i, work.end(t, i), work.arrives(t, i));
+      for (int64_t i = 0; i < work.table_rows; ++i) open(i, work.entry(t, i), work.enters(t, i));
     }
 }
 
@@ -229,14 +230,14 @@ Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int6
     return found;
   };
   const View candidate = read(0, {"candidate"}, kBytes, {kAny}, Lay::kContiguous);
-  const int64_t streams = candidate.size(0);
+  const int64_t table_rows = candidate.size(0);
   for (int64_t t = 0; t < tiers; ++t) {
     const Label names[] = {{"table of tier ", t}, {"lengths of tier ", t}};
     const Tensor &table = tensors[kWorkTensors + 2 * t], &length = tensors[kWorkTensors + 2 * t + 1];
     const View ids =
-        view(table, names[0], kInt32, {streams, kAny}, Lay::kContiguous, Use::kWrites);
+        view(table, names[0], kInt32, {table_rows, kAny}, Lay::kContiguous, Use::kWrites);
     const View lengths =
-        view(length, names[1], kInt32, {streams}, Lay::kContiguous, Use::kWrites);
+        view(length, names[1], kInt32, {table_rows}, Lay::kContiguous, Use::kWrites);
     memory.add(ids, names[0], Role::kTable);
     memory.add(lengths, names[1], Role::kWritten);
     members.push_back({tier_of(pages, table, numbers + t * kTierNumbers), ids.as<int32_t>(),
@@ -251,14 +252,14 @@ Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int6
   }
   const Tier& tier = members[0].tier;
   auto bytes = [&](int i, const char* name) {
-    return read(i, {name}, kBytes, {streams}, Lay::kContiguous).data;
+    return read(i, {name}, kBytes, {table_rows}, Lay::kContiguous).data;
   };
   const uint8_t *victim = bytes(1, "victim"), *target = bytes(2, "target");
-  const View place = read(3, {"place"}, kInt64, {tiers, streams}, Lay::kContiguous);
-  const View key = read(4, {"key"}, kFloats, {streams, 1, tier.format[0].dim}, Lay::kRows);
-  const View value = read(5, {"value"}, kFloats, {streams, 1, tier.format[1].dim}, Lay::kRows);
+  const View place = read(3, {"place"}, kInt64, {tiers, table_rows}, Lay::kContiguous);
+  const View key = read(4, {"key"}, kFloats, {table_rows, 1, tier.format[0].dim}, Lay::kRows);
+  const View value = read(5, {"value"}, kFloats, {table_rows, 1, tier.format[1].dim}, Lay::kRows);
   Work work{members,
-            streams,
+            table_rows,
             candidate.data,
             victim,
             target,
@@ -271,17 +272,16 @@ Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int6
             {},
             {}};
   if (tier.score >= 0)
-    work.score = read(6, {"score"}, kFloat32, {streams}, Lay::kContiguous).as<const float>();
+    work.score = read(6, {"score"}, kFloat32, {table_rows}, Lay::kContiguous).as<const float>();
   if (tier.position >= 0) {
-    work.position =
-        integers_of(read(7, {"position"}, kIntegers, {streams}, Lay::kContiguous));
-    for (int64_t i = 0; work.position.wide && i < streams; ++i)
+    work.position = integers_of(read(7, {"position"}, kIntegers, {table_rows}, Lay::kContiguous));
+    for (int64_t i = 0; work.position.wide && i < table_rows; ++i)
       if (work.candidate[i] < tiers)
         within({"a position"}, work.position[i], INT32_MIN, INT32_MAX);
   }
   plan(work);
-  work.vectors.resize(streams * work.width());
-  work.beside.resize(8 * streams);
+  work.vectors.resize(table_rows * work.width());
+  work.beside.resize(8 * table_rows);
   return work;
 }
 
@@ -318,7 +318,7 @@ Pool pool_of(const View& data, const Tensor& ring, const Tensor& start, const Te
   return pool;
 }
 
-// numbers: of each kind of streams the number of its tiers, and the numbers of these
+// numbers: of each kind of table rows the number of its tiers, and the numbers of these
 void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<Tensor> tensors,
                std::vector<int64_t> numbers, bool poison, Name isa) {
   const Coder& coder = coder_of(isa);
@@ -330,9 +330,9 @@ void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<
   const auto all = int64_t(numbers.size()), given_tensors = int64_t(tensors.size());
   int64_t at = 0, tensor = 0;
   while (at < all) {
-    const int64_t tiers = within({"tiers of a kind of streams"}, numbers[at++], 1, kMost);
+    const int64_t tiers = within({"tiers of a kind of table rows"}, numbers[at++], 1, kMost);
     if (tiers * kTierNumbers > all - at || kWorkTensors + 2 * tiers > given_tensors - tensor)
-      refuse("a kind of streams has ", tiers, " tiers, which take ", tiers * kTierNumbers,
+      refuse("a kind of table rows has ", tiers, " tiers, which take ", tiers * kTierNumbers,
              " numbers and ", kWorkTensors + 2 * tiers, " tensors; ", all - at, " and ",
              given_tensors - tensor, " are left");
     works.push_back(work_of(pages, &tensors[tensor], tiers, &numbers[at], memory));
@@ -343,12 +343,12 @@ void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<
     refuse(given_tensors, " tensors are given; numbers describe ", tensor, " of them");
   Pool pool = pool_of(pages, ring, start, free, given, taken, memory);
   for (Work& work : works)
-    for_all(work.streams, kWorth, [&](int64_t i) { leave(work, coder, i); });
+    for_all(work.table_rows, kWorth, [&](int64_t i) { leave(work, coder, i); });
   exchange(works, pool, pages.data, pages.strides[0], poison);
   for (Work& work : works) {
-    for_all(work.streams, kWorth, [&](int64_t i) { enter(work, coder, i); });
+    for_all(work.table_rows, kWorth, [&](int64_t i) { enter(work, coder, i); });
     for (int t = 0; t < int(work.tiers.size()); ++t)
-      for (int64_t i = 0; i < work.streams; ++i)
+      for (int64_t i = 0; i < work.table_rows; ++i)
         work.tiers[t].length[i] = int32_t(work.entry(t, i) + work.enters(t, i));
   }
 }

@@ -15,7 +15,8 @@ constexpr int kRun = 256;     // tokens that are encoded at once, at most
 constexpr int kShare = 512;   // columns of `keep` that a worker takes at a time
 constexpr int kWorth = 1024;  // tokens to encode that are worth another thread
 
-// Tokens first .. last - 1 of what is given for streams[i]; those kept come to slots from `slot`.
+// Tokens first .. last - 1 of what is given for table rows[i]; those kept come to slots from
+// `slot`.
 struct Share {
   int64_t i, first, last, slot;
 };
@@ -31,24 +32,24 @@ class Writer {
   Writer(const Tier& tier, const Coder& coder, const Fresh& fresh, int64_t columns)
       : tier_(tier), coder_(coder), fresh_(fresh), columns_(columns) {}
 
-  void write(const Share& share, int64_t stream, const uint8_t* keep) const {
+  void write(const Share& share, int64_t table_row, const uint8_t* keep) const {
     int64_t kept[kRun], slot = share.slot;
     int count = 0;
     for (int64_t token = share.first; token < share.last; ++token) {
       if (!keep[token]) continue;
       kept[count++] = token;
       if (count == kRun || (slot + count) % tier_.tokens == 0) {
-        write(share.i, stream, slot, kept, count);
+        write(share.i, table_row, slot, kept, count);
         slot += count, count = 0;
       }
     }
-    if (count) write(share.i, stream, slot, kept, count);
+    if (count) write(share.i, table_row, slot, kept, count);
   }
 
  private:
   // Tokens that lie side by side in one page.
-  void write(int64_t i, int64_t stream, int64_t slot, const int64_t* kept, int count) const {
-    uint8_t* page = tier_.page(stream, slot);
+  void write(int64_t i, int64_t table_row, int64_t slot, const int64_t* kept, int count) const {
+    uint8_t* page = tier_.page(table_row, slot);
     const int64_t row = slot % tier_.tokens;
     const uint8_t* x[kRun];
     for (int which = 0; which < 2; ++which) {
@@ -71,9 +72,9 @@ class Writer {
   const int64_t columns_;
 };
 
-// Writes the kept tokens of keep [S, L] to the slots of streams[i] from start[i].
+// Writes the kept tokens of keep [S, L] to the slots of table rows[i] from start[i].
 // beside: the scores (float32) and the positions [S, L], where pages hold them
-void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor streams,
+void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor table_rows,
                 Tensor start, Tensor keep, Tensor key, Tensor value, std::vector<Tensor> beside,
                 Name isa) {
   const Coder& coder = coder_of(isa);
@@ -82,7 +83,7 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   const View kept = view(keep, {"keep"}, kMarks, {kAny, kAny}, Lay::kContiguous);
   const int64_t count = kept.size(0), columns = kept.size(1);
   const auto* marks = kept.as<const uint8_t>();  // any byte but 0 is true
-  const View names = streams_of(tier, streams, count);
+  const View names = table_rows_of(tier, table_rows, count);
   const View starts = view(start, {"start"}, kIntegers, {count}, Lay::kContiguous);
   const View keys = view(key, {"key"}, kFloats, {count, columns, tier.format[0].dim}, Lay::kRows);
   const View values =
@@ -95,7 +96,7 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
            " of scores and positions, and take as many");
   for (const auto& [label, other] : {std::pair{Label{"table"}, &tier.table_view},
                                      {Label{"keep"}, &kept},
-                                     {Label{"streams"}, &names},
+                                     {Label{"table_rows"}, &names},
                                      {Label{"start"}, &starts},
                                      {Label{"key"}, &keys},
                                      {Label{"value"}, &values}})
@@ -117,7 +118,7 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t* mine = marks + i * columns;
-    // A stream that keeps none of its tokens has no place for them, and its start may be -1.
+    // A table row that keeps none of its tokens has no place for them, and its start may be -1.
     if (std::none_of(mine, mine + columns, [](uint8_t mark) { return mark != 0; })) continue;
     int64_t slot = within({"start"}, first[i], 0, tier.room());
     for (int64_t token = 0; token < columns; token += kShare) {
@@ -138,20 +139,20 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   });
 }
 
-// The rows of streams[i] that stay [S, L] move to its front: the first past the end that there will
-// be goes into the first gap before it.
-void page_close_up(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor streams,
-                   Tensor stay) {
+// The rows of table rows[i] that stay [S, L] move to its front: the first past the end that there
+// will be goes into the first gap before it.
+void page_compact(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor table_rows,
+                  Tensor stay) {
   const View pages = pages_of(data, Use::kWrites);
   const Tier tier = tier_of(pages, table, numbers);
   const View staying = view(stay, {"stay"}, kMarks, {kAny, kAny}, Lay::kContiguous);
   const int64_t count = staying.size(0), columns = staying.size(1);
   const auto* marks = staying.as<const uint8_t>();
-  const View names = streams_of(tier, streams, count);
+  const View names = table_rows_of(tier, table_rows, count);
   const Integers named = integers_of(names);
   check_distinct(tier, named, count);
   check_apart(pages, {"page data"}, tier.table_view, {"table"});
-  check_apart(pages, {"page data"}, names, {"streams"});
+  check_apart(pages, {"page data"}, names, {"table_rows"});
   check_apart(pages, {"page data"}, staying, {"stay"});
   std::vector<int64_t> after(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -163,12 +164,12 @@ void page_close_up(Tensor data, Tensor table, std::vector<int64_t> numbers, Tens
   }
   for_all(count, grain(kWorth, columns), [&](int64_t i) {
     const uint8_t* stays = marks + i * columns;
-    const int64_t stream = named[i];
+    const int64_t table_row = named[i];
     int64_t gap = 0;
     for (int64_t slot = after[i]; slot < columns; ++slot) {
       if (!stays[slot]) continue;
       while (stays[gap]) ++gap;  // there are as many gaps before the end as rows past it
-      tier.move(tier.page(stream, slot), slot % tier.tokens, tier.page(stream, gap),
+      tier.move(tier.page(table_row, slot), slot % tier.tokens, tier.page(table_row, gap),
                 gap % tier.tokens);
       ++gap;
     }
@@ -206,15 +207,16 @@ void page_copy(Tensor data, Tensor source, Tensor target) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "page_write(Tensor(a!) data, Tensor table, int[] tier, Tensor streams, Tensor start, "
+      "page_write(Tensor(a!) data, Tensor table, int[] tier, Tensor table_rows, Tensor start, "
       "Tensor keep, Tensor key, Tensor value, Tensor[] beside, str isa) -> ()");
   m.def(
-      "page_close_up(Tensor(a!) data, Tensor table, int[] tier, Tensor streams, Tensor stay) -> ()");
+      "page_compact(Tensor(a!) data, Tensor table, int[] tier, Tensor table_rows, Tensor stay) -> "
+      "()");
   m.def("page_copy(Tensor(a!) data, Tensor source, Tensor target) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
   m.impl("page_write", TORCH_BOX(&kv::page_write));
-  m.impl("page_close_up", TORCH_BOX(&kv::page_close_up));
+  m.impl("page_compact", TORCH_BOX(&kv::page_compact));
   m.impl("page_copy", TORCH_BOX(&kv::page_copy));
 }

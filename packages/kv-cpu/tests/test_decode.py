@@ -17,7 +17,7 @@ STEPS = SHAPES.flatmap(
 
 
 def assert_native(case, near):
-    reason = declined(case.q, case.pages, case.dense, case.attend().out.shape[-1], ())
+    reason = declined(case.inputs())
     assert reason is None
     assert_same_output(case, "cpu", near)
 
@@ -65,7 +65,7 @@ def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("holes", [False, True])
-def test_long_streams_in_pieces(case, near, threads, holes):
+def test_long_table_rows_in_pieces(case, near, threads, holes):
     tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
     c = case(3, B=1, D=64, Dv=64, L=1, tiers=tiers, stored=1200, page=16, window=40, holes=holes)
     before = torch.get_num_threads()
@@ -82,7 +82,7 @@ def test_logits_that_are_far_apart(case, near):
     assert_native(c, 10 * near)
 
 
-def test_streams_without_tokens(case, near):
+def test_table_rows_without_tokens(case, near):
     c = case(8, B=2, H=3, L=1, tiers=[("8", "4"), ("float32", "float32")], fresh=False)
     for pages in c.pages:
         pages.length[0, 1] = pages.length[1, 2] = 0

@@ -1,5 +1,6 @@
 """A few queries of a sequence attend to pages natively; the oracle judges, and a decode step."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -32,7 +33,7 @@ def test_any_few_queries(case, near, seed, shape, length, dtype, tiers):
 
 @pytest.mark.parametrize("bits", ["8", "4", "bfloat16"])
 @pytest.mark.parametrize("dim", [64, 128, 300])
-def test_long_streams_in_pieces(case, near, bits, dim):
+def test_long_table_rows_in_pieces(case, near, bits, dim):
     shape = {"B": 1, "D": dim, "Dv": dim, "group": dim, "stored": 700, "page": 16, "L": 5}
     c = case(3, tiers=[(bits, bits)], window=20, holes=True, scale=dim**-0.5, **shape)
     before = torch.get_num_threads()
@@ -45,10 +46,10 @@ def test_long_streams_in_pieces(case, near, bits, dim):
 
 def test_a_query_among_few_attends_as_it_does_alone(case):
     c = case(4, L=6, tiers=[("8", "4"), ("float32", "float32")], padding="none")
-    together = multi_query_decode(c.q, c.position, c.pages, 5, c.scale)
+    together = multi_query_decode(c.inputs())
     for i in range(6):
         q, position = c.q[..., i : i + 1, :], c.position[:, i : i + 1]
-        alone = multi_query_decode(q, position, c.pages, 5, c.scale)
+        alone = multi_query_decode(replace(c, q=q, position=position).inputs())
         # As many queries as registers hold are taken at a time, so sums may round elsewhere.
         torch.testing.assert_close(together.out[..., [i], :], alone.out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(together.lse[..., [i]], alone.lse, rtol=1e-5, atol=1e-6)
@@ -57,7 +58,7 @@ def test_a_query_among_few_attends_as_it_does_alone(case):
 def test_many_queries_and_what_native_code_does_not_read_are_left_to_torch():
     for change in ({"L": MOST + 1}, {"dtype": torch.float64}, {"tiers": [("shared", "8")]}):
         c = random_case(5, **{"L": 3} | change)
-        assert multi_query_decode(c.q, c.position, c.pages, 5, c.scale) is None
+        assert multi_query_decode(c.inputs()) is None
 
 
 def test_a_page_outside_of_the_pool_is_an_error(case):

@@ -73,7 +73,7 @@ def test_calls_that_fail_leak_nothing(case: Callable[..., Case], libc: ctypes.CD
     c.pages[0].length[0, 0] = -1
 
     def failing() -> None:
-        with pytest.raises(RuntimeError, match="a stream has -1 tokens"):
+        with pytest.raises(RuntimeError, match="a table row has -1 tokens"):
             c.attend(backend="cpu")
 
     assert growth(libc, failing) < ALLOWED

@@ -32,7 +32,7 @@ def valid(name):
     return next(call for maker in makers if (call := Call(name, getattr(maker, name)())).full)
 
 
-PARTS = {"decode": 3, "prompt": 3, "look_back": 4}  # where the numbers of parts are
+PARTS = {"decode": 3, "prompt": 3, "attention_mass": 4}  # where the numbers of parts are
 FIRST = {  # of the first part, which is of pages
     "tokens": (
         11,
@@ -91,10 +91,10 @@ def test_group_0_and_negative_numbers_of_queries_are_refused():
         call.args[0] = call.args[0][:, :, :0]
         with pytest.raises(RuntimeError, match=r"^queries of a KV head is 0; it must be 1 to 4096"):
             getattr(torch.ops.kv_cpu, name)(*call.args)
-    call = valid("look_back")
+    call = valid("attention_mass")
     call.args[7] = [-1] * len(call.args[7])
     with pytest.raises(RuntimeError, match=r"^a number of last queries is -1; it must be 0 to"):
-        torch.ops.kv_cpu.look_back(*call.args)
+        torch.ops.kv_cpu.attention_mass(*call.args)
 
 
 TIER = {
@@ -107,7 +107,7 @@ TIER = {
 PAGES = ("page_read", "page_weakest", "page_rescore", "page_accumulate", "page_write")
 
 
-@pytest.mark.parametrize("name", [*PAGES, "page_close_up", "page_step"])
+@pytest.mark.parametrize("name", [*PAGES, "page_compact", "page_step"])
 @pytest.mark.parametrize("what", TIER)
 def test_numbers_of_a_tier_are_refused_by_name(name, what):
     call = valid(name)

@@ -18,7 +18,7 @@ from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
 FORM = TokenFormat(IntegerCodec(5, 4), RawCodec(3, torch.float16))
 LAYOUT = PageLayout.sized(FORM, 3, True, True)
-PAGES, STREAMS, COLUMNS = 6, 3, 2
+PAGES, TABLE_ROWS, COLUMNS = 6, 3, 2
 ROOM = LAYOUT.tokens * COLUMNS
 
 
@@ -66,26 +66,26 @@ FUZZ = settings(max_examples=60, deadline=None, derandomize=True)
 
 @FUZZ
 @given(st.data(), st.booleans())
-def test_whatever_tables_and_streams_say(isa, data, reverse):
+def test_whatever_tables_and_table_rows_say(isa, data, reverse):
     pool = Pool()
-    table = some(data, 0, PAGES, STREAMS, COLUMNS).int()
-    length = some(data, 0, ROOM + 1, STREAMS).int()
-    streams = some(data, 0, STREAMS, 2)
+    table = some(data, 0, PAGES, TABLE_ROWS, COLUMNS).int()
+    length = some(data, 0, ROOM + 1, TABLE_ROWS).int()
+    table_rows = some(data, 0, TABLE_ROWS, 2)
     held = tier(pool, table, length, reverse)
     start = some(data, 0, 3, 2)
     keep = some(data, 0, 1, 2, 5).bool().logical_not()
     x, y = torch.randn(2, 5, 5), torch.randn(2, 5, 3)
     score, place = torch.randn(2, 5), torch.arange(10).view(2, 5)
     slots = data.draw(st.integers(0, ROOM))
-    tried(pool, [], lambda: native.write(held, streams, start, keep, x, y, score, place))
-    tried(pool, [], lambda: native.compact(held, streams, keep))
-    tried(pool, [], lambda: native.rescore(held, streams, score))
+    tried(pool, [], lambda: native.write(held, table_rows, start, keep, x, y, score, place))
+    tried(pool, [], lambda: native.compact(held, table_rows, keep))
+    tried(pool, [], lambda: native.rescore(held, table_rows, score))
     seen, number = torch.ones(2, 5, dtype=torch.long), data.draw(st.integers(1, 9))
-    given = (held, streams, start - 1, score.abs(), seen)
+    given = (held, table_rows, start - 1, score.abs(), seen)
     for running in (RunningMean(number - 1), RunningSum(number)):
         tried(pool, [], lambda running=running: native.accumulate(*given, running))
-    tried(pool, [], lambda: native.read(held, streams, slots, frozenset({"keys", "values"})))
-    tried(pool, [], lambda: native.weakest(held, streams, slots, start))
+    tried(pool, [], lambda: native.read(held, table_rows, slots, frozenset({"keys", "values"})))
+    tried(pool, [], lambda: native.weakest(held, table_rows, slots, start))
     source, target = some(data, 0, PAGES, 3), some(data, 0, PAGES, 3)
     tried(pool, [], lambda: native.copy_pages(pool.data, source, target))
 
@@ -97,8 +97,8 @@ def test_whatever_a_step_is_told(isa, data):
     pool.ring.ids.copy_(some(data, 0, PAGES, PAGES + 1))
     pool.ring.start.copy_(some(data, 0, PAGES))
     pool.ring.count.copy_(some(data, 0, PAGES + 1))
-    tables = [some(data, 0, PAGES, STREAMS, COLUMNS).int() for _ in range(2)]
-    lengths = [some(data, 0, ROOM, STREAMS).int() for _ in range(2)]
+    tables = [some(data, 0, PAGES, TABLE_ROWS, COLUMNS).int() for _ in range(2)]
+    lengths = [some(data, 0, ROOM, TABLE_ROWS).int() for _ in range(2)]
     members = tuple(
         tier(pool, table, length, reverse)
         for table, length, reverse in zip(tables, lengths, (False, True), strict=True)
@@ -109,7 +109,7 @@ def test_whatever_a_step_is_told(isa, data):
     work = DecodeStep(
         members,
         Placement(*(kind.to(torch.uint8) for kind in kinds)),
-        some(data, -1, ROOM, 2, STREAMS),
+        some(data, -1, ROOM, 2, TABLE_ROWS),
         NewTokens(torch.randn(3, 5), torch.randn(3, 3), torch.randn(3), torch.arange(3)),
     )
     ring = [pool.ring.ids, pool.ring.start, pool.ring.count]
@@ -118,7 +118,7 @@ def test_whatever_a_step_is_told(isa, data):
 
 def test_faults_are_named(isa):
     pool = Pool()
-    table = torch.zeros(STREAMS, COLUMNS, dtype=torch.int32)
+    table = torch.zeros(TABLE_ROWS, COLUMNS, dtype=torch.int32)
     held = tier(pool, table, torch.tensor([2, 2, 2]).int(), False)
     one, keep = torch.tensor([1]), torch.ones(1, 2, dtype=torch.bool)
     x = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 3))
@@ -129,7 +129,7 @@ def test_faults_are_named(isa):
         native.write(held, one, torch.tensor([2]), keep, *x, *beside)
     with pytest.raises(RuntimeError, match="slots 5 to 6; its table has room for 0 to 5"):
         native.write(held, one, torch.tensor([5]), keep, *x, *beside)
-    with pytest.raises(RuntimeError, match="stream 3 does not exist; there are 3"):
+    with pytest.raises(RuntimeError, match="table row 3 does not exist; there are 3"):
         native.write(held, torch.tensor([3]), torch.tensor([0]), keep, *x, *beside)
     with pytest.raises(RuntimeError, match="page 7 is to be copied to page 0; there are 6"):
         native.copy_pages(pool.data, torch.tensor([7]), torch.tensor([0]))

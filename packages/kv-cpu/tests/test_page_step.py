@@ -12,7 +12,7 @@ from page_cases import codecs, twins
 from page_twins import DTYPES, Twins, vectors
 
 SHAPE = (2, 3, 2)  # layers, sequences, heads
-STREAMS = 12
+TABLE_ROWS = 12
 
 
 class Program:
@@ -32,24 +32,27 @@ class Program:
         return [*made, torch.rand(shape, generator=self.random), place]
 
     def append(self) -> None:
-        key, value, score, place = self.tokens(STREAMS, 5)
-        tier = self.below(self.tiers + 1, STREAMS, 5)
+        key, value, score, place = self.tokens(TABLE_ROWS, 5)
+        tier = self.below(self.tiers + 1, TABLE_ROWS, 5)
         for i in range(self.tiers):
-            self.both.do("append", i, torch.arange(STREAMS), key, value, tier == i, score, place)
+            self.both.do("append", i, torch.arange(TABLE_ROWS), key, value, tier == i, score, place)
 
     def step(self, dtype: torch.dtype = torch.float32) -> None:
-        until = self.below(max(self.next, 1), STREAMS) if int(self.below(2)) else None
+        until = self.below(max(self.next, 1), TABLE_ROWS) if int(self.below(2)) else None
         (_, place), (_, other) = self.both.do("weakest", until)
         assert torch.equal(place, other)
-        entering, victim = self.below(self.tiers + 1, STREAMS), self.below(self.tiers + 1, STREAMS)
-        target = victim + 1 + self.below(self.tiers, STREAMS)
+        entering, victim = (
+            self.below(self.tiers + 1, TABLE_ROWS),
+            self.below(self.tiers + 1, TABLE_ROWS),
+        )
+        target = victim + 1 + self.below(self.tiers, TABLE_ROWS)
         self.both.do(
             "step",
             entering.where(entering < self.tiers, DROP).to(torch.uint8),
             victim.where(victim < self.tiers, NOBODY).to(torch.uint8),
             target.where(target < self.tiers, DROP).to(torch.uint8),
             place,
-            *(x[:, 0] for x in self.tokens(STREAMS, 1, dtype=dtype)),
+            *(x[:, 0] for x in self.tokens(TABLE_ROWS, 1, dtype=dtype)),
         )
 
     def select(self) -> None:
@@ -113,7 +116,7 @@ def test_candidates_in_float64_are_encoded_by_torch(isa):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_many_streams_in_threads(isa, threads):
+def test_many_table_rows_in_threads(isa, threads):
     layouts = fit([integers(6, 6, 8), integers(6, 6, 4)], 2, True, True)
     both = twins(lambda pool: Tiers(pool, layouts, 20, 10, 3), layouts[0].nbytes)
     before = torch.get_num_threads()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from attention_cases import Case, pack, random_case
 from attention_judge import SHAPES, TOLERANCE, assert_same_output
 from kv_attention import DenseTokens, torch_backend
-from kv_attention.checks import check_parts
 from kv_cpu import arguments, backend, prompt, runnable
 from kv_cpu.few import MOST
 from kv_cpu.library import FORCE
@@ -37,20 +36,17 @@ def isa(request):
 
 def native(c, threads=1):
     """Attend natively; `plain` is asked too, though torch serves in its place."""
-    value_dim = check_parts(c.q, c.pages, c.dense)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return prompt.attend_to_all(c.q, c.position, c.pages, c.dense, value_dim, c.scale)
+        return prompt.attend_to_all(c.inputs())
     finally:
         torch.set_num_threads(before)
 
 
 def exact_lse(c):
     """The log-sum-exp of each query in float64."""
-    value_dim = check_parts(c.q, c.pages, c.dense)
-    parts = c.pages, c.dense, value_dim, c.scale, c.page_positions
-    return torch_backend.forward(c.q.double(), c.position, *parts).lse
+    return torch_backend.forward(replace(c, q=c.q.double()).inputs()).lse
 
 
 def assert_native(c, threads=1):
@@ -186,7 +182,7 @@ def test_weights_in_bfloat16_are_all_that_is_rounded(case, isa, names, seed):
     shape = {"D": 64, "Dv": 64, "group": 64, "L": 60, "stored": 500, "page": 16}
     c = case(seed, tiers=[names], dtype=torch.bfloat16, scale=0.125, **shape)
     double = replace(c, q=c.q.double())
-    parts = torch_backend.parts_of(double.q, c.pages, c.dense, c.page_positions)
+    parts = torch_backend.parts_of(double.inputs())
     values = [part.values(at).plain().rows for part in parts for at in part.spans(10**6)]
     exact = double.attend(backend="reference").out
     most = max(float(x.abs().max()) for x in values)
@@ -203,8 +199,8 @@ def test_in_inference_mode(case, isa):
 
 def test_the_backend_makes_prompts_without_torch(case):
     c = case(14, L=40, tiers=[("8", "4")], window=4, padding="left", dtype=torch.bfloat16)
-    assert backend.declined(c.q, c.pages, c.dense, 8, ()) is None
-    with patch("kv_cpu.scores.forward", side_effect=AssertionError("torch attended")):
+    assert backend.declined(c.inputs()) is None
+    with patch("kv_cpu.attention_mass.forward", side_effect=AssertionError("torch attended")):
         found = c.attend(Observe(None, "sum"), backend="cpu")
     assert torch.equal(found.out, native(c).out)
     total = torch.cat(found.mass, dim=-1).sum(dim=-1)
@@ -219,10 +215,10 @@ def test_what_is_left_to_torch_has_a_reason():
         ({"tiers": [("shared", "8")]}, "read and written by its own code"),
     ):
         c = random_case(15, **{"L": 20} | change)
-        assert reason in prompt.declined(c.q, c.pages, c.dense, 8)
+        assert reason in prompt.declined(c.inputs())
         assert_same_output(c, "cpu")
     c = random_case(15, L=20)
-    assert "AVX2" in prompt.declined(c.q, c.pages, c.dense, 8, "plain")
+    assert "AVX2" in prompt.declined(c.inputs(), "plain")
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -90,7 +90,7 @@ KINDS = {
 
 
 class World:
-    """Tiers and what they should hold, stream by stream."""
+    """Tiers and what they should hold, table row by table row."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class World:
             )
         self.shape, self.next = shape, 0
         there = [[torch.arange(DIM) < n for n in dim] for dim in dims]
-        self.there = [  # of each stream, which numbers of its keys and values a page keeps
+        self.there = [  # of each table row, which numbers of its keys and values a page keeps
             there[heads[n][h]]
             for n in range(shape[0])
             for _ in range(shape[1])
@@ -137,13 +137,13 @@ class World:
     def below(self, bound: int) -> int:
         return int(torch.randint(0, bound, (), generator=self.random))
 
-    def tokens(self, streams: Tensor, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, scores that differ, positions that differ, for each stream."""
-        lead = (len(streams), *lead)
+    def tokens(self, table_rows: Tensor, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values, scores that differ, positions that differ, for each table row."""
+        lead = (len(table_rows), *lead)
         count = math.prod(lead)
         vectors = torch.randint(-100, 101, (2, *lead, DIM), generator=self.random).float()
         for i in range(2):
-            there = torch.stack([self.there[stream][i] for stream in streams.tolist()])
+            there = torch.stack([self.there[table_row][i] for table_row in table_rows.tolist()])
             vectors[i] *= there.view(lead[0], *[1] * (len(lead) - 1), DIM)
         place = torch.arange(self.next, self.next + count).view(lead)
         self.next += count
@@ -164,38 +164,38 @@ class World:
         sequences = self.shape[1]
         one = self.below(sequences)
         self.clear(torch.tensor([one]))
-        streams = self.tiers.streams().view(self.shape)[:, one].flatten()
+        table_rows = self.tiers.table_rows().view(self.shape)[:, one].flatten()
         length = 1 + self.below(25)
-        key, value, score, place = self.tokens(streams, length)
+        key, value, score, place = self.tokens(table_rows, length)
         tier = torch.randint(0, len(self.formats) + 1, place.shape, generator=self.random)
         for i in range(len(self.formats)):
-            self.tiers.append(i, streams, key, value, tier == i, score, place)
-            for row, stream in enumerate(streams.tolist()):
+            self.tiers.append(i, table_rows, key, value, tier == i, score, place)
+            for row, table_row in enumerate(table_rows.tolist()):
                 chosen = tier[row] == i
                 found = self.named(*(x[row][chosen] for x in (key, value, score, place)))
-                self.held[i][stream] += [self.rounded(i, token) for token in found]
+                self.held[i][table_row] += [self.rounded(i, token) for token in found]
 
     def clear(self, sequences: Tensor) -> None:
         self.tiers.clear(sequences)
-        for stream in self.tiers.streams().view(self.shape)[:, sequences].flatten().tolist():
+        for table_row in self.tiers.table_rows().view(self.shape)[:, sequences].flatten().tolist():
             for tier in self.held:
-                tier[stream] = []
+                tier[table_row] = []
 
     def select(self) -> None:
         """Beams: some sequences go on twice, others not at all."""
         source = torch.randint(0, self.shape[1], (self.shape[1],), generator=self.random)
-        ids = self.tiers.streams().view(self.shape)[:, source].flatten().tolist()
+        ids = self.tiers.table_rows().view(self.shape)[:, source].flatten().tolist()
         self.tiers.select(source)
         self.held = [[list(tier[i]) for i in ids] for tier in self.held]
 
     def step(self) -> None:
-        """One candidate and at most one victim in each stream."""
-        streams, ways = math.prod(self.shape), len(self.formats)
+        """One candidate and at most one victim in each table row."""
+        table_rows, ways = math.prod(self.shape), len(self.formats)
         weakest, place = self.tiers.weakest()
-        key, value, score, position = self.tokens(self.tiers.streams())
-        entering = torch.randint(0, ways + 1, (streams,), generator=self.random)
-        victim = torch.randint(0, ways + 1, (streams,), generator=self.random)
-        further = torch.randint(0, ways, (streams,), generator=self.random)
+        key, value, score, position = self.tokens(self.tiers.table_rows())
+        entering = torch.randint(0, ways + 1, (table_rows,), generator=self.random)
+        victim = torch.randint(0, ways + 1, (table_rows,), generator=self.random)
+        further = torch.randint(0, ways, (table_rows,), generator=self.random)
         target = victim + 1 + further
         self.tiers.step(
             entering.where(entering < ways, DROP).to(torch.uint8),
@@ -207,37 +207,37 @@ class World:
             score,
             position,
         )
-        for stream, token in enumerate(self.named(key, value, score, position)):
-            v, t, c = (int(x[stream]) for x in (victim, target, entering))
+        for table_row, token in enumerate(self.named(key, value, score, position)):
+            v, t, c = (int(x[table_row]) for x in (victim, target, entering))
             for i, tier in enumerate(self.held):
-                least = min((x.score for x in tier[stream]), default=torch.inf)
-                assert float(weakest[i, stream]) == least
-                assert (int(place[i, stream]) >= 0) == bool(tier[stream])
-            if v < ways and self.held[v][stream]:
-                leaving = min(self.held[v][stream], key=lambda x: x.score)
-                self.held[v][stream].remove(leaving)
+                least = min((x.score for x in tier[table_row]), default=torch.inf)
+                assert float(weakest[i, table_row]) == least
+                assert (int(place[i, table_row]) >= 0) == bool(tier[table_row])
+            if v < ways and self.held[v][table_row]:
+                leaving = min(self.held[v][table_row], key=lambda x: x.score)
+                self.held[v][table_row].remove(leaving)
                 if t < ways:
-                    self.held[t][stream].append(self.rounded(t, leaving))
+                    self.held[t][table_row].append(self.rounded(t, leaving))
                     self.done["down"] += 1
             if c < ways:
-                self.held[c][stream].append(self.rounded(c, token))
+                self.held[c][table_row].append(self.rounded(c, token))
 
     def step_in(self, tier: int) -> None:
-        """A token enters each stream's tier."""
-        streams = math.prod(self.shape)
-        tokens = self.tokens(self.tiers.streams())
-        kinds = torch.zeros(streams, dtype=torch.uint8)
-        place = torch.full((len(self.formats), streams), -1)
+        """A token enters each table row's tier."""
+        table_rows = math.prod(self.shape)
+        tokens = self.tokens(self.tiers.table_rows())
+        kinds = torch.zeros(table_rows, dtype=torch.uint8)
+        place = torch.full((len(self.formats), table_rows), -1)
         self.tiers.step(kinds + tier, kinds + NOBODY, kinds + DROP, place, *tokens)
-        for stream, token in enumerate(self.named(*tokens)):
-            self.held[tier][stream].append(self.rounded(tier, token))
+        for table_row, token in enumerate(self.named(*tokens)):
+            self.held[tier][table_row].append(self.rounded(tier, token))
 
     def leave(self, tier: int, place: Tensor) -> None:
-        """The weakest of each stream's tier goes."""
-        streams = math.prod(self.shape)
-        kinds = torch.zeros(streams, dtype=torch.uint8)
+        """The weakest of each table row's tier goes."""
+        table_rows = math.prod(self.shape)
+        kinds = torch.zeros(table_rows, dtype=torch.uint8)
         self.tiers.step(
-            kinds + DROP, kinds + tier, kinds + DROP, place, *self.tokens(self.tiers.streams())
+            kinds + DROP, kinds + tier, kinds + DROP, place, *self.tokens(self.tiers.table_rows())
         )
         for held in self.held[tier]:
             held.remove(min(held, key=lambda x: x.score))
@@ -245,25 +245,25 @@ class World:
     def rescore(self) -> None:
         """All tokens of some layers get new scores."""
         layers = slice(self.below(self.shape[0]), self.shape[0])
-        ids = self.tiers.streams(layers).tolist()
+        ids = self.tiers.table_rows(layers).tolist()
         for tier, store in zip(self.tiers.tier, self.tiers.stores, strict=True):
             read = store.read_layers(layers)
             assert read.score is not None
             assert read.position is not None
             new = torch.rand(read.score.shape, generator=self.random)
             store.set_layers_scores(layers, new)
-            for row, stream in enumerate(ids):
+            for row, table_row in enumerate(ids):
                 given = dict(zip(read.position[row].tolist(), new[row].tolist(), strict=True))
-                self.held[tier][stream] = [
+                self.held[tier][table_row] = [
                     replace(token, score=given.get(token.position, token.score))
-                    for token in self.held[tier][stream]
+                    for token in self.held[tier][table_row]
                 ]
 
     def accumulate(self) -> None:
         """What all tokens of a layer are worth goes on, but in some sequences."""
         ways = (RunningMean(), RunningMean(0), RunningMean(3), RunningSum(), RunningSum(6))
         layer, running = self.below(self.shape[0]), ways[self.below(len(ways))]
-        ids = self.tiers.streams(slice(layer, layer + 1)).tolist()
+        ids = self.tiers.table_rows(slice(layer, layer + 1)).tolist()
         before = torch.randint(-1, 9, (len(ids),), generator=self.random)
         for tier, store in zip(self.tiers.tier, self.tiers.stores, strict=True):
             read = store.read_layer(layer)
@@ -271,9 +271,9 @@ class World:
             mass = torch.rand(read.held.shape, generator=self.random)
             seen = torch.randint(0, 3, read.held.shape, generator=self.random)
             store.accumulate_layers(slice(layer, layer + 1), before, mass, seen, running)
-            for row, stream in enumerate(ids):
+            for row, table_row in enumerate(ids):
                 place = {at: slot for slot, at in enumerate(read.position[row].tolist())}
-                for i, token in enumerate(self.held[tier][stream]):
+                for i, token in enumerate(self.held[tier][table_row]):
                     slot = place.get(token.position)  # of two stores of a tier one has it
                     if slot is None or before[row] < 0:
                         continue
@@ -284,7 +284,7 @@ class World:
                         most = math.inf if running.last is None else running.last
                         past = min(max(int(before[row]) - 1 - token.position, 0), most)
                         score = (old * past + new) / max(past + int(seen[row, slot]), 1)
-                    self.held[tier][stream][i] = replace(token, score=float(score))
+                    self.held[tier][table_row][i] = replace(token, score=float(score))
 
     def program(self, prompts: int, operations: int) -> None:
         """Prompts, then operations at random, looked at after each; in the end all pages go."""
@@ -318,10 +318,10 @@ class World:
             for layer in range(self.shape[0]):
                 read = store.read_layer(layer, BOTH)
                 fields = (read.key, read.value, read.score, read.position)
-                ids = self.tiers.streams(slice(layer, layer + 1)).tolist()
-                for row, stream in enumerate(ids):
+                ids = self.tiers.table_rows(slice(layer, layer + 1)).tolist()
+                for row, table_row in enumerate(ids):
                     chosen = [x[row][read.held[row]] for x in fields if x is not None]
-                    found[tier][stream] += self.named(*chosen)
+                    found[tier][table_row] += self.named(*chosen)
         for mine, wanted in zip(found, self.held, strict=True):
             for a, b in zip(mine, wanted, strict=True):
                 assert sorted(a, key=lambda x: x.position) == sorted(b, key=lambda x: x.position)

@@ -46,7 +46,7 @@ FORMATS = {
     "three tiers": [WIDE, SMALL, SMALL],
     "blocks below": [WIDE, BLOCKS],
 }
-Operation = tuple[str, tuple[Tensor, ...]]  # on the streams of one sequence
+Operation = tuple[str, tuple[Tensor, ...]]  # on the table rows of one sequence
 
 
 class Shared:
@@ -172,7 +172,7 @@ def _short(form: TokenFormat) -> TokenFormat:
 def _do(tiers: Tiers | PerHeadRankTiers, name: str, args: list[Tensor]) -> None:
     if name == "append":
         tier, keep, key, value, score, place = args
-        tiers.append(int(tier[0]), tiers.streams(), key, value, keep, score, place)
+        tiers.append(int(tier[0]), tiers.table_rows(), key, value, keep, score, place)
     else:
         *choice, key, value, score, place = args
         enters, leaves, to = (x.to(torch.uint8) for x in choice)
@@ -180,11 +180,13 @@ def _do(tiers: Tiers | PerHeadRankTiers, name: str, args: list[Tensor]) -> None:
 
 
 def _held(store: TokenStore, sequence: int) -> list[list[list[int]]]:
-    """Of each of its streams and parts of the layout, the bytes, positions and scores included."""
-    streams = store.streams().view(store.length.shape)[:, sequence].flatten()
+    """Of each of its rows and parts of the layout, the bytes, positions and scores included."""
+    table_rows = store.table_rows().view(store.length.shape)[:, sequence].flatten()
     found, block = [], store.layout.format.block
-    for stream, length in zip(streams, store.length.flatten()[streams].tolist(), strict=True):
-        pages = store.page_table.block(stream[None], -(-length // store.layout.tokens))
+    for table_row, length in zip(
+        table_rows, store.length.flatten()[table_rows].tolist(), strict=True
+    ):
+        pages = store.page_table.block(table_row[None], -(-length // store.layout.tokens))
         rows = [take_pages(store.pool.data, s, pages)[0] for s in block_segments(store.layout)]
         found.append([part[: length // block].flatten().tolist() for part in rows])
     return found
@@ -247,9 +249,9 @@ def _pair() -> tuple[PagePool, Tiers, Tiers]:
 
 
 def _fill(tiers: Tiers) -> None:
-    streams = tiers.streams()
-    key = torch.ones(len(streams), 5, DIM)
-    tiers.append(0, streams, key, key, torch.ones(len(streams), 5, dtype=torch.bool))
+    table_rows = tiers.table_rows()
+    key = torch.ones(len(table_rows), 5, DIM)
+    tiers.append(0, table_rows, key, key, torch.ones(len(table_rows), 5, dtype=torch.bool))
 
 
 def test_a_promise_does_not_cover_sequences_that_joined_after_it() -> None:
@@ -258,13 +260,13 @@ def test_a_promise_does_not_cover_sequences_that_joined_after_it() -> None:
     mine, other = (Tiers(pool, [layout], 1, 1, 2) for _ in range(2))
 
     def step(tiers: Tiers) -> None:
-        count = len(tiers.streams())
+        count = len(tiers.table_rows())
         kinds, key = torch.zeros(count, dtype=torch.uint8), torch.ones(count, DIM)
         place = torch.full((1, count), -1)
         tiers.step(kinds, kinds + NOBODY, kinds + DROP, place, key, key)
 
     key = torch.ones(2, 4, DIM)
-    other.append(0, other.streams(), key, key, torch.ones(2, 4, dtype=torch.bool))
+    other.append(0, other.table_rows(), key, key, torch.ones(2, 4, dtype=torch.bool))
     step(mine)  # promised are two pages, for four steps
     mine.join(other)
     with pytest.raises(PoolExhausted, match="2 pages are needed and 1 are free"):
@@ -281,7 +283,9 @@ def test_what_has_joined_has_no_sequence_until_another_joins_it() -> None:
     assert mine.stores[0].sequence_pages().tolist() == [0, 4]
     none = torch.zeros(0, 1, DIM)
     for refused in (
-        lambda: other.append(0, other.streams(), none, none, torch.zeros(0, 1, dtype=torch.bool)),
+        lambda: other.append(
+            0, other.table_rows(), none, none, torch.zeros(0, 1, dtype=torch.bool)
+        ),
         lambda: other.truncate(torch.zeros(0, dtype=torch.long)),
         lambda: other.select(torch.tensor([0])),
     ):

@@ -70,7 +70,7 @@ class Program:
     def both(self, which: int, name: str, *arguments: Tensor | None) -> None:
         """Do the same to a store and its oracle; a dry pool must leave the store as it was."""
         oracle = copy.copy(self.oracles[which])
-        oracle.tokens = {stream: list(tokens) for stream, tokens in oracle.tokens.items()}
+        oracle.tokens = {table_row: list(tokens) for table_row, tokens in oracle.tokens.items()}
         expected = getattr(oracle, name)(*arguments)
         needed = oracle.pages + self.oracles[1 - which].pages
         store = self.stores[which]
@@ -87,16 +87,16 @@ class Program:
         self.done[name] += oracle.tokens != self.oracles[which].tokens
         self.oracles[which] = oracle
 
-    def some_streams(self, which: int) -> Tensor:
-        """All streams, or some in any order."""
+    def some_table_rows(self, which: int) -> Tensor:
+        """All table rows, or some in any order."""
         every = self.stores[which].length.numel()
         chosen = torch.randperm(every, generator=self.random)
         return chosen[: self.below(every + 1)] if self.below(2) else torch.arange(every)
 
-    def some_slots(self, which: int, streams: Tensor) -> Tensor:
-        """A slot of each stream, or -1, which leaves it alone."""
-        length = self.stores[which].length.flatten()[streams]
-        draw = torch.rand(len(streams), generator=self.random)
+    def some_slots(self, which: int, table_rows: Tensor) -> Tensor:
+        """A slot of each table row, or -1, which leaves it alone."""
+        length = self.stores[which].length.flatten()[table_rows]
+        draw = torch.rand(len(table_rows), generator=self.random)
         return (draw * (length + 1)).long() - 1
 
     def tokens(self, which: int, *shape: int) -> list[Tensor | None]:
@@ -112,35 +112,35 @@ class Program:
         ]
 
     def append(self, which: int) -> None:
-        streams, length = self.some_streams(which), self.below(25)
-        keep = self.mask(len(streams), length)
+        table_rows, length = self.some_table_rows(which), self.below(25)
+        keep = self.mask(len(table_rows), length)
         key, value, *beside = self.tokens(which, *keep.shape)
-        self.both(which, "append", streams, key, value, keep, *beside)
+        self.both(which, "append", table_rows, key, value, keep, *beside)
 
     def decode(self, which: int) -> None:
-        streams = self.stores[which].streams()
-        key, value, *beside = self.tokens(which, len(streams), 1)
-        keep = torch.ones(len(streams), 1, dtype=torch.bool)
-        self.both(which, "append", streams, key, value, keep, *beside)
+        table_rows = self.stores[which].table_rows()
+        key, value, *beside = self.tokens(which, len(table_rows), 1)
+        keep = torch.ones(len(table_rows), 1, dtype=torch.bool)
+        self.both(which, "append", table_rows, key, value, keep, *beside)
 
     def compact(self, which: int) -> None:
-        streams, longest = self.some_streams(which), int(self.stores[which].length.amax())
-        self.both(which, "compact", streams, self.mask(len(streams), longest + self.below(3)))
+        table_rows, longest = self.some_table_rows(which), int(self.stores[which].length.amax())
+        self.both(which, "compact", table_rows, self.mask(len(table_rows), longest + self.below(3)))
 
     def set_scores(self, which: int) -> None:
         if self.stores[which].layout.scores:
-            streams, longest = self.some_streams(which), int(self.stores[which].length.amax())
-            score = self.numbers(len(streams), longest + self.below(3), most=3)
-            self.both(which, "set_scores", streams, score)
+            table_rows, longest = self.some_table_rows(which), int(self.stores[which].length.amax())
+            score = self.numbers(len(table_rows), longest + self.below(3), most=3)
+            self.both(which, "set_scores", table_rows, score)
 
     def replace(self, which: int) -> None:
-        streams = self.some_streams(which)
-        slot = self.some_slots(which, streams)
-        self.both(which, "replace", streams, slot, *self.tokens(which, len(streams)))
+        table_rows = self.some_table_rows(which)
+        slot = self.some_slots(which, table_rows)
+        self.both(which, "replace", table_rows, slot, *self.tokens(which, len(table_rows)))
 
     def remove(self, which: int) -> None:
-        streams = self.some_streams(which)
-        self.both(which, "remove", streams, self.some_slots(which, streams))
+        table_rows = self.some_table_rows(which)
+        self.both(which, "remove", table_rows, self.some_slots(which, table_rows))
 
     def select(self, which: int) -> None:
         sequences = self.stores[which].length.shape[1]
@@ -157,17 +157,17 @@ class Program:
 
     def weakest(self, which: int) -> None:
         if self.stores[which].layout.scores:
-            streams = self.some_streams(which)
-            score, slot = self.stores[which].weakest(streams)
+            table_rows = self.some_table_rows(which)
+            score, slot = self.stores[which].weakest(table_rows)
             found = list(zip(score.tolist(), slot.tolist(), strict=True))
-            assert found == self.oracles[which].weakest(streams)
+            assert found == self.oracles[which].weakest(table_rows)
 
     def fetch(self, which: int) -> None:
-        streams = self.some_streams(which)
-        slot = self.some_slots(which, streams)
+        table_rows = self.some_table_rows(which)
+        slot = self.some_slots(which, table_rows)
         one, every = (
-            self.stores[which].fetch(streams, slot),
-            self.stores[which].read(streams, VECTORS),
+            self.stores[which].fetch(table_rows, slot),
+            self.stores[which].read(table_rows, VECTORS),
         )
         held = slot >= 0
         assert torch.equal(one.held[:, 0], held)
@@ -189,7 +189,7 @@ class Program:
 
     @staticmethod
     def check_read(store: TokenStore, oracle: ReferenceStore) -> None:
-        read = store.read(store.streams(), VECTORS)
+        read = store.read(store.table_rows(), VECTORS)
         length = store.length.flatten()
         assert torch.equal(read.held, torch.arange(int(length.amax())) < length[:, None])
         for name in ("score", "position", "key", "value"):
@@ -244,12 +244,12 @@ def test_many_sequences_come_and_go(tokens: int) -> None:
     for _ in range(25):
         sequence = program.below(8)
         layers = torch.arange(LAYERS)[:, None] * 8 * HEADS
-        streams = (layers + sequence * HEADS + torch.arange(HEADS)).flatten()
+        table_rows = (layers + sequence * HEADS + torch.arange(HEADS)).flatten()
         for which in (0, 1):
             program.both(which, "clear", torch.tensor([sequence]))
-            keep = program.mask(len(streams), 1 + program.below(40))
+            keep = program.mask(len(table_rows), 1 + program.below(40))
             key, value, *beside = program.tokens(which, *keep.shape)
-            program.both(which, "append", streams, key, value, keep, *beside)
+            program.both(which, "append", table_rows, key, value, keep, *beside)
             program.decode(which)
             program.remove(which)
         program.check()

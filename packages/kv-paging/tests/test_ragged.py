@@ -67,17 +67,17 @@ def test_views_are_those_of_the_heads_of_a_kind(new_world: Worlds) -> None:
     assert store.view_kind(0, 1) is None  # that layer has no head of the kind
 
 
-def test_means_need_a_row_for_each_stream(new_world: Worlds) -> None:
+def test_means_need_a_row_for_each_table_row(new_world: Worlds) -> None:
     world = new_world("two tiers", shape=(3, 2, 3), heads=HEADS)
     world.prompt()
     store = world.tiers.stores[0]
-    mass = torch.zeros(7, store.longest)  # a row more than streams
+    mass = torch.zeros(7, store.longest)  # a row more than table rows
     before, seen = torch.zeros(7, dtype=torch.long), mass.long()
     with pytest.raises(ValueError, match="before"):
         store.accumulate_layers(slice(0, 1), before, mass, seen, RunningMean())
 
 
-def test_kinds_keep_streams_apart() -> None:
+def test_kinds_keep_table_rows_apart() -> None:
     kinds = RankGroups(torch.tensor([[0, 1], [1, 1]]), sequences=2)
     assert kinds.cells == (1, 3)
     assert kinds.rows(0).tolist() == [0, 2]  # layer 0, head 0, sequences 0 and 1

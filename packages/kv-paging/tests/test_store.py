@@ -33,36 +33,36 @@ def make(
     return TokenStore(pool, layout, layers=2, sequences=sequences, heads=2)
 
 
-def tokens(streams: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def tokens(table_rows: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keys, values, all kept, scores and positions."""
-    position = torch.arange(length).expand(streams, length)
+    position = torch.arange(length).expand(table_rows, length)
     return (
-        torch.randn(streams, length, 4),
-        torch.randn(streams, length, 2).bfloat16(),
-        torch.ones(streams, length, dtype=torch.bool),
-        torch.rand(streams, length),
+        torch.randn(table_rows, length, 4),
+        torch.randn(table_rows, length, 2).bfloat16(),
+        torch.ones(table_rows, length, dtype=torch.bool),
+        torch.rand(table_rows, length),
         position,
     )
 
 
 def fill(some: TokenStore, length: int) -> None:
-    some.append(some.streams(), *tokens(len(some.streams()), length))
+    some.append(some.table_rows(), *tokens(len(some.table_rows()), length))
 
 
 def snapshot(some: TokenStore) -> tuple[list, list, list, int]:
     return some.table.tolist(), some.length.tolist(), some.pool.data.tolist(), some.pool.free
 
 
-def test_streams_are_numbered_layer_by_layer() -> None:
+def test_table_rows_are_numbered_layer_by_layer() -> None:
     some = make()
-    assert some.streams().tolist() == list(range(8))
-    assert some.streams(slice(1, 2)).tolist() == [4, 5, 6, 7]
+    assert some.table_rows().tolist() == list(range(8))
+    assert some.table_rows(slice(1, 2)).tolist() == [4, 5, 6, 7]
 
 
 def test_a_view_is_one_layer_as_the_contract_says() -> None:
     some = make()
     key, value, keep, score, position = tokens(4, 6)
-    some.append(some.streams(slice(1, 2)), key, value, keep, score, position)
+    some.append(some.table_rows(slice(1, 2)), key, value, keep, score, position)
     view = some.view(1)
     assert view.layout is LAYOUT
     assert view.length.tolist() == [[6, 6], [6, 6]]
@@ -77,8 +77,8 @@ def test_heads_keep_different_tokens() -> None:
     some = make(sequences=1)
     key, value, _, score, position = tokens(4, 5)
     keep = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
-    some.append(some.streams(), key, value, keep, score, position)
-    read = some.read(some.streams(), frozenset({"keys", "values"}))
+    some.append(some.table_rows(), key, value, keep, score, position)
+    read = some.read(some.table_rows(), frozenset({"keys", "values"}))
     assert some.length.flatten().tolist() == [5, 0, 2, 1]
     assert some.pages_used == 2 + 0 + 1 + 1 == some.pool.used
     assert read.position is not None
@@ -93,22 +93,22 @@ def test_heads_keep_different_tokens() -> None:
 
 def test_reading_nothing() -> None:
     some = make()
-    read = some.read(some.streams(), frozenset({"keys", "values"}))
+    read = some.read(some.table_rows(), frozenset({"keys", "values"}))
     assert read.held.shape == (8, 0)
     assert read.key is not None
     assert read.key.shape == (8, 0, 4)
-    score, slot = some.weakest(some.streams())
+    score, slot = some.weakest(some.table_rows())
     assert score.isposinf().all()
     assert slot.tolist() == [-1] * 8
-    assert some.compact(some.streams(), torch.ones(8, 0, dtype=torch.bool)) == 0
-    fetched = some.fetch(some.streams(), torch.full((8,), -1))
+    assert some.compact(some.table_rows(), torch.ones(8, 0, dtype=torch.bool)) == 0
+    fetched = some.fetch(some.table_rows(), torch.full((8,), -1))
     assert fetched.held.tolist() == [[False]] * 8
     assert some.pool.capacity == 0
 
 
 def test_long_prompts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, pieces = make(), make(kernels="torch")
-    ids, (key, value, keep, score, position) = whole.streams(), tokens(8, 9)
+    ids, (key, value, keep, score, position) = whole.table_rows(), tokens(8, 9)
     keep = torch.rand(8, 9) < 0.5
     whole.append(ids, key, value, keep, score, position)
     monkeypatch.setattr(torch_kernels, "_ROWS", 5)
@@ -122,7 +122,7 @@ def test_strided_vectors_are_stored_as_they_are() -> None:
     key = key.transpose(0, 1).contiguous().transpose(0, 1)
     value = value.repeat_interleave(2, dim=1)[:, ::2]
     for one in (some, oracle):
-        one.append(some.streams(), key, value, keep, score, position)
+        one.append(some.table_rows(), key, value, keep, score, position)
     assert stored(some) == oracle.tokens
 
 
@@ -131,8 +131,8 @@ def test_compacting_moves_the_last_into_the_holes_and_frees_pages() -> None:
     fill(some, 10)
     keep = torch.zeros(4, 10, dtype=torch.bool)
     keep[:, [0, 5, 8, 9]] = True
-    assert some.compact(some.streams(), keep) == 4 * 2
-    position = some.read(some.streams()).position
+    assert some.compact(some.table_rows(), keep) == 4 * 2
+    position = some.read(some.table_rows()).position
     assert position is not None
     assert position.tolist() == [[0, 5, 8, 9]] * 4
 
@@ -144,7 +144,7 @@ def test_beams_share_nothing() -> None:
     assert some.length.shape == (2, 3, 2)
     before = stored(some)
     assert before[0] == before[2] != before[4]
-    ids = some.streams()[:2]
+    ids = some.table_rows()[:2]
     key, value, _, score, position = tokens(2, 1)
     some.replace(ids, torch.zeros(2).long(), key[:, 0], value[:, 0], score[:, 0], position[:, 0])
     after = stored(some)
@@ -161,12 +161,12 @@ def test_two_tiers_share_a_pool() -> None:
     second = TokenStore(first.pool, small, layers=2, sequences=1, heads=2)
     fill(first, 3)
     key, value, keep, _, _ = tokens(4, 9)
-    second.append(second.streams(), key, value, keep)
+    second.append(second.table_rows(), key, value, keep)
     assert first.pool.used == first.pages_used + second.pages_used == 4 + 4
     first.pool.check(torch.cat((first.pages(), second.pages())))
     first.clear(torch.tensor([0]))
     assert first.pool.used == second.pages_used
-    assert second.read(second.streams()).score is None
+    assert second.read(second.table_rows()).score is None
 
 
 def test_tables_are_small_and_counted() -> None:
@@ -217,14 +217,14 @@ def test_a_codec_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     some = make(PageLayout.sized(TokenFormat(Moody(), Moody()), 2))
     vectors = torch.ones(8, 3, 4)
     keep = torch.ones(8, 3, dtype=torch.bool)
-    some.append(some.streams(), vectors, vectors, keep)
+    some.append(some.table_rows(), vectors, vectors, keep)
     before, used = stored(some), some.pool.used
     bad = vectors.clone()
     bad[5, 1, 0] = 13
     with pytest.raises(ArithmeticError):
-        some.append(some.streams(), vectors, bad, keep)
+        some.append(some.table_rows(), vectors, bad, keep)
     with pytest.raises(ArithmeticError):
-        some.replace(some.streams(), torch.zeros(8).long(), 2 * vectors[:, 0], bad[:, 1])
+        some.replace(some.table_rows(), torch.zeros(8).long(), 2 * vectors[:, 0], bad[:, 1])
     assert stored(some) == before
     assert some.pool.used == used
     some.pool.check(some.pages())
@@ -246,7 +246,7 @@ def test_what_a_store_cannot_be_made_of() -> None:
     pairs = TokenFormat(Pairs(4, torch.float32), Pairs(2, torch.bfloat16))
     with pytest.raises(ValueError, match="stores 2 tokens at a time"):
         TokenStore(pool, PageLayout(pairs, 4, LAYOUT.nbytes), 1, 1, 1)
-    with pytest.raises(ValueError, match="1 layers, 0 sequences and 2 heads make no stream"):
+    with pytest.raises(ValueError, match="1 layers, 0 sequences and 2 heads make no table row"):
         TokenStore(pool, LAYOUT, 1, 0, 2)
 
 
@@ -254,7 +254,7 @@ def test_arguments_that_do_not_fit_are_refused_with_a_sentence() -> None:
     some = make()
     fill(some, 3)
     before = snapshot(some)
-    ids, (key, value, keep, score, position) = some.streams(), tokens(8, 2)
+    ids, (key, value, keep, score, position) = some.table_rows(), tokens(8, 2)
     first = torch.zeros(8).long()
     with pytest.raises(ValueError, match=r"key has the shape \(8, 2, 3\); it must be \(8, 2, 4\)"):
         some.append(ids, key[..., :3], value, keep, score, position)
@@ -267,7 +267,7 @@ def test_arguments_that_do_not_fit_are_refused_with_a_sentence() -> None:
     for wrong in (torch.tensor([0, 1, 0]), torch.tensor([8]), torch.tensor([-1])):
         with pytest.raises(ValueError, match=r"named twice or does not exist.*from 0 to 7"):
             some.read(wrong)
-    with pytest.raises(ValueError, match="slot 3 holds no token, the stream has 3"):
+    with pytest.raises(ValueError, match="slot 3 holds no token, the table row has 3"):
         some.remove(ids, torch.tensor([0, 0, 3, 0, 0, 0, 0, 0]))
     with pytest.raises(ValueError, match="slot -2 holds no token"):
         some.fetch(ids, first - 2)
@@ -296,13 +296,13 @@ def test_scores_where_pages_hold_none() -> None:
     some = make(PageLayout.sized(FORMAT, 4))
     key, value, keep, score, position = tokens(8, 1)
     with pytest.raises(ValueError, match="a score is given and pages of this layout hold none"):
-        some.append(some.streams(), key, value, keep, score)
+        some.append(some.table_rows(), key, value, keep, score)
     with pytest.raises(ValueError, match="a position is given and pages of this layout hold none"):
-        some.append(some.streams(), key, value, keep, None, position)
+        some.append(some.table_rows(), key, value, keep, None, position)
     with pytest.raises(ValueError, match="scores=True"):
-        some.weakest(some.streams())
+        some.weakest(some.table_rows())
     with pytest.raises(ValueError, match="scores=True"):
-        some.set_scores(some.streams(), score)
+        some.set_scores(some.table_rows(), score)
     given = torch.zeros(4, dtype=torch.long), score[:4], score[:4].long(), RunningMean()
     with pytest.raises(ValueError, match="scores=True"):
         some.accumulate_layers(slice(0, 1), *given)

@@ -58,7 +58,7 @@ def test_a_fixed_pool_that_runs_dry_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["two tiers", "three tiers"])
-def test_a_step_with_one_tier_given_takes_one_page_a_stream_at_most(
+def test_a_step_with_one_tier_given_takes_one_page_a_table_row_at_most(
     kind: str, new_world: Worlds
 ) -> None:
     world = new_world(kind, shape=(2, 3, 2))
@@ -154,7 +154,7 @@ def test_a_prompt_of_blocks_that_does_not_fit_changes_nothing(new_world: Worlds)
     assert (world.pool.used, world.tiers.counts().tolist()) == (3, [[[[6]]]])
 
 
-def test_trimming_keeps_what_is_held_and_a_page_for_each_stream_and_store(
+def test_trimming_keeps_what_is_held_and_a_page_for_each_table_row_and_store(
     new_world: Worlds,
 ) -> None:
     world = new_world("three tiers", shape=(2, 4, 2))

@@ -61,13 +61,13 @@ def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int
     """Count the operations of steps, scores and reading, over tiers that hold something."""
     random = torch.Generator().manual_seed(1)
     layouts = fit(formats(tiers), 5, True, True)
-    streams = math.prod(shape)
-    pool = PagePool(layouts[0].nbytes, 40 * streams if fixed else 0, grows=not fixed)
+    table_rows = math.prod(shape)
+    pool = PagePool(layouts[0].nbytes, 40 * table_rows if fixed else 0, grows=not fixed)
     cache = Tiers(pool, layouts, *shape)
 
     def step() -> None:
         weakest, place = cache.weakest()
-        draw = torch.rand(3, streams, generator=random)
+        draw = torch.rand(3, table_rows, generator=random)
         candidate = (draw[0] * (tiers + 1)).to(torch.uint8)
         victim = (draw[1] * (tiers + 1)).to(torch.uint8)
         target = victim + 1
@@ -76,17 +76,17 @@ def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int
             victim.where(victim < tiers, NOBODY).to(torch.uint8),
             target.where(target < tiers, DROP).to(torch.uint8),
             place,
-            torch.rand(streams, 4, generator=random),
-            torch.rand(streams, 3, generator=random),
+            torch.rand(table_rows, 4, generator=random),
+            torch.rand(table_rows, 3, generator=random),
             draw[2],
-            torch.arange(streams),
+            torch.arange(table_rows),
         )
-        assert weakest.shape == place.shape == (tiers, streams)
+        assert weakest.shape == place.shape == (tiers, table_rows)
 
     for _ in range(9):
         step()
     if not fixed:
-        pool.reserve(pool.free + 4 * tiers * streams)
+        pool.reserve(pool.free + 4 * tiers * table_rows)
     step()  # the pool promises pages for some steps here, and asks how many there are
     for store in cache.stores:
         store.widen(40)  # now and then a step widens a table, which takes operations of its own
@@ -107,7 +107,7 @@ def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("tiers", [1, 2, 3])
-def test_a_step_does_not_wait_and_takes_no_more_operations_for_more_streams(
+def test_a_step_does_not_wait_and_takes_no_more_operations_for_more_table_rows(
     tiers: int, fixed: bool
 ) -> None:
     few = operations(tiers, (1, 1, 1), fixed)

@@ -21,8 +21,8 @@ def account(text: str, block: int = 16) -> tuple[Account, Layout]:
     return Account.of(layout, block), layout
 
 
-class Stream:
-    """Tokens of one stream, by store: the tiers of a layout without blocks."""
+class TableRow:
+    """Tokens of one table row, by store: the tiers of a layout without blocks."""
 
     def __init__(self, layout: Layout) -> None:
         self.sizes = [tier.tokens for tier in layout.pages[0]]
@@ -51,16 +51,16 @@ def test_no_course_of_events_takes_more_pages_than_are_paid_for(
 ) -> None:
     book, layout = account(text)
     draw = random.Random(seed)
-    streams = [Stream(layout) for _ in range(SHAPE.layers * SHAPE.kv_heads)]
-    for each in streams:
+    table_rows = [TableRow(layout) for _ in range(SHAPE.layers * SHAPE.kv_heads)]
+    for each in table_rows:
         for _ in range(before):
             each.step(draw)
-    told = sum(each.pages for each in streams)
+    told = sum(each.pages for each in table_rows)
     assert told <= book.pages(before)
     for tokens in range(1, 40):
-        for each in streams:
+        for each in table_rows:
             each.step(draw)
-        held = sum(each.pages for each in streams)
+        held = sum(each.pages for each in table_rows)
         assert held <= book.later(told, tokens)
         assert held <= book.pages(before + tokens)
 
@@ -69,9 +69,9 @@ def test_no_course_of_events_takes_more_pages_than_are_paid_for(
 @pytest.mark.parametrize("block", [4, 16, 128])
 def test_a_block_pays_for_what_its_tokens_take(text: str, block: int) -> None:
     book, layout = account(text, block)
-    streams = SHAPE.layers * SHAPE.kv_heads
+    table_rows = SHAPE.layers * SHAPE.kv_heads
     tokens = layout.pages[0][0].tokens
-    assert book.block_pages == -(-streams * block // tokens)
+    assert book.block_pages == -(-table_rows * block // tokens)
     assert book.block_bytes == book.block_pages * layout.page_bytes
     for pages in (1, book.block_pages, book.block_pages + 1, 7 * book.block_pages):
         assert book.blocks(pages) * book.block_pages >= pages

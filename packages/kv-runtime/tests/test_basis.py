@@ -173,7 +173,7 @@ def test_one_token_at_a_time_is_one_prompt() -> None:
     again.key, again.value = whole.key, whole.value
     again.forward(torch.ones(1, 7, dtype=torch.bool))
     for a, b in zip(whole.cache.batch.stores, again.cache.batch.stores, strict=True):
-        mine, theirs = (s.read(s.streams(), frozenset({"keys", "values"})) for s in (a, b))
+        mine, theirs = (s.read(s.table_rows(), frozenset({"keys", "values"})) for s in (a, b))
         assert torch.equal(mine.key, theirs.key)
         assert torch.equal(mine.value, theirs.value)
 

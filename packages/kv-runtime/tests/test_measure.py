@@ -174,7 +174,7 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         held_bytes=100,
         full_bytes=1200,
         kept=20,
-        streams=4,
+        table_rows=4,
         computed=20,
         plans=1,
         seconds=0.75,

@@ -209,7 +209,7 @@ def test_how_many_sequences_are_planned_at_once_changes_nothing(
         assert sum(tokens(cache)) < before
         room.check(cache)
         (store,) = cache.batch.stores
-        held = store.read(store.streams(), frozenset({"keys", "values"}))
+        held = store.read(store.table_rows(), frozenset({"keys", "values"}))
         found.append((held.held, held.position, held.score, held.key, held.value))
     for together, alone in zip(*found, strict=True):
         assert torch.equal(together, alone)

@@ -35,7 +35,7 @@ def kept(cache: CompressedCache) -> list[list[tuple[int, int]]]:
     batch = cache.runtime.batch
     found: list[list[tuple[int, int]]] = [[] for _ in range(batch.stores[0].length.numel())]
     for tier, store in zip(batch.tiers.tier, batch.stores, strict=True):
-        read = store.read(store.streams())
+        read = store.read(store.table_rows())
         for row, place in zip(found, read.position.masked_fill(~read.held, -1), strict=True):
             row += [(p, tier) for p in place.tolist() if p >= 0]
     return [sorted(row) for row in found]

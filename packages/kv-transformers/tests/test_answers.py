@@ -106,7 +106,7 @@ def test_queries_are_read_in_the_scale_of_the_models_attention() -> None:
             key, value = torch.randn(2, 1, 2, 40, 8, generator=draw)
             cache.attend(layer, query * factor, key, value, scale)
         store = cache.batch.stores[0]
-        kept.append(store.read(store.streams()).position.sort(-1).values.tolist())
+        kept.append(store.read(store.table_rows()).position.sort(-1).values.tolist())
     assert kept[0] == kept[1]
 
 

@@ -15,7 +15,7 @@ def kept(cache: CompressedCache) -> list[list[int]]:
     batch = cache.runtime.batch
     found: list[list[int]] = [[] for _ in range(batch.stores[0].length.numel())]
     for store in batch.stores:
-        read = store.read(store.streams())
+        read = store.read(store.table_rows())
         for row, place in zip(found, read.position.masked_fill(~read.held, -1), strict=True):
             row += [p for p in place.tolist() if p >= 0]
     return [sorted(row) for row in found]

@@ -8,12 +8,14 @@ from kv_attention.backends import (
     check_backend,
     choose_backend,
 )
+from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
 
 __all__ = [
     "Attended",
+    "AttentionInputs",
     "BackendChoice",
     "DenseTokens",
     "HeadGroup",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_attention.backends import load
 from kv_attention.checks import check_parts, check_positions, check_queries
+from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
@@ -46,7 +47,7 @@ def attend(
         observe: the attention to sum per token; `last` counts the real queries of each sequence.
             Whether to ask in decoding, as `generated` says, is up to the caller.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
-            stream has; needed, and read, only where `observe.skip` is above 1 or `gumbel` is set.
+            row has; needed, and read, only where `observe.skip` is above 1 or `gumbel` is set.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
 
@@ -65,4 +66,7 @@ def attend(
     positions = [None] * len(pages) if page_positions is None else list(page_positions)
     for what in (observe, *others):
         check_positions(q, pages, positions, what)
-    return load(backend)(q, position, pages, dense, value_dim, scale, observe, positions, others)
+    inputs = AttentionInputs(
+        q, position, pages, dense, positions, value_dim, scale, (observe, *others)
+    )
+    return load(backend)(inputs)

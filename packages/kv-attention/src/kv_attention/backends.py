@@ -1,37 +1,25 @@
 """The implementations of attention, by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
-from kv_attention.tokens import Attended, DenseTokens
-from kv_policy import Backend, Observe, PagedTokens, installed_backends, interpreter
+from kv_attention.inputs import AttentionInputs
+from kv_attention.tokens import Attended
+from kv_policy import Backend, installed_backends, interpreter
 
 
 @runtime_checkable
 class Attend(Protocol):
     """What a backend does; `kv_attention.attend` has checked the arguments."""
 
-    def __call__(
-        self,
-        q: Float[Tensor, "B H G L D"],
-        position: Int[Tensor, "B L"],
-        pages: Sequence[PagedTokens],
-        dense: Sequence[DenseTokens],
-        value_dim: int,
-        scale: float,
-        observe: Observe,
-        page_positions: Sequence[Int[Tensor, "B H _"] | None],
-        others: Sequence[Observe],
-    ) -> Attended:
+    def __call__(self, inputs: AttentionInputs) -> Attended:
         """Attend to all parts."""
         ...
 

@@ -43,11 +43,11 @@ def check_parts(
 
 
 def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) -> None:
-    streams, layout = tuple(q.shape[:2]), part.layout
-    if part.length.shape != streams or part.table.shape[:2] != streams:
+    heads, layout = tuple(q.shape[:2]), part.layout
+    if part.length.shape != heads or part.table.shape[:2] != heads:
         raise ValueError(
             f"{name} has lengths of shape {tuple(part.length.shape)} and a table of shape "
-            f"{tuple(part.table.shape)}; both must start with [sequences, KV heads], here {streams}"
+            f"{tuple(part.table.shape)}; both must start with [sequences, KV heads], here {heads}"
         )
     if part.data.shape[1] != layout.nbytes:
         raise ValueError(
@@ -60,7 +60,9 @@ def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) ->
         )
     room, longest = part.table.shape[2] * layout.tokens, longest_of(part)
     if longest > room:
-        raise ValueError(f"{name} has a stream of {longest} tokens; its table has room for {room}")
+        raise ValueError(
+            f"{name} has a table row of {longest} tokens; its table has room for {room}"
+        )
     if part.holes and not layout.positions:
         raise ValueError(
             f"{name} may have slots without a token and its pages hold no positions, which would "
@@ -69,7 +71,7 @@ def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) ->
 
 
 def longest_of(part: PagedTokens) -> int:
-    """Give a bound of the streams' lengths; where `longest` does not say it, the host waits."""
+    """Give a bound of the table rows' lengths; where `longest` does not say it, the host waits."""
     return int(part.length.max()) if part.longest is None else part.longest
 
 
@@ -115,6 +117,6 @@ def check_positions(
                 )
         elif at.shape[:2] != q.shape[:2] or at.shape[2] < longest:
             raise ValueError(
-                f"page_positions[{i}] is of shape {tuple(at.shape)}; {tuple(q.shape[:2])} streams "
+                f"page_positions[{i}] is of shape {tuple(at.shape)}; {tuple(q.shape[:2])} rows "
                 f"of up to {longest} tokens need {(*q.shape[:2], longest)} or more"
             )

@@ -1,6 +1,6 @@
 """The tokens that attention goes over, block by block: those in pages, and those in tensors.
 
-Both kinds answer the same questions about `at`, a run of S slots of each of the R = B * H streams.
+Both kinds answer the same questions about `at`, a run of S slots of each of the R = B * H rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class PagedPart:
     def of(
         cls, pages: PagedTokens, dtype: torch.dtype, positions: Int[Tensor, "B H _"] | None
     ) -> "PagedPart":
-        """Look up how long the streams are, where the host does not know it."""
+        """Look up how long the table rows are, where the host does not know it."""
         if pages.longest is not None:
             return cls(pages, 0, pages.longest, dtype, positions)
         shortest, longest = (int(x) for x in pages.length.aminmax())
@@ -89,8 +89,8 @@ class PagedPart:
             self.pages.data[:, offset : offset + rows * size].index_select(0, pages)
             for offset, rows, size in layout.segments[first : first + len(codec.parts)]
         ]
-        streams = table.shape[0] * table.shape[1]
-        return read(parts, codec, streams, self.dtype).head(at.stop - at.start)
+        table_rows = table.shape[0] * table.shape[1]
+        return read(parts, codec, table_rows, self.dtype).head(at.stop - at.start)
 
     def _pages(self, at: slice) -> Int[Tensor, " n"]:
         tokens, table = self.pages.layout.tokens, self.pages.table
@@ -99,7 +99,7 @@ class PagedPart:
             pages = table[..., table.shape[2] - last : table.shape[2] - first].flip(-1)
         else:
             pages = table[..., first:last]
-        if at.stop > self.shortest:  # what lies past a stream's last page is not its page number
+        if at.stop > self.shortest:  # what lies past a table row's last page is not its page number
             column = torch.arange(first, last, device=table.device)
             pages = pages.where(column * tokens < self.pages.length[..., None], 0)
         return pages.reshape(-1)
@@ -160,10 +160,10 @@ AttentionPart: TypeAlias = PagedPart | DensePart
 def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int]:
     """Queries and tokens to take at a time, so that no temporary is much larger than ROOM."""
     sequences, heads, group, length, dim = q.shape
-    streams = sequences * heads
+    table_rows = sequences * heads
     rows = group * min(length, 64)  # enough to pay for reading a block of tokens
-    tokens = max(1, ROOM // (streams * max(rows, dim, value_dim)))
-    queries = max(1, ROOM // (streams * group * tokens))
+    tokens = max(1, ROOM // (table_rows * max(rows, dim, value_dim)))
+    queries = max(1, ROOM // (table_rows * group * tokens))
     return queries, tokens
 
 

@@ -1,7 +1,5 @@
-"""The judge of the other backends: attention by its definition, in float64, stream by stream."""
+"""The judge of the other backends: attention by its definition, in float64, row by table row."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,12 +7,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.gumbel import noise
+from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
 
 class ReferenceTokens(NamedTuple):
-    """The tokens of one stream in one part; stored ones precede every query."""
+    """The tokens of one table row in one part; stored ones precede every query."""
 
     key: Float[Tensor, "S D"]
     value: Float[Tensor, "S Dv"]
@@ -22,63 +21,43 @@ class ReferenceTokens(NamedTuple):
     stored: Bool[Tensor, " S"]
 
 
-def attend(
-    q: Float[Tensor, "B H G L D"],
-    position: Int[Tensor, "B L"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    value_dim: int,
-    scale: float,
-    observe: Observe,
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-    others: Sequence[Observe],
-) -> Attended:
-    """Attend once for every observation, all over again."""
-    each = (q, position, pages, dense, value_dim, scale)
-    more = tuple(_attend(*each, what, page_positions) for what in others)
-    return replace(_attend(*each, observe, page_positions), others=more)
+def attend(inputs: AttentionInputs) -> Attended:
+    """Attend anew for every observation."""
+    return Attended.of(_attend(inputs, what) for what in inputs.observations)
 
 
-def _attend(
-    q: Float[Tensor, "B H G L D"],
-    position: Int[Tensor, "B L"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    value_dim: int,
-    scale: float,
-    observe: Observe,
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-) -> Attended:
-    """Decode the tokens of one stream after another, and take a plain softmax over them.
+def _attend(inputs: AttentionInputs, observe: Observe) -> Attended:
+    """Decode the tokens of one table row after another, and take a plain softmax over them.
 
     Slow on purpose, and it shares no code with the backends that it judges. It holds a number per
-    query head, query and token of a stream.
+    query head, query and token of a table row.
     """
+    q, position, pages, dense = inputs.q, inputs.position, inputs.pages, inputs.dense
     sequences, heads = q.shape[:2]
     widths = [int(p.length.max()) if p.longest is None else p.longest for p in pages] + [
         tokens.key.shape[2] for tokens in dense
     ]
-    out = q.new_zeros((*q.shape[:-1], value_dim), dtype=torch.float64)
+    out = q.new_zeros((*q.shape[:-1], inputs.value_dim), dtype=torch.float64)
     kinds = (None, *sorted(observe.also))
     sums = [out.new_zeros((len(kinds), sequences, heads, width)) for width in widths]
     seen = [torch.zeros_like(m[0], dtype=torch.int32) for m in sums]
     for b in range(sequences):
         for h in range(heads):
             parts = [
-                *(paged(p, at, b, h) for p, at in zip(pages, page_positions, strict=True)),
+                *(paged(p, at, b, h) for p, at in zip(pages, inputs.page_positions, strict=True)),
                 *(plain(tokens, b, h) for tokens in dense),
             ]
             if not parts:
                 continue
             every = ReferenceTokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
             sees = visible(position[b], every)
-            p = softmax(q[b, h].double() @ every.key.mT * scale, sees)
+            p = softmax(q[b, h].double() @ every.key.mT * inputs.scale, sees)
             out[b, h] = p @ every.value
             counts = sees & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
             if observe.gumbel is not None:
-                x = q[b, h].double() @ every.key.mT * scale
+                x = q[b, h].double() @ every.key.mT * inputs.scale
                 pairs = noise(position[b][:, None], every.position)
                 p = softmax((x + pairs) / observe.gumbel, sees)
             terms = [term(p, position[b], observe, kind) for kind in kinds]
@@ -98,7 +77,7 @@ def _attend(
 def paged(
     pages: PagedTokens, positions: Int[Tensor, "B H _"] | None, b: int, h: int
 ) -> ReferenceTokens:
-    """Decode one stream of a tier."""
+    """Decode one table row of a tier."""
     layout, count = pages.layout, int(pages.length[b, h])
     form = layout.format
     row = pages.table[b, h].flip(0) if pages.reverse else pages.table[b, h]
@@ -127,7 +106,7 @@ def paged(
 
 
 def plain(tokens: DenseTokens, b: int, h: int) -> ReferenceTokens:
-    """Take one stream of plain tensors; places without a token become zeros."""
+    """Take one table row of plain tensors; places without a token become zeros."""
     position = tokens.position[b]
     empty = (position < 0)[:, None]
     return ReferenceTokens(

@@ -1,6 +1,7 @@
 """What goes into attention besides pages, and what comes out."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,7 +28,7 @@ class Attended:
     """The output of attention, and per part of the tokens what was observed of it.
 
     Parts are in the order paged, then dense; a paged part has as many places as its longest
-    stream, or as its `longest` says, in the order of its slots. `mass` is summed as the contract's
+    row, or as its `longest` says, in the order of its slots. `mass` is summed as the contract's
     `Observe` says, `seen` is the number of queries that counted into it, and `also` holds the sums
     that were asked for besides. All are empty if nothing was to be observed, and 0 at places
     without a token. `others` has the same for each further `Observe` of the pass.
@@ -38,3 +39,9 @@ class Attended:
     seen: tuple[Int[Tensor, "B H _"], ...] = ()
     also: tuple[dict[str, Float[Tensor, "B H _"]], ...] = ()
     others: tuple["Attended", ...] = ()
+
+    @classmethod
+    def of(cls, observed: Iterable["Attended"]) -> "Attended":
+        """Return the first of several observations of a pass, with the rest as its `others`."""
+        first, *rest = observed
+        return replace(first, others=tuple(rest)) if rest else first

@@ -1,23 +1,22 @@
 """Attention in plain torch, in blocks: no decompressed copy of a layer is ever held."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, reduce
 from operator import add
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import flash
 from kv_attention.blockwise import blockwise
 from kv_attention.gumbel import perturbed_lse
+from kv_attention.inputs import AttentionInputs
 from kv_attention.observe import last_queries, observe_part
 from kv_attention.partial import Partial
 from kv_attention.parts import AttentionPart, DensePart, PagedPart
-from kv_attention.tokens import Attended, DenseTokens
-from kv_policy import Observe, PagedTokens
+from kv_attention.tokens import Attended
+from kv_policy import Observe
 
 
 class Forward(NamedTuple):
@@ -26,87 +25,60 @@ class Forward(NamedTuple):
     `lse` is the log-sum-exp of each query's logits over all parts, in the dtype of the sums.
     """
 
-    q: Float[Tensor, "B H G L D"]
-    position: Int[Tensor, "B L"]
-    scale: float
+    inputs: AttentionInputs
     parts: Sequence[AttentionPart]
     out: Float[Tensor, "B H G L Dv"]
     lse: Float[Tensor, "B H G L"]
 
 
-def attend(
-    q: Float[Tensor, "B H G L D"],
-    position: Int[Tensor, "B L"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    value_dim: int,
-    scale: float,
-    observe: Observe,
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-    others: Sequence[Observe],
-) -> Attended:
-    """Attend part by part and add up; then look back at what was to be observed.
+def attend(inputs: AttentionInputs) -> Attended:
+    """Attend part by part and add up; then sum the attention mass that is observed.
 
     Logits and sums are in float32, or in float64 if the queries are. A temporary holds about
     `parts.ROOM` numbers; the fresh chunk goes through torch's own fused kernel where that fits.
     """
-    done = forward(q, position, pages, dense, value_dim, scale, page_positions)
-    first, *more = (look_back(done, what) for what in (observe, *others))
-    return replace(first, others=tuple(more))
+    done = forward(inputs)
+    return Attended.of(attention_mass(done, what) for what in inputs.observations)
 
 
-def forward(
-    q: Float[Tensor, "B H G L D"],
-    position: Int[Tensor, "B L"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    value_dim: int,
-    scale: float,
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-    stored: Partial | None = None,
-) -> Forward:
+def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
     """Attend part by part and add up; the output is in the dtype of the queries.
 
     `stored` is attention over all pages, where another way to it was taken.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    parts = parts_of(q, pages, dense, page_positions)
+    q, position, parts = inputs.q, inputs.position, parts_of(inputs)
 
     @cache
     def scaled() -> Tensor:  # where it is asked for: a prompt alone needs no copy of its queries
-        return q.to(dtype) * scale
+        return q.to(inputs.sum_dtype) * inputs.scale
 
-    left = parts if stored is None else parts[len(pages) :]
-    partials = [_partial(q, scaled, position, part, value_dim, scale) for part in left]
+    left = parts if stored is None else parts[len(inputs.pages) :]
+    partials = [_partial(inputs, scaled, part) for part in left]
     partials += [] if stored is None else [stored]
-    total = reduce(add, partials) if partials else Partial.empty(q, value_dim)
+    total = reduce(add, partials) if partials else Partial.empty(q, inputs.value_dim)
     real = position >= 0
     # A decode step never asks the device: there, nothing is cheaper than a look.
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
-    return Forward(q, position, scale, parts, total.out.to(q.dtype), total.lse)
+    return Forward(inputs, parts, total.out.to(q.dtype), total.lse)
 
 
-def parts_of(
-    q: Float[Tensor, "B H G L D"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-) -> list[AttentionPart]:
-    """Give all parts as they are read for these queries, pages first."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+def parts_of(inputs: AttentionInputs) -> list[AttentionPart]:
+    """Return all parts as they are read for these queries, pages first."""
+    dtype = inputs.sum_dtype
+    pages = zip(inputs.pages, inputs.page_positions, strict=True)
     return [
-        *(PagedPart.of(p, dtype, at) for p, at in zip(pages, page_positions, strict=True)),
-        *(DensePart.of(tokens, dtype) for tokens in dense),
+        *(PagedPart.of(part, dtype, at) for part, at in pages),
+        *(DensePart.of(tokens, dtype) for tokens in inputs.dense),
     ]
 
 
-def look_back(done: Forward, what: Observe) -> Attended:
-    """Give the output, and what is to be observed of each part."""
+def attention_mass(done: Forward, what: Observe) -> Attended:
+    """Return the output, and the attention mass of each part's tokens."""
     if what.last == 0:
         return Attended(done.out)
-    rows, places, lse = last_queries(done.q, done.position, done.lse, what.last)
-    rows = rows.to(lse.dtype) * done.scale
+    rows, places, lse = last_queries(done.inputs.q, done.inputs.position, done.lse, what.last)
+    rows = rows.to(lse.dtype) * done.inputs.scale
     if what.gumbel is not None:
         lse = perturbed_lse(rows, places, done.parts, what.gumbel)
     found = [observe_part(rows, places, lse, part, what) for part in done.parts]
@@ -119,15 +91,11 @@ def look_back(done: Forward, what: Observe) -> Attended:
 
 
 def _partial(
-    q: Float[Tensor, "B H G L D"],
-    scaled: Callable[[], Float[Tensor, "B H G L D"]],
-    position: Int[Tensor, "B L"],
-    part: AttentionPart,
-    value_dim: int,
-    scale: float,
+    inputs: AttentionInputs, scaled: Callable[[], Float[Tensor, "B H G L D"]], part: AttentionPart
 ) -> Partial:
+    q, position = inputs.q, inputs.position
     if isinstance(part, DensePart) and flash.is_causal(q, position, part):
-        return flash.causal(q, part, scale)
-    if isinstance(part, PagedPart) and flash.is_worth_it(q, value_dim):
+        return flash.causal(q, part, inputs.scale)
+    if isinstance(part, PagedPart) and flash.is_worth_it(q, inputs.value_dim):
         return flash.stored(scaled(), position, part)
-    return blockwise(scaled(), position, part, value_dim)
+    return blockwise(scaled(), position, part, inputs.value_dim)

@@ -11,7 +11,7 @@ from kv_policy import BitLayout, Codec
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """S vectors of each of R streams: row by row, or as integer codes with a scale and a zero.
+    """S vectors of each of R table rows: row by row, or as integer codes with a scale and a zero.
 
     The vector is code * scale + zero. A scale or zero per vector stays outside of the products,
     so that codes are never multiplied out.
@@ -42,7 +42,7 @@ class Vectors:
         return Vectors((self.rows * self.scale[..., None]).add_(self.zero[..., None]))
 
     def head(self, count: int) -> "Vectors":
-        """The first vectors of each stream."""
+        """The first vectors of each table row."""
         if self.scale is None or self.zero is None:
             return Vectors(self.rows[:, :count])
         return Vectors(self.rows[:, :count], self.scale[:, :count], self.zero[:, :count])
@@ -58,39 +58,39 @@ class Vectors:
 
 
 def read(
-    parts: list[UInt8[Tensor, "n _"]], codec: Codec, streams: int, dtype: torch.dtype
+    parts: list[UInt8[Tensor, "n _"]], codec: Codec, table_rows: int, dtype: torch.dtype
 ) -> Vectors:
-    """Read the encoded blocks of equally many pages of each stream.
+    """Read the encoded blocks of equally many pages of each table row.
 
     Args:
-        parts: per part of the codec the bytes of n = streams * pages pages, in memory of its own.
+        parts: per part of the codec the bytes of n = rows * pages pages, in memory of its own.
         codec: what they are encoded with.
-        streams: R, streams the pages belong to, one after the other.
+        table_rows: R, table rows the pages belong to, one after the other.
         dtype: what to compute in.
     """
     layout = codec.layout
     if layout is not None and layout.tokens == 1 and len(parts) == 2 and 8 % layout.bits == 0:
-        return _codes(parts[0], parts[1], layout, streams, dtype)
+        return _codes(parts[0], parts[1], layout, table_rows, dtype)
     blocks = parts[0].numel() // codec.parts[0]
     split = [part.view(blocks, size) for part, size in zip(parts, codec.parts, strict=True)]
     data = split[0] if len(split) == 1 else torch.cat(split, dim=-1)
-    return Vectors(codec.decode(data).to(dtype).reshape(streams, -1, codec.dim))
+    return Vectors(codec.decode(data).to(dtype).reshape(table_rows, -1, codec.dim))
 
 
 def _codes(
     codes: UInt8[Tensor, "n _"],
     meta: UInt8[Tensor, "n _"],
     layout: BitLayout,
-    streams: int,
+    table_rows: int,
     dtype: torch.dtype,
 ) -> Vectors:
-    packed = codes.view(streams, -1, layout.stride)
+    packed = codes.view(table_rows, -1, layout.stride)
     if layout.bits < 8:  # plane i of the dimensions is at bit i * bits of every byte
         mask = (1 << layout.bits) - 1
         planes = [(packed >> shift) & mask for shift in range(0, 8, layout.bits)]
         packed = torch.cat(planes, dim=-1)
     rows = packed.to(dtype)[..., : layout.dim]
-    numbers = meta.view(torch.float16).view(streams, -1, 2, layout.groups).to(dtype)
+    numbers = meta.view(torch.float16).view(table_rows, -1, 2, layout.groups).to(dtype)
     scale, zero = numbers.unbind(dim=2)
     if layout.groups == 1:
         return Vectors(rows, scale[..., 0], zero[..., 0])

@@ -7,7 +7,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens, attend
+from kv_attention import Attended, AttentionInputs, DenseTokens, attend
+from kv_attention.checks import check_parts
 from kv_policy import BitLayout, Codec, Observe, PagedTokens, PageLayout, RawCodec, TokenFormat
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -113,7 +114,7 @@ def pack(
     """Encode the first `length[b, h]` tokens of [B, H, S, D] into pages in a shuffled order.
 
     A byte that no token wrote is 255: NaN in every floating-point format, the largest code. Entries
-    of the table past a stream's last page are no page numbers. Where a `position` is given, pages
+    of the table past a row's last page are no page numbers. Where a `position` is given, pages
     hold it, and the bytes of a slot whose position is -1 are 255 if its token stands alone.
     """
     form = TokenFormat(*codecs)
@@ -177,6 +178,13 @@ class Case:
         ]
         places = [place.to(device) for place in self.page_positions]
         return Case(self.q.to(device), self.position.to(device), pages, dense, places, self.scale)
+
+    def inputs(self, *observations: Observe) -> AttentionInputs:
+        """These arguments as a backend takes them."""
+        dim = check_parts(self.q, self.pages, self.dense)
+        places = self.page_positions
+        given = (self.q, self.position, self.pages, self.dense, places, dim, self.scale)
+        return AttentionInputs(*given, observations or (Observe(0),))
 
     def attend(
         self,

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens, compiled
+from kv_attention import Attended, AttentionInputs, DenseTokens, compiled
 from kv_attention.checks import longest_of
 from kv_policy import Observe, PagedTokens
 from kv_policy.described import NUMBERS, described
@@ -18,37 +18,31 @@ TERMS: Final = {"squares": 1, "entropy": 2}
 GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 
 
-def refused(
-    q: Float[Tensor, "B H G L D"],
-    pages: Sequence[PagedTokens],
-    dense: Sequence[DenseTokens],
-    value_dim: int,
-) -> str | None:
-    """Say why native code does not take these tensors; None if it does."""
+def refused(inputs: AttentionInputs) -> str | None:
+    """Return why native code does not take a pass; None if it does."""
+    q = inputs.q
     if q.device.type != "cpu":
         return f"tensors on {q.device.type}"
     if not 0 < q.shape[2] <= MOST_GROUP:
         return f"{q.shape[2]} queries of a KV head; 1 to {MOST_GROUP} are native"
-    for tokens in dense:
+    for tokens in inputs.dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
             return "plain tokens with numbers that are not consecutive"
-    return compiled.refused(q, pages, dense, value_dim, MOST_DIM)
+    return compiled.refused(inputs, MOST_DIM)
 
 
-def parts(
-    pages: Sequence[PagedTokens],
-    page_positions: Sequence[Int[Tensor, "B H _"] | None],
-    dense: Sequence[DenseTokens],
-    *,
-    watched: bool,
-) -> tuple[list[Tensor], list[int]]:
-    """Give the tensors and the numbers of all parts; widths of pages only if they are watched."""
+def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list[int]]:
+    """Return the tensors and the numbers of all parts.
+
+    Positions and widths of pages are only read where attention mass is observed (`watched`).
+    """
     tensors: list[Tensor] = []
     numbers: list[int] = []
-    for part, place in zip(pages, page_positions, strict=True):
-        tensors += _paged_tensors(part, place)
-        numbers += _paged_numbers(part, place, longest_of(part) if watched else 0)
-    for tokens in dense:
+    for part, place in zip(inputs.pages, inputs.page_positions, strict=True):
+        at = place if watched else None
+        tensors += _paged_tensors(part, at)
+        numbers += _paged_numbers(part, at, longest_of(part) if watched else 0)
+    for tokens in inputs.dense:
         tensors += _dense_tensors(tokens)
         numbers += _dense_numbers(tokens)
     return tensors, numbers

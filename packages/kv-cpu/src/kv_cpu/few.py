@@ -4,29 +4,20 @@ Every query sees every stored token, so the queries of a sequence may stand besi
 those of a group do.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
+from kv_attention import AttentionInputs
 from kv_attention.partial import Partial
 from kv_cpu.arguments import MOST_GROUP, parts, refused
 from kv_cpu.library import chosen
-from kv_policy import PagedTokens
 
 MOST: Final = 8  # queries of a sequence; torch decodes a block of tokens once for any number
 
 
-def multi_query_decode(
-    q: Float[Tensor, "B H G L D"],
-    position: Int[Tensor, "B L"],
-    pages: Sequence[PagedTokens],
-    value_dim: int,
-    scale: float,
-    isa: str | None = None,
-) -> Partial | None:
+def multi_query_decode(inputs: AttentionInputs, isa: str | None = None) -> Partial | None:
     """Attend to all pages; None if the queries are too many, or native code does not take them.
 
     Rows of padding queries hold anything.
@@ -34,18 +25,20 @@ def multi_query_decode(
     Raises:
         RuntimeError: a table names a page that its pool does not have, or a length is impossible.
     """
-    if not pages or q.shape[3] > MOST or refused(q, pages, (), value_dim) is not None:
+    q = inputs.q
+    if not inputs.pages or q.shape[3] > MOST or q.shape[2] * q.shape[3] > MOST_GROUP:
         return None
-    if q.shape[2] * q.shape[3] > MOST_GROUP:
+    pages = replace(inputs, dense=())
+    if refused(pages) is not None:
         return None
     out, lse = torch.ops.kv_cpu.decode(
         q.flatten(2, 3)[:, :, :, None],
-        position.amax(dim=1, keepdim=True).long(),
-        *parts(pages, [None] * len(pages), (), watched=False),
+        inputs.position.amax(dim=1, keepdim=True).long(),
+        *parts(pages, watched=False),
         [],
         [],
-        value_dim,
-        scale,
+        inputs.value_dim,
+        inputs.scale,
         isa or chosen(),
     )
-    return Partial(out.view(*q.shape[:-1], value_dim), lse.view(q.shape[:-1]))
+    return Partial(out.view(*q.shape[:-1], inputs.value_dim), lse.view(q.shape[:-1]))

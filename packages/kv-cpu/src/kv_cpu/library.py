@@ -12,7 +12,7 @@ import torch
 
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
 FILE: Final = "libkv_cpu.so"
-INTERFACE: Final = 1  # what the operators take and give back; the library says the same
+INTERFACE: Final = 2  # what the operators take and give back; the library says the same
 
 
 def missing() -> str | None:

@@ -1,7 +1,7 @@
 """The page kernels `cpu` of kv-paging: what writes, moves and reads tokens in pages, natively.
 
 Pages are those of `kv_paging.torch_kernels` to the last byte, but for the payload of a NaN that is
-stored as it is. Streams and tables are checked before anything is written, and a page that is not
+stored as it is. Rows and tables are checked before anything is written, and a page that is not
 there is an error.
 """
 
@@ -45,7 +45,7 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
 
 def write(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     start: Int[Tensor, " S"],
     keep: Bool[Tensor, "S L"],
     key: Float[Tensor, "S L D"],
@@ -59,11 +59,11 @@ def write(
         RuntimeError: a table names a page that is not there; nothing was written.
     """
     if key.dtype not in NUMBERS or value.dtype not in NUMBERS:
-        torch_kernels.write(pages, streams, start, keep, key, value, score, position)
+        torch_kernels.write(pages, table_rows, start, keep, key, value, score, position)
         return
     torch.ops.kv_cpu.page_write(
         *_tier(pages),
-        streams.contiguous(),
+        table_rows.contiguous(),
         start.contiguous(),
         keep.contiguous(),
         _rows(key),
@@ -81,7 +81,7 @@ def place(
     key: Float[Tensor, "n D"],
     value: Float[Tensor, "n Dv"],
 ) -> None:
-    """Encode tokens and write each to its row of its page: streams of a page and a token each.
+    """Encode tokens and write each to its row of its page: table rows of a page and a token each.
 
     Raises:
         RuntimeError: a page is not there; nothing was written.
@@ -105,13 +105,13 @@ def place(
     )
 
 
-def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move tokens that stay to the front.
 
     Raises:
         RuntimeError: a table names a page that is not there; nothing was moved.
     """
-    torch.ops.kv_cpu.page_close_up(*_tier(pages), streams.contiguous(), stay.contiguous())
+    torch.ops.kv_cpu.page_compact(*_tier(pages), table_rows.contiguous(), stay.contiguous())
 
 
 def copy_pages(
@@ -129,7 +129,7 @@ def copy_pages(
 
 
 def read(
-    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
 ) -> Stored:
     """Read tokens.
 
@@ -139,7 +139,7 @@ def read(
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
         torch.ops.kv_cpu.page_read(
-            *_tier(pages), pages.length[:, 0], streams.contiguous(), slots, *wanted, chosen()
+            *_tier(pages), pages.length[:, 0], table_rows.contiguous(), slots, *wanted, chosen()
         )
     )
     there = (True, layout.scores, layout.positions, *wanted)
@@ -148,20 +148,20 @@ def read(
     return Stored(held, *rest)
 
 
-def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
     """Write new scores.
 
     Raises:
         RuntimeError: a table names a page that is not there; nothing was written.
     """
     torch.ops.kv_cpu.page_rescore(
-        *_tier(pages), pages.length[:, 0], streams.contiguous(), *_scores(score)
+        *_tier(pages), pages.length[:, 0], table_rows.contiguous(), *_scores(score)
     )
 
 
 def accumulate(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
@@ -175,7 +175,7 @@ def accumulate(
     torch.ops.kv_cpu.page_accumulate(
         *_tier(pages),
         pages.length[:, 0],
-        streams.contiguous(),
+        table_rows.contiguous(),
         before.contiguous(),
         mass.float().contiguous(),
         seen.contiguous(),
@@ -192,7 +192,7 @@ def _running(running: Running) -> tuple[int, int]:
 
 def weakest(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     slots: int,
     until: Int[Tensor, " S"] | None,
 ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
@@ -201,9 +201,9 @@ def weakest(
     Raises:
         RuntimeError: a table names a page that is not there.
     """
-    bound = streams[:0] if until is None else until
+    bound = table_rows[:0] if until is None else until
     score, slot = torch.ops.kv_cpu.page_weakest(
-        *_tier(pages), pages.length[:, 0], streams.contiguous(), slots, bound.contiguous()
+        *_tier(pages), pages.length[:, 0], table_rows.contiguous(), slots, bound.contiguous()
     )
     return score, slot
 

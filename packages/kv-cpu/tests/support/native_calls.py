@@ -116,13 +116,13 @@ class Maker:
         names: dict[str, Callable[[], list[Arg]]] = {
             "decode": self.decode,
             "prompt": self.prompt,
-            "look_back": self.look_back,
+            "attention_mass": self.attention_mass,
             "page_read": self.page_read,
             "page_weakest": self.page_weakest,
             "page_rescore": self.page_rescore,
             "page_accumulate": self.page_accumulate,
             "page_write": self.page_write,
-            "page_close_up": self.page_close_up,
+            "page_compact": self.page_compact,
             "page_copy": self.page_copy,
             "page_step": self.page_step,
         }
@@ -181,7 +181,7 @@ class Maker:
         columns.append(self.integers(0, 256, pages, self.random.randint(0, 9), dtype=torch.uint8))
         return torch.cat(columns, dim=1), places
 
-    def tier(self, streams: int, more: tuple[bool, bool], dims: tuple[int, int] | None = None):
+    def tier(self, table_rows: int, more: tuple[bool, bool], dims: tuple[int, int] | None = None):
         """Pages, the table, the numbers and the lengths of a tier."""
         key, value = dims or (self.dim(), self.dim())
         formats = [self.format(key), self.format(value)]
@@ -194,8 +194,8 @@ class Maker:
             data[:, score : score + 4 * tokens] = scores
         numbers = [tokens, *places[:4], score, position, self.random.randint(0, 1)]
         numbers += [*formats[0], *formats[1]]
-        table = self.integers(0, 6, streams, width, dtype=self.either())
-        length = self.integers(0, tokens * width + 1, streams, dtype=self.either())
+        table = self.integers(0, 6, table_rows, width, dtype=self.either())
+        length = self.integers(0, tokens * width + 1, table_rows, dtype=self.either())
         return data, table, numbers, length
 
     def part(self, q: Tensor, value_dim: int, watched: bool) -> tuple[list[Tensor], list[int]]:
@@ -259,7 +259,7 @@ class Maker:
         q, position, tensors, parts, value_dim = self.pass_over(length, False)
         return [q, position, tensors, parts, value_dim, 0.2, self.random.choice(self.isas)]
 
-    def look_back(self) -> list[Arg]:
+    def attention_mass(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
         q, position, tensors, parts, value_dim = self.pass_over(length, True)
         numbers, above = self.watches(True)
@@ -268,7 +268,7 @@ class Maker:
         isa = self.random.choice(self.isas)
         return [q, position, lse, tensors, parts, numbers, above, last, value_dim, 0.2, isa]
 
-    def streams(self, of: int) -> Tensor:
+    def table_rows(self, of: int) -> Tensor:
         some = torch.randperm(of, generator=self.generator)[: self.random.randint(0, of)]
         return some.to(self.either())
 
@@ -278,52 +278,58 @@ class Maker:
         slots = self.random.randint(0, numbers[0] * table.shape[1])
         keys, values = self.random.random() < 0.5, self.random.random() < 0.5
         isa = self.random.choice(self.isas)
-        return [data, table, numbers, length, self.streams(3), slots, keys, values, isa]
+        return [data, table, numbers, length, self.table_rows(3), slots, keys, values, isa]
 
     def page_weakest(self) -> list[Arg]:
         data, table, numbers, length = self.tier(3, (True, True))
-        slots, streams = self.random.randint(0, numbers[0] * table.shape[1]), self.streams(3)
-        until = self.integers(0, 40, self.random.choice([0, len(streams)]), dtype=self.either())
-        return [data, table, numbers, length, streams, slots, until]
+        slots, table_rows = self.random.randint(0, numbers[0] * table.shape[1]), self.table_rows(3)
+        until = self.integers(0, 40, self.random.choice([0, len(table_rows)]), dtype=self.either())
+        return [data, table, numbers, length, table_rows, slots, until]
 
     def page_rescore(self) -> list[Arg]:
         data, table, numbers, length = self.tier(3, (True, self.random.random() < 0.5))
-        streams = self.streams(3)
-        score = self.normal(len(streams), self.random.randint(0, 20))
-        return [data, table, numbers, length, streams, score]
+        table_rows = self.table_rows(3)
+        score = self.normal(len(table_rows), self.random.randint(0, 20))
+        return [data, table, numbers, length, table_rows, score]
 
     def page_accumulate(self) -> list[Arg]:
         data, table, numbers, length = self.tier(3, (True, True))
-        streams, room = self.streams(3), numbers[0] * table.shape[1]
+        table_rows, room = self.table_rows(3), numbers[0] * table.shape[1]
         columns = room + self.random.randint(0, 2)
-        before = self.integers(-1, 50, len(streams), dtype=self.either())
-        mass = self.normal(len(streams), columns).abs()
-        seen = self.integers(0, 9, len(streams), columns, dtype=self.either())
+        before = self.integers(-1, 50, len(table_rows), dtype=self.either())
+        mass = self.normal(len(table_rows), columns).abs()
+        seen = self.integers(0, 9, len(table_rows), columns, dtype=self.either())
         last, over = self.random.choice([(-1, 0), (5, 0), (-1, 4), (0, 0)])
-        return [data, table, numbers, length, streams, before, mass, seen, last, over]
+        return [data, table, numbers, length, table_rows, before, mass, seen, last, over]
 
     def page_write(self) -> list[Arg]:
         more = (self.random.random() < 0.5, self.random.random() < 0.5)
         data, table, numbers, _ = self.tier(3, more)
         table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # a page each
-        streams, room = self.streams(3), numbers[0] * table.shape[1]
+        table_rows, room = self.table_rows(3), numbers[0] * table.shape[1]
         columns = self.random.randint(0, room)
-        start = self.integers(0, room - columns + 1, len(streams), dtype=self.either())
-        keep = self.integers(0, 2, len(streams), columns).bool()
-        key = self.normal(len(streams), columns, numbers[9], dtype=self.floating())
-        value = self.normal(len(streams), columns, numbers[13], dtype=self.floating())
-        beside = [self.normal(len(streams), columns)] if more[0] else []
+        start = self.integers(0, room - columns + 1, len(table_rows), dtype=self.either())
+        keep = self.integers(0, 2, len(table_rows), columns).bool()
+        key = self.normal(len(table_rows), columns, numbers[9], dtype=self.floating())
+        value = self.normal(len(table_rows), columns, numbers[13], dtype=self.floating())
+        beside = [self.normal(len(table_rows), columns)] if more[0] else []
         if more[1]:
-            beside.append(self.integers(0, 99, len(streams), columns, dtype=self.either()))
+            beside.append(self.integers(0, 99, len(table_rows), columns, dtype=self.either()))
         isa = self.random.choice(self.isas)
-        return [data, table, numbers, streams, start, keep, key, value, beside, isa]
+        return [data, table, numbers, table_rows, start, keep, key, value, beside, isa]
 
-    def page_close_up(self) -> list[Arg]:
+    def page_compact(self) -> list[Arg]:
         data, table, numbers, _ = self.tier(3, (self.random.random() < 0.5, False))
         table = torch.arange(6).view(3, 2).to(table.dtype)
-        streams = self.streams(3)
+        table_rows = self.table_rows(3)
         columns = self.random.randint(0, numbers[0] * 2)
-        return [data, table, numbers, streams, self.integers(0, 2, len(streams), columns).bool()]
+        return [
+            data,
+            table,
+            numbers,
+            table_rows,
+            self.integers(0, 2, len(table_rows), columns).bool(),
+        ]
 
     def page_copy(self) -> list[Arg]:
         order = torch.randperm(6, generator=self.generator)
@@ -333,24 +339,24 @@ class Maker:
 
     def page_step(self) -> list[Arg]:
         more = (self.random.random() < 0.5, self.random.random() < 0.5)
-        dims, streams = (self.dim(), self.dim()), 2
-        tiers = [self.tier(streams, more, dims) for _ in range(2)]
+        dims, table_rows = (self.dim(), self.dim()), 2
+        tiers = [self.tier(table_rows, more, dims) for _ in range(2)]
         size = max(tier[0].shape[1] for tier in tiers)
         data = self.integers(0, 256, 12, size, dtype=torch.uint8)
         for half, tier in enumerate(tiers):
             data[6 * half : 6 * half + 6, : tier[0].shape[1]] = tier[0]
         tensors: list[Tensor] = []
-        kinds = [self.integers(0, high, streams, dtype=torch.uint8) for high in (3, 3, 3)]
+        kinds = [self.integers(0, high, table_rows, dtype=torch.uint8) for high in (3, 3, 3)]
         lengths, tables = [], []
         for half, (_, table, numbers, _) in enumerate(tiers):
             room = numbers[0] * table.shape[1]
-            lengths.append(self.integers(0, max(room - 1, 1), streams, dtype=torch.int32))
-            order = 3 * half + torch.arange(streams)[:, None].expand(-1, table.shape[1])
+            lengths.append(self.integers(0, max(room - 1, 1), table_rows, dtype=torch.int32))
+            order = 3 * half + torch.arange(table_rows)[:, None].expand(-1, table.shape[1])
             tables.append(order.contiguous().int())
         place = torch.stack([x.long() - 1 for x in lengths]).clamp(min=-1)
-        token = [self.normal(streams, 1, dim, dtype=self.floating()) for dim in dims]
-        score = self.normal(streams) if more[0] else torch.empty(0)
-        position = self.integers(0, 90, streams) if more[1] else torch.empty(0).long()
+        token = [self.normal(table_rows, 1, dim, dtype=self.floating()) for dim in dims]
+        score = self.normal(table_rows) if more[0] else torch.empty(0)
+        position = self.integers(0, 90, table_rows) if more[1] else torch.empty(0).long()
         tensors += [*kinds, place, *token, score, position]
         numbers = [2]
         for table, length, tier in zip(tables, lengths, tiers, strict=True):

@@ -81,7 +81,7 @@ def vector(page: Tensor, place: Sequence[int], form: Format, row: int) -> Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """The tokens of a stream in a part: slots, vectors, positions, whether pages hold them."""
+    """The tokens of a table row in a part: slots, vectors, positions, whether pages hold them."""
 
     slot: list[int]
     key: Tensor
@@ -160,13 +160,13 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
 
 
 def attention(q, position, tensors, numbers, value_dim, scale):
-    """The output and log-sum-exp of each query, and of each stream its parts and logits."""
+    """The output and log-sum-exp of each query, and of each table row its parts and logits."""
     at(range(MOST), value_dim)
     sequences, heads, group, length, _ = q.shape
     parts = parts_of(tensors, numbers)
     out = torch.zeros(sequences, heads, group, length, value_dim).double()
     lse = torch.full((sequences, heads, group, length), -torch.inf).double()
-    streams = {}
+    table_rows = {}
     for b in range(sequences):
         for h in range(heads):
             each = [held(*part, b, h) for part in parts]
@@ -186,11 +186,11 @@ def attention(q, position, tensors, numbers, value_dim, scale):
             small = all(bool((x.abs() < LARGE).all()) for x in given)
             out[b, h] = weights @ value if small else torch.nan
             lse[b, h] = lse[b, h] if small else torch.nan
-            streams[b, h] = each, logits if small else logits * torch.nan, sees
-    return out, lse, streams
+            table_rows[b, h] = each, logits if small else logits * torch.nan, sees
+    return out, lse, table_rows
 
 
-def observed(q, position, lse, streams, numbers, watches, above, last):
+def observed(q, position, lse, table_rows, numbers, watches, above, last):
     """Bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
     widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), 18)]
@@ -205,7 +205,7 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
     sums = [[torch.zeros(terms, sequences, heads, w).double() for w in widths] for _ in "lh"]
     seen = [torch.zeros(len(described), sequences, heads, w).double() for w in widths]
     orders = len(set(last)) == 1 or bool((position.diff(dim=1) >= 0).all())
-    for (b, h), (parts, logits, sees) in streams.items():
+    for (b, h), (parts, logits, sees) in table_rows.items():
         where = torch.cat([part.place for part in parts]).clamp(max=2**62)
         stored = torch.cat([torch.full((len(x.slot),), x.stored) for x in parts])
         real = position[b] >= 0
@@ -259,12 +259,12 @@ def observed(q, position, lse, streams, numbers, watches, above, last):
 
 
 def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa):
-    out, lse, streams = attention(q, position, tensors, numbers, value_dim, scale)
+    out, lse, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
     found = [unknown(out[:, :, :, 0], NEAR), Bounds(lse[..., 0], lse[..., 0], NEAR)]
     if not above:
         return found
     last = [1] * len(above)
-    return found + observed(q, position, lse, streams, numbers, watches, above, last)
+    return found + observed(q, position, lse, table_rows, numbers, watches, above, last)
 
 
 def prompt(q, position, tensors, numbers, value_dim, scale, isa):
@@ -280,11 +280,11 @@ def _largest(x: Tensor) -> float:
     return float(x.masked_fill(x.isnan(), 0).abs().max())
 
 
-def look_back(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
-    streams = {}
+def attention_mass(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
+    table_rows = {}
     if any(last):  # of no query nothing is observed, and nothing is read for it
-        _, _, streams = attention(q, position, tensors, numbers, value_dim, scale)
-    return observed(q, position, lse.double(), streams, numbers, watches, above, last)
+        _, _, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
+    return observed(q, position, lse.double(), table_rows, numbers, watches, above, last)
 
 
 # Pages
@@ -298,11 +298,11 @@ class Tier:
         self.tokens, *self.places, self.score, self.position, self.reverse = numbers[:8]
         self.formats = Format(*numbers[8:12]), Format(*numbers[12:16])
 
-    def locate(self, stream: int, slot: int) -> tuple[Tensor, int]:
+    def locate(self, table_row: int, slot: int) -> tuple[Tensor, int]:
         if slot < 0:
             raise IndexError(f"slot {slot}")
-        at(range(len(self.table)), stream)
-        row = self.table[stream].flip(0) if self.reverse else self.table[stream]
+        at(range(len(self.table)), table_row)
+        row = self.table[table_row].flip(0) if self.reverse else self.table[table_row]
         number = at(row, slot // self.tokens)
         at(range(len(self.data)), number)
         return self.data[number], slot % self.tokens
@@ -315,16 +315,16 @@ class Tier:
                 found.append((self.places[2 * i + 1], 4 * form.groups))
         return found + [(place, 4) for place in (self.score, self.position) if place >= 0]
 
-    def number(self, stream: int, slot: int, offset: int, dtype: torch.dtype) -> Tensor:
-        page, row = self.locate(stream, slot)
+    def number(self, table_row: int, slot: int, offset: int, dtype: torch.dtype) -> Tensor:
+        page, row = self.locate(table_row, slot)
         return span(page, offset, row, 4).clone().view(dtype)[0]
 
-    def read(self, stream: int, slot: int, which: int) -> Tensor:
-        page, row = self.locate(stream, slot)
+    def read(self, table_row: int, slot: int, which: int) -> Tensor:
+        page, row = self.locate(table_row, slot)
         return vector(page, self.places[2 * which : 2 * which + 2], self.formats[which], row)
 
-    def write(self, stream: int, slot: int, vectors: Sequence[Tensor], score, position) -> None:
-        page, row = self.locate(stream, slot)
+    def write(self, table_row: int, slot: int, vectors: Sequence[Tensor], score, position) -> None:
+        page, row = self.locate(table_row, slot)
         for which, x in enumerate(vectors):
             form = self.formats[which]
             if len(x) != form.dim:
@@ -344,24 +344,24 @@ class Tier:
             given = torch.tensor([int(position)], dtype=torch.int32).view(torch.uint8)
             span(page, self.position, row, 4).copy_(given)
 
-    def move(self, stream: int, source: int, target: int) -> None:
-        page, row = self.locate(stream, source)
-        other, to = self.locate(stream, target)
+    def move(self, table_row: int, source: int, target: int) -> None:
+        page, row = self.locate(table_row, source)
+        other, to = self.locate(table_row, target)
         for offset, width in self.segments():
             span(other, offset, to, width).copy_(span(page, offset, row, width).clone())
 
 
-def lengths(tier: Tier, length: Tensor, streams: Tensor, slots: int) -> list[int]:
-    found = [at(length, int(stream)) for stream in streams]
+def lengths(tier: Tier, length: Tensor, table_rows: Tensor, slots: int) -> list[int]:
+    found = [at(length, int(table_row)) for table_row in table_rows]
     if any(x < 0 for x in found) or slots < 0:
         raise IndexError("lengths")
     return [min(x, slots) for x in found]
 
 
-def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
+def page_read(data, table, numbers, length, table_rows, slots, keys, values, isa):
     tier = Tier(data, table, numbers)
     at(range(MOST), slots)
-    held = lengths(tier, length, streams, slots)
+    held = lengths(tier, length, table_rows, slots)
     count = len(held)
     found = [torch.zeros(count, slots).double()]
     extra: list[tuple[int, Tensor, torch.dtype]] = []
@@ -374,25 +374,25 @@ def page_read(data, table, numbers, length, streams, slots, keys, values, isa):
         for i, wanted in enumerate((keys, values))
         if wanted
     ]
-    for i, stream in enumerate(streams.tolist()):
+    for i, table_row in enumerate(table_rows.tolist()):
         for slot in range(held[i]):
             found[0][i, slot] = 1
             for offset, to, dtype in extra:
-                to[i, slot] = tier.number(stream, slot, offset, dtype).double()
+                to[i, slot] = tier.number(table_row, slot, offset, dtype).double()
             for which, to in read:
-                to[i, slot] = tier.read(stream, slot, which)
+                to[i, slot] = tier.read(table_row, slot, which)
     found += [to for _, to, _ in extra]
     return [exactly(x) for x in found] + [Bounds(x, x, 1e-5) for _, x in read]
 
 
-def page_weakest(data, table, numbers, length, streams, slots, until):
+def page_weakest(data, table, numbers, length, table_rows, slots, until):
     tier = Tier(data, table, numbers)
-    held = lengths(tier, length, streams, slots)
+    held = lengths(tier, length, table_rows, slots)
     least, where = torch.full((len(held),), torch.inf).double(), torch.full((len(held),), -1.0)
-    for i, stream in enumerate(streams.tolist()):
+    for i, table_row in enumerate(table_rows.tolist()):
         for slot in range(held[i]):
-            score = float(tier.number(stream, slot, tier.score, torch.float32))
-            if len(until) and int(tier.number(stream, slot, tier.position, torch.int32)) >= at(
+            score = float(tier.number(table_row, slot, tier.score, torch.float32))
+            if len(until) and int(tier.number(table_row, slot, tier.position, torch.int32)) >= at(
                 until, i
             ):
                 continue
@@ -402,24 +402,24 @@ def page_weakest(data, table, numbers, length, streams, slots, until):
     return [exactly(least), exactly(where)]
 
 
-def page_rescore(data, table, numbers, length, streams, score):
+def page_rescore(data, table, numbers, length, table_rows, score):
     tier = Tier(data, table, numbers)
-    for i, held in enumerate(lengths(tier, length, streams, 2**62)):
+    for i, held in enumerate(lengths(tier, length, table_rows, 2**62)):
         for slot in range(-(-held // tier.tokens) * tier.tokens):
-            page, row = tier.locate(int(streams[i]), slot)
+            page, row = tier.locate(int(table_rows[i]), slot)
             new = float(score[i, slot]) if slot < score.shape[1] else 0.0
             span(page, tier.score, row, 4).copy_(torch.tensor([new]).view(torch.uint8))
     return []
 
 
-def page_accumulate(data, table, numbers, length, streams, before, mass, seen, last, over):
+def page_accumulate(data, table, numbers, length, table_rows, before, mass, seen, last, over):
     tier = Tier(data, table, numbers)
-    for i, held in enumerate(lengths(tier, length, streams, 2**62)):
-        stream, tokens = int(streams[i]), at(before, i)
+    for i, held in enumerate(lengths(tier, length, table_rows, 2**62)):
+        table_row, tokens = int(table_rows[i]), at(before, i)
         for slot in range(-(-held // tier.tokens) * tier.tokens):
-            page, row = tier.locate(stream, slot)
-            position = int(tier.number(stream, slot, tier.position, torch.int32))
-            old = tier.number(stream, slot, tier.score, torch.float32)
+            page, row = tier.locate(table_row, slot)
+            position = int(tier.number(table_row, slot, tier.position, torch.int32))
+            old = tier.number(table_row, slot, tier.score, torch.float32)
             new = old
             if slot >= held:
                 new = torch.tensor(0.0)
@@ -434,7 +434,7 @@ def page_accumulate(data, table, numbers, length, streams, before, mass, seen, l
     return []
 
 
-def page_write(data, table, numbers, streams, start, keep, key, value, beside, isa):
+def page_write(data, table, numbers, table_rows, start, keep, key, value, beside, isa):
     tier = Tier(data, table, numbers)
     rest = list(beside)
     score = rest.pop(0) if tier.score >= 0 else None
@@ -444,19 +444,19 @@ def page_write(data, table, numbers, streams, start, keep, key, value, beside, i
         for token in keep[i].nonzero()[:, 0].tolist():
             vectors = key[i, token], value[i, token]
             own = (None if x is None else x[i, token] for x in (score, position))
-            tier.write(int(streams[i]), slot, vectors, *own)
+            tier.write(int(table_rows[i]), slot, vectors, *own)
             slot += 1
     return []
 
 
-def page_close_up(data, table, numbers, streams, stay):
+def page_compact(data, table, numbers, table_rows, stay):
     tier = Tier(data, table, numbers)
     for i in range(len(stay)):
         kept = int(stay[i].sum())
         source = [j for j in range(kept, stay.shape[1]) if stay[i, j]]
         target = [j for j in range(kept) if not stay[i, j]]
         for a, b in zip(source, target, strict=True):
-            tier.move(int(streams[i]), a, b)
+            tier.move(int(table_rows[i]), a, b)
     return []
 
 

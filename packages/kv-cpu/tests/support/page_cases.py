@@ -32,6 +32,6 @@ def twins(make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers], nby
     return Twins(make, nbytes, "cpu")
 
 
-def one_store(layout: PageLayout, streams: int = 3) -> Twins:
+def one_store(layout: PageLayout, table_rows: int = 3) -> Twins:
     """Twins of a store."""
-    return page_twins.one_store(layout, streams, "cpu")
+    return page_twins.one_store(layout, table_rows, "cpu")

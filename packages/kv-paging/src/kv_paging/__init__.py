@@ -1,4 +1,4 @@
-"""A pool of equal byte pages, and a stream of pages per sequence, layer and KV head."""
+"""A pool of equal byte pages, and a table row of pages per sequence, layer and KV head."""
 
 from kv_paging.checks import PoolExhausted
 from kv_paging.kernels import page_kernels_of

@@ -5,10 +5,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_shape
+from kv_paging.head_pages import HeadPages
 from kv_paging.moves import position_segment, put, score_segment
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
-from kv_paging.streams import HeadPages
 from kv_paging.torch_kernels import before, present
 from kv_policy import PageLayout
 
@@ -17,7 +17,7 @@ class BlockStore(TokenStore):
     """The full blocks of a tier whose format encodes several tokens together.
 
     Every length is a whole number of blocks. A token that goes leaves a hole: its position becomes
-    -1 and its score inf, and its bytes stay until its block has no token left. Then the stream's
+    -1 and its score inf, and its bytes stay until its block has no token left. Then the table row's
     last block moves there, bytes as they are.
     """
 
@@ -33,13 +33,13 @@ class BlockStore(TokenStore):
         *,
         facing: HeadPages | None = None,
     ) -> None:
-        """Start with empty streams; see Streams."""
+        """Start with empty table rows; see Table rows."""
         super().__init__(pool, layout, layers, sequences, heads, facing=facing)
         self._holes = torch.zeros_like(self._length)
 
     @property
     def live(self) -> Int[Tensor, "N B H"]:
-        """Tokens in each stream, holes not counted."""
+        """Tokens in each table row, holes not counted."""
         return self._length.long() - self._holes.long()
 
     @property
@@ -47,7 +47,7 @@ class BlockStore(TokenStore):
         """Memory of page tables, lengths and numbers of holes."""
         return super().table_bytes + self._holes.numel() * self._holes.itemsize
 
-    def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
+    def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
 
         Returns:
@@ -56,38 +56,38 @@ class BlockStore(TokenStore):
         Raises:
             ValueError: `keep` says nothing about some slots, or pages hold no positions.
         """
-        expect_shape("keep", keep, streams.shape[0], None)
+        expect_shape("keep", keep, table_rows.shape[0], None)
         self._expect_positions()
-        streams, length, wrong = self._named(streams)
+        table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, length.amax() if len(length) else wrong)
         expect_cover("keep", keep.shape[1], longest)
-        stay = present(self.whole(), streams, longest)
+        stay = present(self.whole(), table_rows, longest)
         gone = stay & ~keep[:, :longest]
         stay = stay & keep[:, :longest]
-        self._make_holes(streams, gone)
+        self._make_holes(table_rows, gone)
         block = self.layout.format.block
         # `longest` is a whole number of blocks.
         full = stay.view(len(stay), longest // block, block).any(-1)
-        freed = self._close_up(streams, length, wrong, full, block)
+        freed = self._close_up(table_rows, length, wrong, full, block)
         left = full.sum(1) * block - stay.sum(1)
-        self._holes.view(-1)[streams] = left.to(self._holes.dtype)
+        self._holes.view(-1)[table_rows] = left.to(self._holes.dtype)
         return freed
 
-    def remove(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each stream; slot -1 leaves a stream alone.
+    def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
+        """Let go of one token of each table row; slot -1 leaves a table row alone.
 
         Raises:
-            ValueError: a slot past the stream's end, or pages hold no positions.
+            ValueError: a slot past the table row's end, or pages hold no positions.
         """
-        expect_shape("slot", slot, streams.shape[0])
-        named, length, wrong = self._named(streams)
+        expect_shape("slot", slot, table_rows.shape[0])
+        named, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
         slots = torch.arange(self.longest, device=slot.device)
         self.compact(named, slots != slot[:, None])
 
     def replace(
         self,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         slot: Int[Tensor, " S"],
         key: Float[Tensor, "S D"],
         value: Float[Tensor, "S Dv"],
@@ -115,14 +115,14 @@ class BlockStore(TokenStore):
         super().truncate(length)
         # What is cut off may have had holes.
         left, slots = self._length.flatten().long(), self.longest
-        holes = before(left, slots) & ~present(self.whole(), self.streams(), slots)
+        holes = before(left, slots) & ~present(self.whole(), self.table_rows(), slots)
         self._holes.copy_(holes.sum(1).view_as(self._holes))
 
     def expect_whole(self, length: Int[Tensor, "B _"]) -> None:
         """Refuse to cut a block.
 
         Raises:
-            ValueError: a length, shorter than a stream, that is not a whole number of blocks.
+            ValueError: a length, shorter than a table row, that is not a whole number of blocks.
         """
         block = self.layout.format.block
         cut = (length % block != 0) & (length < self._length)
@@ -130,14 +130,14 @@ class BlockStore(TokenStore):
             layer, sequence, head = cut.nonzero()[0].tolist()
             asked = int(length.expand_as(self._length[layer])[sequence, head])
             raise ValueError(
-                f"{block} tokens are encoded together, and {asked} tokens of a stream of "
+                f"{block} tokens are encoded together, and {asked} tokens of a table row of "
                 f"{int(self._length[layer, sequence, head])} would end inside such a block; keep a "
                 "multiple of that, or a format in which every token stands alone"
             )
 
-    def _make_holes(self, streams: Tensor, gone: Bool[Tensor, "S L"]) -> None:
+    def _make_holes(self, table_rows: Tensor, gone: Bool[Tensor, "S L"]) -> None:
         where = gone.nonzero()
-        page, row = self._place(streams[where[:, 0]], where[:, 1])
+        page, row = self._place(table_rows[where[:, 0]], where[:, 1])
         scores, positions = score_segment(self.layout), position_segment(self.layout)
         if scores is not None:
             inf = torch.full((len(page), 1), torch.inf, device=page.device)

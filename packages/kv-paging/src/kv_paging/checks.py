@@ -47,14 +47,14 @@ def expect_field(name: str, tensor: Tensor | None, stored: bool, *shape: int) ->
 
 
 def expect_cover(name: str, slots: int, longest: int) -> None:
-    """Refuse a tensor over fewer slots than the longest stream fills.
+    """Refuse a tensor over fewer slots than the longest table row fills.
 
     Raises:
         ValueError: some slots would have no answer.
     """
     if slots < longest:
         raise ValueError(
-            f"{name} covers {slots} slots and the longest of the streams holds {longest} tokens; "
+            f"{name} covers {slots} slots and the longest of the rows holds {longest} tokens; "
             "it must cover all of them, as read gives them"
         )
 

@@ -21,16 +21,16 @@ from kv_policy import PagedTokens, PageLayout, Running, installed_backends
 
 @runtime_checkable
 class PageKernels(Protocol):
-    """Operations on the streams of a tier, each all at once; their callers have checked arguments.
+    """Operations on the rows of a tier, each all at once; their callers have checked arguments.
 
-    `pages` are all streams of a tier as PagedTokens of B = S sequences with a head each, over the
-    memory of the whole pool, its scratch page last. `streams` names some of them, each once.
+    `pages` are all rows of a tier as PagedTokens of B = S sequences with a head each, over the
+    memory of the whole pool, its scratch page last. `table_rows` names some of them, each once.
     """
 
     def write(
         self,
         pages: PagedTokens,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         start: Int[Tensor, " S"],
         keep: Bool[Tensor, "S L"],
         key: Float[Tensor, "S L D"],
@@ -41,7 +41,7 @@ class PageKernels(Protocol):
         """Encode the marked tokens and write them, in order, to slots start[i] and on.
 
         The table has pages for all of them; where a format takes several tokens together, they fill
-        blocks. A codec that refuses leaves the streams as they are up to `start`, and altogether
+        blocks. A codec that refuses leaves the table rows as they are up to `start`, and altogether
         where it is about a token of each.
         """
         ...
@@ -63,7 +63,7 @@ class PageKernels(Protocol):
         ...
 
     def compact(
-        self, pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
+        self, pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
     ) -> None:
         """Move the marked blocks past the new end into the gaps before it, the first to the first.
 
@@ -78,21 +78,21 @@ class PageKernels(Protocol):
         ...
 
     def read(
-        self, pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+        self, pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
     ) -> Stored:
-        """Give what streams hold in their first slots."""
+        """Give what table rows hold in their first slots."""
         ...
 
     def rescore(
-        self, pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]
+        self, pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]
     ) -> None:
-        """Write new scores slot by slot, and 0 from the L-th to the end of a stream's last page."""
+        """Write new scores slot by slot, and 0 from the L-th to the end of a row's last page."""
         ...
 
     def accumulate(
         self,
         pages: PagedTokens,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         before: Int[Tensor, " S"],
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
@@ -100,14 +100,14 @@ class PageKernels(Protocol):
     ) -> None:
         """Let the scores of the first L slots go on, as `update` of `running` says.
 
-        A stream before whose pass there were -1 tokens is left alone.
+        A table row before whose pass there were -1 tokens is left alone.
         """
         ...
 
     def weakest(
         self,
         pages: PagedTokens,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         slots: int,
         until: Int[Tensor, " S"] | None,
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
@@ -118,7 +118,7 @@ class PageKernels(Protocol):
         ...
 
     def step(self, pool: PagePool, works: Sequence[DecodeStep]) -> None:
-        """Do a step, for streams of one kind after another: tokens, tables, lengths and the pool.
+        """Do a step, for rows of one kind after another: tokens, tables, lengths and the pool.
 
         All give back pages before any takes one. The pool has the pages, the tables the columns.
         """

@@ -98,7 +98,7 @@ def put_pages(
 def take_pages(
     data: UInt8[Tensor, "P nbytes"], segment: Segment, page: Int[Tensor, "S T"]
 ) -> UInt8[Tensor, "S slots width"]:
-    """Read all rows of whole pages, those of one stream's pages one after the other."""
+    """Read all rows of whole pages, those of one table row's pages one after the other."""
     if len(data) == 0 or page.numel() == 0:
         return data.new_zeros(len(page), page.shape[1] * segment.rows, segment.width)
     rows = _rows(data, segment, _unit(data, segment))[page]

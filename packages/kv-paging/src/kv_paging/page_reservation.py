@@ -1,7 +1,7 @@
-"""What the host knows of tiers without asking the device: how long streams can be, pages promised.
+"""What the host knows of tiers without asking the device: how long rows can be, pages promised.
 
-Each store bounds its own longest stream. Here it is bounded how many tokens two stores that share a
-page table can have in one stream together, so that the table never overflows, and for how many
+Each store bounds its own longest row. Here it is bounded how many tokens two stores that share a
+page table can have in one table row together, so that the table never overflows, and for how many
 steps a promise of pages lasts.
 """
 
@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.head_pages import join_all
 from kv_paging.store import TokenStore
-from kv_paging.streams import join_all
 from kv_paging.table import columns_for, pages_for
 
 _PATIENCE: Final = 64  # steps after which lengths are read, if nothing else made the host wait
@@ -22,19 +22,19 @@ _PATIENCE: Final = 64  # steps after which lengths are read, if nothing else mad
 class PageReservation:
     """Room for the steps to come, in the pool and in page tables.
 
-    Stores come in groups, one for each kind of streams, with a store per tier. Of a group, two
+    Stores come in groups, one for each kind of table rows, with a store per tier. Of a group, two
     stores after one another share a page table.
     """
 
     def __init__(self, groups: Sequence[Sequence[TokenStore]]) -> None:
-        """Know that the streams of the stores are empty."""
+        """Know that the table rows of the stores are empty."""
         self._groups = tuple(map(tuple, groups))
         self._stores = [store for group in self._groups for store in group]
         self._pool = self._stores[0].pool
-        # A step brings a stream of the first tier its candidate, and of a later one a victim too.
+        # A step brings a row of the first tier its candidate, and of a later one a victim too.
         self._grown = tuple(min(i + 1, 2) for i in range(len(self._groups[0])))
         shortest = min(store.layout.tokens for store in self._stores)
-        self._steps = max(1, shortest // self._grown[-1])  # with no second new page in a stream
+        self._steps = max(1, shortest // self._grown[-1])  # with no second new page in a table row
         self._pages = -(-self._steps * self._grown[-1] // shortest)
         self._steps_left = 0
         self._patience = _PATIENCE
@@ -50,7 +50,7 @@ class PageReservation:
     def for_step(self, need: Callable[[], Int[Tensor, ""]]) -> None:
         """Make room for a step, and let the stores know bounds of the lengths after it.
 
-        The pool promises a page per stream and tier, which lasts for as many steps as fill a page.
+        The pool promises a page per row and tier, which lasts for as many steps as fill a page.
 
         Raises:
             PoolExhausted: the pool is fixed, and has not even what `need` says; nothing has
@@ -71,9 +71,9 @@ class PageReservation:
         self._widen()
 
     def join(self, other: "PageReservation") -> None:
-        """Join the stores of the other to these, and know bounds that hold for all streams.
+        """Join the stores of the other to these, and know bounds that hold for all table rows.
 
-        What is promised is for the streams there were, so the next step asks the pool anew.
+        What is promised is for the table rows there were, so the next step asks the pool anew.
 
         Raises:
             ValueError: the stores cannot be joined; nothing has changed.
@@ -101,7 +101,7 @@ class PageReservation:
         return sum(store.changes for store in self._stores)
 
     def _read(self) -> None:
-        """Ask the device how long streams are: here the host waits for it."""
+        """Ask the device how long table rows are: here the host waits for it."""
         length = [store.length.flatten().long() for store in self._stores]
         each = iter(length)
         pairs = [torch.stack([next(each) for _ in pair]).sum(0) for pair in self._pairs]
@@ -112,7 +112,7 @@ class PageReservation:
         self._patience = _PATIENCE
 
     def _widen(self) -> None:
-        """Make room in the tables for what a step can bring, and note how long streams may be."""
+        """Make room in the tables for what a step can bring, and note how long rows may be."""
         grown = [self._grown[i : i + 2] for i in range(0, len(self._grown), 2)] * len(self._groups)
         for i, (pair, more) in enumerate(zip(self._pairs, grown, strict=True)):
             self._totals[i] = total = self._totals[i] + more[0]

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_shape
+from kv_paging.head_pages import HeadPages, expect_some
 from kv_paging.kernels import shared
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
@@ -15,7 +16,6 @@ from kv_paging.rank_groups import RankGroups
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
-from kv_paging.streams import HeadPages, expect_some
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
 from kv_paging.work import DecodeStep, NewTokens, Placement
@@ -25,7 +25,7 @@ from kv_policy import PageLayout, TokenFormat
 class PerHeadRankTiers(Sequences):
     """The tokens of K tiers where a head has a kind: how many numbers its keys and values take.
 
-    It does what `Tiers` does, with the same streams. Vectors come and go padded with zeros to the
+    It does what `Tiers` does, with the same rows. Vectors come and go padded with zeros to the
     longest of any kind; pages hold what the kind says and no more. Heads of all kinds share the
     pool, so a page holds more tokens of a head with shorter vectors.
     """
@@ -74,7 +74,7 @@ class PerHeadRankTiers(Sequences):
 
     @property
     def parts(self) -> tuple[TokenStore, ...]:
-        """The stores of all kinds, each of streams with vectors of one length."""
+        """The stores of all kinds, each of table rows with vectors of one length."""
         return tuple(store for tiers in self.each for store in tiers.parts)
 
     @property
@@ -92,9 +92,9 @@ class PerHeadRankTiers(Sequences):
         """Memory of page tables and lengths."""
         return sum(tiers.table_bytes for tiers in self.each)
 
-    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
-        return self.kinds.streams(layers)
+    def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        return self.kinds.table_rows(layers)
 
     def counts(self) -> Int[Tensor, "K N B H"]:
         """Count the tokens of each tier, without waiting."""
@@ -103,14 +103,14 @@ class PerHeadRankTiers(Sequences):
     def append(
         self,
         tier: int,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         key: Float[Tensor, "S L D"],
         value: Float[Tensor, "S L Dv"],
         keep: Bool[Tensor, "S L"],
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their streams.
+        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
@@ -120,9 +120,9 @@ class PerHeadRankTiers(Sequences):
         forms = [tiers.parts[0].layout.format for tiers in self.each]
         expect_shape("key", key, *keep.shape, max(form.key.dim for form in forms))
         expect_shape("value", value, *keep.shape, max(form.value.dim for form in forms))
-        split = self.kinds.split(streams)
+        split = self.kinds.split(table_rows)
         if not self.pool.grows:
-            more = self.kinds.all_streams(streams, keep.sum(1))
+            more = self.kinds.all_table_rows(table_rows, keep.sum(1))
             needed = [t.pages_for_more(tier, m) for t, m in zip(self.each, more, strict=True)]
             self.pool.reserve(int(torch.stack(needed).sum()))
         for tiers, form, (place, own) in zip(self.each, forms, split, strict=True):
@@ -191,7 +191,7 @@ class PerHeadRankTiers(Sequences):
     def weakest(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
-        """Give the lowest score of each stream in each tier, and where it is, as `Tiers` does.
+        """Give the lowest score of each table row in each tier, and where it is, as `Tiers` does.
 
         Raises:
             ValueError: pages hold no scores, or no positions where these are asked about.
@@ -202,8 +202,8 @@ class PerHeadRankTiers(Sequences):
             for tiers, own in zip(self.each, rows, strict=True)
         ]
         return (
-            self.kinds.by_stream([score for score, _ in found]),
-            self.kinds.by_stream([place for _, place in found]),
+            self.kinds.by_table_row([score for score, _ in found]),
+            self.kinds.by_table_row([place for _, place in found]),
         )
 
     def step(
@@ -217,7 +217,7 @@ class PerHeadRankTiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Let one token enter each stream, and one leave or move to a later tier, as `Tiers` does.
+        """Let one token enter each row, and one leave or move to a later tier, as `Tiers` does.
 
         Raises:
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.

@@ -15,9 +15,9 @@ from kv_policy import PagedTokens, Running
 
 
 class PerHeadRankStore:
-    """The stores of all kinds of heads, over all streams; vectors are padded with zeros.
+    """The stores of all kinds of heads, over all table rows; vectors are padded with zeros.
 
-    Streams have the numbers they have in a store without kinds. What `members` refuse is refused.
+    Rows have the numbers they have in a store without kinds. What `members` refuse is refused.
     """
 
     def __init__(self, kinds: RankGroups, members: Sequence[TokenStore]) -> None:
@@ -27,26 +27,26 @@ class PerHeadRankStore:
 
     @property
     def length(self) -> Int[Tensor, "N B H"]:
-        """Slots in each stream."""
+        """Slots in each table row."""
         return self._kinds.by_cell([m.length[None, ..., 0] for m in self.members])[0]
 
     @property
     def live(self) -> Int[Tensor, "N B H"]:
-        """Tokens in each stream."""
+        """Tokens in each table row."""
         return self._kinds.by_cell([m.live[None, ..., 0] for m in self.members])[0]
 
     @property
     def longest(self) -> int:
-        """No stream has more slots."""
+        """No table row has more slots."""
         return max(member.longest for member in self.members)
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the streams hold; for `PagePool.check`."""
+        """Give the ids of all pages the table rows hold; for `PagePool.check`."""
         return torch.cat([member.pages() for member in self.members])
 
-    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
-        return self._kinds.streams(layers)
+    def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        return self._kinds.table_rows(layers)
 
     def view_kind(self, kind: int, layer: int) -> PagedTokens | None:
         """Give a layer's heads of one kind as attention reads them; None: they hold nothing."""
@@ -56,25 +56,25 @@ class PerHeadRankStore:
         return member.view_layers(span)
 
     def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
-        """Give what the streams of a layer hold, over `longest` slots."""
+        """Give what the table rows of a layer hold, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
     def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
-        """Give what the streams of some layers hold, as `read_layer` does."""
+        """Give what the table rows of some layers hold, as `read_layer` does."""
         members = self._members(layers)
         found = [(rows, member.read_layers(span, vectors)) for member, span, rows in members]
         return _joined(found, self._count(layers), self.longest, self._dims)
 
-    def read(self, streams: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
-        """Give what streams hold, as TokenStore does."""
-        split = self._kinds.split(streams)
+    def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
+        """Give what table rows hold, as TokenStore does."""
+        split = self._kinds.split(table_rows)
         found = [
             (place, member.read(own, vectors))
             for member, (place, own) in zip(self.members, split, strict=True)
             if len(own)
         ]
         longest = max((read.held.shape[1] for _, read in found), default=0)
-        return _joined(found, len(streams), longest, self._dims)
+        return _joined(found, len(table_rows), longest, self._dims)
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
         """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
@@ -114,7 +114,7 @@ class PerHeadRankStore:
         for member, span, rows in self._members(layers):
             member.accumulate_layers(span, before[rows], mass[rows], seen[rows], running)
 
-    def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
+    def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
 
         Returns:
@@ -123,8 +123,8 @@ class PerHeadRankStore:
         Raises:
             ValueError: `keep` says nothing about some tokens.
         """
-        expect_shape("keep", keep, streams.shape[0], None)
-        split = self._kinds.split(streams)
+        expect_shape("keep", keep, table_rows.shape[0], None)
+        split = self._kinds.split(table_rows)
         return sum(
             member.compact(own, keep[place])
             for member, (place, own) in zip(self.members, split, strict=True)
@@ -137,11 +137,11 @@ class PerHeadRankStore:
         return max(f.key.dim for f in forms), max(f.value.dim for f in forms)
 
     def _count(self, layers: slice) -> int:
-        """Streams of some layers."""
+        """Table rows of some layers."""
         return len(self._kinds.layers(layers)) * self._kinds.sequences * self._kinds.kind.shape[1]
 
     def _members(self, layers: slice) -> Iterator[tuple[TokenStore, slice, Int[Tensor, " n"]]]:
-        """Where the streams of some layers are: a store, its layers, and which of the streams."""
+        """Where the rows of some layers are: a store, its layers, and which of the table rows."""
         before = 0
         for layer in self._kinds.layers(layers):
             for kind, member in enumerate(self.members):
@@ -151,16 +151,16 @@ class PerHeadRankStore:
             before += self._count(slice(layer, layer + 1))
 
     def _rows(self, kind: int, layer: int) -> Int[Tensor, " n"]:
-        """Where, among a layer's streams, those of a kind are, in the order of their own."""
+        """Where, among a layer's table rows, those of a kind are, in the order of their own."""
         heads = self._kinds.heads(kind, layer)
         sequence = torch.arange(self._kinds.sequences, device=heads.device)
         return (sequence * self._kinds.kind.shape[1] + heads[:, None]).flatten()
 
 
 def _joined(
-    found: Sequence[tuple[Tensor, Stored]], streams: int, longest: int, dims: tuple[int, int]
+    found: Sequence[tuple[Tensor, Stored]], table_rows: int, longest: int, dims: tuple[int, int]
 ) -> Stored:
-    """Lay what kinds hold side by side, by the places of their streams."""
+    """Lay what kinds hold side by side, by the places of their table rows."""
 
     def whole(part: Callable[[Stored], Tensor | None], fill: int, dim: int = 0) -> Tensor | None:
         out: Tensor | None = None
@@ -171,12 +171,12 @@ def _joined(
             wide = (0, dim - x.shape[2]) if dim else ()
             x = pad(x, (*wide, 0, longest - x.shape[1]), value=fill)
             if out is None:
-                out = x.new_full((streams, *x.shape[1:]), fill)
+                out = x.new_full((table_rows, *x.shape[1:]), fill)
             out[place] = x
         return out
 
     held = whole(lambda read: read.held, 0)
-    assert held is not None  # there are streams
+    assert held is not None  # there are table rows
     return Stored(
         held,
         whole(lambda read: read.score, 0),

@@ -1,4 +1,4 @@
-"""Heads of several kinds, and where their streams are among those of their kind."""
+"""Heads of several kinds, and where their table rows are among those of their kind."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class RankGroups:
-    """The streams of N layers, B sequences and H heads, sorted by the kind of their layer and head.
+    """The rows of N layers, B sequences and H heads, sorted by the kind of their layer and head.
 
-    A stream has the number ((layer * B) + sequence) * H + head among all, and among those of its
+    A table row has the number ((layer * B) + sequence) * H + head among all, and among those of its
     kind cell * B + sequence, where cells are the pairs of layer and head of that kind, in order.
     """
 
@@ -50,43 +50,43 @@ class RankGroups:
         """The numbers of some layers."""
         return range(len(self.heads_of))[layers]
 
-    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """The numbers of the streams of some layers."""
+    def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """The numbers of the table rows of some layers."""
         layer_count, heads = self.kind.shape
         every = torch.arange(layer_count * self.sequences * heads, device=self.kind.device)
         return every.view(layer_count, -1)[layers].flatten()
 
     def rows(self, kind: int) -> Int[Tensor, " S"]:
-        """The numbers that the streams of a kind have among all, in the order of their own."""
+        """The numbers that the table rows of a kind have among all, in the order of their own."""
         layer, head = self._where[kind].T[..., None]
         sequence = torch.arange(self.sequences, device=layer.device)
         number: Tensor = (layer * self.sequences + sequence) * self.kind.shape[1] + head
         return number.flatten()
 
     def split(
-        self, streams: Int[Tensor, " S"]
+        self, table_rows: Int[Tensor, " S"]
     ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
-        """Say of each kind where in the list its streams are, and their numbers among their own."""
+        """Say of each kind where in the list its rows are, and their numbers among their own."""
         heads = self.kind.shape[1]
-        layer = streams // (heads * self.sequences)
-        sequence, head = streams // heads % self.sequences, streams % heads
+        layer = table_rows // (heads * self.sequences)
+        sequence, head = table_rows // heads % self.sequences, table_rows % heads
         kind = self.kind[layer, head]
         own = self._cell[layer, head] * self.sequences + sequence
         places = [(kind == i).nonzero()[:, 0] for i in range(self.count)]
         return [(place, own[place]) for place in places]
 
-    def all_streams(
-        self, streams: Int[Tensor, " S"], number: Int[Tensor, " S"]
+    def all_table_rows(
+        self, table_rows: Int[Tensor, " S"], number: Int[Tensor, " S"]
     ) -> list[Int[Tensor, " n"]]:
-        """Give each kind a number for all its streams: those named get theirs, others 0."""
+        """Give each kind a number for all its table rows: those named get theirs, others 0."""
         every = torch.zeros(
             self.kind.numel() * self.sequences, dtype=number.dtype, device=number.device
         )
-        every[streams] = number
+        every[table_rows] = number
         return [every[self.rows(i)] for i in range(self.count)]
 
-    def by_stream(self, each: Sequence[Tensor]) -> Tensor:
-        """What is [K, streams] of each kind, over all streams."""
+    def by_table_row(self, each: Sequence[Tensor]) -> Tensor:
+        """What is [K, table_rows] of each kind, over all table rows."""
         whole = each[0].new_zeros(len(each[0]), self.kind.numel() * self.sequences)
         for i, part in enumerate(each):
             whole[:, self.rows(i)] = part

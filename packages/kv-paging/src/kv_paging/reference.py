@@ -20,18 +20,18 @@ class Token(NamedTuple):
 
 
 class ReferenceStore:
-    """Does what TokenStore says, one stream and one token after the other.
+    """Does what TokenStore says, one table row and one token after the other.
 
-    Streams are lists by id, in the order of slots. It has no pool, so it never runs dry; `pages`
+    Table rows are lists by id, in the order of slots. It has no pool, so it never runs dry; `pages`
     says how many pages its tokens would take.
     """
 
     def __init__(self, layout: PageLayout, layers: int, sequences: int, heads: int) -> None:
-        """Start with empty streams."""
+        """Start with empty table rows."""
         self.layout = layout
         self.layers, self.sequences, self.heads = layers, sequences, heads
         self.tokens: dict[int, list[Token]] = {
-            stream: [] for stream in range(layers * sequences * heads)
+            table_row: [] for table_row in range(layers * sequences * heads)
         }
 
     @property
@@ -41,65 +41,65 @@ class ReferenceStore:
 
     def append(
         self,
-        streams: Tensor,
+        table_rows: Tensor,
         key: Tensor,
         value: Tensor,
         keep: Tensor,
         score: Tensor | None = None,
         position: Tensor | None = None,
     ) -> None:
-        """Put the marked tokens at the ends of their streams."""
-        for s, stream in enumerate(streams.tolist()):
+        """Put the marked tokens at the ends of their table rows."""
+        for s, table_row in enumerate(table_rows.tolist()):
             for t in range(keep.shape[1]):
                 if keep[s, t]:
-                    self.tokens[stream].append(self._token((s, t), key, value, score, position))
+                    self.tokens[table_row].append(self._token((s, t), key, value, score, position))
 
-    def set_scores(self, streams: Tensor, score: Tensor) -> None:
+    def set_scores(self, table_rows: Tensor, score: Tensor) -> None:
         """Give stored tokens new scores."""
-        for s, stream in enumerate(streams.tolist()):
-            self.tokens[stream] = [
+        for s, table_row in enumerate(table_rows.tolist()):
+            self.tokens[table_row] = [
                 token._replace(score=_float32(score[s, t]))
-                for t, token in enumerate(self.tokens[stream])
+                for t, token in enumerate(self.tokens[table_row])
             ]
 
-    def compact(self, streams: Tensor, keep: Tensor) -> int:
+    def compact(self, table_rows: Tensor, keep: Tensor) -> int:
         """Drop the unmarked tokens; kept ones past the new end fill the holes, in order."""
         pages = self.pages
-        for s, stream in enumerate(streams.tolist()):
-            old = self.tokens[stream]
+        for s, table_row in enumerate(table_rows.tolist()):
+            old = self.tokens[table_row]
             kept = [bool(keep[s, t]) for t in range(len(old))]
             end = sum(kept)
             moving = [old[t] for t in range(end, len(old)) if kept[t]]
-            self.tokens[stream] = [old[t] if kept[t] else moving.pop(0) for t in range(end)]
+            self.tokens[table_row] = [old[t] if kept[t] else moving.pop(0) for t in range(end)]
         return pages - self.pages
 
     def replace(
         self,
-        streams: Tensor,
+        table_rows: Tensor,
         slot: Tensor,
         key: Tensor,
         value: Tensor,
         score: Tensor | None = None,
         position: Tensor | None = None,
     ) -> None:
-        """Overwrite one token of each stream, none where the slot is -1."""
-        for s, (stream, i) in enumerate(zip(streams.tolist(), slot.tolist(), strict=True)):
+        """Overwrite one token of each table row, none where the slot is -1."""
+        for s, (table_row, i) in enumerate(zip(table_rows.tolist(), slot.tolist(), strict=True)):
             if i >= 0:
-                self.tokens[stream][i] = self._token((s,), key, value, score, position)
+                self.tokens[table_row][i] = self._token((s,), key, value, score, position)
 
-    def remove(self, streams: Tensor, slot: Tensor) -> None:
-        """Take one token out of each stream; the last one takes its slot."""
-        for stream, i in zip(streams.tolist(), slot.tolist(), strict=True):
+    def remove(self, table_rows: Tensor, slot: Tensor) -> None:
+        """Take one token out of each table row; the last one takes its slot."""
+        for table_row, i in zip(table_rows.tolist(), slot.tolist(), strict=True):
             if i >= 0:
-                last = self.tokens[stream].pop()
-                if i < len(self.tokens[stream]):
-                    self.tokens[stream][i] = last
+                last = self.tokens[table_row].pop()
+                if i < len(self.tokens[table_row]):
+                    self.tokens[table_row][i] = last
 
-    def weakest(self, streams: Tensor) -> list[tuple[float, int]]:
-        """Give the lowest score of each stream and its first slot."""
+    def weakest(self, table_rows: Tensor) -> list[tuple[float, int]]:
+        """Give the lowest score of each table row and its first slot."""
         found = []
-        for stream in streams.tolist():
-            scores = [float("inf") if t.score is None else t.score for t in self.tokens[stream]]
+        for table_row in table_rows.tolist():
+            scores = [float("inf") if t.score is None else t.score for t in self.tokens[table_row]]
             low = min(scores, default=float("inf"))
             found.append((low, scores.index(low) if scores else -1))
         return found
@@ -118,15 +118,15 @@ class ReferenceStore:
         }
 
     def clear(self, sequences: Tensor) -> None:
-        """Empty the streams of sequences."""
-        for stream, tokens in self.tokens.items():
-            if stream // self.heads % self.sequences in sequences.tolist():
+        """Empty the table rows of sequences."""
+        for table_row, tokens in self.tokens.items():
+            if table_row // self.heads % self.sequences in sequences.tolist():
                 tokens.clear()
 
     def truncate(self, length: Tensor) -> None:
         """Keep at most the first tokens of every head of each sequence."""
-        for stream, tokens in self.tokens.items():
-            del tokens[int(length[stream // self.heads % self.sequences]) :]
+        for table_row, tokens in self.tokens.items():
+            del tokens[int(length[table_row // self.heads % self.sequences]) :]
 
     def _token(
         self,
@@ -152,9 +152,9 @@ def stored(store: TokenStore) -> dict[int, list[Token]]:
     pages = [bytes(page.tolist()) for page in store.pool.data]
     found: dict[int, list[Token]] = {}
     lengths = store.length.flatten().tolist()
-    for stream, held in enumerate(store.table.flatten(0, -2).tolist()):
-        found[stream] = []
-        for slot in range(lengths[stream]):
+    for table_row, held in enumerate(store.table.flatten(0, -2).tolist()):
+        found[table_row] = []
+        for slot in range(lengths[table_row]):
             page, row = pages[held[slot // tokens]], slot % tokens
             parts = [page[at + row * width : at + (row + 1) * width] for at, _, width in segments]
             token = Token(
@@ -163,7 +163,7 @@ def stored(store: TokenStore) -> dict[int, list[Token]]:
                 struct.unpack_from("=f", page, score + 4 * row)[0] if layout.scores else None,
                 struct.unpack_from("=i", page, position + 4 * row)[0] if layout.positions else None,
             )
-            found[stream].append(token)
+            found[table_row].append(token)
     return found
 
 

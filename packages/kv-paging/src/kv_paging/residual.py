@@ -14,7 +14,7 @@ from kv_paging.tokens import BOTH, Stored
 class ResidualTier:
     """Full blocks in the tier's format, and fewer tokens than a block in the raw one.
 
-    A stream's tokens wait raw until they are as many as a block; then they are encoded as one, and
+    A row's tokens wait raw until they are as many as a block; then they are encoded as one, and
     never again. A place, as `weakest_all` gives it and `fetch`, `remove` and `replace` take it, is
     twice the slot in the blocks, or twice the slot among the waiting tokens and one.
 
@@ -22,13 +22,13 @@ class ResidualTier:
     """
 
     def __init__(self, blocks: BlockStore, waiting: TokenStore) -> None:
-        """Join two stores over the same streams."""
+        """Join two stores over the same table rows."""
         self.blocks, self.waiting = blocks, waiting
         self.pool = blocks.pool
 
     def append(
         self,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         key: Float[Tensor, "S L D"],
         value: Float[Tensor, "S L Dv"],
         keep: Bool[Tensor, "S L"],
@@ -43,39 +43,39 @@ class ResidualTier:
         """
         block = self.blocks.layout.format.block
         if self.waiting.longest + keep.shape[1] < block:  # known without asking the device
-            self.waiting.append(streams, key, value, keep, score, position)
+            self.waiting.append(table_rows, key, value, keep, score, position)
             return
-        expect_shape("keep", keep, streams.shape[0], None)
+        expect_shape("keep", keep, table_rows.shape[0], None)
         self.blocks.expect_tokens(key, value, score, position, *keep.shape)
-        old = self.waiting.read(streams, BOTH)  # refuses streams that are not there
+        old = self.waiting.read(table_rows, BOTH)  # refuses table rows that are not there
         count = old.held.sum(1) + keep.sum(1)
         filled = count // block * block
         every = torch.cat((old.held, keep), 1)
         goes = every & (every.cumsum(1) <= filled[:, None])
         drains = (filled > 0)[:, None]
-        self._reserve(streams, filled, count - filled)
+        self._reserve(table_rows, filled, count - filled)
         tokens = _after(old, key, value, score, position)
-        self.blocks.append(streams, tokens[0], tokens[1], goes, tokens[2], tokens[3])
-        self.waiting.compact(streams, old.held & ~drains)
-        # A stream that filled no block has its old tokens still.
+        self.blocks.append(table_rows, tokens[0], tokens[1], goes, tokens[2], tokens[3])
+        self.waiting.compact(table_rows, old.held & ~drains)
+        # A table row that filled no block has its old tokens still.
         rest = every & ~goes
         rest[:, : old.held.shape[1]] &= drains
-        self.waiting.append(streams, tokens[0], tokens[1], rest, tokens[2], tokens[3])
+        self.waiting.append(table_rows, tokens[0], tokens[1], rest, tokens[2], tokens[3])
 
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each stream and its place, as TokenStore does."""
+        """Give the lowest score of each table row and its place, as TokenStore does."""
         score, slot = self.blocks.weakest_all(until)
         other, loose = self.waiting.weakest_all(until)
         first = (slot >= 0) & ((score <= other) | (loose < 0))
         place = (2 * slot).where(first, 2 * loose + 1)
         return score.where(first, other), place.clamp(min=-1)
 
-    def fetch(self, streams: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> Stored:
-        """Read one token of each stream, as TokenStore does."""
+    def fetch(self, table_rows: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> Stored:
+        """Read one token of each table row, as TokenStore does."""
         slot, loose = _split(place)
-        first, second = self.blocks.fetch(streams, slot), self.waiting.fetch(streams, loose)
+        first, second = self.blocks.fetch(table_rows, slot), self.waiting.fetch(table_rows, loose)
         assert first.key is not None  # fetch decodes both
         assert first.value is not None
         assert second.key is not None
@@ -89,12 +89,12 @@ class ResidualTier:
             _either(mine[..., None], first.value, second.value),
         )
 
-    def remove(self, streams: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each stream; place -1 leaves a stream alone."""
+    def remove(self, table_rows: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> None:
+        """Let go of one token of each table row; place -1 leaves a table row alone."""
         slot, loose = _split(place)
-        self.waiting.remove(streams, loose)
+        self.waiting.remove(table_rows, loose)
         if bool((slot >= 0).any()):
-            self.blocks.remove(streams, slot)
+            self.blocks.remove(table_rows, slot)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
         """Let each head of sequence b keep its first length[b] tokens at most.
@@ -119,18 +119,18 @@ class ResidualTier:
         self.blocks.expect_whole(length[:, None])
 
     def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Bound the pages that so many more tokens take, at most a block in each stream."""
+        """Bound the pages that so many more tokens take, at most a block in each table row."""
         tokens, block = self.blocks.layout.tokens, self.blocks.layout.format.block
         loose, length = (s.length.flatten().long() for s in (self.waiting, self.blocks))
         fills = (loose + count >= block) & (length % tokens == 0)
         return self.waiting.pages_for_more(count) + fills.sum()
 
-    def _reserve(self, streams: Tensor, filled: Tensor, rest: Tensor) -> None:
+    def _reserve(self, table_rows: Tensor, filled: Tensor, rest: Tensor) -> None:
         """Make sure of all pages before anything changes, where the pool may have too few."""
         blocks, waiting = self.blocks, self.waiting
         if blocks.pool.grows:
             return
-        full, loose = (s.length.flatten()[streams].long() for s in (blocks, waiting))
+        full, loose = (s.length.flatten()[table_rows].long() for s in (blocks, waiting))
         more = pages_for(full + filled, blocks.layout.tokens) - pages_for(
             full, blocks.layout.tokens
         )

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kv_paging.head_pages import HeadPages, move_together, release_all, select_all
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
-from kv_paging.streams import HeadPages, move_together, release_all, select_all
 
 
 class Sequences(ABC):
@@ -25,7 +25,7 @@ class Sequences(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[TokenStore, ...]:
-        """The stores of all kinds, each of streams with vectors of one length."""
+        """The stores of all kinds, each of table rows with vectors of one length."""
 
     def pages(self) -> Int[Tensor, " n"]:
         """Give the ids of all pages the tiers hold; for `PagePool.check`."""
@@ -73,7 +73,7 @@ class Sequences(ABC):
     def trim(self, also: Sequence[HeadPages] = ()) -> None:
         """Give back the memory of a growing pool that nobody holds and the next steps do not need.
 
-        Free stay as many pages as a step may take: one per stream and store, two where a page holds
+        Free stay as many pages as a step may take: one per row and store, two where a page holds
         a single token. Held pages move, bytes as they are, and views are made anew. While they are
         copied, the old memory and the new one both exist. The host waits for the device.
 

@@ -1,6 +1,6 @@
-"""One token enters a stream and one leaves or moves, in all streams at once, without waiting.
+"""One token enters a table row and one leaves or moves, in all table rows at once, without waiting.
 
-Only what is true of all streams is decided here on the host: which tiers there are. Everything else
+Only what is true of all rows is decided here on the host: which tiers there are. Everything else
 is masks, so the number of operations depends on the tiers alone. What a mask rules out is written
 to the pool's scratch page.
 """
@@ -22,7 +22,7 @@ from kv_policy import PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What a step does to the streams of one tier."""
+    """What a step does to the table rows of one tier."""
 
     pages: PagedTokens
     slot: Int[Tensor, " S"]  # of the victim; 0 where there is none
@@ -170,7 +170,7 @@ def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
 
 
 def or_else(tokens: NewTokens, mask: Bool[Tensor, " S"], found: Stored) -> NewTokens:
-    """The same, with what was found, one token of each stream, where it is marked."""
+    """The same, with what was found, one token of each table row, where it is marked."""
     assert found.key is not None  # vectors were asked for
     assert found.value is not None
     score, position = tokens.score, tokens.position

@@ -4,8 +4,8 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import expect_cover, expect_field, expect_shape
+from kv_paging.head_pages import HeadPages, select_all
 from kv_paging.moves import Segment, move, take
-from kv_paging.streams import HeadPages, select_all
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
 from kv_policy import PagedTokens, Running
@@ -14,8 +14,8 @@ from kv_policy import PagedTokens, Running
 class TokenStore(HeadPages):
     """The tokens of one tier; tokens are encoded once, and after that only bytes move.
 
-    Operations on streams by number check the numbers, and wait for the device to do so. Those on a
-    layer or on all streams do not wait, and read as many slots as `longest` says.
+    Operations on rows by number check the numbers, and wait for the device to do so. Those on a
+    layer or on all table rows do not wait, and read as many slots as `longest` says.
     """
 
     def view(self, layer: int) -> PagedTokens:
@@ -28,29 +28,29 @@ class TokenStore(HeadPages):
         return self._view(table, length, self.pool.data)
 
     def whole(self) -> PagedTokens:
-        """Give all streams as `PageKernels` take them; good until the pool or the table grows."""
+        """Give all rows as `PageKernels` take them; good until the pool or the table grows."""
         length = self._length.view(-1, 1)
         return self._view(self._table.ids[:, None], length, self.pool.padded)
 
-    def read(self, streams: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
-        """Give what streams hold: scores and positions where pages have them, vectors if asked.
+    def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
+        """Give what table rows hold: scores and positions where pages have them, vectors if asked.
 
-        Vectors are decoded for all streams named, so name few at a time, such as one layer's.
+        Vectors are decoded for all table rows named, so name few at a time, such as one layer's.
         """
-        streams, length, wrong = self._named(streams)
+        table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
-        return self.kernels.read(self.whole(), streams, longest, vectors)
+        return self.kernels.read(self.whole(), table_rows, longest, vectors)
 
     def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
-        """Give what the streams of a layer hold, as `read` does, over `longest` slots."""
+        """Give what the table rows of a layer hold, as `read` does, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
     def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
-        """Give what the streams of some layers hold, as `read_layer` does."""
-        return self.kernels.read(self.whole(), self.streams(layers), self.longest, vectors)
+        """Give what the table rows of some layers hold, as `read_layer` does."""
+        return self.kernels.read(self.whole(), self.table_rows(layers), self.longest, vectors)
 
-    def fetch(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
-        """Read one token of each stream, vectors included, as tensors of length 1.
+    def fetch(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
+        """Read one token of each table row, vectors included, as tensors of length 1.
 
         Slot -1 gives no token. This is how a token is taken to another tier: fetched here, appended
         there, removed here.
@@ -58,23 +58,23 @@ class TokenStore(HeadPages):
         Raises:
             ValueError: a slot that holds no token.
         """
-        expect_shape("slot", slot, streams.shape[0])
-        streams, length, wrong = self._named(streams)
+        expect_shape("slot", slot, table_rows.shape[0])
+        table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
-        return self._fetch(streams, slot)
+        return self._fetch(table_rows, slot)
 
-    def set_scores(self, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-        """Give stored tokens new scores, slot by slot; what lies past a stream's end is unused.
+    def set_scores(self, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+        """Give stored tokens new scores, slot by slot; what lies past a table row's end is unused.
 
         Raises:
             ValueError: pages hold no scores, or some tokens would get none.
         """
         self._expect_scores()
-        expect_shape("score", score, streams.shape[0], None)
-        streams, length, wrong = self._named(streams)
+        expect_shape("score", score, table_rows.shape[0], None)
+        table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
         expect_cover("score", score.shape[1], longest)
-        self.kernels.rescore(self.whole(), streams, score[:, :longest])
+        self.kernels.rescore(self.whole(), table_rows, score[:, :longest])
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
         """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
@@ -91,10 +91,10 @@ class TokenStore(HeadPages):
             ValueError: pages hold no scores, or fewer slots than `longest` says are given.
         """
         self._expect_scores()
-        streams = self.streams(layers)
-        expect_shape("score", score, streams.shape[0], None)
+        table_rows = self.table_rows(layers)
+        expect_shape("score", score, table_rows.shape[0], None)
         expect_cover("score", score.shape[1], self.longest)
-        self.kernels.rescore(self.whole(), streams, score[:, : self.longest])
+        self.kernels.rescore(self.whole(), table_rows, score[:, : self.longest])
 
     def accumulate_layers(
         self,
@@ -108,7 +108,7 @@ class TokenStore(HeadPages):
 
         Args:
             layers: which.
-            before: for each stream, the tokens of its sequence before the pass; -1 leaves it alone.
+            before: for each row, the tokens of its sequence before the pass; -1 leaves it alone.
             mass: what the queries of the pass gave each slot, as `read_layers` has them.
             seen: how many of the queries counted for it.
             running: which mean or sum.
@@ -118,83 +118,85 @@ class TokenStore(HeadPages):
         """
         self._expect_scores()
         self._expect_positions()
-        streams = self.streams(layers)
+        table_rows = self.table_rows(layers)
         for name, x in (("mass", mass), ("seen", seen)):
-            expect_shape(name, x, streams.shape[0], None)
+            expect_shape(name, x, table_rows.shape[0], None)
             expect_cover(name, x.shape[1], self.longest)
-        expect_shape("before", before, streams.shape[0])
+        expect_shape("before", before, table_rows.shape[0])
         mine = mass[:, : self.longest], seen[:, : self.longest]
-        self.kernels.accumulate(self.whole(), streams, before, *mine, running)
+        self.kernels.accumulate(self.whole(), table_rows, before, *mine, running)
 
-    def weakest(self, streams: Int[Tensor, " S"]) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each stream and its slot, the first of equal ones.
+    def weakest(
+        self, table_rows: Int[Tensor, " S"]
+    ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
+        """Give the lowest score of each table row and its slot, the first of equal ones.
 
-        An empty stream gives inf and -1. Only scores are read.
+        An empty table row gives inf and -1. Only scores are read.
 
         Raises:
             ValueError: pages hold no scores.
         """
-        streams, length, wrong = self._named(streams)
+        table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
-        return self._weakest(streams, longest)
+        return self._weakest(table_rows, longest)
 
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the same as `weakest`, for all streams, of the tokens of positions before `until`.
+        """Give the same as `weakest`, for all rows, of the tokens of positions before `until`.
 
         Raises:
             ValueError: pages hold no scores, or no positions where these are asked about.
         """
-        return self._weakest(self.streams(), self.longest, until)
+        return self._weakest(self.table_rows(), self.longest, until)
 
     def append(
         self,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         key: Float[Tensor, "S L D"],
         value: Float[Tensor, "S L Dv"],
         keep: Bool[Tensor, "S L"],
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their streams.
+        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow.
             ValueError: shapes that do not fit, scores or positions missing or not stored here, or
                 a number of tokens that does not fill blocks of those encoded together.
         """
-        expect_shape("keep", keep, streams.shape[0], None)
+        expect_shape("keep", keep, table_rows.shape[0], None)
         self.expect_tokens(key, value, score, position, *keep.shape)
         if keep.numel() == 0:
             return
         block = self.layout.format.block
-        streams, length, wrong = self._named(streams)
+        table_rows, length, wrong = self._named(table_rows)
         after = length + keep.sum(1)
         held, needed = self._pages_for(length), self._pages_for(after)
         total, columns, longest, odd = self._agree(
             wrong,
             (needed - held).sum(),
-            self._columns_if(streams, needed),
-            self._longest_if(streams, after),
+            self._columns_if(table_rows, needed),
+            self._longest_if(table_rows, after),
             (after % block).sum(),
         )
         if odd:
             raise ValueError(
-                f"{block} tokens are encoded together here, and a stream is given a number that "
+                f"{block} tokens are encoded together here, and a table row is given a number that "
                 "does not fill such blocks; append through Tiers, where the others wait"
             )
         pages = self.pool.allocate(total)
         try:
-            self._enter(streams, held, needed - held, pages, columns)
+            self._enter(table_rows, held, needed - held, pages, columns)
             tokens = (key, value, score, position)
-            self.kernels.write(self.whole(), streams, length, keep, *tokens)
+            self.kernels.write(self.whole(), table_rows, length, keep, *tokens)
         except BaseException:
             self.pool.release(pages)
             raise
-        self._set_length(streams, after, longest)
+        self._set_length(table_rows, after, longest)
 
-    def compact(self, streams: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
+    def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
         """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
 
         Kept tokens past the new end move into the holes before it, the first into the first, with
@@ -206,32 +208,32 @@ class TokenStore(HeadPages):
         Raises:
             ValueError: `keep` says nothing about some tokens.
         """
-        expect_shape("keep", keep, streams.shape[0], None)
-        streams, length, wrong = self._named(streams)
-        return self._close_up(streams, length, wrong, keep & before(length, keep.shape[1]), 1)
+        expect_shape("keep", keep, table_rows.shape[0], None)
+        table_rows, length, wrong = self._named(table_rows)
+        return self._close_up(table_rows, length, wrong, keep & before(length, keep.shape[1]), 1)
 
     def replace(
         self,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         slot: Int[Tensor, " S"],
         key: Float[Tensor, "S D"],
         value: Float[Tensor, "S Dv"],
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Overwrite one token of each stream in place; slot -1 leaves a stream alone.
+        """Overwrite one token of each table row in place; slot -1 leaves a table row alone.
 
         Raises:
             ValueError: a slot that holds no token, shapes that do not fit, scores or positions
                 missing or not stored here.
         """
-        expect_shape("slot", slot, streams.shape[0])
-        self.expect_tokens(key, value, score, position, streams.shape[0])
-        streams, length, wrong = self._named(streams)
+        expect_shape("slot", slot, table_rows.shape[0])
+        self.expect_tokens(key, value, score, position, table_rows.shape[0])
+        table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
         self.kernels.write(
             self.whole(),
-            streams,
+            table_rows,
             slot,
             (slot >= 0)[:, None],
             key[:, None],
@@ -240,29 +242,29 @@ class TokenStore(HeadPages):
             None if position is None else position[:, None],
         )
 
-    def remove(self, streams: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each stream; the stream's last token moves into its slot.
+    def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
+        """Let go of one token of each table row; the table row's last token moves into its slot.
 
-        Slot -1 leaves a stream alone. A page that becomes empty goes back to the pool.
+        Slot -1 leaves a table row alone. A page that becomes empty goes back to the pool.
 
         Raises:
             ValueError: a slot that holds no token.
         """
-        expect_shape("slot", slot, streams.shape[0])
-        streams, length, wrong = self._named(streams)
+        expect_shape("slot", slot, table_rows.shape[0])
+        table_rows, length, wrong = self._named(table_rows)
         after = length - (slot >= 0).long()
         freed = (self._pages_for(length) - self._pages_for(after)).sum()
         total, longest = self._agree_slots(
-            wrong, slot, length, freed, self._longest_if(streams, after)
+            wrong, slot, length, freed, self._longest_if(table_rows, after)
         )
         chosen = (slot >= 0).nonzero()[:, 0]
         move(
             self.pool.data,
             self.layout,
-            self._place(streams[chosen], after[chosen]),
-            self._place(streams[chosen], slot[chosen]),
+            self._place(table_rows[chosen], after[chosen]),
+            self._place(table_rows[chosen], slot[chosen]),
         )
-        self._shorten(streams, length, after, total, longest)
+        self._shorten(table_rows, length, after, total, longest)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Let the sequences become source[0], source[1], ...: beams, repeats, a smaller batch.
@@ -304,9 +306,9 @@ class TokenStore(HeadPages):
             longest=self.longest,
         )
 
-    def _fetch(self, streams: Tensor, slot: Tensor) -> Stored:
+    def _fetch(self, table_rows: Tensor, slot: Tensor) -> Stored:
         block = self.layout.format.block
-        page, row = self._place(streams[:, None], slot.clamp(min=0)[:, None])
+        page, row = self._place(table_rows[:, None], slot.clamp(min=0)[:, None])
 
         def take_one(segment: Segment) -> Tensor:
             # Scores and positions have a row per token, the parts of the format one per block.
@@ -317,12 +319,12 @@ class TokenStore(HeadPages):
         return read_tokens(self.layout, (slot >= 0)[:, None], take_one, BOTH, inside)
 
     def _weakest(
-        self, streams: Tensor, slots: int, until: Tensor | None = None
+        self, table_rows: Tensor, slots: int, until: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self._expect_scores()
         if until is not None:
             self._expect_positions()
-        return self.kernels.weakest(self.whole(), streams, slots, until)
+        return self.kernels.weakest(self.whole(), table_rows, slots, until)
 
     def _expect_scores(self) -> None:
         if not self.layout.scores:
@@ -342,13 +344,13 @@ class TokenStore(HeadPages):
         if strange:
             first = int(empty.int().argmax())
             raise ValueError(
-                f"slot {int(slot[first])} holds no token, the stream has {int(length[first])}; "
-                "name a slot before that, or -1 to leave the stream alone"
+                f"slot {int(slot[first])} holds no token, the table row has {int(length[first])}; "
+                "name a slot before that, or -1 to leave the table row alone"
             )
         return known
 
     def _close_up(
-        self, streams: Tensor, length: Tensor, wrong: Tensor, stay: Tensor, block: int
+        self, table_rows: Tensor, length: Tensor, wrong: Tensor, stay: Tensor, block: int
     ) -> int:
         """Let go of the blocks of `block` slots that are not marked; the last ones fill the gaps.
 
@@ -358,29 +360,29 @@ class TokenStore(HeadPages):
         after = stay.sum(1) * block
         freed = (self._pages_for(length) - self._pages_for(after)).sum()
         longest, total, remains = self._agree(
-            wrong, most(length), freed, self._longest_if(streams, after)
+            wrong, most(length), freed, self._longest_if(table_rows, after)
         )
         expect_cover("keep", stay.shape[1] * block, longest)
-        self.kernels.compact(self.whole(), streams, stay)
-        self._shorten(streams, length, after, total, remains)
+        self.kernels.compact(self.whole(), table_rows, stay)
+        self._shorten(table_rows, length, after, total, remains)
         return total
 
 
 def read_slots(
     store: TokenStore,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     slot: Int[Tensor, "S L"],
     vectors: VectorNames = BOTH,
 ) -> Stored:
-    """Read the tokens in slots of streams; unlike `TokenStore.fetch` it checks nothing.
+    """Read the tokens in slots of table rows; unlike `TokenStore.fetch` it checks nothing.
 
     Args:
         store: of a format in which every token stands alone.
-        streams: which streams; one may be named again.
-        slot: of each stream, slots before its end.
+        table_rows: which table rows; one may be named again.
+        slot: of each table row, slots before its end.
         vectors: what to decode.
     """
-    page, row = store._place(streams[:, None].expand_as(slot), slot)
+    page, row = store._place(table_rows[:, None].expand_as(slot), slot)
 
     def take_each(segment: Segment) -> Tensor:
         return take(store.pool.data, segment, page, row)
@@ -390,7 +392,7 @@ def read_slots(
 
 def write_slots(
     store: TokenStore,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     slot: Int[Tensor, "S L"],
     some: Bool[Tensor, "S L"],
     key: Float[Tensor, "S L D"],
@@ -402,15 +404,15 @@ def write_slots(
 
     Args:
         store: of a format in which every token stands alone.
-        streams: which streams.
-        slot: of each stream, slots before its end, those marked each once.
+        table_rows: which table rows.
+        slot: of each table row, slots before its end, those marked each once.
         some: which to write; the others go to the pool's scratch page.
         key: of the tokens.
         value: of the tokens.
         score: of the tokens; None keeps the stored scores.
         position: of the tokens; None keeps the stored positions.
     """
-    page, row = store._place(streams[:, None].expand_as(slot), slot)
+    page, row = store._place(table_rows[:, None].expand_as(slot), slot)
     write_tokens(
         store.pool.padded,
         store.layout,

@@ -1,4 +1,4 @@
-"""Which pages a stream holds: page tables, and the prefix sum that deals out pages to streams."""
+"""Which pages a row holds: page tables, and the prefix sum that deals out pages to table rows."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,11 +18,11 @@ def pages_for(length: Length, tokens: int) -> Length:
 
 
 def columns_for(total: int, tokens: int) -> int:
-    """Bound the pages of two tiers that hold `total` tokens of a stream together.
+    """Bound the pages of two tiers that hold `total` tokens of a table row together.
 
     Each tier may have a page that is not full, so this is one more than a single tier needs at
     `tokens`, the smaller of their tokens a page: ceil(a / t) + ceil(b / u) <= ceil((a + b) / t) + 1
-    for u >= t. LeanKV section 5.2 gives its table ceil((a + b) / t) entries, which a stream of one
+    for u >= t. LeanKV section 5.2 gives its table ceil((a + b) / t) entries, which a row of one
     token in each tier overflows.
     """
     return pages_for(total, tokens) + 1
@@ -48,24 +48,24 @@ def spread(
 class _Ids:
     """The ids themselves, which both sides of a table see."""
 
-    ids: Int[Tensor, "streams T"]
+    ids: Int[Tensor, "table rows T"]
 
 
 class PageTable:
-    """The page ids of every stream, column by column; past its last page they are stale.
+    """The page ids of every table row, column by column; past its last page they are stale.
 
     A table has two sides: one tier counts columns from the left, and another, through `facing`,
     from the right of the same rows (LeanKV section 5.2).
     """
 
-    def __init__(self, streams: int, device: torch.device) -> None:
+    def __init__(self, table_rows: int, device: torch.device) -> None:
         """Start with one column; id 0 stands where no page was entered yet."""
-        self._shared = _Ids(torch.zeros(streams, 1, dtype=torch.int32, device=device))
+        self._shared = _Ids(torch.zeros(table_rows, 1, dtype=torch.int32, device=device))
         self.reverse = False
 
     @classmethod
     def over(cls, pages: PagedTokens) -> "PageTable":
-        """Give the side of a table that belongs to a tier of streams with a head each."""
+        """Give the side of a table that belongs to a tier of table rows with a head each."""
         table = object.__new__(cls)
         table._shared, table.reverse = _Ids(pages.table[:, 0]), pages.reverse
         return table
@@ -81,7 +81,7 @@ class PageTable:
         return self._shared is other._shared
 
     @property
-    def ids(self) -> Int[Tensor, "streams T"]:
+    def ids(self) -> Int[Tensor, "table rows T"]:
         """The table; widening and reordering replace this tensor."""
         return self._shared.ids
 
@@ -95,12 +95,12 @@ class PageTable:
         """Memory of the table, both sides together."""
         return self.ids.numel() * self.ids.itemsize
 
-    def widen(self, columns: int, left: Int[Tensor, " streams"] | None = None) -> None:
-        """Make room for `columns` pages a stream; an eighth at least, so that it happens rarely.
+    def widen(self, columns: int, left: Int[Tensor, " table rows"] | None = None) -> None:
+        """Make room for `columns` pages a table row; an eighth at least, so that it happens rarely.
 
         Args:
             columns: pages of both sides.
-            left: pages of each stream that are counted from the left, where there is another side:
+            left: pages of each row that are counted from the left, where there is another side:
                 what lies right of them stays at the right end.
         """
         ids, width = self.ids, self.width
@@ -113,13 +113,13 @@ class PageTable:
         self,
         other: "PageTable",
         layers: int,
-        left: tuple[Int[Tensor, " streams"], Int[Tensor, " others"]] | None,
+        left: tuple[Int[Tensor, " table rows"], Int[Tensor, " others"]] | None,
     ) -> None:
         """Let another table's rows come after these, layer by layer; it has none then.
 
         Args:
             other: a table of as many layers.
-            layers: N; the streams of a layer lie together.
+            layers: N; the table rows of a layer lie together.
             left: of both tables, what `widen` takes.
         """
         columns = max(self.width, other.width)
@@ -131,46 +131,48 @@ class PageTable:
         self._shared.ids = torch.cat(both, 1).flatten(0, 1)
         other._shared.ids = other.ids[:0]
 
-    def block(self, streams: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
-        """Give the first `columns` page ids of streams, stale ones included; all exist."""
+    def block(self, table_rows: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
+        """Give the first `columns` page ids of table rows, stale ones included; all exist."""
         if self.reverse:
-            return self.ids[streams, max(self.width - columns, 0) :].flip(1).long()
-        return self.ids[streams, :columns].long()
+            return self.ids[table_rows, max(self.width - columns, 0) :].flip(1).long()
+        return self.ids[table_rows, :columns].long()
 
-    def within(self, count: Int[Tensor, " streams"], total: int | None = None) -> Int[Tensor, " n"]:
-        """Give the first `count` page ids of every stream; `total` is their sum, if it is known."""
+    def within(
+        self, count: Int[Tensor, " table rows"], total: int | None = None
+    ) -> Int[Tensor, " n"]:
+        """Give the first `count` page ids of every row; `total` is their sum, if it is known."""
         total = int(count.sum()) if total is None else total
         return self.lookup(*spread(torch.zeros_like(count), count, total))
 
-    def lookup(self, streams: Int[Tensor, "*n"], column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """Give the page id at `column[i]` of stream `streams[i]`."""
-        return self.ids[streams, self._place(column)].long()
+    def lookup(self, table_rows: Int[Tensor, "*n"], column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """Give the page id at `column[i]` of table row `table_rows[i]`."""
+        return self.ids[table_rows, self._place(column)].long()
 
     def enter(
-        self, streams: Int[Tensor, " n"], column: Int[Tensor, " n"], pages: Int[Tensor, " n"]
+        self, table_rows: Int[Tensor, " n"], column: Int[Tensor, " n"], pages: Int[Tensor, " n"]
     ) -> None:
-        """Put page ids at `column[i]` of stream `streams[i]`."""
-        self.ids[streams, self._place(column)] = pages.to(self.ids.dtype)
+        """Put page ids at `column[i]` of table row `table_rows[i]`."""
+        self.ids[table_rows, self._place(column)] = pages.to(self.ids.dtype)
 
-    def find(self, column: Int[Tensor, " streams"]) -> Int[Tensor, " streams"]:
-        """Give the page id at a column of every stream; any where there is no such column."""
+    def find(self, column: Int[Tensor, " table rows"]) -> Int[Tensor, " table rows"]:
+        """Give the page id at a column of every table row; any where there is no such column."""
         return self.ids.gather(1, self._inside(column))[:, 0].long()
 
     def enter_some(
         self,
-        column: Int[Tensor, " streams"],
-        pages: Int[Tensor, " streams"],
-        some: Bool[Tensor, " streams"],
+        column: Int[Tensor, " table rows"],
+        pages: Int[Tensor, " table rows"],
+        some: Bool[Tensor, " table rows"],
     ) -> None:
-        """Put a page id at a column of each marked stream."""
+        """Put a page id at a column of each marked table row."""
         place = self._inside(column)
         kept = self.ids.gather(1, place)
         ids = pages.to(self.ids.dtype)[:, None].where(some[:, None], kept)
         self.ids.scatter_(1, place, ids)
 
-    def reorder(self, streams: Int[Tensor, " n"]) -> None:
-        """Let stream i become a copy of the row that `streams[i]` has now, on both sides."""
-        self._shared.ids = self.ids[streams]
+    def reorder(self, table_rows: Int[Tensor, " n"]) -> None:
+        """Let table row i become a copy of the row that `table_rows[i]` has now, on both sides."""
+        self._shared.ids = self.ids[table_rows]
 
     def rename(self, ids: Int[Tensor, " P1"]) -> None:
         """Let page i be ids[i] from now on, on both sides; stale entries, too, name a page."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
+from kv_paging.head_pages import expect_some
 from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
 from kv_paging.page_reservation import PageReservation
@@ -16,19 +17,18 @@ from kv_paging.residual import ResidualTier
 from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
-from kv_paging.streams import expect_some
 from kv_paging.turns import step_in_turn
 from kv_paging.work import DecodeStep, NewTokens, Placement
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
 class Tiers(Sequences):
-    """The tokens of K tiers, each stream's over all of them, in pages of one pool.
+    """The tokens of K tiers, each table row's over all of them, in pages of one pool.
 
     Two stores after one another share a page table, from its left and right (LeanKV section 5.2).
     `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except once
     where the pool's lower bound of free pages is too low (see `PagePool.ensure`), and once every 64
-    steps, to read how long streams are.
+    steps, to read how long table rows are.
 
     A tier whose format encodes several tokens together has two stores: full blocks, and after it
     the tokens that wait raw, in pages of the same pool, until there are as many as a block. Steps
@@ -117,9 +117,9 @@ class Tiers(Sequences):
         """Memory of page tables and lengths."""
         return sum(store.table_bytes for store in self.stores)
 
-    def streams(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
-        return self.stores[0].streams(layers)
+    def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
+        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        return self.stores[0].table_rows(layers)
 
     def counts(self) -> Int[Tensor, "K N B H"]:
         """Count the tokens of each tier, without waiting."""
@@ -135,21 +135,21 @@ class Tiers(Sequences):
     def append(
         self,
         tier: int,
-        streams: Int[Tensor, " S"],
+        table_rows: Int[Tensor, " S"],
         key: Float[Tensor, "S L D"],
         value: Float[Tensor, "S L Dv"],
         keep: Bool[Tensor, "S L"],
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their streams.
+        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow.
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
         expect_some(self.stores)
-        self._members[tier].append(streams, key, value, keep, score, position)
+        self._members[tier].append(table_rows, key, value, keep, score, position)
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Let finished sequences give all their pages back; they go on as empty ones.
@@ -185,18 +185,18 @@ class Tiers(Sequences):
                 member.expect_cut(length)
 
     def pages_for_more(self, tier: int, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Bound the pages that so many more tokens of all streams take in a tier."""
+        """Bound the pages that so many more tokens of all table rows take in a tier."""
         return self._members[tier].pages_for_more(count)
 
     def weakest(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
-        """Give the lowest score of each stream in each tier, and where it is, without waiting.
+        """Give the lowest score of each table row in each tier, and where it is, without waiting.
 
         A place is a number for `step`; a tier without a token gives inf and place -1.
 
         Args:
-            until: look only at tokens of positions before this, for each stream.
+            until: look only at tokens of positions before this, for each table row.
 
         Raises:
             ValueError: pages hold no scores, or no positions where these are asked about.
@@ -215,11 +215,11 @@ class Tiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Let one token enter each stream, and one leave or move to a later tier.
+        """Let one token enter each table row, and one leave or move to a later tier.
 
         A victim that moves is decoded from its tier and encoded anew. A candidate of the victim's
         tier takes its slot; otherwise the tier's last token does, and a page that is emptied goes
-        back before any is taken. Each tier takes a page per stream at most, or two if a page holds
+        back before any is taken. Each tier takes a page per row at most, or two if a page holds
         one token.
 
         Args:
@@ -257,9 +257,9 @@ class Tiers(Sequences):
             ValueError: shapes that do not fit, scores or positions missing or not stored here.
         """
         expect_some(self.stores)
-        streams = self.stores[0].length.numel()
+        table_rows = self.stores[0].length.numel()
         for name in ("candidate", "victim", "target"):
-            expect_shape(name, getattr(choice, name), streams)
-        expect_shape("place", place, self.tiers, streams)
+            expect_shape(name, getattr(choice, name), table_rows)
+        expect_shape("place", place, self.tiers, table_rows)
         first = self.stores[0]
-        first.expect_tokens(token.key, token.value, token.score, token.position, streams)
+        first.expect_tokens(token.key, token.value, token.score, token.position, table_rows)

@@ -26,7 +26,7 @@ BOTH: Final[VectorNames] = frozenset({"keys", "values"})
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Tokens of S streams in the order of their slots, padded to the longest stream.
+    """Tokens of S table rows in the order of their slots, padded to the longest table row.
 
     Where `held` is false there is no token: its score is 0, its position -1, its vectors are 0.
     """
@@ -120,7 +120,7 @@ def read_tokens(
 ) -> Stored:
     """Read tokens with what `take` gives for a segment, at least L slots of it.
 
-    Whatever bytes are where no token is held do not show. With `inside` one block of each stream is
+    Whatever bytes are where no token is held do not show. With `inside` one block of each row is
     taken, and its token of that number is given, so L is 1.
     """
     scores, positions = score_segment(layout), position_segment(layout)

@@ -48,7 +48,7 @@ _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them 
 
 def write(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     start: Int[Tensor, " S"],
     keep: Bool[Tensor, "S L"],
     key: Float[Tensor, "S L D"],
@@ -59,14 +59,14 @@ def write(
     """Encode tokens and write them; the host waits for the device, to list those kept."""
     block, columns = pages.layout.format.block, keep.shape[1]
     slot = start[:, None] + keep.cumsum(1) - 1
-    # A token of each stream is encoded before any is written: what a codec refuses is not replaced.
-    rows = max(max(_ROWS, len(streams)) // block, 1) * block
+    # A token of each row is encoded before any is written: what a codec refuses is not replaced.
+    rows = max(max(_ROWS, len(table_rows)) // block, 1) * block
     for kept in torch.split(keep.flatten().nonzero()[:, 0], rows):
         place = (kept // columns, kept % columns)
         write_tokens(
             pages.data,
             pages.layout,
-            *_place(pages, streams[place[0]], slot[place]),
+            *_place(pages, table_rows[place[0]], slot[place]),
             key[place],
             value[place],
             None if score is None else score[place],
@@ -86,31 +86,31 @@ def place(
     write_tokens(data, layout, page, row, key, value, None, None)
 
 
-def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move blocks that stay to the front; the host waits for the device, twice."""
     block = pages.layout.format.block
     inside = before(stay.sum(1), stay.shape[1])
-    # A stream has as many kept blocks past its new end as gaps before it, so the two lists, both
-    # in the order of streams, pair up by themselves.
+    # A table row has as many kept blocks past its new end as gaps before it, so the two lists, both
+    # in the order of table rows, pair up by themselves.
     source, target = (stay & ~inside).nonzero(), (~stay & inside).nonzero()
     places = []
     for listed in (source, target):
-        page, row = _place(pages, streams[listed[:, 0]], listed[:, 1] * block)
+        page, row = _place(pages, table_rows[listed[:, 0]], listed[:, 1] * block)
         places.append((page, row // block))
     move(pages.data, pages.layout, *places)
 
 
 def read(
-    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
 ) -> Stored:
     """Read tokens."""
-    take_all = _taker(pages, streams, slots)
-    held = _present(pages, streams, slots, take_all)
+    take_all = _taker(pages, table_rows, slots)
+    held = _present(pages, table_rows, slots, take_all)
     return read_tokens(pages.layout, held, take_all, vectors)
 
 
-def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-    """Write scores; what would lie past a stream's last page goes to the scratch page."""
+def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+    """Write scores; what would lie past a table row's last page goes to the scratch page."""
     segment = score_segment(pages.layout)
     assert segment is not None  # the caller has seen to it
     tokens = pages.layout.tokens
@@ -118,9 +118,9 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
     padded = score.new_zeros(len(score), columns * tokens)
     padded[:, : score.shape[1]] = score
     if pages.holes:
-        padded = padded.masked_fill(~present(pages, streams, padded.shape[1]), torch.inf)
-    page = PageTable.over(pages).block(streams, columns)
-    held = before(pages_for(_lengths(pages, streams), tokens), page.shape[1])
+        padded = padded.masked_fill(~present(pages, table_rows, padded.shape[1]), torch.inf)
+    page = PageTable.over(pages).block(table_rows, columns)
+    held = before(pages_for(_lengths(pages, table_rows), tokens), page.shape[1])
     page = page.where(held, len(pages.data) - 1)
     by_page = padded.view(-1, tokens)
     write_scores(pages.data, segment, page.flatten(), by_page)
@@ -128,33 +128,33 @@ def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor,
 
 def accumulate(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
     running: Running,
 ) -> None:
     """Let scores go on."""
-    held = read(pages, streams, mass.shape[1], NONE)
+    held = read(pages, table_rows, mass.shape[1], NONE)
     assert held.score is not None  # the caller has seen to it
     assert held.position is not None
     score = running.update(held.score, held.position, before[:, None], mass, seen)
-    rescore(pages, streams, score.where(before[:, None] >= 0, held.score))
+    rescore(pages, table_rows, score.where(before[:, None] >= 0, held.score))
 
 
 def weakest(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     slots: int,
     until: Int[Tensor, " S"] | None,
 ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
     """Find the lowest scores, without waiting."""
     scores, positions = score_segment(pages.layout), position_segment(pages.layout)
     assert scores is not None  # the caller has seen to it
-    # One slot at least, for argmin to point at where all streams are empty.
-    take_all = _taker(pages, streams, max(slots, 1))
+    # One slot at least, for argmin to point at where all table rows are empty.
+    take_all = _taker(pages, table_rows, max(slots, 1))
     score = read_scores(take_all(scores))
-    held = _present(pages, streams, score.shape[1], take_all)
+    held = _present(pages, table_rows, score.shape[1], take_all)
     if until is not None and positions is not None:
         held = held & (read_positions(take_all(positions)) < until[:, None])
     score = score.masked_fill(~held, torch.inf)
@@ -169,9 +169,11 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     carry_out(pool, works)
 
 
-def present(pages: PagedTokens, streams: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
+def present(
+    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int
+) -> Bool[Tensor, "S slots"]:
     """Mark the slots that hold a token."""
-    return _present(pages, streams, slots, _taker(pages, streams, slots))
+    return _present(pages, table_rows, slots, _taker(pages, table_rows, slots))
 
 
 def before(end: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
@@ -180,26 +182,26 @@ def before(end: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
 
 
 def _present(
-    pages: PagedTokens, streams: Tensor, slots: int, take_all: Callable[[Segment], Tensor]
+    pages: PagedTokens, table_rows: Tensor, slots: int, take_all: Callable[[Segment], Tensor]
 ) -> Bool[Tensor, "S slots"]:
-    here = before(_lengths(pages, streams), slots)
+    here = before(_lengths(pages, table_rows), slots)
     positions = position_segment(pages.layout)
     if not pages.holes or positions is None:
         return here
     return here & (read_positions(take_all(positions))[:, :slots] >= 0)
 
 
-def _taker(pages: PagedTokens, streams: Tensor, slots: int) -> Callable[[Segment], Tensor]:
+def _taker(pages: PagedTokens, table_rows: Tensor, slots: int) -> Callable[[Segment], Tensor]:
     """What reads a segment of all pages with the first slots."""
-    page = PageTable.over(pages).block(streams, pages_for(slots, pages.layout.tokens))
+    page = PageTable.over(pages).block(table_rows, pages_for(slots, pages.layout.tokens))
     return lambda segment: take_pages(pages.data, segment, page)
 
 
-def _lengths(pages: PagedTokens, streams: Tensor) -> Int[Tensor, " S"]:
-    return pages.length[:, 0][streams].long()
+def _lengths(pages: PagedTokens, table_rows: Tensor) -> Int[Tensor, " S"]:
+    return pages.length[:, 0][table_rows].long()
 
 
-def _place(pages: PagedTokens, streams: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the page, and the row inside it, of a slot of each stream."""
+def _place(pages: PagedTokens, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the page, and the row inside it, of a slot of each table row."""
     size = pages.layout.tokens
-    return PageTable.over(pages).lookup(streams, slot // size), slot % size
+    return PageTable.over(pages).lookup(table_rows, slot // size), slot % size

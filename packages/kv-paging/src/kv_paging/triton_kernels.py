@@ -48,7 +48,7 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
 
 def write(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     start: Int[Tensor, " S"],
     keep: Bool[Tensor, "S L"],
     key: Float[Tensor, "S L D"],
@@ -60,9 +60,9 @@ def write(
     if _known(key, value):
         from kv_paging.gpu import writing
 
-        writing.write(pages, streams, start, keep, key, value, score, position)
+        writing.write(pages, table_rows, start, keep, key, value, score, position)
     else:
-        torch_kernels.write(pages, streams, start, keep, key, value, score, position)
+        torch_kernels.write(pages, table_rows, start, keep, key, value, score, position)
 
 
 def place(
@@ -82,11 +82,11 @@ def place(
         torch_kernels.place(data, layout, page, row, key, value)
 
 
-def compact(pages: PagedTokens, streams: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
+def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
     """Move tokens that stay to the front."""
     from kv_paging.gpu import moving
 
-    moving.compact(pages, streams, stay)
+    moving.compact(pages, table_rows, stay)
 
 
 def copy_pages(
@@ -99,24 +99,24 @@ def copy_pages(
 
 
 def read(
-    pages: PagedTokens, streams: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
 ) -> Stored:
     """Read tokens."""
     from kv_paging.gpu import reading
 
-    return reading.read(pages, streams, slots, vectors)
+    return reading.read(pages, table_rows, slots, vectors)
 
 
-def rescore(pages: PagedTokens, streams: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-    """Write new scores; pages past a stream's end stay as they are."""
+def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
+    """Write new scores; pages past a table row's end stay as they are."""
     from kv_paging.gpu import reading
 
-    reading.rescore(pages, streams, score)
+    reading.rescore(pages, table_rows, score)
 
 
 def accumulate(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     before: Int[Tensor, " S"],
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
@@ -125,23 +125,23 @@ def accumulate(
     """Let scores go on."""
     from kv_paging.gpu import accumulating
 
-    accumulating.accumulate(pages, streams, before, mass, seen, running)
+    accumulating.accumulate(pages, table_rows, before, mass, seen, running)
 
 
 def weakest(
     pages: PagedTokens,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     slots: int,
     until: Int[Tensor, " S"] | None,
 ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
     """Find the lowest scores."""
     from kv_paging.gpu import reading
 
-    return reading.weakest(pages, streams, slots, until)
+    return reading.weakest(pages, table_rows, slots, until)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """Do a step in three launches, two more for each further kind of streams.
+    """Do a step in three launches, two more for each further kind of table rows.
 
     Everything is changed in place and no size depends on data, so a step can be captured in a CUDA
     graph; it is to be captured anew once the pool or a table has grown. Candidates in float64 are

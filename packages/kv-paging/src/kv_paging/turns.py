@@ -25,22 +25,22 @@ def step_in_turn(
     Raises:
         PoolExhausted: it has not; nothing has changed.
     """
-    streams = torch.arange(place.shape[1], device=place.device)
+    table_rows = torch.arange(place.shape[1], device=place.device)
     leaves, swaps, arrives, enters = _moves(members, choice, place)
     reserve_step([(members, choice, place)])
     victim = candidate
     for member, mine, at in zip(members[:-1], leaves, place, strict=False):
-        victim = or_else(victim, mine, member.fetch(streams, at.masked_fill(~mine, -1)))
+        victim = or_else(victim, mine, member.fetch(table_rows, at.masked_fill(~mine, -1)))
     for member, mine, swap, at in zip(members, leaves, swaps, place, strict=True):
         if isinstance(member, TokenStore):
             slot = at.masked_fill(~swap, -1)
             beside = (candidate.score, candidate.position)
-            member.replace(streams, slot, candidate.key, candidate.value, *beside)
-        member.remove(streams, at.masked_fill(~(mine & ~swap), -1))
+            member.replace(table_rows, slot, candidate.key, candidate.value, *beside)
+        member.remove(table_rows, at.masked_fill(~(mine & ~swap), -1))
     both = merge(victim, candidate)
     for member, first, second in zip(members, arrives, enters, strict=True):
         member.append(
-            streams,
+            table_rows,
             _paired(both.key),
             _paired(both.value),
             torch.stack((first, second), 1),
@@ -50,7 +50,7 @@ def step_in_turn(
 
 
 def _paired(x: Tensor) -> Tensor:
-    """Two lists after one another as two tokens of each stream."""
+    """Two lists after one another as two tokens of each table row."""
     first, second = x.chunk(2)
     return torch.stack((first, second), 1)
 
@@ -75,7 +75,7 @@ def _moves(
 def reserve_step(
     turns: Sequence[tuple[Sequence[TokenStore | ResidualTier], Placement, Int[Tensor, "K _"]]],
 ) -> None:
-    """Make sure of the pages that the tokens of a step can take, for all kinds of streams.
+    """Make sure of the pages that the tokens of a step can take, for all kinds of table rows.
 
     Raises:
         PoolExhausted: a fixed pool has too few; nothing has changed.

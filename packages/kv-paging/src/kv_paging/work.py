@@ -1,4 +1,4 @@
-"""A decoding step as data: what enters each stream, and what leaves or moves."""
+"""A decoding step as data: what enters each table row, and what leaves or moves."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kv_policy import PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """A token of each stream."""
+    """A token of each table row."""
 
     key: Float[Tensor, "S D"]
     value: Float[Tensor, "S Dv"]
@@ -29,9 +29,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step of the streams of one kind: K tiers over one pool, and what happens to their tokens.
+    """A step of the rows of one kind: K tiers over one pool, and what happens to their tokens.
 
-    `tiers` are of all streams, see `PageKernels`. `place` is the victim's slot in each tier, -1
+    `tiers` are of all table rows, see `PageKernels`. `place` is the victim's slot in each tier, -1
     where it has none.
     """
 

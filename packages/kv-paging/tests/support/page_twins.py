@@ -82,9 +82,9 @@ class Twins:
 
 
 def one_store(
-    layout: PageLayout, streams: int, kernels: str, device: torch.device | str = "cpu"
+    layout: PageLayout, table_rows: int, kernels: str, device: torch.device | str = "cpu"
 ) -> Twins:
     """Twins of a store."""
     return Twins(
-        lambda pool: TokenStore(pool, layout, 1, streams, 1), layout.nbytes, kernels, device
+        lambda pool: TokenStore(pool, layout, 1, table_rows, 1), layout.nbytes, kernels, device
     )

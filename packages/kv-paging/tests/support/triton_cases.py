@@ -60,8 +60,8 @@ class Both(Twins):
                 store.widen(32)
 
 
-def one_store(layout: PageLayout, streams: int = 3) -> Both:
-    return Both(lambda pool: TokenStore(pool, layout, 1, streams, 1), layout.nbytes)
+def one_store(layout: PageLayout, table_rows: int = 3) -> Both:
+    return Both(lambda pool: TokenStore(pool, layout, 1, table_rows, 1), layout.nbytes)
 
 
 def codec(kind: str, dim: int) -> Codec:
@@ -80,9 +80,9 @@ class Program:
     """Prompts, steps and beams at random, with all pages looked at after each."""
 
     def __init__(
-        self, both: Both, tiers: int, streams: int, sequences: int, dims: tuple[int, int]
+        self, both: Both, tiers: int, table_rows: int, sequences: int, dims: tuple[int, int]
     ) -> None:
-        self.both, self.tiers, self.streams, self.dims = both, tiers, streams, dims
+        self.both, self.tiers, self.table_rows, self.dims = both, tiers, table_rows, dims
         self.sequences, self.next = sequences, 0
         self.random = torch.Generator().manual_seed(tiers)
 
@@ -96,25 +96,25 @@ class Program:
         return [*made, torch.rand(shape, generator=self.random), place]
 
     def append(self) -> None:
-        key, value, score, place = self.tokens(self.streams, 5)
-        tier = self.below(self.tiers + 1, self.streams, 5)
+        key, value, score, place = self.tokens(self.table_rows, 5)
+        tier = self.below(self.tiers + 1, self.table_rows, 5)
         for i in range(self.tiers):
-            every = torch.arange(self.streams)
+            every = torch.arange(self.table_rows)
             self.both.do("append", i, every, key, value, tier == i, score, place)
 
     def step(self, dtype: torch.dtype = torch.float32) -> None:
-        until = self.below(max(self.next, 1), self.streams) if int(self.below(2)) else None
+        until = self.below(max(self.next, 1), self.table_rows) if int(self.below(2)) else None
         _, place = self.both.do("weakest", until)
         many = self.tiers + 1
-        entering, victim = self.below(many, self.streams), self.below(many, self.streams)
-        target = victim + 1 + self.below(self.tiers, self.streams)
+        entering, victim = self.below(many, self.table_rows), self.below(many, self.table_rows)
+        target = victim + 1 + self.below(self.tiers, self.table_rows)
         self.both.do(
             "step",
             entering.where(entering < self.tiers, DROP).to(torch.uint8),
             victim.where(victim < self.tiers, NOBODY).to(torch.uint8),
             target.where(target < self.tiers, DROP).to(torch.uint8),
             place,
-            *(x[:, 0] for x in self.tokens(self.streams, 1, dtype=dtype)),
+            *(x[:, 0] for x in self.tokens(self.table_rows, 1, dtype=dtype)),
         )
 
     def select(self) -> None:

@@ -95,12 +95,12 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class PagedTokens:
-    """One tier of one layer inside a pool of equal pages; each (sequence, head) is a stream.
+    """One tier of one layer inside a pool of equal pages; each (sequence, head) is a table row.
 
-    Token i of stream (b, h) is slot i % tokens of its page i // tokens. Page j is table[b, h, j],
+    Token i of row (b, h) is slot i % tokens of its page i // tokens. Page j is table[b, h, j],
     or table[b, h, T - 1 - j] where the tier is the one that grows from the right of a table it
     shares (`reverse`; the bidirectional table of LeanKV section 5.2). Entries that belong to no
-    page of the stream mean nothing and must not be read.
+    page of the table row mean nothing and must not be read.
     """
 
     data: UInt8[Tensor, "P nbytes"]
@@ -109,4 +109,4 @@ class PagedTokens:
     layout: PageLayout
     reverse: bool = False
     holes: bool = False  # a slot below `length` whose stored position is negative holds no token
-    longest: int | None = None  # no stream is longer: known on the host, so nobody need ask
+    longest: int | None = None  # no table row is longer: known on the host, so nobody need ask

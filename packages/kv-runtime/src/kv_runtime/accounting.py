@@ -19,11 +19,11 @@ from kv_runtime.layout import Layout
 
 @dataclass(frozen=True, slots=True, order=True)
 class AlikeRows:
-    """Streams (of a layer, a sequence and a KV head) that store tokens alike."""
+    """Table rows (of a layer, a sequence and a KV head) that store tokens alike."""
 
     count: int
     tokens: int  # of the first tier in a page
-    partial: int  # pages beyond the first tier's that a stream may hold and not fill
+    partial: int  # pages beyond the first tier's that a table row may hold and not fill
     window: int  # pages of its raw window
 
     def pages(self, tokens: int) -> int:
@@ -35,7 +35,7 @@ class AlikeRows:
 class Account:
     """The pages of a sequence on one device, and what a block pays for."""
 
-    streams: tuple[AlikeRows, ...]
+    table_rows: tuple[AlikeRows, ...]
     window: int  # newest tokens, which lie in pages of their own
     token_bytes: int  # of a token of the first tier, over all layers and heads
     page_bytes: int
@@ -46,13 +46,13 @@ class Account:
     def of(cls, layout: Layout, block_tokens: int) -> "Account":
         """Read it off the layout of a cache; a block pays for what its tokens take when full."""
         flat = [kind for layer in layout.kind for kind in layer]
-        streams = tuple(
-            _streams(flat.count(kind), tiers, layout.window_pages(kind))
+        table_rows = tuple(
+            _alike(flat.count(kind), tiers, layout.window_pages(kind))
             for kind, tiers in enumerate(layout.pages)
         )
-        full = sum(Fraction(each.count * block_tokens, each.tokens) for each in streams)
+        full = sum(Fraction(each.count * block_tokens, each.tokens) for each in table_rows)
         return cls(
-            streams,
+            table_rows,
             layout.window,
             layout.token_bytes,
             layout.page_bytes,
@@ -68,7 +68,7 @@ class Account:
     @property
     def window_pages(self) -> int:
         """Pages of a sequence's raw windows, however few tokens it has."""
-        return sum(each.count * each.window for each in self.streams)
+        return sum(each.count * each.window for each in self.table_rows)
 
     def holding(self, block_bytes: int) -> "Account":
         """The same with blocks of so many bytes."""
@@ -77,15 +77,15 @@ class Account:
     def pages(self, tokens: int) -> int:
         """Bound the pages of a sequence whose heads keep so many tokens each, or fewer."""
         outside = max(0, tokens - self.window)
-        return self.window_pages + sum(each.pages(outside) for each in self.streams)
+        return self.window_pages + sum(each.pages(outside) for each in self.table_rows)
 
     def later(self, held: int, tokens: int) -> int:
         """Bound the pages of a sequence that holds `held` and then gets so many tokens more.
 
-        Tokens move only to later tiers, whose pages hold no fewer tokens, so that a stream's n new
+        Tokens move only to later tiers, whose pages hold no fewer tokens, so that a row's n new
         tokens fill no more pages than n of the first tier, and open one page more in each store.
         """
-        return held + sum(each.pages(tokens) for each in self.streams)
+        return held + sum(each.pages(tokens) for each in self.table_rows)
 
     def blocks(self, pages: int) -> int:
         """Count the blocks that pay for so many pages."""
@@ -103,7 +103,7 @@ def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
     return min(tokens, kept + window)
 
 
-def _streams(count: int, tiers: tuple[PageLayout, ...], window: int) -> AlikeRows:
+def _alike(count: int, tiers: tuple[PageLayout, ...], window: int) -> AlikeRows:
     return AlikeRows(count, min(tier.tokens for tier in tiers), sum(_partial(tiers)), window)
 
 

@@ -158,14 +158,14 @@ class Batch:
 
     @property
     def a_page_each(self) -> int:
-        """How many pages are one for each stream: each head of each layer of each sequence."""
+        """How many pages are one for each table row: each head of each layer of each sequence."""
         return len(self.seen) * self.shape.layers * self.shape.kv_heads
 
-    def streams(
+    def table_rows(
         self, layers: slice = _ALL, sequences: Int[Tensor, " D"] | slice = _ALL
     ) -> Int[Tensor, " S"]:
-        """Stream numbers of sequences in layers, a layer's after another's; alike in all tiers."""
-        every = self.stores[0].streams(layers).view(-1, len(self.seen), self.shape.kv_heads)
+        """Table row ids of sequences in layers, layer after layer; alike in all tiers."""
+        every = self.stores[0].table_rows(layers).view(-1, len(self.seen), self.shape.kv_heads)
         return every[:, sequences].flatten()
 
     def by_head(self, x: Int[Tensor, "B S"]) -> Int[Tensor, "B H S"]:
@@ -179,7 +179,7 @@ class Batch:
         score: Float[Tensor, " S"] | None,
         position: Int[Tensor, " S"],
     ) -> None:
-        """Put one token of each stream into the first tier, but where its position is -1."""
+        """Put one token of each table row into the first tier, but where its position is -1."""
         absent = position < 0
         kinds = torch.zeros_like(position, dtype=torch.uint8)
         self.tiers.step(
@@ -213,8 +213,8 @@ class Batch:
     def settle(self) -> None:
         """Give back what a prompt made room for, unless the pool is fixed or others share it."""
         pool = self.pool
-        streams = sum(store.length.numel() for store in self.tiers.parts)
-        if pool.grows and not self.shares and pool.free > pool.used // 64 + streams:
+        table_rows = sum(store.length.numel() for store in self.tiers.parts)
+        if pool.grows and not self.shares and pool.free > pool.used // 64 + table_rows:
             self.tiers.trim(also=self._beside)
 
     def end(self, now: Pass) -> None:

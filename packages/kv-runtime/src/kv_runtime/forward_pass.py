@@ -1,4 +1,4 @@
-"""A forward pass, and the two shapes in which what belongs to a layer's streams comes."""
+"""A forward pass, and the two shapes in which what belongs to a layer's table rows comes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,10 +130,10 @@ class Forward:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, H, ...] as one row per stream."""
+    """[B, H, ...] as one row per table row."""
     return x.flatten(0, 1)
 
 
 def grid(x: Tensor, heads: int) -> Tensor:
-    """One row per stream as [B, H, ...]; rows of several layers are those of more sequences."""
+    """One row per table row as [B, H, ...]; rows of several layers are those of more sequences."""
     return x.reshape(x.shape[0] // heads, heads, *x.shape[1:])

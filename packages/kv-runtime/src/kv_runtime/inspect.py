@@ -79,19 +79,19 @@ def holding(cache: PolicyCache) -> Holding:
         raise ValueError("the cache holds nothing yet; let a model read a prompt over it first")
     places = _places(batch, cache.policy)
     lead = batch.shape.layers, len(batch.seen), batch.shape.kv_heads
-    length, streams = int(batch.seen.max()), batch.streams()
+    length, table_rows = int(batch.seen.max()), batch.table_rows()
     # The last column takes what belongs to no token.
     found = torch.full(
-        (len(streams), length + 1), NOWHERE, dtype=torch.uint8, device=streams.device
+        (len(table_rows), length + 1), NOWHERE, dtype=torch.uint8, device=table_rows.device
     )
-    before = torch.zeros_like(streams)  # tokens in earlier stores, where pages hold no positions
+    before = torch.zeros_like(table_rows)  # tokens in earlier stores, where pages hold no positions
     for i, store in enumerate(batch.stores):
         if not store.longest:
             continue
-        read = store.read(streams)
+        read = store.read(table_rows)
         position = read.position
         if position is None:
-            position = before[:, None] + torch.arange(read.held.shape[1], device=streams.device)
+            position = before[:, None] + torch.arange(read.held.shape[1], device=table_rows.device)
             before = before + read.held.sum(1)
         found.scatter_(1, position.long().masked_fill(~read.held, length), i)
     if batch.window is not None:

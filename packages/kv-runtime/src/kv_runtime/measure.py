@@ -23,7 +23,7 @@ class Measured:
     held_bytes: int  # of pages in use, raw windows among them
     full_bytes: int  # what the requests' tokens would take uncompressed
     kept: int  # tokens, summed over layers and KV heads
-    streams: int  # layers times KV heads
+    table_rows: int  # layers times KV heads
     computed: int  # tokens of the requests, whether kept or not
     plans: int
     seconds: float  # to plan
@@ -38,7 +38,7 @@ class Measured:
             held_bytes=self.held_bytes + other.held_bytes,
             full_bytes=self.full_bytes + other.full_bytes,
             kept=self.kept + other.kept,
-            streams=self.streams + other.streams,
+            table_rows=self.table_rows + other.table_rows,
             computed=max(self.computed, other.computed),
             plans=max(self.plans, other.plans),
             seconds=max(self.seconds, other.seconds),
@@ -60,7 +60,7 @@ class Measured:
         """Give what is so after the step, by name; ratios only if something is held."""
         sums: dict[str, int | float] = {
             "tokens_computed": self.computed,
-            "tokens_kept": self.kept / self.streams,
+            "tokens_kept": self.kept / self.table_rows,
             "pages_used": self.pages_used,
             "pages_free": self.pages_free,
         }
@@ -76,7 +76,7 @@ class Measured:
         return {
             "compression_passes": self.plans,
             "compression_seconds": self.seconds,
-            "tokens_dropped": self.dropped / self.streams,
+            "tokens_dropped": self.dropped / self.table_rows,
             "bytes_saved": self.saved,
         }
 
@@ -107,7 +107,7 @@ class Meter:
     saved: int = 0
 
     @property
-    def streams(self) -> int:
+    def table_rows(self) -> int:
         """Layers times KV heads."""
         return self.shape.layers * self.shape.kv_heads
 
@@ -137,7 +137,7 @@ class Meter:
         for serial, each in held.items():
             dropped, saved = before.get(serial, (0, 0))
             now = (
-                max(dropped, each.computed * self.streams - each.kept),
+                max(dropped, each.computed * self.table_rows - each.kept),
                 max(saved, each.computed * self.shape.token_bytes - each.pages * page_bytes),
             )
             self.dropped, self.saved = self.dropped + now[0] - dropped, self.saved + now[1] - saved
@@ -152,7 +152,7 @@ class Meter:
             held_bytes=pages * pool.page_bytes,
             full_bytes=computed * self.shape.token_bytes,
             kept=sum(each.kept for each in held.values()),
-            streams=self.streams,
+            table_rows=self.table_rows,
             computed=computed,
             plans=self.tally.plans - self.told.plans,
             seconds=self.tally.seconds - self.told.seconds,

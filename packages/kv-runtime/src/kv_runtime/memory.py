@@ -48,7 +48,7 @@ class MemoryReport:
         if window is not None:
             filled = (window.position >= 0).sum(-1)
             tokens = tokens + filled[None, :, None]
-            for store in window.stores:  # their streams are of full length, empty slots included
+            for store in window.stores:  # their table rows are of full length, empty slots included
                 layers, _, heads = store.length.shape
                 each.append((int(filled.sum()) * layers * heads, store.layout))
                 used += store.pages_used

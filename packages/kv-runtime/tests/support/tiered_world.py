@@ -1,4 +1,4 @@
-"""Random streams through the cache under selectors, beside all that they ever held."""
+"""Random table rows through the cache under selectors, beside all that they ever held."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def one(sequences: int = 2) -> Tensor:
 
 
 class World:
-    """A batch of random streams, of which everything is remembered, beside the cache."""
+    """A batch of random table rows, of which everything is remembered, beside the cache."""
 
     def __init__(self, policy: KVPolicy, sequences: int = 2, **options: object) -> None:
         self.cache = PolicyCache(policy, SHAPE, page_tokens=4, **options)
@@ -52,7 +52,7 @@ class World:
         if batch is None:
             return count[..., :400].repeat_interleave(SHAPE.kv_heads // heads, 1) > 0
         for store in batch.stores:
-            read = store.read(batch.streams(slice(layer, layer + 1)))
+            read = store.read(batch.table_rows(slice(layer, layer + 1)))
             place = read.position.long().masked_fill(~read.held, 400)
             count.scatter_add_(
                 -1,
@@ -124,7 +124,7 @@ def places(cache: PolicyCache, sequence: int) -> list[list[list[int]]]:
     """The positions that each head of each layer holds of a sequence, tier by tier."""
     found = []
     for store in cache.batch.stores:
-        read = store.read(store.streams())
+        read = store.read(store.table_rows())
         place = read.position.masked_fill(~read.held, -1)
         rows = place.unflatten(0, (SHAPE.layers, -1, SHAPE.kv_heads))[:, sequence].flatten(0, 1)
         found.append([sorted(p for p in row.tolist() if p >= 0) for row in rows])

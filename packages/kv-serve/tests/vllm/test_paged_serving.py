@@ -83,7 +83,7 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
     assert owned[None] < owned[48] < owned["75%"] < owned[2**31 - 1]
     assert owned[2**31 - 1] == owned[f"{2**31 - 1}B"]
     for given, kept in ((None, 32), (48, 48), ("75%", 96), (2**31 - 1, 128)):
-        pages = sum(each.pages(kept) for each in one.streams)
+        pages = sum(each.pages(kept) for each in one.table_rows)
         assert pages <= owned[given] * one.block_pages <= 1.6 * pages + 2 * one.block_pages
     for given, sentence in (
         ({"kv_budget": "plenty"}, "kv_budget: budget 'plenty' is not understood"),

@@ -25,8 +25,8 @@ class PartArguments:
 
     Attributes:
         tokens: What programs read it with, see `tiles`.
-        length: Slots of each stream, [streams].
-        width: No stream has more slots, where somebody asked for it.
+        length: Slots of each table row, [table_rows].
+        width: No table row has more slots, where somebody asked for it.
         paged: Whether it is in pages.
         key: FORM of keys, see `reading`.
         value: FORM of values.
@@ -72,7 +72,7 @@ def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
 
 
 def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
-    """Give a tier; how long its streams are at most is looked up only if it is watched."""
+    """Give a tier; how long its table rows are at most is looked up only if it is watched."""
     found = described(pages.layout)
     tokens, *places = found.places
     key = (*found.formats[:4], places[0], places[1])

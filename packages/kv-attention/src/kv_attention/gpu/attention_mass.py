@@ -51,7 +51,7 @@ def finite(lse):
 
 @triton.jit
 @no_type_check
-def watch_kernel(
+def mass_of_step_kernel(
     logits,
     lse,
     position,
@@ -60,7 +60,7 @@ def watch_kernel(
     mass,
     seen,
     width,
-    streams,
+    table_rows,
     heads,
     above,
     skip,
@@ -71,9 +71,9 @@ def watch_kernel(
     TERMS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Sum the terms over a group: `mass` is [terms, streams, width], `seen` [streams, width].
+    """Sum the terms over a group: `mass` is [terms, table_rows, width], `seen` [table_rows, width].
 
-    `logits` [streams, GROUP, width] are in powers of two, `lse` [streams, GROUP] is not. With FAR
+    `logits` [table_rows, GROUP, width] are in powers of 2, `lse` [table_rows, GROUP] not. With FAR
     tokens count from `skip` positions before the query on.
     """
     r = tl.program_id(1)
@@ -99,7 +99,7 @@ def watch_kernel(
             total = tl.maximum(total, term) if MAX else total + term
         if MEAN:
             total = total / GROUP
-        into = mass + (i * streams + r).to(tl.int64) * width + slot
+        into = mass + (i * table_rows + r).to(tl.int64) * width + slot
         tl.store(into, tl.where(counts, total, 0.0), mask=inside)
     tl.store(seen + r.to(tl.int64) * width + slot, counts.to(tl.int32), mask=inside)
 
@@ -143,7 +143,7 @@ def attention_of(
 
 @triton.jit
 @no_type_check
-def look_back_kernel(
+def mass_of_pass_kernel(
     q,
     q_strides,
     q_step,
@@ -157,7 +157,7 @@ def look_back_kernel(
     seen,
     width,
     queries,
-    streams,
+    table_rows,
     heads,
     scale,
     above,
@@ -175,11 +175,11 @@ def look_back_kernel(
     PAGE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Sum each term over queries and a group: `mass` is [terms, streams, width].
+    """Sum each term over queries and a group: `mass` is [terms, table_rows, width].
 
-    `lse` is [streams, GROUP, queries] in natural logarithms, `position` [B, queries], ascending but
+    `lse` is [table_rows, GROUP, queries] in natural logs, `position` [B, queries], ascending but
     for padding at -1. MODE: 0 sums over the group, 1 takes the mean, 2 the largest of each query,
-    3 the largest of the heads' sums. `seen` [streams, width] counts queries.
+    3 the largest of the heads' sums. `seen` [table_rows, width] counts queries.
     """
     r = tl.program_id(1)
     b, h = r // heads, r % heads
@@ -242,7 +242,7 @@ def look_back_kernel(
             best = tl.maximum(best, sums) if MODE == 3 else best + sums
         if MODE == 1:
             best = best / GROUP
-        tl.store(mass + (i * streams.to(tl.int64) * width + into), best, mask=slot < width)
+        tl.store(mass + (i * table_rows.to(tl.int64) * width + into), best, mask=slot < width)
     tl.store(seen + into, counted, mask=slot < width)
 
 
@@ -251,7 +251,7 @@ MODES: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 Places: TypeAlias = Int[Tensor, "B _ _"] | None
 
 
-def watch(
+def mass_of_step(
     done: Decoded,
     position: Int[Tensor, "B 1"],
     parts: Sequence[PartArguments],
@@ -267,7 +267,7 @@ def watch(
         mass, seen, terms = _sums(part, batch, heads, what, done.lse.device)
         if part.width:
             block = min(1024, triton.next_power_of_2(part.width))
-            watch_kernel[(triton.cdiv(part.width, block), batch * heads)](
+            mass_of_step_kernel[(triton.cdiv(part.width, block), batch * heads)](
                 logits,
                 done.lse,
                 position.reshape(-1).contiguous(),
@@ -291,7 +291,7 @@ def watch(
     return _attended(done.out, found, what)
 
 
-def look_back(
+def mass_of_pass(
     rows: Float[Tensor, "B H G w D"],
     position: Int[Tensor, "B w"],
     lse: Float[Tensor, "B H G w"],
@@ -320,8 +320,8 @@ def look_back(
     for part, place in zip(parts, places, strict=True):
         mass, seen, terms = _sums(part, batch, heads, what, rows.device)
         if part.width:
-            form = tiling(machine, "look_back", part, rows.dtype)
-            look_back_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
+            form = tiling(machine, "attention_mass", part, rows.dtype)
+            mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
                 rows,
                 rows_of(rows),
                 rows.stride(3),

@@ -1,9 +1,9 @@
 """Decode steps: one query of each sequence and head over all parts of the tokens.
 
 A launch for each part plans, another attends, and a last one combines.
-The tiles of all streams form one line, and every program takes an equal stretch of it, wherever
-streams begin and end; so no program waits for the longest stream. For each stream it meets, a
-program writes an output and a log-sum-exp to a slot of its own: program p and stream r use slot
+The tiles of all table rows form one line, and every program takes an equal stretch of it, wherever
+rows begin and end; so no program waits for the longest table row. For each table row it meets, a
+program writes an output and a log-sum-exp to a slot of its own: program p and table row r use slot
 p + r, which no other pair does. `combine_kernel` adds them up.
 """
 
@@ -34,25 +34,25 @@ from kv_attention.gpu.tuning import Machine, tiling
 
 @triton.jit
 @no_type_check
-def plan_kernel(length, ends, streams, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Count tiles: ends[r] is how many there are in streams 0 to r."""
+def plan_kernel(length, ends, table_rows, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Count tiles: ends[r] is how many there are in table rows 0 to r."""
     before = tl.zeros((), tl.int32)
-    for first in range(0, streams, WIDE):
+    for first in range(0, table_rows, WIDE):
         at = first + tl.arange(0, WIDE)
-        tokens = tl.load(length + at, mask=at < streams, other=0)
+        tokens = tl.load(length + at, mask=at < table_rows, other=0)
         tiles = (tokens + (BLOCK - 1)) // BLOCK
-        tl.store(ends + at, before + tl.cumsum(tiles, 0), mask=at < streams)
+        tl.store(ends + at, before + tl.cumsum(tiles, 0), mask=at < table_rows)
         before += tl.sum(tiles, 0)
 
 
 @triton.jit
 @no_type_check
-def stream_of(ends, streams, tile, WIDE: tl.constexpr):
-    """The stream that a tile belongs to: as many streams end before it."""
+def table_row_of(ends, table_rows, tile, WIDE: tl.constexpr):
+    """The table row that a tile belongs to: as many table rows end before it."""
     count = tl.zeros((), tl.int32)
-    for first in range(0, streams, WIDE):
+    for first in range(0, table_rows, WIDE):
         at = first + tl.arange(0, WIDE)
-        ended = tl.load(ends + at, mask=at < streams, other=2**31 - 1) <= tile
+        ended = tl.load(ends + at, mask=at < table_rows, other=2**31 - 1) <= tile
         count += tl.sum(ended.to(tl.int32), 0)
     return count
 
@@ -70,7 +70,7 @@ def decode_kernel(
     ends,
     length,
     tokens,
-    streams,
+    table_rows,
     heads,
     scale,
     PAGED: tl.constexpr,
@@ -90,21 +90,21 @@ def decode_kernel(
     """Attend to a stretch of the tiles of a part.
 
     `found` is [slots, GROUP, Dv] and `lse` [slots, GROUP], in powers of two. With WATCH, `logits`
-    [streams, GROUP, width] gets every logit, -inf where no token is seen. AS and PADDED are of keys
+    [table_rows, GROUP, width] gets every logit, -inf where no token is seen. AS and PADDED: of keys
     and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is reversed,
     and what addresses are multiples of.
     """
     OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself
     program = tl.program_id(0)
-    total = tl.load(ends + streams - 1)
+    total = tl.load(ends + table_rows - 1)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
     tile = program * share
     last = tl.minimum(tile + share, total)
-    r = stream_of(ends, streams, tile, WIDE)
+    r = table_row_of(ends, table_rows, tile, WIDE)
     g, d, dv = tl.arange(0, ROWS), tl.arange(0, PADDED[0]), tl.arange(0, PADDED[1])
     while tile < last:
         stop = tl.load(ends + r)
-        if stop > tile:  # a stream without tokens has no tile
+        if stop > tile:  # a table row without tokens has no tile
             start = tl.load(ends + r - 1, mask=r > 0, other=0)
             here = tl.minimum(stop, last)
             b, h = r // heads, r % heads
@@ -170,7 +170,7 @@ def combine_kernel(
     ends,
     position,
     parts,
-    streams,
+    table_rows,
     heads,
     programs,
     GROUP: tl.constexpr,
@@ -178,10 +178,10 @@ def combine_kernel(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add up what programs found of a stream, over all parts.
+    """Add up what programs found of a table row, over all parts.
 
-    `ends` is [parts, streams]; each part has programs + streams slots. `out` is [streams, GROUP,
-    DIM], `lse_out` [streams, GROUP] with natural logarithms; 0 and -inf where nothing is seen, or
+    `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
+    DIM], `lse_out` [table_rows, GROUP] with natural logs; 0 and -inf where nothing is seen, or
     the query is padding.
     """
     r = tl.program_id(0)
@@ -192,14 +192,14 @@ def combine_kernel(
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     real = tl.load(position + r // heads) >= 0
     for part in range(parts):
-        mine = ends + part * streams
-        total, stop = tl.load(mine + streams - 1), tl.load(mine + r)
+        mine = ends + part * table_rows
+        total, stop = tl.load(mine + table_rows - 1), tl.load(mine + r)
         start = tl.load(mine + r - 1, mask=r > 0, other=0)
         share = tl.maximum((total + programs - 1) // programs, 1)
         first, behind = start // share, (stop + share - 1) // share
         behind = tl.where((stop > start) & real, behind, first)
         for program in range(first, behind):
-            slot = (part * (programs + streams) + program + r).to(tl.int64) * GROUP + g
+            slot = (part * (programs + table_rows) + program + r).to(tl.int64) * GROUP + g
             one = tl.load(lse + slot, mask=g < GROUP, other=float("-inf"))
             more = tl.load(found + slot[:, None] * DIM + d[None, :], mask=inside, other=0)
             higher = tl.maximum(highest, one)
@@ -244,21 +244,23 @@ def decode(
         watched: keep the logits, as wide as the parts say.
     """
     batch, heads, group, _, _ = q.shape
-    streams, device = batch * heads, q.device
+    table_rows, device = batch * heads, q.device
     position = position.reshape(-1).contiguous()
     programs = machine.programs
-    slots = programs + streams
-    ends = torch.empty(max(len(parts), 1), streams, dtype=torch.int32, device=device)
+    slots = programs + table_rows
+    ends = torch.empty(max(len(parts), 1), table_rows, dtype=torch.int32, device=device)
     found = torch.empty(len(parts), slots, group, value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(len(parts), slots, group, dtype=torch.float32, device=device)
-    rows, wide = padded(group), min(1024, triton.next_power_of_2(streams))
+    rows, wide = padded(group), min(1024, triton.next_power_of_2(table_rows))
     logits: list[Tensor] = []
     for i, part in enumerate(parts):
         form = tiling(machine, "decode", part, q.dtype)
-        plan_kernel[(1,)](part.length, ends[i], streams, BLOCK=form.block, WIDE=wide, num_warps=4)
+        plan_kernel[(1,)](
+            part.length, ends[i], table_rows, BLOCK=form.block, WIDE=wide, num_warps=4
+        )
         kept = lse
         if watched:
-            kept = q.new_full((streams, group, part.width), -torch.inf, dtype=torch.float32)
+            kept = q.new_full((table_rows, group, part.width), -torch.inf, dtype=torch.float32)
             logits.append(kept)
         decode_kernel[(programs,)](
             q,
@@ -271,7 +273,7 @@ def decode(
             ends[i],
             part.length,
             part.tokens,
-            streams,
+            table_rows,
             heads,
             scale * LOG2E,
             GROUP=group,
@@ -286,7 +288,7 @@ def decode(
         )
     out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
-    combine_kernel[(streams,)](
+    combine_kernel[(table_rows,)](
         out,
         total,
         found,
@@ -294,7 +296,7 @@ def decode(
         ends,
         position,
         len(parts),
-        streams,
+        table_rows,
         heads,
         programs,
         GROUP=group,

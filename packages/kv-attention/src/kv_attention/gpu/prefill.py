@@ -115,8 +115,8 @@ def prompt_kernel(
 ):
     """Attend to a part, or go on with what was found of others.
 
-    `before` and `out` are [streams, GROUP, queries, Dv], `before_lse` and `lse` [streams, GROUP,
-    queries] in natural logarithms; with CONTINUES attention begins with what `before` holds.
+    `before` and `out` are [table_rows, GROUP, queries, Dv], `before_lse` and `lse`
+    [table_rows, GROUP, queries] in natural logarithms; with CONTINUES, `before` is added to.
     `position` is [B, queries], -1 for padding, which gets 0 and -inf.
     """
     OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself

@@ -1,6 +1,6 @@
 """How a program reads a tile of stored vectors: codes stay codes, and masked slots read as zero.
 
-A tile is [BLOCK, PADDED]: slots of a stream, and dimensions padded to a power of two. Integer codes
+A tile is [BLOCK, PADDED]: slots of a row, and dimensions padded to a power of two. Integer codes
 are not shifted down to their values. The code of dimension d stands at bit `shift(d)` of its byte,
 so the byte under a mask is code * 2**shift(d), exact in float16; the query, or the output, takes
 2**-shift(d) in once. A scale and a zero per vector stay outside of the products as well.

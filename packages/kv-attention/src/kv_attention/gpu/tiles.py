@@ -55,9 +55,9 @@ def places_of(tokens, b, slot, inside):
 def plain_tile(base, strides, b, h, slot, held, d, FORM: tl.constexpr):
     """Rows of a plain tensor, in the type that it has."""
     there = held[:, None] & (d < FORM[1])[None, :]
-    stream = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    table_row = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     at = slot.to(tl.int64)[:, None] * strides[2] + d.to(tl.int64)[None, :] * strides[3]
-    return tl.load(base + (stream + at), mask=there, other=0)
+    return tl.load(base + (table_row + at), mask=there, other=0)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def accumulate_kernel(
     table,
     width,
     lengths,
-    streams,
+    table_rows,
     before,
     mass,
     seen,
@@ -40,12 +40,12 @@ def accumulate_kernel(
     HOLES: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Let `MANY` of all scores go on; there are zeros from a stream's end to that of its page.
+    """Let `MANY` of all scores go on; there are zeros from a table row's end to that of its page.
 
     `number` is the most queries of a token's past where scores are means, else a sum's divisor.
     """
     which, slot, page, row, held, some = to_page_ends(
-        data, pitch, table, width, lengths, streams, slots, count, LAYOUT, MANY
+        data, pitch, table, width, lengths, table_rows, slots, count, LAYOUT, MANY
     )
     position = number_at(page, row, held, LAYOUT[2], LAYOUT)
     old = number_at(page, row, held, LAYOUT[1], LAYOUT).to(tl.float32, bitcast=True)
@@ -66,7 +66,7 @@ def accumulate_kernel(
 
 def accumulate(
     pages: PagedTokens,
-    streams: Tensor,
+    table_rows: Tensor,
     before: Tensor,
     mass: Tensor,
     seen: Tensor,
@@ -75,15 +75,15 @@ def accumulate(
     """See `PageKernels.accumulate`; one launch."""
     slots = mass.shape[1]
     with on(pages.data):
-        accumulate_kernel[over_page_ends(pages, streams, slots)](
+        accumulate_kernel[over_page_ends(pages, table_rows, slots)](
             *tier_of(pages),
-            streams.contiguous(),
+            table_rows.contiguous(),
             before.contiguous(),
             mass.float().contiguous(),
             seen.contiguous(),
             _number(running),
             slots,
-            len(streams),
+            len(table_rows),
             numbers_of(pages),
             isinstance(running, RunningMean),
             pages.holes,

@@ -19,7 +19,7 @@ _BYTES: Final = 4096  # of a page, copied by a program
 @triton.jit(do_not_specialize=["length"])
 @no_type_check
 def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
-    """List the gaps of a stream before its new end, in order."""
+    """List the gaps of a table row before its new end, in order."""
     which = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * MANY
     marks = stay + which * length
@@ -37,7 +37,7 @@ def compact_kernel(
     pitch,
     table,
     width,
-    streams,
+    table_rows,
     stay,
     length,
     gaps,
@@ -45,7 +45,7 @@ def compact_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Move the kept tokens past a stream's new end to the gaps of their ranks."""
+    """Move the kept tokens past a table row's new end to the gaps of their ranks."""
     tokens: tl.constexpr = LAYOUT[0]
     which = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * ROWS
@@ -58,9 +58,9 @@ def compact_kernel(
         before = total(marks, begin, MANY) - total(marks, end, MANY)
         rank = before + tl.cumsum(kept, 0) - 1
         gap = tl.load(gaps + which * length + rank, some, other=0)
-        stream = tl.load(streams + which)
-        source = page_at(data, pitch, table, width, stream, i // tokens, some, LAYOUT)
-        target = page_at(data, pitch, table, width, stream, gap // tokens, some, LAYOUT)
+        table_row = tl.load(table_rows + which)
+        source = page_at(data, pitch, table, width, table_row, i // tokens, some, LAYOUT)
+        target = page_at(data, pitch, table, width, table_row, gap // tokens, some, LAYOUT)
         move(source, i % tokens, target, gap % tokens, some, LAYOUT)
 
 
@@ -77,7 +77,7 @@ def copy_kernel(data, pitch, source, target, nbytes, UNIT: tl.constexpr, MANY: t
     store_bits(to + unit * UNIT, bits, some, UNIT, True)
 
 
-def compact(pages: PagedTokens, streams: Tensor, stay: Tensor) -> None:
+def compact(pages: PagedTokens, table_rows: Tensor, stay: Tensor) -> None:
     """See `PageKernels.compact`; two launches."""
     layout, (count, length) = numbers_of(pages), stay.shape
     size = rows(layout)
@@ -90,7 +90,7 @@ def compact(pages: PagedTokens, streams: Tensor, stay: Tensor) -> None:
             pages.data.stride(0),
             table_of(pages),
             pages.table.shape[-1],
-            streams.contiguous(),
+            table_rows.contiguous(),
             marks,
             length,
             gaps,

@@ -50,8 +50,8 @@ def rows(*layouts: Layout) -> int:
     return max(1, min(_MOST_ROWS, _TILE // max(_tiles(layouts))))
 
 
-def streams(*layouts: Layout) -> int:
-    """Give the streams that a program of a step takes at once."""
+def table_rows(*layouts: Layout) -> int:
+    """Give the table rows that a program of a step takes at once."""
     return max(1, rows(*layouts) // _OF_A_STEP)
 
 

@@ -16,7 +16,7 @@ from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
 
 SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
-_MOST_STREAMS: Final = 16
+_MOST_TABLE_ROWS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
 
@@ -36,7 +36,7 @@ def read_kernel(
     table,
     width,
     lengths,
-    streams,
+    table_rows,
     slots,
     held,
     score,
@@ -48,14 +48,14 @@ def read_kernel(
     HOLES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Read `ROWS` of all slots, those of a stream one after the other."""
+    """Read `ROWS` of all slots, those of a table row one after the other."""
     tokens: tl.constexpr = LAYOUT[0]
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = place < count.to(tl.int64) * slots
     slot = (place % slots).to(tl.int32)
-    stream = tl.load(streams + place // slots, there, other=0)
-    some = there & (slot < tl.load(lengths + stream, there, other=0))
-    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    table_row = tl.load(table_rows + place // slots, there, other=0)
+    some = there & (slot < tl.load(lengths + table_row, there, other=0))
+    page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
     row = slot % tokens
     if LAYOUT[2] >= 0:
         number = number_at(page, row, some, LAYOUT[2], LAYOUT)
@@ -80,16 +80,16 @@ def to_page_ends(
     table,
     width,
     lengths,
-    streams,
+    table_rows,
     slots,
     count,
     LAYOUT: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """`MANY` of all slots, those of each stream to the end of its last page, as scores are written.
+    """`MANY` of all slots, those of each row to the end of its last page, as scores are written.
 
-    Gives the row of `streams`, the slot, its page, its row there, whether it holds a token, and
-    whether a page of the stream has it; pages past the last of `slots` are left alone.
+    Gives the row of `table_rows`, the slot, its page, its row there, whether it holds a token, and
+    whether a page of the table row has it; pages past the last of `slots` are left alone.
     """
     tokens: tl.constexpr = LAYOUT[0]
     every = (slots + tokens - 1) // tokens * tokens
@@ -97,10 +97,10 @@ def to_page_ends(
     there = place < count.to(tl.int64) * every
     which = place // every
     slot = (place % every).to(tl.int32)
-    stream = tl.load(streams + which, there, other=0)
-    length = tl.load(lengths + stream, there, other=0)
+    table_row = tl.load(table_rows + which, there, other=0)
+    length = tl.load(lengths + table_row, there, other=0)
     some = there & (slot < (tl.minimum(length, slots) + tokens - 1) // tokens * tokens)
-    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
     return which, slot, page, slot % tokens, some & (slot < length), some
 
 
@@ -121,7 +121,7 @@ def rescore_kernel(
     table,
     width,
     lengths,
-    streams,
+    table_rows,
     score,
     slots,
     count,
@@ -129,9 +129,9 @@ def rescore_kernel(
     HOLES: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the scores of `MANY` of all slots, to the end of each stream's last page."""
+    """Write the scores of `MANY` of all slots, to the end of each table row's last page."""
     which, slot, page, row, held, some = to_page_ends(
-        data, pitch, table, width, lengths, streams, slots, count, LAYOUT, MANY
+        data, pitch, table, width, lengths, table_rows, slots, count, LAYOUT, MANY
     )
     number = tl.load(score + which * slots + slot, some & (slot < slots), other=0.0)
     if HOLES:
@@ -148,7 +148,7 @@ def weakest_kernel(
     table,
     width,
     lengths,
-    streams,
+    table_rows,
     slots,
     until,
     score,
@@ -156,16 +156,16 @@ def weakest_kernel(
     count,
     LAYOUT: tl.constexpr,
     HOLES: tl.constexpr,
-    STREAMS: tl.constexpr,
+    TABLE_ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Find the lowest score of each of some streams: ordered as torch does, NaN the lowest."""
+    """Find the lowest score of each of some table rows: ordered as torch does, NaN the lowest."""
     tokens: tl.constexpr = LAYOUT[0]
-    which = tl.program_id(0) * STREAMS + tl.arange(0, STREAMS)
+    which = tl.program_id(0) * TABLE_ROWS + tl.arange(0, TABLE_ROWS)
     here = which < count
-    stream = tl.load(streams + which, here, other=0)
-    end = tl.minimum(tl.load(lengths + stream, here, other=0), slots)
-    best = tl.full((STREAMS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    table_row = tl.load(table_rows + which, here, other=0)
+    end = tl.minimum(tl.load(lengths + table_row, here, other=0), slots)
+    best = tl.full((TABLE_ROWS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
     bound = best
     if until is not None:
         bound = tl.load(until + which, here, other=0).to(tl.int64)
@@ -173,7 +173,7 @@ def weakest_kernel(
         slot = first + tl.arange(0, MANY)[None, :]
         some = slot < end[:, None]
         column = slot // tokens
-        page = page_at(data, pitch, table, width, stream[:, None], column, some, LAYOUT)
+        page = page_at(data, pitch, table, width, table_row[:, None], column, some, LAYOUT)
         if LAYOUT[2] >= 0 and (HOLES or until is not None):
             place = number_at(page, slot % tokens, some, LAYOUT[2], LAYOUT)
             if HOLES:
@@ -189,16 +189,16 @@ def weakest_kernel(
         best = tl.minimum(best, tl.min(tl.where(some, both, 0x7FFFFFFFFFFFFFFF), 1))
     there = best != 0x7FFFFFFFFFFFFFFF
     slot = (best & 0x7FFFFFFF).to(tl.int32)
-    page = page_at(data, pitch, table, width, stream, slot // tokens, there, LAYOUT)
+    page = page_at(data, pitch, table, width, table_row, slot // tokens, there, LAYOUT)
     bits = number_at(page, slot % tokens, there, LAYOUT[1], LAYOUT)
     number = tl.where(there, bits, 0x7F800000).to(tl.float32, bitcast=True)
     tl.store(score + which, number, here)
     tl.store(found + which, tl.where(there, slot, -1).to(tl.int64), here)
 
 
-def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: VectorNames) -> Stored:
+def read(pages: PagedTokens, table_rows: Tensor, slots: int, vectors: VectorNames) -> Stored:
     """See `PageKernels.read`; one launch."""
-    layout, count = numbers_of(pages), len(streams)
+    layout, count = numbers_of(pages), len(table_rows)
     size = rows(layout)
 
     def room(some: bool, dtype: torch.dtype, *dim: int) -> Tensor | None:
@@ -213,7 +213,7 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: VectorNames) 
     with on(pages.data):
         read_kernel[(blocks(count * slots, size),)](
             *tier_of(pages),
-            streams.contiguous(),
+            table_rows.contiguous(),
             slots,
             held.view(torch.uint8),
             score,
@@ -228,17 +228,17 @@ def read(pages: PagedTokens, streams: Tensor, slots: int, vectors: VectorNames) 
     return Stored(held, score, position, key, value)
 
 
-def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
+def rescore(pages: PagedTokens, table_rows: Tensor, score: Tensor) -> None:
     """See `PageKernels.rescore`; one launch."""
     slots = score.shape[1]
     holes = pages.holes and pages.layout.positions
     with on(pages.data):
-        rescore_kernel[over_page_ends(pages, streams, slots)](
+        rescore_kernel[over_page_ends(pages, table_rows, slots)](
             *tier_of(pages),
-            streams.contiguous(),
+            table_rows.contiguous(),
             scores(score),
             slots,
-            len(streams),
+            len(table_rows),
             numbers_of(pages),
             holes,
             SLOTS,
@@ -246,22 +246,22 @@ def rescore(pages: PagedTokens, streams: Tensor, score: Tensor) -> None:
 
 
 def weakest(
-    pages: PagedTokens, streams: Tensor, slots: int, until: Tensor | None
+    pages: PagedTokens, table_rows: Tensor, slots: int, until: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `PageKernels.weakest`; one launch."""
-    score = torch.empty(len(streams), dtype=torch.float32, device=pages.data.device)
-    found = torch.empty(len(streams), dtype=torch.int64, device=pages.data.device)
+    score = torch.empty(len(table_rows), dtype=torch.float32, device=pages.data.device)
+    found = torch.empty(len(table_rows), dtype=torch.int64, device=pages.data.device)
     many = min(SLOTS, triton.next_power_of_2(max(slots, 1)))
-    together = min(SLOTS // many, _MOST_STREAMS)
+    together = min(SLOTS // many, _MOST_TABLE_ROWS)
     with on(pages.data):
-        weakest_kernel[(blocks(len(streams), together),)](
+        weakest_kernel[(blocks(len(table_rows), together),)](
             *tier_of(pages),
-            streams.contiguous(),
+            table_rows.contiguous(),
             slots,
             None if until is None else until.contiguous(),
             score,
             found,
-            len(streams),
+            len(table_rows),
             numbers_of(pages),
             pages.holes,
             together,
@@ -270,10 +270,10 @@ def weakest(
     return score, found
 
 
-def over_page_ends(pages: PagedTokens, streams: Tensor, slots: int) -> tuple[int]:
+def over_page_ends(pages: PagedTokens, table_rows: Tensor, slots: int) -> tuple[int]:
     """Give the programs of a kernel that goes by `to_page_ends`."""
     tokens = pages.layout.tokens
-    return (blocks(len(streams) * pages_for(slots, tokens) * tokens, SLOTS),)
+    return (blocks(len(table_rows) * pages_for(slots, tokens) * tokens, SLOTS),)
 
 
 def tier_of(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:

@@ -11,9 +11,9 @@ from kv_paging.gpu.codes import decode_codes, encode_codes
 
 @triton.jit
 @no_type_check
-def entry_of(table, width, stream, column, LAYOUT: tl.constexpr):
-    """Where the id of a stream's page stands: columns may be counted from the right."""
-    row = table + stream.to(tl.int64) * width
+def entry_of(table, width, table_row, column, LAYOUT: tl.constexpr):
+    """Where the id of a table row's page stands: columns may be counted from the right."""
+    row = table + table_row.to(tl.int64) * width
     if LAYOUT[3]:
         return row + (width - 1 - column)
     else:
@@ -22,9 +22,9 @@ def entry_of(table, width, stream, column, LAYOUT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def page_at(data, pitch, table, width, stream, column, some, LAYOUT: tl.constexpr):
-    """The first bytes of the marked streams' pages."""
-    page = tl.load(entry_of(table, width, stream, column, LAYOUT), some, other=0)
+def page_at(data, pitch, table, width, table_row, column, some, LAYOUT: tl.constexpr):
+    """The first bytes of the marked table rows' pages."""
+    page = tl.load(entry_of(table, width, table_row, column, LAYOUT), some, other=0)
     return data + page.to(tl.int64) * pitch
 
 

@@ -1,8 +1,8 @@
 """A step in three launches: tokens leave, pages go back, and tokens enter.
 
-Programs work on a few streams each and count the pages that these give and take; the next launch
-sums the counts before its own, so pages go in the order of the judge: by kind of streams, by tier,
-and by stream. What a launch reads of tables, lengths and the list of free pages, only a later one,
+Programs work on a few table rows each and count the pages that these give and take; the next launch
+sums the counts before its own, so pages go in the order of the judge: by kind of rows, by tier,
+and by row. What a launch reads of tables, lengths and the list of free pages, only a later one,
 or the same program past a barrier, writes.
 """
 
@@ -21,7 +21,7 @@ from kv_paging.work import DecodeStep
 
 @dataclass(frozen=True, slots=True)
 class TierArguments:
-    """The streams of one kind as kernels take them, and what becomes of them."""
+    """The table rows of one kind as kernels take them, and what becomes of them."""
 
     tables: tuple[Tensor, ...]
     widths: tuple[int, ...]
@@ -34,7 +34,7 @@ class TierArguments:
     score: Tensor | None
     position: Tensor | None
     kept: tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # the victims that move
-    streams: int
+    table_rows: int
 
     @classmethod
     def of(cls, work: DecodeStep) -> "TierArguments":
@@ -64,8 +64,8 @@ class TierArguments:
 
     @property
     def rows(self) -> int:
-        """Streams that a program takes at most."""
-        return numbers.streams(*self.layouts)
+        """Table rows that a program takes at most."""
+        return numbers.table_rows(*self.layouts)
 
 
 def able(works: Sequence[DecodeStep]) -> bool:
@@ -81,13 +81,13 @@ def able(works: Sequence[DecodeStep]) -> bool:
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """See `PageKernels.step`; two launches for each kind of streams, and one for all."""
+    """See `PageKernels.step`; two launches for each kind of table rows, and one for all."""
     parts = [TierArguments.of(work) for work in works]
     rows = min(part.rows for part in parts)
     first, blocks = [], 0
     for part in parts:
         first.append(blocks)
-        blocks += len(part.layouts) * numbers.blocks(part.streams, rows)
+        blocks += len(part.layouts) * numbers.blocks(part.table_rows, rows)
     data, ring = pool.padded, pool.ring
     pitch, size = data.stride(0), max(len(ring.ids) - 1, 1)
     given = ring.ids.new_empty(blocks, rows)
@@ -98,7 +98,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
     )
     with numbers.on(data):
         for part, begin in zip(parts, first, strict=True):
-            leave_kernel[(numbers.blocks(part.streams, rows),)](
+            leave_kernel[(numbers.blocks(part.table_rows, rows),)](
                 data,
                 pitch,
                 part.tables,
@@ -106,7 +106,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
                 part.lengths,
                 part.choice,
                 part.place,
-                part.streams,
+                part.table_rows,
                 part.kept,
                 given,
                 gives,
@@ -132,7 +132,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
             SCAN,
         )
         for part, begin in zip(parts, first, strict=True):
-            enter_kernel[(numbers.blocks(part.streams, rows),)](
+            enter_kernel[(numbers.blocks(part.table_rows, rows),)](
                 data,
                 pitch,
                 part.tables,
@@ -140,7 +140,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
                 part.lengths,
                 part.choice,
                 part.place,
-                part.streams,
+                part.table_rows,
                 part.kept,
                 part.key,
                 part.key.stride(),

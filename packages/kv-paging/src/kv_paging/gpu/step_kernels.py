@@ -19,7 +19,7 @@ def planned(
     choice,
     place,
     lengths,
-    stream,
+    table_row,
     here,
     count,
     TIER: tl.constexpr,
@@ -33,11 +33,11 @@ def planned(
     slot, the length without the victim, the candidate's new slot, and where the last page is
     emptied, and the victim's and the candidate's are opened.
     """
-    candidate = tl.load(choice[0] + stream, here, other=255).to(tl.int32)
-    victim = tl.load(choice[1] + stream, here, other=255).to(tl.int32)
-    target = tl.load(choice[2] + stream, here, other=255).to(tl.int32)
+    candidate = tl.load(choice[0] + table_row, here, other=255).to(tl.int32)
+    victim = tl.load(choice[1] + table_row, here, other=255).to(tl.int32)
+    target = tl.load(choice[2] + table_row, here, other=255).to(tl.int32)
     known = here & (victim < TIERS)
-    slot = tl.load(place + victim.to(tl.int64) * count + stream, known, other=-1)
+    slot = tl.load(place + victim.to(tl.int64) * count + table_row, known, other=-1)
     moves = known & (slot >= 0)
     leaves = moves & (victim == TIER)
     stays = here & (candidate == TIER)
@@ -46,7 +46,7 @@ def planned(
     goes = leaves & (target > TIER) & (target < TIERS)
     arrives = moves & (victim < TIER) & (target == TIER)
     enters = stays & (swap == 0)
-    end = tl.load(lengths + stream, here, other=0) - gone.to(tl.int32)
+    end = tl.load(lengths + table_row, here, other=0) - gone.to(tl.int32)
     entry = end + arrives.to(tl.int32)
     emptied = gone & (end % TOKENS == 0)
     opened = arrives & (end % TOKENS == 0)
@@ -56,20 +56,20 @@ def planned(
 
 @triton.jit
 @no_type_check
-def keep_victim(page, row, goes, stream, kept, LAYOUT: tl.constexpr):
-    """Decode the victims that move, one to each stream's place."""
-    wide = stream.to(tl.int64)
+def keep_victim(page, row, goes, table_row, kept, LAYOUT: tl.constexpr):
+    """Decode the victims that move, one to each table row's place."""
+    wide = table_row.to(tl.int64)
     ALIGN: tl.constexpr = LAYOUT[4]
     decode(page, row, goes, kept[0], wide * LAYOUT[5][1], goes, LAYOUT[5], ALIGN)
     decode(page, row, goes, kept[1], wide * LAYOUT[6][1], goes, LAYOUT[6], ALIGN)
     if LAYOUT[1] >= 0:
         scores_fit: tl.constexpr = (ALIGN % 4 == 0) and (LAYOUT[1] % 4 == 0)
         score = load_bits(beside(page, row, LAYOUT[1]), goes, 4, scores_fit)
-        tl.store(kept[2] + stream, score, goes)
+        tl.store(kept[2] + table_row, score, goes)
     if LAYOUT[2] >= 0:
         positions_fit: tl.constexpr = (ALIGN % 4 == 0) and (LAYOUT[2] % 4 == 0)
         position = load_bits(beside(page, row, LAYOUT[2]), goes, 4, positions_fit)
-        tl.store(kept[3] + stream, position, goes)
+        tl.store(kept[3] + table_row, position, goes)
 
 
 @triton.jit
@@ -99,16 +99,16 @@ def leave_tier(
     here_is = tl.program_id(0)
     every = tl.num_programs(0)
     lane = tl.arange(0, ROWS)
-    stream = here_is * ROWS + lane
+    table_row = here_is * ROWS + lane
     slot, gone, swap, goes, _arrives, _enters, end, _entry, emptied, opened, begun = planned(
-        choice, place, lengths, stream, stream < count, count, TIER, TIERS, tokens
+        choice, place, lengths, table_row, table_row < count, count, TIER, TIERS, tokens
     )
-    hole = page_at(data, pitch, table, width, stream, slot // tokens, gone | swap, LAYOUT)
+    hole = page_at(data, pitch, table, width, table_row, slot // tokens, gone | swap, LAYOUT)
     if TIER + 1 < TIERS:
         if tl.max(goes.to(tl.int32), 0) > 0:
-            keep_victim(hole, slot % tokens, goes, stream, kept, LAYOUT)
+            keep_victim(hole, slot % tokens, goes, table_row, kept, LAYOUT)
         tl.debug_barrier()  # other threads may still read a victim that is overwritten below
-    last = tl.load(entry_of(table, width, stream, end // tokens, LAYOUT), gone, other=0)
+    last = tl.load(entry_of(table, width, table_row, end // tokens, LAYOUT), gone, other=0)
     some = gone & (slot != end)
     if tl.max(some.to(tl.int32), 0) > 0:
         source = data + last.to(tl.int64) * pitch
@@ -181,7 +181,7 @@ def give_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Put the emptied pages of some streams at the end of the list of free pages."""
+    """Put the emptied pages of some table rows at the end of the list of free pages."""
     block = tl.program_id(0)
     page = tl.load(given + block.to(tl.int64) * ROWS + tl.arange(0, ROWS))
     some = page >= 0
@@ -207,7 +207,7 @@ def give_kernel(
 @triton.jit
 @no_type_check
 def taken(ids, begin, size, takes, before, some, MANY: tl.constexpr):
-    """The free pages that the marked streams take: each the next one."""
+    """The free pages that the marked table rows take: each the next one."""
     rank = total(takes, before, MANY) + tl.cumsum(some.to(tl.int32), 0) - 1
     return tl.load(ids + (begin + rank) % size, some, other=0)
 
@@ -243,21 +243,21 @@ def enter_tier(
 ):
     """What a program does to one tier."""
     tokens: tl.constexpr = LAYOUT[0]
-    stream = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = stream < count
-    wide = stream.to(tl.int64)
+    table_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = table_row < count
+    wide = table_row.to(tl.int64)
     slot, _gone, swap, _goes, arrives, enters, end, entry, _emptied, opened, begun = planned(
-        choice, place, lengths, stream, here, count, TIER, TIERS, tokens
+        choice, place, lengths, table_row, here, count, TIER, TIERS, tokens
     )
     new = taken(ids, begin, size, takes, taker, opened, MANY)
     newer = taken(ids, begin, size, takes, taker + tl.num_programs(0), begun, MANY)
-    tl.store(entry_of(table, width, stream, end // tokens, LAYOUT), new, opened)
-    tl.store(entry_of(table, width, stream, entry // tokens, LAYOUT), newer, begun)
+    tl.store(entry_of(table, width, table_row, end // tokens, LAYOUT), new, opened)
+    tl.store(entry_of(table, width, table_row, entry // tokens, LAYOUT), newer, begun)
     # From here on the table is read only where it was not written.
     if TIER > 0:  # noqa: SIM102 - known when it is compiled
         if tl.max(arrives.to(tl.int32), 0) > 0:
             old = arrives & (opened == 0)
-            held = page_at(data, pitch, table, width, stream, end // tokens, old, LAYOUT)
+            held = page_at(data, pitch, table, width, table_row, end // tokens, old, LAYOUT)
             put(
                 tl.where(opened, data + new.to(tl.int64) * pitch, held),
                 end % tokens,
@@ -270,7 +270,7 @@ def enter_tier(
                 1,
                 kept[2],
                 kept[3],
-                stream,
+                table_row,
                 LAYOUT,
                 ROWS,
             )
@@ -279,7 +279,7 @@ def enter_tier(
         where = tl.where(swap, slot, entry)
         follows = enters & opened & (begun == 0)  # in the page that the victim begins
         old = some & (begun == 0) & (follows == 0)
-        held = page_at(data, pitch, table, width, stream, where // tokens, old, LAYOUT)
+        held = page_at(data, pitch, table, width, table_row, where // tokens, old, LAYOUT)
         fresh = data + tl.where(begun, newer, new).to(tl.int64) * pitch
         put(
             tl.where(begun | follows, fresh, held),
@@ -293,12 +293,12 @@ def enter_tier(
             value_strides[1],
             score,
             position,
-            stream,
+            table_row,
             LAYOUT,
             ROWS,
         )
     tl.debug_barrier()  # all threads have read the lengths
-    tl.store(lengths + stream, entry + enters.to(tl.int32), here)
+    tl.store(lengths + table_row, entry + enters.to(tl.int32), here)
 
 
 @triton.jit

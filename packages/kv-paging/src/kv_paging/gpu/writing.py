@@ -32,7 +32,7 @@ def write_kernel(
     pitch,
     table,
     width,
-    streams,
+    table_rows,
     start,
     keep,
     length,
@@ -44,25 +44,25 @@ def write_kernel(
     position,
     count,
     LAYOUT: tl.constexpr,
-    STREAMS: tl.constexpr,
+    TABLE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the kept tokens among `COLUMNS` of some streams; those before them say where."""
+    """Write the kept tokens among `COLUMNS` of some table rows; those before them say where."""
     tokens: tl.constexpr = LAYOUT[0]
-    ROWS: tl.constexpr = STREAMS * COLUMNS
+    ROWS: tl.constexpr = TABLE_ROWS * COLUMNS
     flat = tl.arange(0, ROWS)
-    which = (tl.program_id(0) * STREAMS + flat // COLUMNS).to(tl.int64)
+    which = (tl.program_id(0) * TABLE_ROWS + flat // COLUMNS).to(tl.int64)
     begin = tl.program_id(1) * COLUMNS
     i = begin + flat % COLUMNS
     here = which < count
     some = here & (tl.load(keep + which * length + i, here & (i < length), other=0) != 0)
-    rank = tl.reshape(tl.cumsum(tl.reshape(some.to(tl.int32), (STREAMS, COLUMNS)), 1), (ROWS,))
+    rank = tl.reshape(tl.cumsum(tl.reshape(some.to(tl.int32), (TABLE_ROWS, COLUMNS)), 1), (ROWS,))
     slot = tl.load(start + which, here, other=0) + rank - 1
-    if STREAMS == 1:  # where there are more, these are all the tokens of each
+    if TABLE_ROWS == 1:  # where there are more, these are all the tokens of each
         slot += total(keep + tl.program_id(0).to(tl.int64) * length, begin, MANY)
-    stream = tl.load(streams + which, here, other=0)
-    page = page_at(data, pitch, table, width, stream, slot // tokens, some, LAYOUT)
+    table_row = tl.load(table_rows + which, here, other=0)
+    page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
     wide = i.to(tl.int64)
     put(
         page,
@@ -122,7 +122,7 @@ def place_kernel(
 
 def write(
     pages: PagedTokens,
-    streams: Tensor,
+    table_rows: Tensor,
     start: Tensor,
     keep: Tensor,
     key: Tensor,
@@ -140,7 +140,7 @@ def write(
             pages.data.stride(0),
             table_of(pages),
             pages.table.shape[-1],
-            streams.contiguous(),
+            table_rows.contiguous(),
             start.contiguous(),
             keep.contiguous().view(torch.uint8),
             length,

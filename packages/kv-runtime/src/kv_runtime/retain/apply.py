@@ -13,13 +13,13 @@ from kv_runtime.retain.planning import Group, Scored
 
 def restack(
     batch: Batch,
-    streams: Int[Tensor, " S"],
+    table_rows: Int[Tensor, " S"],
     groups: Sequence[Group],
     plan: Sequence[UInt8[Tensor, "B H _"]],
 ) -> None:
-    """Drop and downgrade what streams hold; whole pages return to the pool.
+    """Drop and downgrade what table rows hold; whole pages return to the pool.
 
-    What is downgraded is decoded for all of the streams at once, so give few where that happens.
+    What is downgraded is decoded for all of the table rows at once, so give few where that happens.
 
     Raises:
         ValueError: the plan sends a stored token back to an earlier tier.
@@ -34,16 +34,16 @@ def restack(
             raise ValueError("the plan sends a stored token back to an earlier tier")
         store = group.store
         if bool(down.any()):
-            read = store.read(streams, frozenset({"keys", "values"}))
+            read = store.read(table_rows, frozenset({"keys", "values"}))
             where = flat(tier.masked_fill(~down, DROP))
-            moved.append((read, where[:, : read.held.shape[1]]))  # no stream has more
-        store.compact(streams, flat(held & (tier == group.tier)))
+            moved.append((read, where[:, : read.held.shape[1]]))  # no table row has more
+        store.compact(table_rows, flat(held & (tier == group.tier)))
     for read, tier in moved:
         assert read.key is not None  # it was asked for
         assert read.value is not None
         for index in range(batch.tiers.tiers):
             batch.tiers.append(
-                index, streams, read.key, read.value, tier == index, read.score, read.position
+                index, table_rows, read.key, read.value, tier == index, read.score, read.position
             )
 
 
@@ -65,9 +65,9 @@ def enter(
     tier = flat(torch.cat([plan[i] for i in loose], -1))
     score = flat(torch.cat([scores[i] for i in loose], -1))
     position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
-    streams = batch.streams(slice(layer, layer + 1))
+    table_rows = batch.table_rows(slice(layer, layer + 1))
     for index in range(batch.tiers.tiers):
-        batch.tiers.append(index, streams, key, value, tier == index, score, position)
+        batch.tiers.append(index, table_rows, key, value, tier == index, score, position)
     if batch.window is not None:
         batch.window.put(
             slice(layer, layer + 1),

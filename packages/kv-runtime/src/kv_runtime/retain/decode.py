@@ -20,7 +20,7 @@ def step(
 ) -> None:
     """Let the selector place each head's candidate (position -1: none) and move one victim.
 
-    All layers, sequences and heads go at once; a row is a stream of the stores. Nothing here waits
+    All layers, sequences and heads go at once; a row is a row of the stores. Nothing here waits
     for the device, and the number of tensor operations is that of the tiers.
     """
     count = batch.tiers.counts()

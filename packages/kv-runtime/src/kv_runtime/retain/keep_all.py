@@ -40,8 +40,8 @@ class KeepAll:
             return
         key, value, position = self._leaving(batch, now, layer, key, value)
         keep = flat(batch.by_head(position)) >= 0
-        streams = batch.streams(slice(layer, layer + 1))
-        batch.tiers.append(0, streams, flat(key), flat(value), keep, None, None)
+        table_rows = batch.table_rows(slice(layer, layer + 1))
+        batch.tiers.append(0, table_rows, flat(key), flat(value), keep, None, None)
 
     def finish(self, batch: Batch, now: Pass) -> None:
         """Store one token per sequence, for all layers at once."""

@@ -72,22 +72,22 @@ def _replan(
     )
     plan, tier_thresholds = planned(selector, view, batch.window_size)
     parts = scored.split(plan.flatten(0, 1))
-    streams = batch.streams(layers, rows).view(-1, batch.shape.kv_heads)
+    table_rows = batch.table_rows(layers, rows).view(-1, batch.shape.kv_heads)
     # What goes to another tier is decoded on its way, a layer at a time.
-    step = len(streams) if selector.tiers == 1 else len(rows)
-    for i in range(0, len(streams), step):
+    step = len(table_rows) if selector.tiers == 1 else len(rows)
+    for i in range(0, len(table_rows), step):
         some = slice(i, i + step)
         mine, kept = [group.of(some) for group in groups], [part[some] for part in parts]
-        restack(batch, streams[some].flatten(), mine, kept)
+        restack(batch, table_rows[some].flatten(), mine, kept)
     return tier_thresholds
 
 
 def _held(batch: Batch, layers: slice, rows: Int[Tensor, " D"]) -> list[Group]:
     """What some sequences hold in stores and the window; one layer's rows after another's."""
     heads, groups = batch.shape.kv_heads, []
-    streams = batch.streams(layers, rows)
+    table_rows = batch.table_rows(layers, rows)
     for tier, store in batch.held_stores:
-        held = store.read(streams)
+        held = store.read(table_rows)
         assert held.position is not None  # a selector's pages have both
         assert held.score is not None
         position, score = grid(held.position, heads), grid(held.score, heads)

@@ -305,7 +305,9 @@ class KeepSelected:
             self._keep_thresholds(batch, slice(first, first + len(arrivals)), due, tier_thresholds)
         held = batch.pool.used
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            restack(batch, batch.streams(slice(first + i, first + i + 1)), scored[i].groups, plan)
+            restack(
+                batch, batch.table_rows(slice(first + i, first + i + 1)), scored[i].groups, plan
+            )
             enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers take about as much, and growing once is cheaper than growing often.
@@ -360,7 +362,7 @@ class KeepSelected:
                 raise
 
     def _store(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
-        """Let one token enter each stream; nothing has changed if the pool has no page for it."""
+        """Let one token enter each row; nothing has changed if the pool has no page for it."""
         if self.selector.decode == "grow":
             batch.grow(*rows)
             return

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_paging import PagePool, TokenStore, read_slots, write_slots
-from kv_paging.streams import expect_joined, join_all, release_all
+from kv_paging.head_pages import expect_joined, join_all, release_all
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
@@ -38,11 +38,11 @@ class PagedWindow(RingBuffer):
         self._shape = shape
         layout = PageLayout.fitted(Raw().bind(shape)[0], pool.page_bytes, scores)
         self._store = TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
-        streams = self._store.streams()
-        rows = len(streams), size
+        table_rows = self._store.table_rows()
+        rows = len(table_rows), size
         nothing = torch.zeros(1, 1, 1, dtype=shape.dtype, device=pool.device)
         self._store.append(
-            streams,
+            table_rows,
             nothing.expand(*rows, shape.key_dim),
             nothing.expand(*rows, shape.value_dim),
             torch.ones(rows, dtype=torch.bool, device=pool.device),
@@ -66,7 +66,7 @@ class PagedWindow(RingBuffer):
 
     @property
     def stores(self) -> tuple[TokenStore, ...]:
-        """Where slots lie; every stream has `size` of them."""
+        """Where slots lie; every table row has `size` of them."""
         return (self._store,)
 
     def view(self, layers: slice) -> PagedTokens:
@@ -123,7 +123,7 @@ class PagedWindow(RingBuffer):
         column = stays.long().argsort(dim=1, descending=True, stable=True)[:, : self.size]
 
         def each(x: Tensor) -> Tensor:
-            """[n, B, H, L, ...] as a row per stream, over those columns."""
+            """[n, B, H, L, ...] as a row per table row, over those columns."""
             at = column[None, :, None].expand(*x.shape[:3], -1)
             at = at[..., None].expand(*at.shape, x.shape[4]) if x.ndim == 5 else at
             return x.gather(3, at).flatten(0, 2)
@@ -148,7 +148,9 @@ class PagedWindow(RingBuffer):
         """Put one fresh token per sequence and return the evicted one, as `Window.exchange`."""
         real, slot = position >= 0, position.clamp(min=0) % self.size
         every = slice(None)
-        out = read_slots(self._store, self._store.streams(), self._by_stream(every, slot), BOTH)
+        out = read_slots(
+            self._store, self._store.table_rows(), self._by_table_row(every, slot), BOTH
+        )
         assert out.key is not None  # both were asked for
         assert out.value is not None
         left = self.position.gather(1, slot).masked_fill(~real, -1)
@@ -206,7 +208,7 @@ class PagedWindow(RingBuffer):
 
     def _read(self, layers: slice, vectors: VectorNames) -> Stored:
         store = self._store
-        return store.kernels.read(store.whole(), store.streams(layers), self.size, vectors)
+        return store.kernels.read(store.whole(), store.table_rows(layers), self.size, vectors)
 
     def _count(self, layers: slice) -> int:
         return len(range(self._shape.layers)[layers])
@@ -217,8 +219,8 @@ class PagedWindow(RingBuffer):
         lead = self._count(layers), len(self.position), self._shape.kv_heads
         return rows.view(*lead, self.size, dim)
 
-    def _by_stream(self, layers: slice, x: Tensor) -> Tensor:
-        """[B, L] as a row per stream."""
+    def _by_table_row(self, layers: slice, x: Tensor) -> Tensor:
+        """[B, L] as a row per table row."""
         lead = self._count(layers), -1, self._shape.kv_heads, -1
         return x[None, :, None].expand(*lead).flatten(0, 2)
 
@@ -233,9 +235,9 @@ class PagedWindow(RingBuffer):
     ) -> None:
         write_slots(
             self._store,
-            self._store.streams(layers),
-            self._by_stream(layers, slot),
-            self._by_stream(layers, some),
+            self._store.table_rows(layers),
+            self._by_table_row(layers, slot),
+            self._by_table_row(layers, some),
             key,
             value,
             score if self.has_scores else None,

@@ -23,7 +23,7 @@ _ALL: Final = slice(None)
 
 @dataclass(slots=True)
 class Lengths:
-    """How long streams are, which a store shares with the one that faces it in a page table.
+    """How long table rows are, which a store shares with the one that faces it in a page table.
 
     The two know each other by this alone: were each to hold the other, their pages would wait for
     the garbage collector.
@@ -33,15 +33,15 @@ class Lengths:
     tokens: int  # in a page
 
     def pages(self) -> Int[Tensor, " S"]:
-        """Count the pages of each stream."""
+        """Count the pages of each table row."""
         return pages_for(self.length.flatten().long(), self.tokens)
 
 
 class HeadPages:
-    """A stream of slots per layer, sequence and KV head, each with a length of its own.
+    """A table row of slots per layer, sequence and KV head, each with a length of its own.
 
-    Slot i of a stream is slot i % tokens of the stream's page i // tokens. Operations take the ids
-    of the streams they are about, each named once, and work on all of them at once. What is
+    Slot i of a row is slot i % tokens of the table row's page i // tokens. Operations take the ids
+    of the table rows they are about, each named once, and work on all of them at once. What is
     refused, by PoolExhausted or otherwise, leaves everything as it was. Several stores, of
     different layouts, may share a pool, and two a page table.
 
@@ -49,7 +49,7 @@ class HeadPages:
     an operation must know (how many pages, how long, whether the arguments are right): once an
     operation. select, clear and truncate wait once more to check sequences; append, replace and
     remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits: what
-    works on a layer or on all streams (`read_layer`, `weakest_all`, ...) goes by `longest`.
+    works on a layer or on all table rows (`read_layer`, `weakest_all`, ...) goes by `longest`.
     """
 
     in_blocks: ClassVar[bool] = False  # whether tokens that are encoded together can be stored
@@ -64,7 +64,7 @@ class HeadPages:
         *,
         facing: "HeadPages | None" = None,
     ) -> None:
-        """Start with empty streams; they hold no page.
+        """Start with empty table rows; they hold no page.
 
         Args:
             pool: where pages come from.
@@ -72,12 +72,12 @@ class HeadPages:
             layers: N.
             sequences: B.
             heads: H.
-            facing: a store of as many streams; this one's pages are counted from the right of its
+            facing: a store of as many rows; this one's pages are counted from the right of its
                 page table. Such stores are selected together, by `select_all`.
 
         Raises:
             ValueError: the layout's pages are not the pool's, its codecs take several tokens at
-                a time, or there would be no stream.
+                a time, or there would be no table row.
         """
         if layout.nbytes != pool.page_bytes:
             raise ValueError(
@@ -91,7 +91,7 @@ class HeadPages:
             )
         if min(layers, sequences, heads) < 1:
             raise ValueError(
-                f"{layers} layers, {sequences} sequences and {heads} heads make no stream; give "
+                f"{layers} layers, {sequences} sequences and {heads} heads make no table row; give "
                 "at least 1 of each"
             )
         self.pool = pool
@@ -117,22 +117,22 @@ class HeadPages:
 
     @property
     def table(self) -> Int[Tensor, "N B H T"]:
-        """Page ids, int32; what stands past a stream's last page means nothing."""
+        """Page ids, int32; what stands past a table row's last page means nothing."""
         return self._table.ids.view(*self._length.shape, self._table.width)
 
     @property
     def length(self) -> Int[Tensor, "N B H"]:
-        """Slots in each stream, int32: its tokens, and holes where there are any."""
+        """Slots in each table row, int32: its tokens, and holes where there are any."""
         return self._length
 
     @property
     def live(self) -> Int[Tensor, "N B H"]:
-        """Tokens in each stream."""
+        """Tokens in each table row."""
         return self._length.long()
 
     @property
     def longest(self) -> int:
-        """No stream has more slots, as far as the host knows: exact after what waits anyway."""
+        """No table row has more slots, as far as the host knows: exact after what waits anyway."""
         return min(self._longest, self._table.width * self.layout.tokens)
 
     @property
@@ -142,7 +142,7 @@ class HeadPages:
 
     @property
     def pages_used(self) -> int:
-        """Pages the streams hold; the host waits for the device."""
+        """Pages the table rows hold; the host waits for the device."""
         return int(self._pages_for(self._length).sum())
 
     @property
@@ -152,24 +152,24 @@ class HeadPages:
         return own + self._length.numel() * self._length.itemsize
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the streams hold; for `PagePool.check`."""
+        """Give the ids of all pages the table rows hold; for `PagePool.check`."""
         return self._table.within(self.held_pages())
 
     def held_pages(self) -> Int[Tensor, " S"]:
-        """Count the pages of each stream."""
+        """Count the pages of each table row."""
         return self._held.pages()
 
     def sequence_pages(self) -> Int[Tensor, " B"]:
         """Count the pages of each sequence over all layers and heads, without waiting."""
         return self._pages_for(self._length.long()).sum((0, 2))
 
-    def streams(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
-        """Give the ids of the streams of some layers: ((layer * B) + sequence) * H + head."""
+    def table_rows(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
+        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         ids = torch.arange(self._length.numel(), device=self.pool.device)
         return ids.view(self._length.shape)[layers].flatten()
 
     def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Count the pages that so many more tokens of all streams take."""
+        """Count the pages that so many more tokens of all table rows take."""
         length = self._length.flatten().long()
         return (self._pages_for(length + count) - self._pages_for(length)).sum()
 
@@ -181,13 +181,13 @@ class HeadPages:
         """
         layers, every, heads = self._length.shape
         expect_within("sequence", sequences, every - 1)
-        streams = self.streams().view(layers, every, heads)[:, sequences].flatten()
-        streams, length, wrong = self._named(streams)
+        table_rows = self.table_rows().view(layers, every, heads)[:, sequences].flatten()
+        table_rows, length, wrong = self._named(table_rows)
         after = torch.zeros_like(length)
         freed, longest = self._agree(
-            wrong, self._pages_for(length).sum(), self._longest_if(streams, after)
+            wrong, self._pages_for(length).sum(), self._longest_if(table_rows, after)
         )
-        self._shorten(streams, length, after, freed, longest)
+        self._shorten(table_rows, length, after, freed, longest)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
         """Let each head of sequence b keep its first length[b] slots at most.
@@ -201,12 +201,12 @@ class HeadPages:
         self.cut(length[:, None].expand_as(self._length))
 
     def cut(self, length: Int[Tensor, "N B H"]) -> None:
-        """Let every stream keep its first slots, so many at most."""
+        """Let every table row keep its first slots, so many at most."""
         before = self._length.flatten().long()
         after = before.minimum(length.flatten().long())
         lost = (self._pages_for(before) - self._pages_for(after)).sum()
         freed, longest = torch.stack((lost, after.amax())).tolist()
-        self._shorten(self.streams(), before, after, freed, longest)
+        self._shorten(self.table_rows(), before, after, freed, longest)
 
     def expect_lengths(self, length: Int[Tensor, "*B"]) -> None:
         """Refuse what are not lengths of all sequences.
@@ -220,7 +220,7 @@ class HeadPages:
 
     @property
     def page_table(self) -> PageTable:
-        """The table itself; its rows are the streams."""
+        """The table itself; its rows are the table rows."""
         return self._table
 
     def set_longest(self, longest: int) -> None:
@@ -230,13 +230,13 @@ class HeadPages:
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)
 
-    def _named(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give safe ids, the streams' lengths, and how many ids are repeated or do not exist."""
+    def _named(self, table_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give safe ids, the table rows' lengths, and how many ids are repeated or do not exist."""
         every = self._length.numel()
-        safe = streams.clamp(0, every - 1)
+        safe = table_rows.clamp(0, every - 1)
         mark = torch.zeros(every, dtype=torch.bool, device=self.pool.device)
         mark[safe] = True
-        wrong = (safe != streams).sum() + streams.shape[0] - mark.sum()
+        wrong = (safe != table_rows).sum() + table_rows.shape[0] - mark.sum()
         return safe, self._length.view(-1)[safe].long(), wrong
 
     def _agree(self, wrong: Tensor, *values: Tensor) -> list[int]:
@@ -244,23 +244,23 @@ class HeadPages:
         bad, *known = torch.stack((wrong, *values)).tolist()
         if bad:
             raise ValueError(
-                "a stream is named twice or does not exist; name each at most once, with ids from "
+                "a row is named twice or does not exist; name each at most once, with ids from "
                 f"0 to {self._length.numel() - 1}"
             )
         return [int(value) for value in known]
 
-    def _longest_if(self, streams: Tensor, after: Tensor) -> Tensor:
-        """Give the largest length there will be once streams have the length `after`."""
-        return self._length.flatten().long().scatter(0, streams, after).amax()
+    def _longest_if(self, table_rows: Tensor, after: Tensor) -> Tensor:
+        """Give the largest length there will be once table rows have the length `after`."""
+        return self._length.flatten().long().scatter(0, table_rows, after).amax()
 
-    def _columns_if(self, streams: Tensor, needed: Tensor) -> Tensor:
-        """Give the columns the table must have once streams hold `needed` pages."""
+    def _columns_if(self, table_rows: Tensor, needed: Tensor) -> Tensor:
+        """Give the columns the table must have once table rows hold `needed` pages."""
         if self._facing is not None:
-            needed = needed + self._facing.pages()[streams]
+            needed = needed + self._facing.pages()[table_rows]
         return needed.amax() if needed.numel() else needed.new_zeros(())
 
     def widen(self, columns: int) -> None:
-        """Make room in the page table for `columns` pages of every stream, both sides together."""
+        """Make room in the page table for `columns` pages of every row, both sides together."""
         if self._facing is None:
             self._table.widen(columns)
             return
@@ -268,18 +268,18 @@ class HeadPages:
         self._table.widen(columns, left.pages())
 
     def _enter(
-        self, streams: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int
+        self, table_rows: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int
     ) -> None:
-        """Deal out pages to streams, `extra` to each after those held; the lengths stay.
+        """Deal out pages to table rows, `extra` to each after those held; the lengths stay.
 
         Until a length is set nobody sees the new slots, so this can be given up half-way.
         """
         self.widen(columns)
         row, column = spread(held, extra, pages.shape[0])
-        self._table.enter(streams[row], column, pages)
+        self._table.enter(table_rows[row], column, pages)
 
     def _reorder(self, rows: Tensor, source: Tensor) -> None:
-        """Let stream i have the pages of rows[i], and sequence b the lengths of source[b]."""
+        """Let table row i have the pages of rows[i], and sequence b the lengths of source[b]."""
         if not self._table.reverse:  # the right side goes with the left
             self._table.reorder(rows)
         self._length = self._length[:, source].contiguous()
@@ -299,37 +299,37 @@ class HeadPages:
     def _empty(self) -> None:
         """Have no sequence; what pages there were are free, or belong to others."""
         if not self._table.reverse:
-            self._table.reorder(self.streams()[:0])
+            self._table.reorder(self.table_rows()[:0])
         self._length = self._length[:, :0].contiguous()
         self._longest = 0
         self._changes += 1
 
     def _copy(self, count: Tensor, total: int) -> None:
-        """Give each stream copies of its first `count` pages, instead of those it has."""
-        stream, column = spread(torch.zeros_like(count), count, total)
+        """Give each table row copies of its first `count` pages, instead of those it has."""
+        table_row, column = spread(torch.zeros_like(count), count, total)
         pages = self.pool.allocate(total)
-        source = self._table.lookup(stream, column)
+        source = self._table.lookup(table_row, column)
         self.kernels.copy_pages(self.pool.data, source, pages)
-        self._table.enter(stream, column, pages)
+        self._table.enter(table_row, column, pages)
 
     def _shorten(
-        self, streams: Tensor, before: Tensor, after: Tensor, freed: int, longest: int
+        self, table_rows: Tensor, before: Tensor, after: Tensor, freed: int, longest: int
     ) -> None:
         """Give back the pages past the new ends, `freed` in all, and set the lengths."""
         first = self._pages_for(after)
         row, column = spread(first, self._pages_for(before) - first, freed)
-        self.pool.release(self._table.lookup(streams[row], column))
-        self._set_length(streams, after, longest)
+        self.pool.release(self._table.lookup(table_rows[row], column))
+        self._set_length(table_rows, after, longest)
 
-    def _set_length(self, streams: Tensor, length: Tensor, longest: int) -> None:
-        self._length.view(-1)[streams] = length.to(self._length.dtype)
+    def _set_length(self, table_rows: Tensor, length: Tensor, longest: int) -> None:
+        self._length.view(-1)[table_rows] = length.to(self._length.dtype)
         self._longest = longest
         self._changes += 1
 
-    def _place(self, streams: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the page, and the row inside it, of a slot of each stream."""
+    def _place(self, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the page, and the row inside it, of a slot of each table row."""
         size = self.layout.tokens
-        return self._table.lookup(streams, slot // size), slot % size
+        return self._table.lookup(table_rows, slot // size), slot % size
 
 
 def join_all(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
@@ -432,7 +432,7 @@ def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
     for store, count, total in zip(stores, lost, back, strict=True):
         pool.release(store._table.within(count, total))
     for store in stores:
-        rows = store.streams().view(store.length.shape)[:, source].flatten()
+        rows = store.table_rows().view(store.length.shape)[:, source].flatten()
         store._reorder(rows, source)
     for store, count, total in zip(stores, copied, needed, strict=True):
         store._copy(count, total)

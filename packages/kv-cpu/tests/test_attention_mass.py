@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attention_cases import Case, pack, random_case
 from attention_judge import OBSERVE, WATCHED_SHAPES, assert_same_observation
 from kv_attention import DenseTokens, torch_backend
-from kv_cpu import arguments, chosen, scores
+from kv_cpu import arguments, attention_mass, chosen
 from kv_cpu.few import MOST
 from kv_policy import Observe, RawCodec
 
@@ -29,7 +29,7 @@ EVERYTHING = frozenset({"squares", "entropy"})
 @pytest.fixture(autouse=True)
 def no_torch(near):
     """Only what native code declines may be looked back at in torch."""
-    with patch("kv_cpu.scores.look_back", side_effect=AssertionError("torch looked back")):
+    with patch("kv_cpu.attention_mass.attention_mass", side_effect=AssertionError("torch did it")):
         yield
 
 
@@ -139,8 +139,8 @@ def test_several_observations_of_one_pass_are_those_of_a_pass_each(case):
 def test_gumbel_noise_beside_others_is_left_to_torch(case):
     c = case(8, L=20, window=4)
     noisy = Observe(None, "sum", gumbel=0.7)
-    assert "Gumbel" in scores.declined(c.q, c.pages, c.dense, 8, noisy)
-    with patch("kv_cpu.scores.look_back", torch_backend.look_back):
+    assert "Gumbel" in attention_mass.declined(c.inputs(), noisy)
+    with patch("kv_cpu.attention_mass.attention_mass", torch_backend.attention_mass):
         found = c.attend(noisy, others=[Observe(3), noisy], backend="cpu")
     expected = c.attend(noisy, others=[Observe(3), noisy])
     for got, wanted in ((found, expected), *zip(found.others, expected.others, strict=True)):
@@ -189,14 +189,14 @@ def test_observing_does_not_change_the_output(case):
     assert torch.equal(c.attend(backend="cpu").out, watched)
 
 
-def look_back(c, q=None, last=(5,)):
+def observing(c, q=None, last=(5,)):
     """Do all but the last step: the tables are read again in that one."""
-    done = torch_backend.forward(c.q, c.position, c.pages, c.dense, 8, c.scale, c.page_positions)
-    return lambda: torch.ops.kv_cpu.look_back(
+    done = torch_backend.forward(c.inputs())
+    return lambda: torch.ops.kv_cpu.attention_mass(
         c.q if q is None else q,
         c.position,
         done.lse.contiguous(),
-        *arguments.parts(c.pages, c.page_positions, c.dense, watched=True),
+        *arguments.parts(c.inputs(), watched=True),
         *arguments.watches([Observe(5)]),
         list(last),
         8,
@@ -208,7 +208,7 @@ def look_back(c, q=None, last=(5,)):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_page_outside_of_the_pool_is_an_error(threads):
     c = random_case(14, L=6, D=8, Dv=8, stored=300, page=16, tiers=[("8", "4"), ("4", "2")])
-    observe = look_back(c)
+    observe = observing(c)
     observe()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -223,6 +223,6 @@ def test_a_page_outside_of_the_pool_is_an_error(threads):
 def test_arguments_that_do_not_fit_are_errors():
     c = random_case(15, L=6, D=8, Dv=8)
     with pytest.raises(RuntimeError, match="last has 0 numbers for 1 watches; each needs one"):
-        look_back(c, last=())()
+        observing(c, last=())()
     with pytest.raises(RuntimeError, match=r"position is int64 .* it must be int64 \[\d+, 5\]"):
-        look_back(c, q=c.q[..., :5, :])()
+        observing(c, q=c.q[..., :5, :])()

@@ -16,6 +16,6 @@ struct Pass {
 };
 
 // Sums what the watches ask for, by the log-sum-exp of the pass.
-void look_back(Pass& pass, int workers, Parallel parallel, Fault& fault);
+void attention_mass(Pass& pass, int workers, Parallel parallel, Fault& fault);
 
 }  // namespace kv

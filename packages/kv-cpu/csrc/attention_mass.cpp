@@ -1,5 +1,6 @@
-// Goes over the tokens of each stream in blocks, and over the queries that count for any of them.
-#include "look_back.h"
+// Goes over the tokens of each table row in blocks, and over the queries that count for any of
+// them.
+#include "attention_mass.h"
 
 #include <algorithm>
 #include <limits>
@@ -21,7 +22,10 @@ struct Scratch {
 class Looker {
  public:
   Looker(Pass& pass, int workers, Fault& fault)
-      : pass_(pass), job_(pass.job), fault_(fault), group_(int(job_.group)),
+      : pass_(pass),
+        job_(pass.job),
+        fault_(fault),
+        group_(int(job_.group)),
         queries_(std::max(1, kMostRows / group_)) {
     const int64_t most = *std::max_element(pass_.last.begin(), pass_.last.end());
     for (int64_t b = 0; b < job_.sequences; ++b) {
@@ -31,8 +35,8 @@ class Looker {
       for (int64_t at : found.position) even_.back().push_back(1 / float(at + 1));
     }
     pass.job.position = latest_.data();
-    for (int64_t stream = 0; stream < job_.streams(); ++stream)
-      blocks_ = std::max(blocks_, (tokens(stream) + kBlock - 1) / kBlock);
+    for (int64_t table_row = 0; table_row < job_.table_rows(); ++table_row)
+      blocks_ = std::max(blocks_, (tokens(table_row) + kBlock - 1) / kBlock);
     const int dim = int(job_.key_dim), rows = (queries_ * group_ + kTile - 1) / kTile * kTile;
     scratch_.resize(workers);
     for (Scratch& scratch : scratch_) {
@@ -48,59 +52,59 @@ class Looker {
   }
 
   void run(Parallel parallel) {
-    parallel(int64_t(scratch_.size()),
-             [](int64_t i, void* me) { static_cast<Looker*>(me)->work(int(i)); }, this);
+    parallel(
+        int64_t(scratch_.size()),
+        [](int64_t i, void* me) { static_cast<Looker*>(me)->work(int(i)); }, this);
   }
 
  private:
-  int64_t tokens(int64_t stream) const {
+  int64_t tokens(int64_t table_row) const {
     int64_t sum = 0;
-    for (const Part& part : job_.parts) sum += part.count(stream);
+    for (const Part& part : job_.parts) sum += part.count(table_row);
     return sum;
   }
 
   void work(int worker) {
-    // The first tokens have the most queries, so blocks of all streams go by in this order.
-    const int64_t streams = job_.streams();
-    for (int64_t i; (i = next_++) < blocks_ * streams && fault_.part < 0;) {
-      const int64_t stream = i % streams, first = i / streams * kBlock;
-      const int64_t last = std::min(first + kBlock, tokens(stream));
-      if (first >= last || sequences_[stream / job_.heads].place.empty()) continue;
+    // The first tokens have the most queries, so blocks of all table rows go by in this order.
+    const int64_t table_rows = job_.table_rows();
+    for (int64_t i; (i = next_++) < blocks_ * table_rows && fault_.part < 0;) {
+      const int64_t table_row = i % table_rows, first = i / table_rows * kBlock;
+      const int64_t last = std::min(first + kBlock, tokens(table_row));
+      if (first >= last || sequences_[table_row / job_.heads].place.empty()) continue;
       Block block;
-      Cursor cursor(job_, stream, first, last, fault_);
-      while (cursor.next(block)) look(stream, block, scratch_[worker]);
+      Cursor cursor(job_, table_row, first, last, fault_);
+      while (cursor.next(block)) look(table_row, block, scratch_[worker]);
     }
   }
 
-  void look(int64_t stream, const Block& block, Scratch& scratch) const {
-    const Sequence& sequence = sequences_[stream / job_.heads];
+  void look(int64_t table_row, const Block& block, Scratch& scratch) const {
+    const Sequence& sequence = sequences_[table_row / job_.heads];
     const Format& key = job_.parts[block.part].key;
     const bool narrow = pass_.kernels->narrow && job_.query_number == Number::kBFloat16 &&
                         key.number == Number::kBFloat16;
     std::fill(scratch.panels.begin(), scratch.panels.end(), Line{});
     pass_.kernels->put_keys(key, block.keys(), narrow, scratch.panels.data());
-    find_starts(stream, block, sequence, scratch);
+    find_starts(table_row, block, sequence, scratch);
     std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
     const int count = int(sequence.place.size());
     int first = *std::min_element(scratch.least.begin(), scratch.least.end());
     for (; first < count; first += queries_) {
       const int queries = std::min(queries_, count - first);
       const HeldRows rows{queries, group_, first, scratch.lse.data(),
-                          &even_[stream / job_.heads][first]};
-      fill_queries(stream, sequence, rows, narrow, scratch);
-      for (int panel = 0; panel < kPanels; ++panel)
-        look(rows, panel, narrow, scratch);
+                          &even_[table_row / job_.heads][first]};
+      fill_queries(table_row, sequence, rows, narrow, scratch);
+      for (int panel = 0; panel < kPanels; ++panel) look(rows, panel, narrow, scratch);
     }
-    hand_over(stream, block, count, scratch);
+    hand_over(table_row, block, count, scratch);
   }
 
   // A query counts for a token if it is among the last ones and comes late enough after it.
-  void find_starts(int64_t stream, const Block& block, const Sequence& sequence,
+  void find_starts(int64_t table_row, const Block& block, const Sequence& sequence,
                    Scratch& scratch) const {
     const int count = int(sequence.place.size());
     const Part& part = job_.parts[block.part];
-    const int64_t* place = part.place + stream / job_.heads * part.place_step[0] +
-                           stream % job_.heads * part.place_step[1];
+    const int64_t* place = part.place + table_row / job_.heads * part.place_step[0] +
+                           table_row % job_.heads * part.place_step[1];
     std::fill(scratch.start.begin(), scratch.start.end(), kNever);
     for (size_t w = 0; w < job_.watches.size(); ++w) {
       const int64_t skip = job_.watches[w].skip;
@@ -108,7 +112,8 @@ class Looker {
       std::fill_n(start, block.count, int(std::max<int64_t>(0, count - pass_.last[w])));
       // Stored tokens come before every query.
       for (int i = 0; i < block.runs && !(part.paged && skip <= 1); ++i)
-        for (int64_t slot = block.run[i].slot; slot < block.run[i].slot + block.run[i].count; ++slot) {
+        for (int64_t slot = block.run[i].slot; slot < block.run[i].slot + block.run[i].count;
+             ++slot) {
           const int64_t at = std::min(place[slot * part.place_step[2]], kMostPosition);
           const int from = sequence.from(at + skip);
           *start = std::max(*start, from);
@@ -120,12 +125,12 @@ class Looker {
     }
   }
 
-  void fill_queries(int64_t stream, const Sequence& sequence, const HeldRows& rows, bool narrow,
+  void fill_queries(int64_t table_row, const Sequence& sequence, const HeldRows& rows, bool narrow,
                     Scratch& scratch) const {
     const int64_t* step = pass_.chunk.query_step;
     const int dim = int(job_.key_dim);
     const uint8_t* from =
-        job_.queries + stream / job_.heads * step[0] + stream % job_.heads * step[1];
+        job_.queries + table_row / job_.heads * step[0] + table_row % job_.heads * step[1];
     auto* to = reinterpret_cast<uint8_t*>(scratch.queries.data());
     float* lse = scratch.lse.data();
     for (int i = 0; i < rows.queries; ++i) {
@@ -133,7 +138,7 @@ class Looker {
       for (int g = 0; g < group_; ++g, to += row_bytes(dim, narrow)) {
         pass_.kernels->put_query(job_.query_number, from + g * step[2] + place * step[3], step[4],
                                  dim, narrow, to);
-        *lse++ = pass_.lse[(stream * group_ + g) * pass_.chunk.length + place];
+        *lse++ = pass_.lse[(table_row * group_ + g) * pass_.chunk.length + place];
       }
     }
   }
@@ -148,8 +153,7 @@ class Looker {
       if (!multiplied) {
         const auto* keys = reinterpret_cast<const uint8_t*>(scratch.panels.data());
         pass_.kernels->products(scratch.queries.data(), (count + kTile - 1) / kTile * kTile, dim,
-                                narrow, keys + panel * panel_bytes(dim, narrow),
-                                logits);
+                                narrow, keys + panel * panel_bytes(dim, narrow), logits);
         pass_.kernels->soften(logits, count, job_.scale, rows.lse, p);
         multiplied = true;
       }
@@ -161,11 +165,11 @@ class Looker {
     }
   }
 
-  void hand_over(int64_t stream, const Block& block, int count, Scratch& scratch) const {
-    const int64_t width = job_.parts[block.part].width, plane = job_.streams() * width;
+  void hand_over(int64_t table_row, const Block& block, int count, Scratch& scratch) const {
+    const int64_t width = job_.parts[block.part].width, plane = job_.table_rows() * width;
     for (int i = 0, at = 0; i < block.runs; at += block.run[i++].count) {
       const Run& run = block.run[i];
-      const int64_t to = stream * width + run.slot;
+      const int64_t to = table_row * width + run.slot;
       for (size_t w = 0; w < job_.watches.size(); ++w) {
         const Watch& watch = job_.watches[w];
         for (int t = 0; t < run.count; ++t)
@@ -197,13 +201,13 @@ class Looker {
   std::vector<std::vector<float>> even_;  // of each sequence and query an even share
   std::vector<int64_t> latest_;
   std::vector<Scratch> scratch_;
-  int64_t blocks_ = 0;  // of the longest stream
+  int64_t blocks_ = 0;  // of the longest table row
   std::atomic<int64_t> next_{0};
 };
 
 }  // namespace
 
-void look_back(Pass& pass, int workers, Parallel parallel, Fault& fault) {
+void attention_mass(Pass& pass, int workers, Parallel parallel, Fault& fault) {
   Looker(pass, workers, fault).run(parallel);
 }
 

@@ -1,8 +1,8 @@
-// The operator that looks back at a pass of many queries, as torch sees it.
+// The operator that sums the attention mass of a pass of many queries, as torch sees it.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
-#include "look_back.h"
+#include "attention_mass.h"
 
 namespace kv {
 namespace {
@@ -13,7 +13,7 @@ using torch::stable::Tensor;
 const ScoreKernels* const levels[] = {
     &plain_scores,
 #ifdef KV_X86
-    &avx2_scores, &avx512_scores, &bf16_scores, &amx_emulated_scores, &amx_scores,
+    &avx2_scores,  &avx512_scores, &bf16_scores, &amx_emulated_scores, &amx_scores,
 #endif
 };
 
@@ -39,7 +39,7 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
   read_parts(job, q, tensors, parts, true, results);
   if (pass.chunk.length == 0) return results;
   Fault fault;
-  look_back(pass, int(torch::stable::get_num_threads()), parallel, fault);
+  attention_mass(pass, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);
   return results;
 }
@@ -49,8 +49,8 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "look_back(Tensor q, Tensor position, Tensor lse, Tensor[] tensors, int[] parts, "
+      "attention_mass(Tensor q, Tensor position, Tensor lse, Tensor[] tensors, int[] parts, "
       "int[] watches, float[] above, int[] last, int value_dim, float scale, str isa) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("look_back", TORCH_BOX(&kv::observed)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("attention_mass", TORCH_BOX(&kv::observed)); }

@@ -1,0 +1,47 @@
+"""The arguments of an attention pass, as `attend` checked them and backends take them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.tokens import DenseTokens
+from kv_policy import Observe, PagedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Queries, the tokens they attend to, and what to observe of the pass.
+
+    Attributes:
+        q: queries.
+        position: positions of the queries, -1 for padding.
+        pages: stored tokens, one entry per tier.
+        dense: plain tokens.
+        page_positions: positions of the stored tokens by slot, one entry per tier.
+        value_dim: Dv.
+        scale: the factor of the logits.
+        observations: the attention mass to sum; the first is that of the output, the rest become
+            its `others`.
+    """
+
+    q: Float[Tensor, "B H G L D"]
+    position: Int[Tensor, "B L"]
+    pages: Sequence[PagedTokens]
+    dense: Sequence[DenseTokens]
+    page_positions: Sequence[Int[Tensor, "B H _"] | None]
+    value_dim: int
+    scale: float
+    observations: tuple[Observe, ...] = (Observe(0),)
+
+    @property
+    def observed(self) -> bool:
+        """Whether any observation sums anything."""
+        return any(what.last != 0 for what in self.observations)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of logits and sums: float32, or float64 for queries in float64."""
+        return torch.promote_types(self.q.dtype, torch.float32)

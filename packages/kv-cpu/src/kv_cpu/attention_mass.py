@@ -1,0 +1,67 @@
+"""A pass of several queries of a sequence, and the attention mass that a policy observes of it.
+
+The attention matrix is never held: with the log-sum-exp of the pass, its blocks are computed again
+and summed over the queries.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kv_attention import Attended, AttentionInputs
+from kv_attention.torch_backend import Forward, attention_mass, forward, parts_of
+from kv_cpu import prompt
+from kv_cpu.arguments import parts, refused, to_attended, watches
+from kv_cpu.few import multi_query_decode
+from kv_cpu.library import chosen
+from kv_policy import Observe
+
+
+def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
+    """Attend, then sum the attention mass natively unless `declined` returns a reason.
+
+    Many queries attend natively unless `prompt.declined` returns a reason, and few to pages. All
+    observations are made together, in float32. Errors are those of `backend.attend`.
+    """
+    if prompt.declined(inputs, isa) is None:
+        found = prompt.attend_to_all(inputs, isa)
+        done = Forward(inputs, parts_of(inputs), found.out, found.lse)
+    else:
+        done = forward(inputs, multi_query_decode(inputs, isa))
+    native = [what for what in inputs.observations if declined(inputs, what) is None]
+    natively = iter(observe_all(done, native, isa))
+    return Attended.of(
+        next(natively) if what in native else attention_mass(done, what)
+        for what in inputs.observations
+    )
+
+
+def observe_all(
+    done: Forward, watched: Sequence[Observe], isa: str | None = None
+) -> list[Attended]:
+    """Sum the attention mass of a pass for several observations at once, none of them declined."""
+    found: Sequence[Tensor] = ()
+    inputs = done.inputs
+    length = inputs.q.shape[3]
+    last = [length if what.last is None else what.last for what in watched if what.last != 0]
+    if last:
+        found = torch.ops.kv_cpu.attention_mass(
+            inputs.q,
+            inputs.position.long().contiguous(),
+            done.lse.contiguous(),
+            *parts(inputs, watched=True),
+            *watches(watched),
+            last,
+            done.out.shape[-1],
+            inputs.scale,
+            isa or chosen(),
+        )
+    return to_attended(done.out, found, watched)
+
+
+def declined(inputs: AttentionInputs, what: Observe) -> str | None:
+    """Return why torch observes this of a pass; None if native code does."""
+    if what.gumbel is not None:
+        return "attention under Gumbel noise is observed"
+    return refused(inputs)
