@@ -48,7 +48,7 @@ def spread(
 class _Ids:
     """The ids themselves, which both sides of a table see."""
 
-    ids: Int[Tensor, "table rows T"]
+    ids: Int[Tensor, "table_rows T"]
 
 
 class PageTable:
@@ -81,7 +81,7 @@ class PageTable:
         return self._shared is other._shared
 
     @property
-    def ids(self) -> Int[Tensor, "table rows T"]:
+    def ids(self) -> Int[Tensor, "table_rows T"]:
         """The table; widening and reordering replace this tensor."""
         return self._shared.ids
 
@@ -95,7 +95,7 @@ class PageTable:
         """Memory of the table, both sides together."""
         return self.ids.numel() * self.ids.itemsize
 
-    def widen(self, columns: int, left: Int[Tensor, " table rows"] | None = None) -> None:
+    def widen(self, columns: int, left: Int[Tensor, " table_rows"] | None = None) -> None:
         """Make room for `columns` pages a table row; an eighth at least, so that it happens rarely.
 
         Args:
@@ -113,7 +113,7 @@ class PageTable:
         self,
         other: "PageTable",
         layers: int,
-        left: tuple[Int[Tensor, " table rows"], Int[Tensor, " others"]] | None,
+        left: tuple[Int[Tensor, " table_rows"], Int[Tensor, " others"]] | None,
     ) -> None:
         """Let another table's rows come after these, layer by layer; it has none then.
 
@@ -138,7 +138,7 @@ class PageTable:
         return self.ids[table_rows, :columns].long()
 
     def within(
-        self, count: Int[Tensor, " table rows"], total: int | None = None
+        self, count: Int[Tensor, " table_rows"], total: int | None = None
     ) -> Int[Tensor, " n"]:
         """Give the first `count` page ids of every row; `total` is their sum, if it is known."""
         total = int(count.sum()) if total is None else total
@@ -154,15 +154,15 @@ class PageTable:
         """Put page ids at `column[i]` of table row `table_rows[i]`."""
         self.ids[table_rows, self._place(column)] = pages.to(self.ids.dtype)
 
-    def find(self, column: Int[Tensor, " table rows"]) -> Int[Tensor, " table rows"]:
+    def find(self, column: Int[Tensor, " table_rows"]) -> Int[Tensor, " table_rows"]:
         """Give the page id at a column of every table row; any where there is no such column."""
         return self.ids.gather(1, self._inside(column))[:, 0].long()
 
     def enter_some(
         self,
-        column: Int[Tensor, " table rows"],
-        pages: Int[Tensor, " table rows"],
-        some: Bool[Tensor, " table rows"],
+        column: Int[Tensor, " table_rows"],
+        pages: Int[Tensor, " table_rows"],
+        some: Bool[Tensor, " table_rows"],
     ) -> None:
         """Put a page id at a column of each marked table row."""
         place = self._inside(column)

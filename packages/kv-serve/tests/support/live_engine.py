@@ -24,7 +24,7 @@ def ends(engine: "LLM") -> tuple["SchedulerState", "Worker"]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    return scheduler.connector.state, get_kv_transfer_group().worker
+    return scheduler.connector.scheduler_state, get_kv_transfer_group().worker
 
 
 def is_empty(engine: "LLM", greedy: Greedy) -> bool:
