@@ -22,7 +22,7 @@ from _timing import Turns, timed
 from rich.console import Console
 from torch import Tensor
 
-from kv_paging import PagePool, Tiers, TokenStore, fit
+from kv_paging import PagePool, Tiers, TokenStore, TokenWrite, fit
 from kv_policy import DROP, RawCodec, TokenFormat
 from kv_quant import IntegerCodec
 
@@ -61,7 +61,8 @@ class Full:
     def encode(self) -> None:
         """Write all tokens once more, where they are."""
         pages = self.store.whole()
-        self.store.kernels.write(pages, self.table_rows, self.start, self.keep, *self.tokens)
+        tokens = TokenWrite(self.table_rows, self.start, self.keep, *self.tokens)
+        self.store.kernels.write(pages, tokens)
 
     def encode_from(self, other: "Full") -> None:
         """Write all tokens of another store, read from its pages."""
@@ -71,8 +72,9 @@ class Full:
         assert read.key is not None  # they were asked for
         assert read.value is not None
         pages = self.store.whole()
-        tokens = (read.key, read.value, read.score, read.position)
-        self.store.kernels.write(pages, self.table_rows, self.start, read.held, *tokens)
+        vectors = (read.key, read.value, read.score, read.position)
+        tokens = TokenWrite(self.table_rows, self.start, read.held, *vectors)
+        self.store.kernels.write(pages, tokens)
 
     def compact(self) -> None:
         """Close the gaps of a random half; the lengths stay, so that it can be done again."""

@@ -28,8 +28,7 @@ from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
-from kv_paging import PagePool, Tiers, fit, triton_kernels
-from kv_paging.work import NewTokens, Placement
+from kv_paging import NewTokens, PagePool, Placement, Tiers, TokenWrite, fit, triton_kernels
 from kv_policy import (
     CacheShape,
     Observe,
@@ -132,7 +131,7 @@ def pages(name: str) -> None:
     vector = torch.empty(table_rows, 2 * TOKENS, DIM, dtype=torch.bfloat16)
     score, place = torch.empty(vector.shape[:2]), torch.zeros(vector.shape[:2], dtype=torch.int32)
     keep = torch.ones(vector.shape[:2], dtype=torch.bool)
-    triton_kernels.write(whole, every, every, keep, vector, vector, score, place)
+    triton_kernels.write(whole, TokenWrite(every, every, keep, vector, vector, score, place))
     bare = PageLayout.sized(format_of(name), TOKENS)
     memory = torch.empty(4, bare.nbytes, dtype=torch.uint8)
     triton_kernels.place(memory, bare, every, every, vector[:, 0], vector[:, 0])

@@ -95,6 +95,27 @@ def test_every_entry_point_of_ours_can_be_loaded() -> None:
         assert entry.load().name == entry.name
 
 
+def test_every_module_behind_a_face_is_protected() -> None:
+    """A new file of these packages is not imported by others unless it is listed here."""
+    open_to_all = {
+        "kv_runtime": set(),
+        "kv_paging": {"torch_kernels"},
+        "kv_attention": {"torch_backend", "compiled"},
+    }
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    protected = [
+        {module for module in each["protected_modules"]}
+        for each in contracts["contracts"]
+        if each["type"] == "protected"
+    ]
+    for package, others in open_to_all.items():
+        folder = ROOT / "packages" / package.replace("_", "-") / "src" / package
+        found = {path.stem for path in folder.glob("*.py")}
+        found |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        wanted = {f"{package}.{name}" for name in found - others - {"__init__"}}
+        assert wanted in protected
+
+
 def test_only_kv_cpu_names_itself() -> None:
     sources = (path for name in NAMES for path in (ROOT / "packages" / name / "src").rglob("*.py"))
     naming = {path for path in sources if "kv_cpu" in path.read_text()}

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from kv_cpu import pages as native
 from kv_cpu.pages import declined
-from kv_paging import PagePool
-from kv_paging.kernels import chosen
+from kv_paging import DecodeStep, NewTokens, PagePool, Placement, TokenWrite, select_page_kernels
 from kv_paging.kernels import declined as declined_by
-from kv_paging.work import DecodeStep, NewTokens, Placement
 from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
@@ -77,7 +75,11 @@ def test_whatever_tables_and_table_rows_say(isa, data, reverse):
     x, y = torch.randn(2, 5, 5), torch.randn(2, 5, 3)
     score, place = torch.randn(2, 5), torch.arange(10).view(2, 5)
     slots = data.draw(st.integers(0, ROOM))
-    tried(pool, [], lambda: native.write(held, table_rows, start, keep, x, y, score, place))
+    tried(
+        pool,
+        [],
+        lambda: native.write(held, TokenWrite(table_rows, start, keep, x, y, score, place)),
+    )
     tried(pool, [], lambda: native.compact(held, table_rows, keep))
     tried(pool, [], lambda: native.rescore(held, table_rows, score))
     seen, number = torch.ones(2, 5, dtype=torch.long), data.draw(st.integers(1, 9))
@@ -124,13 +126,17 @@ def test_faults_are_named(isa):
     x = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 3))
     beside = (torch.zeros(1, 2), torch.zeros(1, 2).int())
     table[1, 1] = PAGES  # the scratch page is nobody's
-    native.write(held, one, torch.tensor([1]), keep, *x, *beside)
+
+    def write(row, slot):
+        native.write(held, TokenWrite(row, torch.tensor([slot]), keep, *x, *beside))
+
+    write(one, 1)
     with pytest.raises(RuntimeError, match="a table names page 6; its pool has 6 pages"):
-        native.write(held, one, torch.tensor([2]), keep, *x, *beside)
+        write(one, 2)
     with pytest.raises(RuntimeError, match="slots 5 to 6; its table has room for 0 to 5"):
-        native.write(held, one, torch.tensor([5]), keep, *x, *beside)
+        write(one, 5)
     with pytest.raises(RuntimeError, match="table row 3 does not exist; there are 3"):
-        native.write(held, torch.tensor([3]), torch.tensor([0]), keep, *x, *beside)
+        write(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="page 7 is to be copied to page 0; there are 6"):
         native.copy_pages(pool.data, torch.tensor([7]), torch.tensor([0]))
 
@@ -142,8 +148,8 @@ def test_what_is_declined_goes_to_torch_with_a_reason():
         layout = PageLayout.sized(TokenFormat(codec, codec), 4)
         found = declined(layout, device)
         assert declined_by("cpu", layout, device) == found
-        assert chosen(layout, device).__name__ == "kv_paging.torch_kernels"
-        assert chosen(layout, device, "cpu").__name__ == "kv_paging.torch_kernels"
+        assert select_page_kernels(layout, device).__name__ == "kv_paging.torch_kernels"
+        assert select_page_kernels(layout, device, "cpu").__name__ == "kv_paging.torch_kernels"
         return found
 
     assert "its own code" in reason(ChannelCodec(4, 2, 4))
@@ -152,5 +158,9 @@ def test_what_is_declined_goes_to_torch_with_a_reason():
     assert reason(RawCodec(1025, torch.float32)) == "vectors of more than 1024 dimensions"
     assert reason(RawCodec(4, torch.float32), torch.device("meta")) == "pages on meta"
     assert declined_by("torch", LAYOUT, cpu) is None
-    assert chosen(LAYOUT, cpu).__name__ == chosen(LAYOUT, cpu, "cpu").__name__ == "kv_cpu.pages"
-    assert chosen(LAYOUT, cpu, "torch").__name__ == "kv_paging.torch_kernels"
+    assert (
+        select_page_kernels(LAYOUT, cpu).__name__
+        == select_page_kernels(LAYOUT, cpu, "cpu").__name__
+        == "kv_cpu.pages"
+    )
+    assert select_page_kernels(LAYOUT, cpu, "torch").__name__ == "kv_paging.torch_kernels"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kv_paging import PerHeadRankTiers, Tiers, fit, torch_kernels, triton_kernels
-from kv_paging.kernels import chosen, declined
+from kv_paging.kernels import declined, select_page_kernels
 from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 from kv_quant import ChannelCodec
@@ -277,11 +277,13 @@ def _work(rest: list[Tensor]) -> tuple[object, ...]:
 def test_what_is_not_for_these_kernels_goes_to_torch() -> None:
     known = PageLayout.sized(form("8", "4", 5, 3), 2)
     assert declined("triton", known, DEVICE) is None
-    assert chosen(known, DEVICE, "triton") is triton_kernels
-    assert chosen(known, torch.device("cuda")) is torch_kernels  # by name only, on a GPU too
+    assert select_page_kernels(known, DEVICE, "triton") is triton_kernels
+    assert (
+        select_page_kernels(known, torch.device("cuda")) is torch_kernels
+    )  # by name only, on a GPU too
     wide = PageLayout.sized(form("8", "4", 1025, 3), 2)
     assert declined("triton", wide, DEVICE) == "vectors of more than 1024 dimensions"
-    assert chosen(wide, DEVICE, "triton") is torch_kernels
+    assert select_page_kernels(wide, DEVICE, "triton") is torch_kernels
     channels = PageLayout.sized(TokenFormat(*[ChannelCodec(4, 2, 32)] * 2), 32)
     assert "by its own code" in declined("triton", channels, DEVICE)
 
@@ -294,7 +296,7 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch) -> None:
     reason = "torch finds no GPU, and TRITON_INTERPRET is not set"
     assert declined("triton", layout, DEVICE) == reason
     with pytest.raises(ValueError, match=f"'triton' cannot be used here: {reason}"):
-        chosen(layout, DEVICE, "triton")
+        select_page_kernels(layout, DEVICE, "triton")
     monkeypatch.setattr("kv_policy.interpreter.find_spec", lambda name: None)
     assert declined("triton", layout, DEVICE) == "the package triton is not installed"
 

@@ -7,7 +7,9 @@ from kv_attention.backends import (
     available,
     check_backend,
     choose_backend,
+    load_backend,
 )
+from kv_attention.checks import longest_of
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial
 from kv_attention.ragged import HeadGroup, attend_ragged
@@ -26,4 +28,6 @@ __all__ = [
     "available",
     "check_backend",
     "choose_backend",
+    "load_backend",
+    "longest_of",
 ]

@@ -6,7 +6,7 @@ from typing import Final
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.backends import load
+from kv_attention.backends import load_backend
 from kv_attention.checks import check_parts, check_positions, check_queries
 from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended, DenseTokens
@@ -69,4 +69,4 @@ def attend(
     inputs = AttentionInputs(
         q, position, pages, dense, positions, value_dim, scale, (observe, *others)
     )
-    return load(backend)(inputs)
+    return load_backend(backend)(inputs)

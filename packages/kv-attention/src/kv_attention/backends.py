@@ -81,7 +81,7 @@ def check_backend(name: str, device: torch.device | str) -> None:
     Raises:
         ValueError: the sentence says why.
     """
-    load(name)
+    load_backend(name)
     kind, devices = torch.device(device).type, all_backends()[name].devices
     if devices and kind not in devices:
         raise ValueError(
@@ -89,7 +89,7 @@ def check_backend(name: str, device: torch.device | str) -> None:
         )
 
 
-def load(name: str) -> Attend:
+def load_backend(name: str) -> Attend:
     """Give the implementation of that name.
 
     Raises:

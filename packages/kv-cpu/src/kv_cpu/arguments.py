@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, AttentionInputs, DenseTokens, compiled
-from kv_attention.checks import longest_of
+from kv_attention import Attended, AttentionInputs, DenseTokens, compiled, longest_of
 from kv_policy import Observe, PagedTokens
 from kv_policy.described import NUMBERS, described
 

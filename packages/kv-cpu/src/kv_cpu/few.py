@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from kv_attention import AttentionInputs
-from kv_attention.partial import Partial
+from kv_attention import AttentionInputs, Partial
 from kv_cpu.arguments import MOST_GROUP, parts, refused
 from kv_cpu.library import chosen
 

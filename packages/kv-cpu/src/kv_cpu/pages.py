@@ -13,9 +13,7 @@ from torch import Tensor
 
 from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen, missing
-from kv_paging import PagePool, Stored, torch_kernels
-from kv_paging.tokens import VectorNames
-from kv_paging.work import DecodeStep
+from kv_paging import DecodeStep, PagePool, Stored, TokenWrite, VectorNames, torch_kernels
 from kv_policy import PagedTokens, PageLayout, Running, RunningSum
 from kv_policy.described import NUMBERS, described
 
@@ -43,32 +41,23 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
     return described(layout).declined
 
 
-def write(
-    pages: PagedTokens,
-    table_rows: Int[Tensor, " S"],
-    start: Int[Tensor, " S"],
-    keep: Bool[Tensor, "S L"],
-    key: Float[Tensor, "S L D"],
-    value: Float[Tensor, "S L Dv"],
-    score: Float[Tensor, "S L"] | None,
-    position: Int[Tensor, "S L"] | None,
-) -> None:
+def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     """Encode tokens and write them; vectors in float64 are encoded by torch.
 
     Raises:
         RuntimeError: a table names a page that is not there; nothing was written.
     """
-    if key.dtype not in NUMBERS or value.dtype not in NUMBERS:
-        torch_kernels.write(pages, table_rows, start, keep, key, value, score, position)
+    if tokens.key.dtype not in NUMBERS or tokens.value.dtype not in NUMBERS:
+        torch_kernels.write(pages, tokens)
         return
     torch.ops.kv_cpu.page_write(
         *_tier(pages),
-        table_rows.contiguous(),
-        start.contiguous(),
-        keep.contiguous(),
-        _rows(key),
-        _rows(value),
-        [*_scores(score), *_positions(position)],
+        tokens.table_rows.contiguous(),
+        tokens.start.contiguous(),
+        tokens.keep.contiguous(),
+        _rows(tokens.key),
+        _rows(tokens.value),
+        [*_scores(tokens.score), *_positions(tokens.position)],
         chosen(),
     )
 

@@ -6,8 +6,7 @@ attended to with an online softmax (FlashAttention; Dao et al., 2022).
 
 import torch
 
-from kv_attention import AttentionInputs
-from kv_attention.partial import Partial
+from kv_attention import AttentionInputs, Partial
 from kv_cpu.arguments import parts, refused
 from kv_cpu.few import MOST
 from kv_cpu.library import chosen

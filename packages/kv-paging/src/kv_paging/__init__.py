@@ -1,7 +1,8 @@
 """A pool of equal byte pages, and a table row of pages per sequence, layer and KV head."""
 
 from kv_paging.checks import PoolExhausted
-from kv_paging.kernels import page_kernels_of
+from kv_paging.head_pages import expect_joined, join_all, release_all, select_all
+from kv_paging.kernels import PageKernels, page_kernels_of, select_page_kernels
 from kv_paging.layouts import fit
 from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
@@ -9,19 +10,33 @@ from kv_paging.ragged_store import PerHeadRankStore
 from kv_paging.rank_groups import RankGroups
 from kv_paging.store import TokenStore, read_slots, write_slots
 from kv_paging.tiers import Tiers
-from kv_paging.tokens import Stored
+from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
+from kv_paging.work import DecodeStep, NewTokens, Placement, TokenWrite
 
 __all__ = [
+    "BOTH",
+    "NONE",
+    "DecodeStep",
+    "NewTokens",
+    "PageKernels",
     "PagePool",
     "PerHeadRankStore",
     "PerHeadRankTiers",
+    "Placement",
     "PoolExhausted",
     "RankGroups",
     "Stored",
     "Tiers",
     "TokenStore",
+    "TokenWrite",
+    "VectorNames",
+    "expect_joined",
     "fit",
+    "join_all",
     "page_kernels_of",
     "read_slots",
+    "release_all",
+    "select_all",
+    "select_page_kernels",
     "write_slots",
 ]

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging.checks import expect_shape, expect_within
-from kv_paging.kernels import chosen
+from kv_paging.kernels import select_page_kernels
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
 from kv_policy import PageLayout
@@ -96,7 +96,7 @@ class HeadPages:
             )
         self.pool = pool
         self.layout = layout
-        self.kernels = chosen(layout, pool.device, pool.kernels)
+        self.kernels = select_page_kernels(layout, pool.device, pool.kernels)
         none = torch.zeros(layers, sequences, heads, dtype=torch.int32, device=pool.device)
         self._held = Lengths(none, layout.tokens)
         self._longest = 0

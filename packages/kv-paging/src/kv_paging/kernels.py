@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
-from kv_paging.work import DecodeStep
+from kv_paging.work import DecodeStep, TokenWrite
 from kv_policy import PagedTokens, PageLayout, Running, installed_backends
 
 
@@ -27,17 +27,7 @@ class PageKernels(Protocol):
     memory of the whole pool, its scratch page last. `table_rows` names some of them, each once.
     """
 
-    def write(
-        self,
-        pages: PagedTokens,
-        table_rows: Int[Tensor, " S"],
-        start: Int[Tensor, " S"],
-        keep: Bool[Tensor, "S L"],
-        key: Float[Tensor, "S L D"],
-        value: Float[Tensor, "S L Dv"],
-        score: Float[Tensor, "S L"] | None,
-        position: Int[Tensor, "S L"] | None,
-    ) -> None:
+    def write(self, pages: PagedTokens, tokens: TokenWrite) -> None:
         """Encode the marked tokens and write them, in order, to slots start[i] and on.
 
         The table has pages for all of them; where a format takes several tokens together, they fill
@@ -130,7 +120,9 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def chosen(layout: PageLayout, device: torch.device, name: str | None = None) -> PageKernels:
+def select_page_kernels(
+    layout: PageLayout, device: torch.device, name: str | None = None
+) -> PageKernels:
     """Give the code for pages of a layout: that of a name, or the fastest that is there.
 
     What a name declines, as `declined` says, is done in torch.

@@ -8,6 +8,7 @@ from kv_paging.head_pages import HeadPages, select_all
 from kv_paging.moves import Segment, move, take
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
+from kv_paging.work import TokenWrite
 from kv_policy import PagedTokens, Running
 
 
@@ -189,8 +190,8 @@ class TokenStore(HeadPages):
         pages = self.pool.allocate(total)
         try:
             self._enter(table_rows, held, needed - held, pages, columns)
-            tokens = (key, value, score, position)
-            self.kernels.write(self.whole(), table_rows, length, keep, *tokens)
+            tokens = TokenWrite(table_rows, length, keep, key, value, score, position)
+            self.kernels.write(self.whole(), tokens)
         except BaseException:
             self.pool.release(pages)
             raise
@@ -231,8 +232,7 @@ class TokenStore(HeadPages):
         self.expect_tokens(key, value, score, position, table_rows.shape[0])
         table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
-        self.kernels.write(
-            self.whole(),
+        tokens = TokenWrite(
             table_rows,
             slot,
             (slot >= 0)[:, None],
@@ -241,6 +241,7 @@ class TokenStore(HeadPages):
             None if score is None else score[:, None],
             None if position is None else position[:, None],
         )
+        self.kernels.write(self.whole(), tokens)
 
     def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
         """Let go of one token of each table row; the table row's last token moves into its slot.

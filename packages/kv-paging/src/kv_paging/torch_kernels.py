@@ -28,7 +28,7 @@ from kv_paging.tokens import (
     write_scores,
     write_tokens,
 )
-from kv_paging.work import DecodeStep
+from kv_paging.work import DecodeStep, TokenWrite
 from kv_policy import PagedTokens, PageLayout, Running
 
 __all__ = [
@@ -46,29 +46,21 @@ __all__ = [
 _ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
 
 
-def write(
-    pages: PagedTokens,
-    table_rows: Int[Tensor, " S"],
-    start: Int[Tensor, " S"],
-    keep: Bool[Tensor, "S L"],
-    key: Float[Tensor, "S L D"],
-    value: Float[Tensor, "S L Dv"],
-    score: Float[Tensor, "S L"] | None,
-    position: Int[Tensor, "S L"] | None,
-) -> None:
+def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     """Encode tokens and write them; the host waits for the device, to list those kept."""
-    block, columns = pages.layout.format.block, keep.shape[1]
-    slot = start[:, None] + keep.cumsum(1) - 1
+    table_rows, score, position = tokens.table_rows, tokens.score, tokens.position
+    block, columns = pages.layout.format.block, tokens.keep.shape[1]
+    slot = tokens.start[:, None] + tokens.keep.cumsum(1) - 1
     # A token of each row is encoded before any is written: what a codec refuses is not replaced.
     rows = max(max(_ROWS, len(table_rows)) // block, 1) * block
-    for kept in torch.split(keep.flatten().nonzero()[:, 0], rows):
+    for kept in torch.split(tokens.keep.flatten().nonzero()[:, 0], rows):
         place = (kept // columns, kept % columns)
         write_tokens(
             pages.data,
             pages.layout,
             *_place(pages, table_rows[place[0]], slot[place]),
-            key[place],
-            value[place],
+            tokens.key[place],
+            tokens.value[place],
             None if score is None else score[place],
             None if position is None else position[place],
         )

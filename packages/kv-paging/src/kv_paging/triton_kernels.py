@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
-from kv_paging.work import DecodeStep
+from kv_paging.work import DecodeStep, TokenWrite
 from kv_policy import PagedTokens, PageLayout, Running
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted, missing
@@ -46,23 +46,14 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
     return described(layout).declined
 
 
-def write(
-    pages: PagedTokens,
-    table_rows: Int[Tensor, " S"],
-    start: Int[Tensor, " S"],
-    keep: Bool[Tensor, "S L"],
-    key: Float[Tensor, "S L D"],
-    value: Float[Tensor, "S L Dv"],
-    score: Float[Tensor, "S L"] | None,
-    position: Int[Tensor, "S L"] | None,
-) -> None:
+def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     """Encode tokens and write them; vectors in float64 are encoded by torch."""
-    if _known(key, value):
+    if _known(tokens.key, tokens.value):
         from kv_paging.gpu import writing
 
-        writing.write(pages, table_rows, start, keep, key, value, score, position)
+        writing.write(pages, tokens)
     else:
-        torch_kernels.write(pages, table_rows, start, keep, key, value, score, position)
+        torch_kernels.write(pages, tokens)
 
 
 def place(

@@ -1,11 +1,34 @@
-"""A decoding step as data: what enters each table row, and what leaves or moves."""
+"""What page kernels do, as data: the tokens of a write, and the moves of a decode step."""
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy import PagedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWrite:
+    """Tokens to encode, and the slots of the table rows that they are written to.
+
+    Attributes:
+        table_rows: the ids of the table rows, each named once.
+        start: the first slot to write to in each.
+        keep: which tokens to write, in order; a row's other tokens are left out.
+        key: keys.
+        value: values.
+        score: scores, where the layout stores them.
+        position: positions, where the layout stores them.
+    """
+
+    table_rows: Int[Tensor, " S"]
+    start: Int[Tensor, " S"]
+    keep: Bool[Tensor, "S L"]
+    key: Float[Tensor, "S L D"]
+    value: Float[Tensor, "S L Dv"]
+    score: Float[Tensor, "S L"] | None = None
+    position: Int[Tensor, "S L"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

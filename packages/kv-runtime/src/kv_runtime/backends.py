@@ -7,8 +7,7 @@ from typing import Final
 
 import torch
 
-from kv_attention import all_backends, check_backend, choose_backend
-from kv_attention.backends import load
+from kv_attention import all_backends, check_backend, choose_backend, load_backend
 from kv_policy.installing import checkout_of, install_command
 
 AUTO: Final = "auto"
@@ -54,7 +53,7 @@ def expect_known(name: str) -> None:
         ValueError: as `backend_for`.
     """
     if name != AUTO:
-        load(name)
+        load_backend(name)
 
 
 def serving(device: torch.device | str, name: str = AUTO) -> Serving:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_attention import DenseTokens, attend
-from kv_paging.kernels import PageKernels, chosen, page_kernels_of
+from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
@@ -42,7 +42,7 @@ class Blocks:
     ) -> "Blocks":
         """Lay out pages of a format, and find who writes them."""
         layout = PageLayout.sized(format, tokens)
-        return cls(heads, layout, chosen(layout, device, page_kernels_of(backend)))
+        return cls(heads, layout, select_page_kernels(layout, device, page_kernels_of(backend)))
 
     def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
         """Give the pages of blocks."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, on, rows
 from kv_paging.gpu.rows import page_at, put
+from kv_paging.work import TokenWrite
 from kv_policy import PagedTokens, PageLayout
 
 SCAN: Final = 1024  # marks that are summed at a time
@@ -120,18 +121,9 @@ def place_kernel(
     )
 
 
-def write(
-    pages: PagedTokens,
-    table_rows: Tensor,
-    start: Tensor,
-    keep: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor | None,
-    position: Tensor | None,
-) -> None:
+def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     """See `PageKernels.write`; one launch."""
-    layout, (count, length) = numbers_of(pages), keep.shape
+    layout, (count, length) = numbers_of(pages), tokens.keep.shape
     columns = min(rows(layout), triton.next_power_of_2(max(length, 1)))
     together = rows(layout) // columns
     with on(pages.data):
@@ -140,16 +132,16 @@ def write(
             pages.data.stride(0),
             table_of(pages),
             pages.table.shape[-1],
-            table_rows.contiguous(),
-            start.contiguous(),
-            keep.contiguous().view(torch.uint8),
+            tokens.table_rows.contiguous(),
+            tokens.start.contiguous(),
+            tokens.keep.contiguous().view(torch.uint8),
             length,
-            key.detach(),
-            key.stride(),
-            value.detach(),
-            value.stride(),
-            scores(score),
-            positions(position),
+            tokens.key.detach(),
+            tokens.key.stride(),
+            tokens.value.detach(),
+            tokens.value.stride(),
+            scores(tokens.score),
+            positions(tokens.position),
             count,
             layout,
             together,

@@ -7,9 +7,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_paging import PagePool, TokenStore, read_slots, write_slots
-from kv_paging.head_pages import expect_joined, join_all, release_all
-from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
+from kv_paging import (
+    BOTH,
+    NONE,
+    PagePool,
+    Stored,
+    TokenStore,
+    VectorNames,
+    expect_joined,
+    join_all,
+    read_slots,
+    release_all,
+    write_slots,
+)
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_attention import DenseTokens
-from kv_paging import RankGroups, TokenStore
-from kv_paging.head_pages import select_all
+from kv_paging import RankGroups, TokenStore, select_all
 from kv_policy import PagedTokens
 from kv_runtime.window.base import InOrder, Left, RingBuffer, Window, expect_alike, oldest_first
 
