@@ -8,7 +8,7 @@ import pytest
 from kv_policy import parse
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
-TABLE = re.compile(r"^\| it says \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+TABLE = re.compile(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 REFUSED = {
     "nothing": "no policy is called",
     "kv-compres": "no policy is called",

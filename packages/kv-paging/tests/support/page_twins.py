@@ -13,6 +13,11 @@ EDGES = [
     *(0.0, -0.0, 1e-10, -1e-10, 2**-24, -(2**-24), 2**-25, 1e-40, -1e-40, 6.1e-5, -6.2e-5),
     *(1.0, -1.0, 1 + 2**-11, 32752.0, -32752.0, 32753.0, 65504.0, -65519.0, 65520.0, 3e38, -3e38),
 ]
+MODULES = {
+    "torch": "kv_paging.torch_kernels",
+    "triton": "kv_paging.triton_kernels",
+    "cpu": "kv_cpu.pages",
+}
 STRANGE = [torch.inf, -torch.inf, torch.nan]
 
 
@@ -75,7 +80,7 @@ class Twins:
         assert int(first.ring.start) == int(second.ring.start)
         assert int(first.ring.count) == int(second.ring.count)
         for pair in self.stores:
-            wanted = [f"kv_paging.{name}_kernels" for name in self.names]
+            wanted = [MODULES[name] for name in self.names]
             assert [one.kernels.__name__ for one in pair] == wanted
             assert torch.equal(pair[0].length, pair[1].length.cpu())
             assert torch.equal(pair[0].pages(), pair[1].pages().cpu())
