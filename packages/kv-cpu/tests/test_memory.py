@@ -64,8 +64,8 @@ def test_steps_leak_nothing(near: float, case: Callable[..., Case], libc: ctypes
 
 def test_prompts_leak_nothing(near: float, case: Callable[..., Case], libc: ctypes.CDLL) -> None:
     c = case(7, L=12, D=32, Dv=32, stored=40, page=16, window=4, tiers=[("8", "4"), ("4", "2")])
-    parts = c.q, c.position, c.pages, c.dense, 32, c.scale
-    assert growth(libc, lambda: attend_to_all(*parts)) < ALLOWED
+    inputs = c.inputs()
+    assert growth(libc, lambda: attend_to_all(inputs)) < ALLOWED
 
 
 def test_calls_that_fail_leak_nothing(case: Callable[..., Case], libc: ctypes.CDLL) -> None:
