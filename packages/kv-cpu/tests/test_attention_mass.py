@@ -47,6 +47,7 @@ def test_any_observation_of_a_prompt(case, near, seed, observe, shape, dtype, le
 
 
 @pytest.mark.parametrize(("group", "power", "skip"), list(product(GROUPS, [1, 2], [0, 2, 70])))
+@pytest.mark.grid(3)
 def test_every_combination_in_three_threads(case, group, power, skip):
     tiers = [("8", "4"), ("bfloat16", "bfloat16")]
     shape = {"B": 2, "H": 1, "G": 3, "L": 70, "stored": 300, "page": 16, "padding": "left"}
@@ -64,6 +65,7 @@ def test_every_combination_in_three_threads(case, group, power, skip):
 @pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)
 @pytest.mark.parametrize("dim", [1, 31, 64, 300])
 @pytest.mark.parametrize("name", ["4", "bfloat16", "float32"])
+@pytest.mark.grid(3)
 def test_dimensions(case, dtype, dim, name):
     shape = {"D": dim, "Dv": dim, "L": 40, "stored": 40, "page": 16, "scale": dim**-0.5}
     c = case(2, tiers=[(name, name)], dtype=dtype, **shape)
@@ -72,6 +74,7 @@ def test_dimensions(case, dtype, dim, name):
 
 @pytest.mark.parametrize("group", [1, 2, 7, 13, 97])
 @pytest.mark.parametrize("how", GROUPS)
+@pytest.mark.grid(3)
 def test_query_groups(case, group, how):
     c = case(3, B=1, H=2, G=group, L=9, D=8, Dv=8, tiers=[("8", "4")], window=4)
     assert_same_observation(c, Observe(None, how), 2e-5, "cpu")
@@ -79,6 +82,7 @@ def test_query_groups(case, group, how):
 
 @pytest.mark.parametrize("how", GROUPS)
 @pytest.mark.parametrize("above", [0.5, 1.0, 2.0])
+@pytest.mark.grid(3)
 def test_counting_what_is_above_an_even_share(case, how, above):
     c = case(4, B=3, L=40, G=3, padding="left", window=4)
     found = assert_same_observation(c, Observe(30, how, above=above), 2e-5, "cpu")

@@ -37,12 +37,14 @@ def test_any_cache(case, near, seed, shape, tiers):
 @pytest.mark.parametrize("value", ["8", "4", "2", "1"])
 @pytest.mark.parametrize("key", ["8", "4", "2", "1"])
 @pytest.mark.parametrize("group", [6, 9, 21])
+@pytest.mark.grid(3)
 def test_codes_of_every_size_and_odd_groups(case, near, key, value, group):
     assert_native(case(5, D=21, Dv=21, L=1, group=group, tiers=[(key, value)]), near)
 
 
 @pytest.mark.parametrize(("key", "value"), [(1, 256), (31, 33), (64, 64), (100, 96), (256, 1)])
 @pytest.mark.parametrize("bits", ["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+@pytest.mark.grid(3)
 def test_dimensions(case, near, key, value, bits):
     shape = {"D": key, "Dv": value, "L": 1, "stored": 40, "page": 16, "window": 4}
     assert_native(case(1, tiers=[(bits, bits)], **shape), near)
@@ -57,6 +59,7 @@ def test_query_groups(case, near, group):
 
 @pytest.mark.parametrize("stored", [1, 3, 15, 16, 17, 48, 63, 64, 65, 130, 255, 257])
 @pytest.mark.parametrize("dim", [64, 70])
+@pytest.mark.grid(3)
 def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
     shape = {"D": dim, "Dv": dim, "G": 9, "L": 1, "stored": stored, "page": 300, "group": dim}
     tiers = [("8", "8"), ("4", "2"), ("1", "4")]
@@ -65,6 +68,7 @@ def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.grid(3)
 def test_long_table_rows_in_pieces(case, near, threads, holes):
     tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
     c = case(3, B=1, D=64, Dv=64, L=1, tiers=tiers, stored=1200, page=16, window=40, holes=holes)
@@ -119,6 +123,7 @@ def test_pages_inside_a_wider_tensor(case, near, dtype):
 
 @pytest.mark.parametrize("bits", ["8", "4", "2", "1"])
 @pytest.mark.parametrize("dim", [96, 128, 200, 256, 300])
+@pytest.mark.grid(3)
 def test_one_scale_for_a_long_vector(case, near, dim, bits):
     shape = {"D": dim, "Dv": dim, "G": 5, "L": 1, "stored": 90, "page": 32, "group": dim}
     assert_native(case(6, tiers=[(bits, bits)], scale=dim**-0.5, **shape), near)

@@ -33,6 +33,7 @@ def test_any_few_queries(case, near, seed, shape, length, dtype, tiers):
 
 @pytest.mark.parametrize("bits", ["8", "4", "bfloat16"])
 @pytest.mark.parametrize("dim", [64, 128, 300])
+@pytest.mark.grid(3)
 def test_long_table_rows_in_pieces(case, near, bits, dim):
     shape = {"B": 1, "D": dim, "Dv": dim, "group": dim, "stored": 700, "page": 16, "L": 5}
     c = case(3, tiers=[(bits, bits)], window=20, holes=True, scale=dim**-0.5, **shape)

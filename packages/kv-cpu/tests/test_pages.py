@@ -88,6 +88,7 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.grid(3)
 def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
     """Two numbers of any size, and every float16 among them, make every kind of rounding."""
     g = torch.Generator().manual_seed(bits)

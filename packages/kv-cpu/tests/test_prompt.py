@@ -68,6 +68,7 @@ def test_any_prompt(case, isa, seed, shape, length, dtype, tiers):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 31, 33, 64, 80, 128, 300])
 @pytest.mark.parametrize("names", [("8", "4"), ("4", "2"), ("bfloat16", "float32")])
+@pytest.mark.grid(3)
 def test_dimensions(case, isa, dtype, dim, names):
     shape = {"D": dim, "Dv": dim + 3, "group": dim, "L": 40, "stored": 300, "page": 16}
     assert_native(case(1, B=1, tiers=[names], dtype=dtype, scale=dim**-0.5, **shape))
@@ -75,6 +76,7 @@ def test_dimensions(case, isa, dtype, dim, names):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 13, 97])
+@pytest.mark.grid(3)
 def test_query_groups(case, isa, dtype, group):
     shape = {"B": 1, "H": 2, "G": group, "L": 30, "D": 16, "Dv": 16, "padding": "left"}
     c = case(2, tiers=[("8", "4")], stored=40, page=16, window=4, dtype=dtype, **shape)
@@ -84,6 +86,7 @@ def test_query_groups(case, isa, dtype, group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [1, 31, 32, 33, 255, 256, 257, 600])
 @pytest.mark.parametrize("page", [1, 300])
+@pytest.mark.grid(3)
 def test_blocks_that_are_full_or_not(case, isa, dtype, stored, page):
     shape = {"B": 1, "H": 1, "L": 20, "ragged": False, "fresh": False, "dtype": dtype}
     assert_native(case(3, tiers=[("8", "4"), ("bfloat16", "1")], stored=stored, page=page, **shape))
@@ -91,9 +94,10 @@ def test_blocks_that_are_full_or_not(case, isa, dtype, stored, page):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.grid(3)
 def test_the_same_in_any_number_of_threads(case, isa, dtype, holes):
     tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
-    shape = {"B": 2, "G": 3, "L": 700, "D": 32, "Dv": 32, "group": 32, "padding": "left"}
+    shape = {"B": 2, "G": 3, "L": 300, "D": 32, "Dv": 32, "group": 32, "padding": "left"}
     c = case(4, tiers=tiers, stored=400, page=16, window=40, holes=holes, dtype=dtype, **shape)
     one = assert_native(c)
     for threads in (2, 5):
@@ -177,6 +181,7 @@ def test_scales_of_any_sign_and_size(case, isa, scale):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("names", [("8", "8"), ("8", "4"), ("1", "2"), ("bfloat16", "bfloat16")])
+@pytest.mark.grid(3)
 def test_weights_in_bfloat16_are_all_that_is_rounded(case, isa, names, seed):
     """By half of 2**-8 each, and the output once more."""
     shape = {"D": 64, "Dv": 64, "group": 64, "L": 60, "stored": 500, "page": 16}

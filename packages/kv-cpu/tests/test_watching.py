@@ -34,6 +34,7 @@ COMBINATIONS = list(product(GROUPS, [1, 2], [0, 1, 2, 9]))
 
 @pytest.mark.parametrize(("group", "power", "skip"), COMBINATIONS)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.grid(3)
 def test_every_combination_over_long_table_rows(case, near, group, power, skip, threads):
     shape = {"B": 2, "H": 1, "L": 1, "G": 3, "D": 32, "Dv": 32, "stored": 600, "page": 16}
     c = case(1, window=4, holes=True, tiers=TIERS, **shape)

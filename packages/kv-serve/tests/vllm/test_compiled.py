@@ -33,7 +33,9 @@ def compiler(
 
 POLICIES = ["k8v4", "snapkv:budget=24,window=8+k8v4", "kv-compress:budget=24,window=8+k8v4"]
 CASES = [
-    *(("traced", policy) for policy in POLICIES),
+    ("traced", POLICIES[0]),
+    pytest.param("traced", POLICIES[1], marks=pytest.mark.slow),
+    ("traced", POLICIES[2]),
     ("inductor", POLICIES[0]),
     *(pytest.param("inductor", policy, marks=pytest.mark.slow) for policy in POLICIES[1:]),
 ]
