@@ -107,7 +107,7 @@ def test_a_layer_is_preferred_by_its_entropy_and_variance(
 
 
 def test_only_means_of_a_group_have_a_variance() -> None:
-    with pytest.raises(ValueError, match="group=max, and variances are those of means"):
+    with pytest.raises(ValueError, match="group=max, but variances need group=mean"):
         CAKE(group="max")
 
 
@@ -212,7 +212,7 @@ def test_text_form() -> None:
         ("gamma=-1", "cake: gamma=-1 is refused"),
         ("tau1=0", "cake: tau1=0 is refused"),
         ("tau2=-2", "cake: tau2=-2 is refused"),
-        ("pool=4", "cake: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "cake: pool=4 has no middle; use an odd number, such as 5"),
         ("tau=1", "cake has no parameter 'tau'; its parameters: budget, window"),
     ],
 )

@@ -326,7 +326,7 @@ def test_text_form() -> None:
     [
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("window=0", "chunkkv: window=0 is refused"),
-        ("pool=4", "chunkkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "chunkkv: pool=4 has no middle; use an odd number, such as 5"),
         ("chunk=0", "chunkkv: chunk=0 is refused"),
         ("chunk=2.5", "chunkkv: chunk=2.5 is refused"),
         ("size=10", "chunkkv has no parameter 'size'; its parameters: budget, window"),

@@ -245,10 +245,10 @@ def test_it_plans_while_generating_only_if_asked() -> None:
         ("kv-compress:budget=9,window=full", "smaller than the 10 it protects"),
         ("kv-compress:rate=0.5", "rate=0.5 is refused"),
         ("kv-compress:rate=0.25", "to keep 0.25 of the tokens seen write keep=25%"),
-        ("kv-compress:rate=25%", "write the share of the tokens seen that stays as keep=25%"),
-        ("kv-compress:keep=25%,rate=4", "keep=25% and rate=4 both say how much is kept"),
-        ("kv-compress:budget=64,keep=25%", "keep=25% and budget=64 both say how much is kept"),
-        ("kv-compress:rate=2,budget=64", "both say how much is kept"),
+        ("kv-compress:rate=25%", "write the kept share of the tokens seen as keep=25%"),
+        ("kv-compress:keep=25%,rate=4", "keep=25% and rate=4 both set how much is kept"),
+        ("kv-compress:budget=64,keep=25%", "keep=25% and budget=64 both set how much is kept"),
+        ("kv-compress:rate=2,budget=64", "both set how much is kept"),
         ("kv-compress:rate=2,floor=4", "floor=4 tokens is smaller than the 8 it protects"),
         ("kv-compress:pool=4", "pool=4 has no middle"),
         ("kv-compress:window=0", "window=0 is refused"),
@@ -266,7 +266,7 @@ def test_what_it_refuses(text: str, sentence: str) -> None:
 
 def test_two_that_evict_or_two_that_step_are_refused() -> None:
     for text in ("kv-compress+snapkv", "h2o+leankv:high=raw,low=raw"):
-        with pytest.raises(CompositionError, match="both say which tokens are kept"):
+        with pytest.raises(CompositionError, match="both define which tokens are kept"):
             parse(text)
 
 

@@ -367,7 +367,7 @@ def test_a_profile_gives_formats_and_thresholds(tmp_path: Path) -> None:
 
 def test_what_contradicts_a_profile_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "found.json")
-    with pytest.raises(ValueError, match=r"t_high=0.2 is given and the profile .* says 0.1"):
+    with pytest.raises(ValueError, match=r"t_high=0.2 contradicts the profile .* has 0.1"):
         LeanKV(profile=path, t_high=0.2)
 
 
@@ -380,7 +380,7 @@ def test_bad_profiles_get_a_sentence(tmp_path: Path) -> None:
     missing = re.escape(f"`kv-serve calibrate leankv --model MODEL --out {tmp_path / 'none'}`")
     with pytest.raises(NotCalibratedError, match=missing):
         parse(f"leankv:profile={tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="is no profile of leankv"):
+    with pytest.raises(ValueError, match="is not a leankv profile"):
         LeanKV(profile=str(tmp_path / "text.json"))
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode({"format": "leankv profile 1"}))
     with pytest.raises(ValueError, match="missing required field"):
@@ -394,7 +394,7 @@ def test_bad_profiles_get_a_sentence(tmp_path: Path) -> None:
         ("high=raw,low=raw,t_high=1.5", "t_high=1.5 is refused"),
         ("high=raw,low=raw,t_low=-0.1", "t_low=-0.1 is refused"),
         ("high=raw,low=raw,alpha_high=1,alpha_low=2", "alpha_low=2.0 is above alpha_high=1.0"),
-        ("high=raw,low=drop,t_low=0.01", "t_high says what is pruned"),
+        ("high=raw,low=drop,t_low=0.01", "t_high sets what is pruned"),
         ("high=snapkv,low=raw", "snapkv is not a format of a tier"),
         ("high=raw,low=raw,last=0", "last=0 is refused"),
         ("high=raw,low=raw,form=sum", "form=sum is refused"),

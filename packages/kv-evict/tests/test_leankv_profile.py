@@ -39,7 +39,7 @@ def test_no_bytes_of_a_profile_end_in_anything_but_a_sentence(tmp_path: Path) ->
     for data in (b"", b'{"model": "\xff"}', deep, *(mutated(whole, chance) for _ in range(300))):
         path.write_bytes(data)
         found = said(path)
-        assert not found or found.startswith(f"{path} is no profile of leankv: ")
+        assert not found or found.startswith(f"{path} is not a leankv profile: ")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_text_form() -> None:
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("last_layer=0", "pyramidinfer: last_layer=0 is refused"),
         ("last_layer=1.5", "pyramidinfer: last_layer=1.5 is refused"),
-        ("pool=4", "pyramidinfer: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "pyramidinfer: pool=4 has no middle; use an odd number, such as 5"),
         ("floor=0.2", "pyramidinfer has no parameter 'floor'; its parameters: budget, window"),
     ],
 )

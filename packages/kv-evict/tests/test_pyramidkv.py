@@ -121,7 +121,7 @@ def test_text_form() -> None:
     [
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("beta=0.5", "pyramidkv: beta=0.5 is refused"),
-        ("pool=4", "pyramidkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "pyramidkv: pool=4 has no middle; use an odd number, such as 5"),
         ("floor=0.2", "pyramidkv has no parameter 'floor'; its parameters: budget, window"),
     ],
 )

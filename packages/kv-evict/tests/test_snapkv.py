@@ -272,11 +272,11 @@ def test_text_form():
     [
         ("snapkv:budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("snapkv:window=0", "snapkv: window=0 is refused"),
-        ("snapkv:pool=4", "snapkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("snapkv:pool=4", "snapkv: pool=4 has no middle; use an odd number, such as 5"),
         ("snapkv:pool=-3", "snapkv: pool=-3 is refused"),
         ("snapkv:pooling=min", "snapkv: pooling=min is refused"),
         ("snapkv:group=all", "snapkv: group=all is refused"),
-        ("snapkv+streaming", "both say which tokens are kept"),
+        ("snapkv+streaming", "both define which tokens are kept"),
     ],
 )
 def test_bad_text_is_refused(text, message):

@@ -153,7 +153,7 @@ def test_text_form() -> None:
         ("share=0", "zigzagkv: share=0 is refused"),
         ("share=1", "zigzagkv: share=1 is refused"),
         ("floor=1.5", "zigzagkv: floor=1.5 is refused"),
-        ("pool=4", "zigzagkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "zigzagkv: pool=4 has no middle; use an odd number, such as 5"),
         ("beta=2", "zigzagkv has no parameter 'beta'; its parameters: budget, window"),
     ],
 )

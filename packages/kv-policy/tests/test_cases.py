@@ -308,7 +308,7 @@ def test_what_methods_observe_can_be_said(observe: Observe) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"last": -1}, "how many queries to watch, or None for all"),
+        ({"last": -1}, "use a number of queries, or None for all"),
         ({"skip": -1}, "it must be 0 or more"),
         ({"group": "median"}, "sum, mean or max|group"),
         ({"power": 3}, "say 1 or 2|power"),
@@ -379,7 +379,7 @@ def test_a_shape_is_checked() -> None:
     assert SHAPE.token_bytes == 3 * 2 * (4 + 4) * 2
     with pytest.raises(ValueError, match="kv_heads is 0; a cache shape needs at least 1"):
         replace(SHAPE, kv_heads=0)
-    with pytest.raises(ValueError, match="first_head is -1; heads are counted from 0"):
+    with pytest.raises(ValueError, match="first_head is -1; it must be 0 or more"):
         replace(SHAPE, first_head=-1)
 
 

@@ -138,30 +138,30 @@ class Summed(Nearest):
 
 @pytest.mark.parametrize("over", [0, -3])
 def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
-    with pytest.raises(ValueError, match=f"over={over} cannot divide a sum of scores"):
+    with pytest.raises(ValueError, match=f"over={over} must be 1 or more"):
         RunningSum(over)
 
 
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (Impure, "score differs the second time"),
+        (Impure, "score differs on a second call"),
         (Writes, "score changed the view's score"),
         (WritesMore, "score changed the view's squares"),
         (FirstLayer, "score of a view of several layers differs from the scores of each layer"),
         (FirstLayerGrowing, "score of a view of several layers differs from the scores of each"),
-        (Flat, "score gave torch.float32 of shape"),
-        (Nan, "score gave a token NaN"),
-        (Sized, "score gave a token NaN"),
-        (Careful, "score failed on a view that holds just what the selector says it observes and"),
+        (Flat, "score returns torch.float32 of shape"),
+        (Nan, "score is NaN for a token"),
+        (Sized, "score is NaN for a token"),
+        (Careful, "score failed on a view with only what the selector observes and reads"),
         (Overprotects, "score is infinite for more tokens of a head than the 3 protected"),
-        (Clings, "so it would be protected for good"),
-        (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
-        (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
-        (Averaged, "then observe must have generated=True"),
-        (Nearest, "then observe must have skip=1"),
-        (Watched, "is not what running says"),
-        (Summed, "is not what running says"),
+        (Clings, "queries it is never scored again and stays protected"),
+        (Mixes, "scores of a sequence depend on the other sequences, or on its padding"),
+        (Padded, "scores of a sequence depend on the other sequences, or on its padding"),
+        (Averaged, "so observe must have generated=True"),
+        (Nearest, "so observe must have skip=1"),
+        (Watched, "differs from running"),
+        (Summed, "differs from running"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )

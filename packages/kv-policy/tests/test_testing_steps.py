@@ -72,14 +72,14 @@ class Stepless(Selecting):
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (Failing, "step failed, though decode says 'step': RuntimeError: no steps"),
-        (Hoards, "a step lets a sequence grow beyond its budget"),
-        (Climbs, "a step moves its victim to no later tier, nor to DROP"),
+        (Failing, "step failed, though decode is 'step': RuntimeError: no steps"),
+        (Hoards, "a step makes a sequence grow beyond its budget"),
+        (Climbs, "a step moves its victim neither to a later tier nor to DROP"),
         (Empty, "a step takes its victim from an empty tier"),
         (Elsewhere, "a step sends the candidate to a tier other than 0 to 0 and DROP"),
         (Layers, "a step of several layers differs from the step of each alone"),
         (FromFirst, "a step of several layers differs from the step of each alone"),
-        (Stepless, "Stepless says decode='step' and has no step(view); define it, or say 'grow'"),
+        (Stepless, "Stepless has decode='step' but no step(view); define it, or set decode='grow'"),
         (Meets, "a step depends on other sequences"),
     ],
 )

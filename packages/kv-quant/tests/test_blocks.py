@@ -113,15 +113,15 @@ def test_keys_with_large_channels_are_closer_per_channel():
 
 @pytest.mark.parametrize("codec", [ChannelCodec(5, 4, 3), RowsCodec(IntegerCodec(5, 4), 3)])
 def test_what_does_not_fit_is_refused(codec):
-    with pytest.raises(ValueError, match=r"\(2, 2, 5\); this codec takes n, 3, 5"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 5\); expected n, 3, 5"):
         codec.encode(torch.zeros(2, 2, 5))
-    with pytest.raises(ValueError, match=r"a row has 7 bytes; this codec stores \d+ a block"):
+    with pytest.raises(ValueError, match=r"a row has 7 bytes; this codec stores \d+ per block"):
         codec.decode(torch.zeros(2, 7, dtype=torch.uint8))
 
 
 def test_impossible_sizes_are_refused():
     for make in (lambda: ChannelCodec(5, 4, 0), lambda: RowsCodec(IntegerCodec(5, 4), 0)):
-        with pytest.raises(ValueError, match="block is 0; give the tokens that are encoded"):
+        with pytest.raises(ValueError, match="block is 0; use at least 1 token per block"):
             make()
     with pytest.raises(ValueError, match="bits is 3"):
         ChannelCodec(5, 3, 4)

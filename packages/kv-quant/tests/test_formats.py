@@ -156,9 +156,9 @@ def test_parameters_in_text():
         ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window, keys, block"),
         ("k8v4:keys=head", "k8v4: keys=head is refused"),
         ("k8v4:keys=channel,block=1", "k8v4: block=1 is refused"),
-        ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token stand alone"),
+        ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token have no block"),
         ("bf16:window=4", "bf16 has no parameter 'window'"),
-        ("k8v4+k4v2", "both say how tokens are stored"),
+        ("k8v4+k4v2", "both define how tokens are stored"),
     ],
 )
 def test_bad_text_is_refused(text, message):

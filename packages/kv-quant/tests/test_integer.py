@@ -236,7 +236,7 @@ def test_smaller_groups_are_closer():
     [
         ((64, 3, 0), "bits is 3; an integer code has 8, 4, 2 or 1"),
         ((0, 4, 0), "dim is 0; a vector has at least 1 element"),
-        ((64, 4, -1), "group is -1; give elements per scale, or 0 for all"),
+        ((64, 4, -1), "group is -1; use elements per scale, or 0 for all"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):
@@ -246,7 +246,7 @@ def test_impossible_sizes_are_refused(sizes, message):
 
 def test_other_shapes_are_refused():
     codec = IntegerCodec(8, 4)
-    with pytest.raises(ValueError, match=r"\(2, 1, 7\); this codec takes n, 1, 8"):
+    with pytest.raises(ValueError, match=r"\(2, 1, 7\); expected n, 1, 8"):
         codec.encode(torch.zeros(2, 1, 7))
-    with pytest.raises(ValueError, match="a row has 7 bytes; this codec stores 8 a vector"):
+    with pytest.raises(ValueError, match="a row has 7 bytes; a vector of this codec has 8"):
         codec.decode(torch.zeros(2, 7, dtype=torch.uint8))

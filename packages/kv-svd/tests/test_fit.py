@@ -163,12 +163,12 @@ def test_each_head_is_cut_to_its_rank() -> None:
 
 def test_bad_input_is_refused() -> None:
     k, _ = samples()
-    with pytest.raises(ValueError, match="cannot be fitted to no samples"):
+    with pytest.raises(ValueError, match="cannot be fitted without samples"):
         rotation(of_tokens(k[:, :, :0]))
     k[0, 0, 3, 1] = torch.nan
-    with pytest.raises(ValueError, match="the samples hold an infinity or a NaN"):
+    with pytest.raises(ValueError, match="the samples contain an infinity or NaN"):
         rotation(of_tokens(k))
-    with pytest.raises(ValueError, match="do not add up; heads and dimensions must be the same"):
+    with pytest.raises(ValueError, match="cannot be added; heads and dimensions must be equal"):
         of_tokens(k) + of_tokens(k[..., :4])
     with pytest.raises(ValueError, match="has 50 columns; 3 KV heads of 8 dimensions need a"):
         of_output(torch.randn(HIDDEN, 50), H, D)

@@ -123,7 +123,7 @@ def test_zack_takes_the_rate_that_calibration_found(made, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"the rate 0.35 in .* was found with adaptive ranks"):
         Zack(str(path), ranks="uniform")
     for multiple in (1, 8, 32):
-        sentence = f"multiples of 16; with multiple={multiple} say keep="
+        sentence = f"multiples of 16; with multiple={multiple} use keep="
         with pytest.raises(ValueError, match=sentence):
             Zack(str(path), multiple=multiple)
         assert Zack(str(path), rate=0.3, multiple=multiple).allotment.rate >= 0.3
@@ -220,7 +220,7 @@ def test_directions_that_no_sample_reached_stay_in_the_best_pair(make_model, tmp
     assert found.matrix.isfinite().all()
     assert found.dual is not None
     assert found.dual.isfinite().all()
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="without samples"):
         best_pair(nothing, Moments(nothing.total, 0))
 
 
@@ -265,7 +265,7 @@ def test_palu_needs_its_statistics(made, file: Path) -> None:
     policy = Palu(str(file), rate=0.5, together=2)
     assert not policy.capabilities.splits_heads
     shard = CacheShape(2, 1, 3, 64, 32, first_head=1)
-    with pytest.raises(ValueError, match="heads 1 to 1 are no whole groups"):
+    with pytest.raises(ValueError, match="heads 1 to 1 split such a group"):
         policy.bind(0, shard)
 
 
@@ -321,9 +321,9 @@ def test_keep_says_what_a_rate_leaves(share: float, file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("zack:file={},rate=0.3,removal=0.1", "each of them says the ranks, so give one"),
-        ("zack:file={}", "names no rate, since none was searched for; give keep=70%"),
-        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform say keep=..., or a rate"),
+        ("zack:file={},rate=0.3,removal=0.1", "both set the ranks, so use one"),
+        ("zack:file={}", "has no rate, since none was searched for; use keep=70%"),
+        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform use keep=..., or a rate"),
         ("zack:file={},rate=1", "rate=1 is refused"),
         ("zack:file={},rate=-0.1", "is refused"),
         (
@@ -334,8 +334,8 @@ def test_keep_says_what_a_rate_leaves(share: float, file: Path) -> None:
         ("zack:file={},rate=0.3,multiple=0", "multiple=0 is refused"),
         ("zack:file={},rate=0.3,ranks=even", "ranks=even is refused"),
         ("kq-svd:file={}", "kq-svd needs keep=... (the share of the dimensions to keep), or rate"),
-        ("zack:file={},keep=70%,rate=0.3", "keep=70% and rate=0.3 both say how much is kept"),
-        ("zack:file={},keep=70%,removal=0.1", "keep=70% and removal=0.1 both say how much is"),
+        ("zack:file={},keep=70%,rate=0.3", "keep=70% and rate=0.3 both set how much is kept"),
+        ("zack:file={},keep=70%,removal=0.1", "keep=70% and removal=0.1 both set how much is"),
         ("zack:file={},keep=0.7", "to keep 0.7 of the dimensions write keep=70%"),
         ("zack:file={},rate=4", "to keep 0.25 of the dimensions write keep=25%"),
         ("zack:file={},keep=10%", "a rate of 0.9 cannot be reached"),
@@ -358,10 +358,10 @@ def test_what_is_refused_at_construction(text: str, sentence: str, file: Path) -
 def test_a_cache_of_another_model_is_refused(made, file: Path) -> None:
     policy = Zack(str(file), rate=0.3)
     for shape, sentence in (
-        (CacheShape(3, 4, 3, 64, 32), "a model with 2 layers, and this cache has 3"),
-        (CacheShape(2, 4, 2, 64, 32), "3 query heads for each KV head, and this cache has 2"),
-        (CacheShape(2, 4, 3, 32, 32), "64 dimensions in a key, and this cache has 32"),
-        (CacheShape(2, 4, 3, 64, 64), "32 dimensions in a value, and this cache has 64"),
+        (CacheShape(3, 4, 3, 64, 32), "a model with 2 layers, but this cache has 3"),
+        (CacheShape(2, 4, 2, 64, 32), "3 query heads for each KV head, but this cache has 2"),
+        (CacheShape(2, 4, 3, 32, 32), "64 dimensions in a key, but this cache has 32"),
+        (CacheShape(2, 4, 3, 64, 64), "32 dimensions in a value, but this cache has 64"),
         (CacheShape(2, 4, 3, 64, 32, first_head=2), "this cache holds heads 2 to 5"),
     ):
         with pytest.raises(ValueError, match=sentence):

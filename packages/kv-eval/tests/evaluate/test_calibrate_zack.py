@@ -163,7 +163,7 @@ def test_other_settings_start_anew(
         (("--window", 1), "a window of 1 tokens was given"),
         (("--window", 1025), "a window of 1,025 tokens was given; "),
         (("--together", 0), "0 heads together were asked for"),
-        (("--together", 3), "2 KV heads cannot be taken 3 at a time"),
+        (("--together", 3), "2 KV heads cannot be grouped by 3"),
         (("--max-loss", "much"), "--max-loss much is no share"),
         (("--task", "nll"), "--task was given without --max-loss"),
         (("--length", "200", "--seed", "1"), "--length, --seed was given without --max-loss"),

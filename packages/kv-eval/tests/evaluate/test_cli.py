@@ -61,7 +61,7 @@ def test_policies_of_a_name_lists_its_parameters() -> None:
 
 
 def test_policies_refuses_an_unknown_name() -> None:
-    assert "no policy is called 'nope'; installed policies: ada-" in refused("policies", "nope")
+    assert "unknown policy 'nope'; installed policies: ada-" in refused("policies", "nope")
 
 
 def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     assert "Keys in 8 bits, values in 4." in said
     assert "'raw' of kv-policy cannot be loaded" in refused("policies", "raw")
     assert "'raw' of kv-policy cannot be loaded" in refused("generate", "--policy", "raw", "a")
-    assert "no policy is called" not in run("policies", "SnapKV").output
+    assert "unknown policy" not in run("policies", "SnapKV").output
 
 
 def test_a_name_that_two_packages_claim_does_not_hide_the_others(
@@ -149,7 +149,7 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
+        (("--policy", "nope"), "unknown policy 'nope'; installed policies:"),
         (("--policy", "k8v4:bits=3"), "k8v4 has no parameter 'bits'; its parameters: group"),
         (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
         (("--policy", "snapkv:budget=lots"), "budget 'lots' is not understood"),

@@ -187,7 +187,7 @@ def test_an_empty_prompt(prompt: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
+        (("--policy", "nope"), "unknown policy 'nope'; installed policies:"),
         (("--policy", "full"), "`full` is transformers' own cache: every head keeps every token"),
         (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
         ((*STREAMING, "--file", "missing.txt"), "PROMPT and --file missing.txt are both given"),

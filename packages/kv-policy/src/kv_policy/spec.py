@@ -34,7 +34,7 @@ def parse(text: str, extra: Iterable[type[Part]] = ()) -> KVPolicy:
     """
     if len(text) > LONGEST:
         raise ValueError(
-            f"the policy's text has {len(text):,} characters; the limit is {LONGEST:,}"
+            f"the policy's text has {len(text):,} characters; at most {LONGEST:,} are read"
         )
     pieces = split(text, "+")
     if len(pieces) > MOST_PARTS:

@@ -76,7 +76,7 @@ class IntegerCodec:
         layout = self.layout
         stride, size = layout.stride, sum(layout.parts)
         if data.shape[1] != size:
-            raise ValueError(f"a row has {data.shape[1]} bytes; the codec stores {size} per vector")
+            raise ValueError(f"a row has {data.shape[1]} bytes; a vector of this codec has {size}")
         meta = data[:, stride:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         scale, zero = meta.view(torch.float16).float().chunk(2, dim=1)
         codes = unpack(data[:, :stride], layout)
