@@ -108,7 +108,7 @@ def test_times_are_shown_for_native_code_alone(
         assert result.exit_code == 0, result.output
         said = " ".join(result.stdout.split())
         assert ("ms/token" in said) == ("attend by cpu avx2" in said) == shown
-        assert ("Times are left out" in said) != shown
+        assert ("Times are omitted" in said) != shown
         assert (f"To do: `{install_command('kv-cpu')}`" in said) != shown
 
 
