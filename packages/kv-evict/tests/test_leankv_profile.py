@@ -1,4 +1,4 @@
-"""Profiles of leankv that a user or a stranger changed: read, or refused with a sentence."""
+"""Profiles of leankv that were edited or damaged: loaded, or refused with a sentence."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ PROFILE = Profile(
 
 
 def said(path: Path) -> str:
-    """What refuses a file; empty where it is read."""
+    """Return the error for a file; empty if it is loaded."""
     try:
         load_profile(path)
     except ValueError as error:

@@ -18,7 +18,7 @@ from kv_policy.testing import check_policy
 
 
 def by_hand(policy: PyramidInfer, layers: int, budget: int, length: int) -> list[tuple[int, int]]:
-    """Tokens a head of each layer is to keep; two numbers where rounding decides."""
+    """Return the tokens per head of each layer; two numbers where rounding decides."""
     last = policy.last_layer
     falls = [cos(pi * n / (layers - 1)) if layers > 1 else 1.0 for n in range(layers)]
     weights = [last + (1 - last) * (1 + fall) / 2 for fall in falls]

@@ -20,7 +20,7 @@ from kv_policy.testing import check_policy
 def by_hand(
     policy: PyramidKV, layer: int, layers: int, length: int, budget: int
 ) -> tuple[int, int]:
-    """Tokens a head of the layer is to keep; two numbers where rounding decides."""
+    """Return the tokens per head of the layer; two numbers where rounding decides."""
     average = budget - policy.window
     least = average / policy.beta
     most = 2 * average - least
@@ -74,7 +74,7 @@ def test_the_first_layer_keeps_most_and_the_last_a_part_of_the_average() -> None
 def test_in_a_short_prompt_the_pyramid_is_flatter() -> None:
     policy, lengths = PyramidKV(window=4, beta=4.0), [64]
     plan, _ = plan_at_random(policy, ragged(0, 3, lengths, [0]), lengths, [44])
-    # the first layer has no more than 60 beside its window, so the last keeps 20
+    # the first layer has only 60 beside its window, so the last keeps 20
     assert (plan != DROP).sum(-1)[:, 0, 0].tolist() == [64, 44, 24]
 
 

@@ -1,4 +1,4 @@
-"""Calibrators are found by name."""
+"""Loading calibrators by name."""
 
 from importlib.metadata import EntryPoint
 

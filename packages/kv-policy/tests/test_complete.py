@@ -1,4 +1,4 @@
-"""A selector is two methods; what else it may say is optional, and hosts have every answer."""
+"""A selector has two methods; all other members are optional, and hosts get defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -64,7 +64,7 @@ class Even(Part):
 
 @dataclass(frozen=True)
 class Heavy(Evictor):
-    """Says something of everything."""
+    """Has every optional member."""
 
     name: ClassVar[str] = "heavy"
     budget: Budget = Budget(50)
@@ -191,7 +191,7 @@ def test_what_is_protected_follows_from_sinks_and_recent() -> None:
 
 def test_a_plan_keeps_both_ends_though_the_score_forgot_them() -> None:
     view = view_of(9)
-    score = -(view.position.float() - 4).abs()  # the middle is worth most
+    score = -(view.position.float() - 4).abs()  # highest in the middle
     plan = plan_of(Ends(), score, view, 6)
     assert view.position[plan == 0].tolist() == [0, 1, 4, 6, 7, 8] * 2
 

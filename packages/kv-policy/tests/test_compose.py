@@ -100,7 +100,7 @@ class Whole(Recent):
 
 @dataclass(frozen=True)
 class SortedWhole(Sorted):
-    """Sorts into two tiers and says how they are stored."""
+    """Sorts into two tiers and supplies their formats."""
 
     name: ClassVar[str] = "sorted-whole"
 

@@ -10,7 +10,7 @@ from kv_policy.codec import BitLayout, Codec
 
 
 class Fake:
-    """A codec that is nothing but its sizes."""
+    """A codec with sizes only."""
 
     layout = None
 

@@ -1,4 +1,4 @@
-"""The conformance check passes what is lawful, and notices texts that say something else."""
+"""The conformance check accepts lawful policies, and detects texts that do not parse back."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The check of codecs notices each law that is broken."""
+"""The check of codecs detects each broken law."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from kv_policy.testing import check_codec
 
 @dataclass(frozen=True)
 class Eight:
-    """Integers of 8 bits from -1 to 1, and what a subclass breaks."""
+    """8-bit integers from -1 to 1; subclasses break it."""
 
     dim: int = 12
     block: ClassVar[int] = 1
@@ -80,7 +80,7 @@ class Leaky(Eight):
 
 
 class Moved(Eight):
-    """Codes lie in reverse, which the layout does not say."""
+    """Codes are in reverse order, contrary to the layout."""
 
     def encode(self, x: Tensor) -> Tensor:
         return super().encode(x.flip(-1))
@@ -90,7 +90,7 @@ class Moved(Eight):
 
 
 class Shared(Eight):
-    """The layout gives two tokens one scale, and a block has one token."""
+    """The layout shares a scale between two tokens, but a block has one token."""
 
     @property
     def layout(self) -> BitLayout | None:

@@ -1,4 +1,4 @@
-"""The conformance check notices each law that formats and bases can break."""
+"""The conformance check detects each law that formats and bases can break."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from kv_policy.testing import check_policy
 
 @dataclass(frozen=True)
 class Store(Part):
-    """Formats that are given from outside."""
+    """Formats passed in by the test."""
 
     name: ClassVar[str] = "store"
     tiers: ClassVar[int] = 1

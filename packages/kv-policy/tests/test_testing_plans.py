@@ -1,4 +1,4 @@
-"""The conformance check notices each law that plans can break."""
+"""The conformance check detects each law that plans can break."""
 
 from dataclasses import replace
 

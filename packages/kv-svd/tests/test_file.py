@@ -1,4 +1,4 @@
-"""Statistics in a file: whole, or refused with a sentence."""
+"""The statistics file: loaded intact, or refused with a sentence."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The policies that are fitted to statistics: their ranks, their maps, and what they refuse."""
+"""Policies fitted to statistics: their ranks, maps and errors."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -163,7 +163,7 @@ def test_the_basis_is_the_right_singular_vectors_of_the_rows(
 
 
 def lost(found: HeadBasis, asking: Tensor, stored: Tensor) -> Tensor:
-    """E|q·k - (q B)·(k A)|² of independent vectors with these second moments, by head."""
+    """Return E|q·k - (q B)·(k A)|² of independent vectors with these second moments, by head."""
     a, b = found.matrix.double(), (found.matrix if found.dual is None else found.dual).double()
     gap = torch.eye(a.shape[1], dtype=torch.float64) - b @ a.mT
     return (gap.mT @ asking @ gap @ stored).diagonal(dim1=1, dim2=2).sum(-1)
@@ -171,7 +171,7 @@ def lost(found: HeadBasis, asking: Tensor, stored: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_no_rotation_loses_less_than_the_best_pair(rate: float, made, file: Path) -> None:
-    """Uniform ranks, so that all of them keep equally many dimensions."""
+    """Uniform ranks, so that all heads keep equally many dimensions."""
     statistics = load(file)[1]
     bases = {k: k(str(file), rate=rate, ranks="uniform") for k in (KqSvd, Zack, SvdKV)}
     for i, layer in enumerate(statistics):
@@ -243,7 +243,7 @@ def test_palu_is_the_svd_of_the_whitened_projection(made, file: Path) -> None:
     ours = rotation(Moments.of((x @ w.mT)[None]), 2).matrix.reshape(128, -1)[:, :20]
     overlap = torch.linalg.svdvals(left.mT @ ours)
     torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-9)
-    # and a policy keeps of a group's keys side by side what Eckart-Young says
+    # and a policy's error for a group's concatenated keys is that of Eckart-Young
     k = made.key[0].unflatten(1, (2, 2)).transpose(2, 3).flatten(3).transpose(0, 1).flatten(1, 2)
     matrix = key.matrix.double().unflatten(0, (2, 2)).flatten(1, 2)
     error = (k - k @ matrix @ matrix.mT).square().sum((1, 2))

@@ -1,4 +1,4 @@
-"""What calibration adds up is what all tokens at once would give."""
+"""Accumulated statistics equal those of all tokens at once."""
 
 from pathlib import Path
 
@@ -147,7 +147,7 @@ def test_dimensions_and_rates(made) -> None:
     rates = found.rates(20)
     assert rates == tuple(sorted(set(rates)))
     assert 1 < len(rates) <= 20
-    assert rates[-1] == 0.6666  # of 64 and 32 dimensions 16 each are left
+    assert rates[-1] == 0.6666  # 16 of 64 and of 32 dimensions are left
 
 
 def test_bad_input_is_refused(made) -> None:

@@ -112,7 +112,7 @@ def test_refusals_of_hidden_numbers() -> None:
     refused("hides 2 to 8 numbers", keys=9)
     refused("needs at least 1", samples=0)
     silent = byte_tokenizer("{{ 'nothing' }}")
-    with pytest.raises(TaskError, match="does not show the user's message"):
+    with pytest.raises(TaskError, match="omits the user's message"):
         needle(silent, TEXT, length=900, samples=1, setting="aware")
 
 
