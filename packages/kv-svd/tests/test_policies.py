@@ -362,11 +362,11 @@ def test_a_cache_of_another_model_is_refused(made, file: Path) -> None:
         (CacheShape(2, 4, 2, 64, 32), "3 query heads for each KV head, but this cache has 2"),
         (CacheShape(2, 4, 3, 32, 32), "64 dimensions in a key, but this cache has 32"),
         (CacheShape(2, 4, 3, 64, 64), "32 dimensions in a value, but this cache has 64"),
-        (CacheShape(2, 4, 3, 64, 32, first_head=2), "this cache holds heads 2 to 5"),
+        (CacheShape(2, 4, 3, 64, 32, first_head=2), "this cache has heads 2 to 5"),
     ):
         with pytest.raises(ValueError, match=sentence):
             policy.bind(0, shape)
-    with pytest.raises(ValueError, match="there is no layer 2"):
+    with pytest.raises(ValueError, match="layer 2 not found"):
         policy.bind(2, made.shape)
 
 

@@ -172,6 +172,6 @@ def test_bad_input_is_refused(made) -> None:
     with pytest.raises(ValueError, match=r"layer 0: .* cannot be added"):
         found.see(0, made.query[0][..., :32], made.key[0][..., :32], made.value[0])
     other = CacheShape(2, 4, 3, 64, 16)
-    with pytest.raises(ValueError, match="rows of 10 numbers cannot be cut into 3 equal pieces"):
+    with pytest.raises(ValueError, match="rows of 10 numbers cannot be split into 3 equal pieces"):
         Moments(torch.zeros(1, 10, 10, dtype=torch.float64), 0).blocks(3)
     assert Calibration(other, made.output).tokens == 0  # twice as many query heads fit as well

@@ -74,7 +74,7 @@ def keyed(seed: int) -> LayerView:
 
 
 def attended(seed: int, window: int) -> LayerView:
-    """Return a layer view with the last queries' attention: peaked in some heads, flat in others."""
+    """Return a layer view with the last queries' attention: peaked in some heads, flat in some."""
     draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     length = torch.tensor(LENGTHS)
     fresh = position >= torch.tensor(STORED)[:, None, None]
