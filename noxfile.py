@@ -1,7 +1,7 @@
-"""Everything that is run on this repository: `nox -l` lists the sessions.
+"""Development sessions of this repository; `nox -l` lists them.
 
-Each session makes the environment it needs and keeps it for the next time. Packages are found on
-the disk: a new folder under packages/ needs no edit here.
+Each session creates its environment and reuses it. Packages are discovered on disk: a new folder
+under packages/ needs no edit here.
 """
 
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-sys.path.insert(0, str(Path(__file__).parent))  # nox does not put this folder on the path
+sys.path.insert(0, str(Path(__file__).parent))  # nox does not add this folder to the path
 
 from tools.sessions import (
     BENCHMARKS,
@@ -45,28 +45,25 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 NATIVE = "kv-cpu"  # the package that is compiled
-HOSTS = ("kv-serve", "kv-eval")  # have tests that run inside vLLM
-SLOW = (
-    "kv-runtime",
-    "kv-eval",
-    "kv-cpu",
-)  # have tests with the mark `slow`, beside those inside vLLM
+HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
+# With tests marked `slow`, beside those inside vLLM.
+SLOW = ("kv-runtime", "kv-eval", "kv-cpu")
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
-LONG, LONGEST = 500, 800  # lines of a source file that warn, and the most there may be
-# As users run it: no shape is checked in an installed wheel. `tests` has checked all of them.
+LONG, LONGEST = 500, 800  # source file lines that cause a warning, and an error
+# As users run it: an installed wheel does not check shapes. `tests` has checked all of them.
 UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-markers")
-# What runs under sanitizers: vectors with masks at their ends, and tiles that plain C++ stands for,
-# so that it is seen what they read. Kernels of all sets are one source.
+# Instruction sets for sanitizers: masked vectors at row ends, and AMX tiles emulated in plain C++,
+# so that their reads are visible. The kernels of all sets share one source.
 WATCHED = "avx512,amx-emulated"
-PEERS = BENCHMARKS / "peers"  # other projects that ours is measured beside
+PEERS = BENCHMARKS / "peers"  # other projects that benchmarks compare with
 
 
 @nox.session
 @nox.parametrize("package", (*PACKAGES, ACROSS), ids=(*PACKAGES, ACROSS))
 def tests(session: nox.Session, package: str) -> None:
-    """Runs the tests of one package with only what it declares, or those across packages.
+    """Run the tests of one package with only its declared dependencies, or those across packages.
 
-    What its extras name of ours is there too; `wheel` goes without.
+    Our packages in its extras are installed too; `wheel` leaves them out.
     """
     if package == ACROSS:
         install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model"))
@@ -84,7 +81,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheel(session: nox.Session, package: str) -> None:
-    """Builds the wheels, installs this one into an empty environment and runs its tests there."""
+    """Build the wheels, install this one into an empty environment and run its tests there."""
     install_wheel(session, package, tests=True)
     chosen = ("-m", "not model and not slow", *UNCHECKED)  # `tests` ran those of the model
     pytest(session, f"packages/{package}/tests", *chosen)
@@ -93,19 +90,19 @@ def wheel(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def example(session: nox.Session, package: str) -> None:
-    """Installs the wheel alone into an empty environment and runs the first example of its README.
+    """Install the wheel into an empty environment and run the first example of its README.
 
-    Nothing is there but what the package declares.
+    The environment has only what the package declares.
     """
     install_wheel(session, package, tests=False)
     code = first_example(ROOT / "packages" / package / "README.md")
-    with session.chdir(session.create_tmp()):  # where what it writes is in nobody's way
+    with session.chdir(session.create_tmp()):  # for the files it writes
         session.run("python", "-c", code, env=variables(session))
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Builds all wheels and tries them together, in minutes; `wheel` runs a package's tests too."""
+    """Build all wheels and try them together, in minutes; `wheel` runs a package's tests too."""
     paths = {name: built(session, name) for name in PACKAGES}
     given = [str(path) for path in paths.values()]
     install(session, *given, "--no-sources", *flags("--reinstall-package", paths))
@@ -115,7 +112,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Checks style, format, the arrows between packages, and the length of source files."""
+    """Check style, format, the import rules between packages, and the length of source files."""
     install(session, groups=("lint",))
     constraints, variables = build_settings(session)
     session.install("--no-deps", *editable(PACKAGES), *constraints, env=variables)
@@ -125,21 +122,21 @@ def lint(session: nox.Session) -> None:
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONGEST:
-            session.error(f"{path} has {lines} lines; split it, {LONGEST} are the most")
+            session.error(f"{path} has {lines} lines; split it, the limit is {LONGEST}")
         if lines >= LONG:
             session.warn(f"{path} has {lines} lines; does it still hold one idea?")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Checks the types of every package's source, strictly."""
+    """Check the types of every package's source, strictly."""
     install(session, *editable(PACKAGES), groups=("types",))
     session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Builds the documentation; a broken link or reference fails. `-- serve` serves it."""
+    """Build the documentation; a broken link or reference fails. `-- serve` serves it."""
     install(session, groups=("docs",))
     mkdocs(session, *session.posargs)
     if not session.posargs:
@@ -148,7 +145,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def browser(session: nox.Session) -> None:
-    """Opens the documentation and a report in Chromium; `-- FOLDER` keeps pictures."""
+    """Open the documentation and a report in Chromium; `-- FOLDER` saves screenshots."""
     install(session, *editable(["kv-eval[cpu]"]), "playwright>=1.50", groups=("docs", "model"))
     mkdocs(session)
     alone = str(Path(session.create_tmp()).resolve() / "alone")
@@ -158,16 +155,16 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Shows a real model answering from compressed caches; what follows -- goes to the demo."""
+    """Run the demo of a real model with compressed caches; arguments after -- go to the demo."""
     if native(session):
         try:
             install(session, *editable(["kv-eval[cpu]"]), groups=("model",))
         except CommandFailed:
-            session.warn("kv-cpu cannot be built here, as is said above: torch attends instead")
+            session.warn("kv-cpu cannot be built here (see above); attention runs in torch instead")
             install(session, *editable(["kv-eval"]), groups=("model",))
     else:
         install(session, *editable(["kv-eval"]), groups=("model",))
-    # The path as it can be typed here: the demo ends with commands to go on with.
+    # The path as it can be typed here: the demo ends with suggested commands.
     command = Path(session.bin).resolve() / "kv-serve"
     typed = str(command.relative_to(ROOT) if command.is_relative_to(ROOT) else command)
     session.run(typed, "demo", *session.posargs, env=variables(session), external=True)
@@ -175,17 +172,17 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def serve(session: nox.Session) -> None:
-    """Serves a model by vLLM on the CPU: `nox -s serve -- MODEL --policy POLICY`."""
+    """Serve a model with vLLM on the CPU: `nox -s serve -- MODEL --policy POLICY`."""
     left_out = () if native(session) else (NATIVE,)
     install_vllm(session, groups=("model",), without=left_out)
-    # After Ctrl-C the server finishes what it is asked and ends its engine.
+    # After Ctrl-C the server finishes running requests and stops its engine.
     patience = {"interrupt_timeout": 30, "terminate_timeout": 10}
     session.run("kv-serve", "serve", *session.posargs, env=variables(session), **patience)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Runs a benchmark: `nox -s bench -- NAME [--quick]`; writes benchmarks/results/NAME.json."""
+    """Run a benchmark: `nox -s bench -- NAME [--quick]`; writes benchmarks/results/NAME.json."""
     script = benchmark(session)
     lines = script.read_text().splitlines()
     if "# environment: vllm" in lines:
@@ -203,7 +200,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(name="bench-vllm")
 def bench_vllm(session: nox.Session) -> None:
-    """Runs a benchmark that needs vLLM; `bench` comes here by itself."""
+    """Run a benchmark that needs vLLM; `bench` calls it."""
     script = benchmark(session)
     install_vllm(session, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
@@ -211,36 +208,36 @@ def bench_vllm(session: nox.Session) -> None:
 
 @nox.session(name="bench-peers")
 def bench_peers(session: nox.Session) -> None:
-    """Runs a benchmark that needs the environments of peers; `bench` comes here by itself."""
+    """Run a benchmark that needs the environments of peers; `bench` calls it."""
     script = benchmark(session)
     install(session, *editable(PACKAGES), groups=("model",))
     folder = Path(session.virtualenv.location).resolve().parent
     given = (*session.posargs[1:], "--environments", str(folder))
-    shared = {"PYTHONPATH": str(BENCHMARKS)}  # for scripts that lie in a folder of their own
+    shared = {"PYTHONPATH": str(BENCHMARKS)}  # for scripts in a folder of their own
     session.run("python", str(script), *given, env=variables(session) | shared)
 
 
 @nox.session(name="peers-kvpress")
 def peers_kvpress(session: nox.Session) -> None:
-    """Makes the environment of kvpress, which needs an older transformers than ours."""
+    """Create the environment of kvpress, which needs an older transformers than ours."""
     install(session, "--requirement", str(PEERS / "requirements" / "kvpress.txt"))
 
 
 @nox.session(name="peers-quantized")
 def peers_quantized(session: nox.Session) -> None:
-    """Makes the environment of transformers' quantized caches."""
+    """Create the environment of transformers' quantized caches."""
     install(session, "--requirement", str(PEERS / "requirements" / "quantized.txt"))
 
 
 @nox.session(name="peers-vllm")
 def peers_vllm(session: nox.Session) -> None:
-    """Makes the environment of vLLM's own formats."""
+    """Create the environment of vLLM's own formats."""
     install_vllm(session, groups=("model",))
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Runs the tests that repeat at scale what others show, and then those inside vLLM."""
+    """Run the slow tests, which repeat others at scale, then those inside vLLM."""
     install(session, *editable(["kv-eval[cpu]"]), groups=("test",), own="kv-eval")
     pytest(session, *(f"packages/{name}/tests" for name in SLOW), "-m", "slow")
     session.notify("vllm", ("-m", "slow"))
@@ -248,25 +245,25 @@ def slow(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """Runs the tests of native code built to notice what C++ leaves undefined.
+    """Run the tests of native code under sanitizers.
 
-    That is reads and writes out of bounds or of freed memory, and undefined behaviour; the first
-    one ends the run. Two instruction sets are tried, `sanitize-all` tries all that run here.
+    They detect out-of-bounds accesses, use after free and undefined behaviour; the first error ends
+    the run. Two instruction sets are tested; `sanitize-all` tests all that run here.
     """
     sanitized(session, WATCHED)
 
 
 @nox.session(name="sanitize-all")
 def sanitize_all(session: nox.Session) -> None:
-    """Runs what `sanitize` runs under every instruction set that this machine has."""
+    """Run `sanitize` for every instruction set of this machine."""
     sanitized(session, "")
 
 
 def sanitized(session: nox.Session, instructions: str) -> None:
-    """Builds native code with gcc's sanitizers, and runs its tests under instruction sets."""
+    """Build native code with gcc's sanitizers, and run its tests for some instruction sets."""
     gcc = shutil.which("gcc")
     if gcc is None:
-        session.skip("there is no gcc, whose sanitizers these are")
+        session.skip("gcc not found; its sanitizers are needed")
     find = (f"-print-file-name={name}" for name in ("libasan.so", "libubsan.so"))
     found = [session.run(gcc, each, silent=True, external=True, log=False) for each in find]
     runtimes = [str(path).strip() for path in found]
@@ -278,7 +275,7 @@ def sanitized(session: nox.Session, instructions: str) -> None:
     install(session, f"packages/{NATIVE}", *build, groups=("test",), own=NATIVE, env=with_compiler)
     options = {
         "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all; see test_memory
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python never frees all of its memory
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "KV_CPU_TESTED": instructions,
     }
@@ -287,7 +284,7 @@ def sanitized(session: nox.Session, instructions: str) -> None:
 
 @nox.session
 def compile(session: nox.Session) -> None:
-    """Compiles kernels for GPUs ahead of time; one that spills or does not fit fails.
+    """Compile GPU kernels ahead of time; one that spills or exceeds the limits fails.
 
     All formats: `nox -s bench -- triton_compile`.
     """
@@ -301,7 +298,7 @@ def compile(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """Runs the tests of the vLLM plugin inside a stock vLLM on the CPU."""
+    """Run the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
-    # By itself xdist leaves the files of few tests for the end, and here those take longest.
+    # By default xdist schedules files with few tests last, but those take longest here.
     pytest(session, *(f"packages/{name}/tests/vllm" for name in HOSTS), "--no-loadscope-reorder")

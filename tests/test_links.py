@@ -32,8 +32,8 @@ def test_a_site_whose_links_lead_somewhere_is_good(site: Path) -> None:
     [
         ("sub/#there", "sub/#nowhere", "no such anchor"),
         ("#top", "#bottom", "no such anchor"),
-        ("sub/#there", "other/", "no such file"),
-        ("a%20b.svg", "b.svg", "no such file"),
+        ("sub/#there", "other/", "does not exist"),
+        ("a%20b.svg", "b.svg", "does not exist"),
         ('href="a.css"', 'href="https://cdn.org/a.css"', "fetches https://cdn.org/a.css"),
         ('src="a%20b.svg"', 'src="//cdn.org/a.svg"', "fetches //cdn.org/a.svg"),
     ],

@@ -48,12 +48,12 @@ def test_tables_of_one_section_are_renewed_and_prose_stays() -> None:
 
 
 def test_a_table_that_nobody_writes_is_noticed() -> None:
-    with pytest.raises(ValueError, match="one has 2 tables on the page, and 1 are written"):
+    with pytest.raises(ValueError, match="one has 2 tables on the page, but 1 are written"):
         renewed(SMALL, "one", ["| x |"])
 
 
 def test_a_figure_that_the_page_does_not_explain_is_noticed() -> None:
-    with pytest.raises(ValueError, match=r"say what b of name is"):
+    with pytest.raises(ValueError, match=r"describe b of name"):
         figures({"name": "name", "summary": {"a": 1.0, "b": 2.0}}, {"a": "what it is"})
 
 

@@ -10,15 +10,15 @@ from kv_policy import parse
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 TABLE = re.compile(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 REFUSED = {
-    "nothing": "no policy is called",
-    "kv-compres": "no policy is called",
+    "nothing": "unknown policy",
+    "kv-compres": "unknown policy",
     "snapkv:budgt=3": "has no parameter",
     "snapkv:budget=0": "is refused",
-    "k8v4+k4v2": "both say how tokens are stored",
-    "leankv+k8v4": "both say how tokens are stored",
-    "h2o+leankv": "both say which tokens are kept",
+    "k8v4+k4v2": "both define how tokens are stored",
+    "leankv+k8v4": "both define how tokens are stored",
+    "h2o+leankv": "both define which tokens are kept",
     "snapkv:budget=16": "is smaller than the",
-    "kv-compress:keep=25%,budget=512": "both say how much is kept",
+    "kv-compress:keep=25%,budget=512": "both set how much is kept",
     "zack:file=none.safetensors,keep=80%": "does not exist",
 }
 

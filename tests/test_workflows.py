@@ -195,7 +195,7 @@ def test_a_commit_that_is_not_on_main_is_not_released(tmp_path: Path) -> None:
     git(tmp_path, "checkout", "--detach", "HEAD~1")
     expect_on_main(tmp_path, "main")
     git(tmp_path, "commit", "--allow-empty", "--message", "beside")
-    with pytest.raises(ValueError, match="commit is not on main; land it there"):
+    with pytest.raises(ValueError, match="commit is not on main; merge it first"):
         expect_on_main(tmp_path, "main")
 
 
@@ -213,8 +213,8 @@ def test_a_release_sees_the_history_of_main() -> None:
         ("v0.1.0", "0.1.0", "names no release"),
         ("kv-quant-v", "0.1.0", "names no release"),
         ("kv-other-v0.1.0", "0.1.0", "no such package"),
-        ("kv-quant-v0.2.0", "0.2.0", r"0\.2\.0, and the pyproject.toml of kv-quant says 0\.1\.0"),
-        ("kv-quant-v0.1.0", "0.1.0 (not released)", "calls it not released"),
+        ("kv-quant-v0.2.0", "0.2.0", r"0\.2\.0, but the pyproject.toml of kv-quant has 0\.1\.0"),
+        ("kv-quant-v0.1.0", "0.1.0 (not released)", "marks it as not released"),
         ("kv-quant-v0.1.0", "0.1.0rc1", "has no section of it"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Pages that stand alone, as users make them: a report, and a look into a cache.
+"""Standalone pages as users create them: a report, and the inspection of a cache.
 
-`nox -s browser` lets `kv-serve` write them with the real model, small, to open them.
+`nox -s browser` writes them with `kv-serve` and the real model, in a small size, to open them.
 """
 
 import subprocess
@@ -23,17 +23,17 @@ TEXT: Final = (
 
 
 def kv_serve(folder: Path, *arguments: str) -> None:
-    """Runs a command in a folder.
+    """Run a command in a folder.
 
     Raises:
-        subprocess.CalledProcessError: it fails.
+        subprocess.CalledProcessError: the command fails.
     """
     command = Path(sys.executable).parent / "kv-serve"
     subprocess.run((str(command), *arguments), cwd=folder, check=True)
 
 
 def main() -> None:
-    """Writes `report/index.html` and `inspect/index.html` into the folder that is named."""
+    """Write `report/index.html` and `inspect/index.html` into the given folder."""
     folder = Path(sys.argv[1])
     for name in ("report", "inspect"):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Opens the built site and other pages in Chromium, and looks for what a reader stumbles over.
+"""Opens the built site and other pages in Chromium, and checks them for visible defects.
 
-`nox -s browser` builds the site, lets `kv-serve` write a report and a look into a cache, and runs
+`nox -s browser` builds the site, writes a report and an inspection page with `kv-serve`, and runs
 this. It needs a Chromium (Debian: `apt-get install chromium`), so it is run by hand. Every page is
 opened wide and narrow, light and dark: nothing may be wider than the window, no image may be
-missing, text stands out from what is behind it, the console is silent, and nothing is fetched from
-elsewhere. The first page of the site fits one screen, and its search finds a method.
+missing, text needs enough contrast, the console must be empty, and nothing may be fetched from
+another host. The first page of the site fits one screen, and its search finds a method.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SHOWN: Final = (
 SOUGHT: Final = ("snapkv", "methods/snapkv/")
 WIDER: Final = "document.documentElement.scrollWidth - window.innerWidth"
 MISSING: Final = "[...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
-# The luminance of the page and of its text, as WCAG 2 defines it.
+# The luminance of the page and of its text, as defined by WCAG 2.
 LUMINANCE: Final = """(() => {
   const part = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const of = colour => {
@@ -49,21 +49,21 @@ LUMINANCE: Final = """(() => {
   const behind = body.backgroundColor === "rgba(0, 0, 0, 0)" ? root : body;
   return [of(behind.backgroundColor), of(body.color)];
 })()"""
-LEAST_CONTRAST: Final = 7.0  # of running text, by WCAG's stricter level
+LEAST_CONTRAST: Final = 7.0  # of running text, at WCAG's stricter level
 BOTTOM: Final = "document.querySelector('.md-content__inner').lastElementChild"
 END: Final = f"Math.ceil({BOTTOM}.getBoundingClientRect().bottom)"
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing of it."""
+    """Serve files without logging."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def served(site: Path) -> Iterator[str]:
-    """Serves the site, which its search needs; gives the address."""
+    """Serve the site, which its search needs; yield the address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -71,17 +71,17 @@ def served(site: Path) -> Iterator[str]:
 
 
 def addresses(site: Path) -> list[str]:
-    """Names the pages, relative to the site."""
+    """Return the pages, relative to the site."""
     found = (path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
     return sorted("" if name == "." else f"{name}/" for name in found)
 
 
 def watch(page: "Page", root: str, found: list[str]) -> None:
-    """Notes what the console says and what is fetched from elsewhere."""
+    """Record console messages and requests to other hosts."""
 
     def console(kind: str, text: str) -> None:
         if kind in ("error", "warning"):
-            found.append(f"the console says: {text}")
+            found.append(f"console message: {text}")
 
     def request(url: str) -> None:
         if not url.startswith((root, "data:", "blob:")):
@@ -95,7 +95,7 @@ def watch(page: "Page", root: str, found: list[str]) -> None:
 def looked_at(
     browser: "Browser", root: str, pages: list[str], site: bool, pictures: Path | None
 ) -> Iterator[str]:
-    """Opens all pages in all sizes and schemes; says what is wrong."""
+    """Open all pages in all sizes and schemes; yield the defects."""
     for width, height in SIZES:
         for scheme in SCHEMES:
             context = browser.new_context(
@@ -121,7 +121,7 @@ def looked_at(
 
 
 def wrong(page: "Page", scheme: str) -> Iterator[str]:
-    """Says what is wrong with a page that is open."""
+    """Yield the defects of an open page."""
     if (wider := page.evaluate(WIDER)) > 0:
         yield f"it is {wider} pixels wider than the window"
     yield from (f"{source} is not shown" for source in page.evaluate(MISSING))
@@ -130,11 +130,11 @@ def wrong(page: "Page", scheme: str) -> Iterator[str]:
         yield f"it is not {scheme}"
     contrast = (max(behind, text) + 0.05) / (min(behind, text) + 0.05)
     if contrast < LEAST_CONTRAST:
-        yield f"text has a contrast of {contrast:.1f}, and {LEAST_CONTRAST} is the least"
+        yield f"text has a contrast of {contrast:.1f}; the minimum is {LEAST_CONTRAST}"
 
 
 def sought(page: "Page", root: str, width: int) -> Iterator[str]:
-    """Searches for a method."""
+    """Search for a method."""
     word, address = SOUGHT
     page.goto(root, wait_until="load")
     if width < 1000:
@@ -143,25 +143,25 @@ def sought(page: "Page", root: str, width: int) -> Iterator[str]:
     page.keyboard.type(word)
     try:
         page.wait_for_selector(f".md-search-result a[href*='{address}']", timeout=10_000)
-    except Exception as error:  # of a kind that playwright alone knows
+    except Exception as error:  # a type that only playwright defines
         yield f"the search at {width} does not find {word}: {str(error).splitlines()[0]}"
 
 
 def chromium() -> str | None:
-    """Finds a Chromium on this machine."""
+    """Return a Chromium on this machine, if any."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def main() -> int:
-    """Prints what is wrong; the exit status is 1 if anything is, 2 if there is no Chromium."""
+    """Print the defects; return exit status 1 if there are any, 2 without a Chromium."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("site", type=Path, help="the folder that mkdocs has built")
-    parser.add_argument("alone", type=Path, help="a folder of other pages, each in one of its own")
-    parser.add_argument("pictures", type=Path, nargs="?", help="where pictures of some pages go")
+    parser.add_argument("site", type=Path, help="the folder built by mkdocs")
+    parser.add_argument("alone", type=Path, help="a folder of other pages, each in its own folder")
+    parser.add_argument("pictures", type=Path, nargs="?", help="folder for screenshots")
     given = parser.parse_args()
     program = chromium()
     if program is None:
-        print(f"no Chromium is on the path, by any of the names {', '.join(NAMES)}")
+        print(f"no Chromium found on the path; tried {', '.join(NAMES)}")
         return 2
     from playwright.sync_api import sync_playwright
 
@@ -180,7 +180,7 @@ def main() -> int:
     for sentence in found:
         print(sentence, file=sys.stderr)
     times = len(SIZES) * len(SCHEMES)
-    print(f"{opened} pages, {times} times each: {len(found) or 'nothing'} to mend")
+    print(f"{opened} pages, {times} times each: {len(found) or 'no'} defects")
     return 1 if found else 0
 
 

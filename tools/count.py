@@ -1,4 +1,4 @@
-"""Adds up the reports that pytest left: minutes of each, then `N passed, M failed, K skipped`."""
+"""Sums up pytest reports: minutes of each, then `N passed, M failed, K skipped`."""
 
 import sys
 from pathlib import Path
@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 
 
 def suites_of(path: Path) -> list[ElementTree.Element]:
-    """Reads a report."""
+    """Read a report."""
     return list(ElementTree.parse(path).getroot().iter("testsuite"))
 
 
 def minutes(reports: Path) -> dict[str, float]:
-    """Says how long the tests of each report took, the longest first."""
+    """Return the minutes that the tests of each report took, longest first."""
     found = {
         path.stem: sum(float(suite.get("time", "0")) for suite in suites_of(path)) / 60
         for path in reports.glob("*.xml")
@@ -20,7 +20,7 @@ def minutes(reports: Path) -> dict[str, float]:
 
 
 def count(reports: Path) -> tuple[int, int, int]:
-    """Counts the tests that passed, failed (errors are failures) and were skipped."""
+    """Count the tests that passed, failed (including errors) and were skipped."""
     suites = [suite for path in sorted(reports.glob("*.xml")) for suite in suites_of(path)]
     tests, failures, errors, skipped = (
         sum(int(suite.get(key, "0")) for suite in suites)

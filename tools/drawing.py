@@ -1,10 +1,10 @@
-"""Small SVG pictures that can be read on a light and on a dark page; equal input, equal bytes."""
+"""Small SVG pictures readable on light and dark pages; equal input gives equal bytes."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final, Literal
 
-INK: Final = "#77808a"  # as far from white as from the dark page, about 4 to 1
+INK: Final = "#77808a"  # about equal contrast with white and the dark page, about 4 to 1
 MARK: Final = "#159187"
 OTHER: Final = "#c8662b"
 LEVELS: Final = 8  # shades of a heat map
@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 
 def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """Put parts together; the background is the page's, and the title is read out."""
+    """Compose parts; the background is transparent, and the title is for screen readers."""
     size = f'width="{number(width)}" height="{number(height)}"'
     box = f'viewBox="0 0 {number(width)} {number(height)}"'
     opening = (
@@ -31,7 +31,7 @@ def words(
     *,
     bold: bool = False,
 ) -> str:
-    """Write a line of text, whose baseline is at `y`."""
+    """Write a line of text with its baseline at `y`."""
     given = f'x="{number(x)}" y="{number(y)}"'
     given += "" if anchor == "start" else f' text-anchor="{anchor}"'
     given += ' font-weight="600"' if bold else ""
@@ -58,7 +58,7 @@ def line(points: Sequence[Point], colour: str = INK, *, faint: bool = False) -> 
 
 
 def band(upper: Sequence[Point], lower: Sequence[Point], colour: str) -> str:
-    """Fill what is between two lines that run the same way."""
+    """Fill the area between two lines that run the same way."""
     places = _places([*upper, *reversed(lower)])
     return f'<polygon points="{places}" fill="{colour}" fill-opacity="0.25"/>'
 
@@ -72,14 +72,15 @@ def heat(
 ) -> str:
     """Draw amounts as cells of `LEVELS` shades: 0 is empty, `most` is opaque.
 
-    Neighbours of one shade in a row are one rectangle, and a shade is one path, so files are small.
+    Neighbours of equal shade in a row are one rectangle, and a shade is one path, to keep files
+    small.
 
     Args:
         rows: of equal length.
         most: above 0.
         at: the upper left corner.
         cell: width and height of a cell.
-        colour: of the strongest shade.
+        colour: of the darkest shade.
     """
     runs: dict[int, list[str]] = {}
     for y, row in enumerate(rows):
@@ -101,7 +102,7 @@ def heat(
 
 
 def level(share: float) -> int:
-    """Give the shade of a share; only nothing is empty, and only all of it is the strongest."""
+    """Return the shade of a share; only 0 is empty, and only 1 is the darkest."""
     if share <= 0:
         return 0
     return LEVELS if share >= 1 else min(LEVELS - 1, 1 + int(share * (LEVELS - 1)))

@@ -1,8 +1,8 @@
-"""How an environment is filled on the machine at hand: from where, and with which build of torch.
+"""Settings for the environments of this machine: package indexes, and the build of torch.
 
-uv does not read pip's configuration, so what pip was told (an index, extra indexes, folders of
-wheels, a certificate) is read from pip and said again to uv. On a machine without a GPU a CPU build
-of torch is taken where one is offered: the ordinary build brings gigabytes of CUDA libraries.
+uv does not read pip's configuration, so pip's settings (an index, extra indexes, folders of wheels,
+a certificate) are read from pip and passed on to uv. On a machine without a GPU a CPU build of
+torch is chosen if one is available: the default build brings gigabytes of CUDA libraries.
 """
 
 import ast
@@ -25,7 +25,7 @@ from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
-# pip's option, uv's variable, and what stands between two values there (None: there is only one).
+# pip's option, uv's variable, and its separator between values (None: a single value).
 TRANSLATION: Final = (
     ("index-url", "UV_DEFAULT_INDEX", None),
     ("extra-index-url", "UV_INDEX", " "),
@@ -37,7 +37,7 @@ TRANSLATION: Final = (
     ("default-timeout", "UV_HTTP_TIMEOUT", None),
     ("timeout", "UV_HTTP_TIMEOUT", None),
 )
-# Compilers before it lack one of these two headers, or do not know the flag.
+# Older compilers lack one of these two headers, or do not know the flag.
 CPP20: Final = "#include <concepts>\n#include <span>\nstatic_assert(std::integral<int>);\n"
 
 
@@ -50,7 +50,7 @@ class Torch:
 
 
 def pip_options(listing: str) -> dict[str, str]:
-    """Reads the output of `pip config list` as pip would: the environment wins over the files."""
+    """Parse the output of `pip config list`; as in pip, the environment overrides the files."""
     options: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):
         for line in listing.splitlines():
@@ -61,34 +61,34 @@ def pip_options(listing: str) -> dict[str, str]:
 
 
 def configured(python: str = sys.executable) -> dict[str, str]:
-    """Asks pip for its configuration; without a pip there is none."""
+    """Return pip's configuration; empty without pip."""
     command = (python, "-m", "pip", "config", "list")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return pip_options(done.stdout) if done.returncode == 0 else {}
 
 
 def uv_variables(options: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Says pip's options in uv's variables; a variable that is set already is left alone."""
+    """Translate pip's options to uv's variables; variables already set are left unchanged."""
     variables: dict[str, str] = {}
     for option, variable, separator in TRANSLATION:
         if option in options and variable not in environ:
             value = options[option]
             variables[variable] = separator.join(value.split()) if separator else value.strip()
     if "UV_INDEX" in variables and "UV_INDEX_STRATEGY" not in environ:
-        # pip looks at every index and takes the best version; uv would stop at the first
+        # pip compares every index and takes the best version; uv would stop at the first
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return variables
 
 
 def cores() -> int:
-    """How many processor cores this process may use."""
+    """Return how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def compiler() -> str | None:
-    """Name the C++ compiler that CMake would take, if it reads C++20; None: there is none."""
+    """Return the C++ compiler that CMake would use, if it supports C++20; None: not found."""
     named = os.environ.get("CXX")
     for name in (named,) if named else ("c++", "g++", "clang++"):
         command = (*shlex.split(name), "-std=c++20", "-fsyntax-only", "-x", "c++", "-")
@@ -100,12 +100,12 @@ def compiler() -> str | None:
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU."""
+    """Return whether this machine has an NVIDIA GPU."""
     return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def links(location: str) -> Iterator[str]:
-    """Yields the file names that a find-links location offers: a folder or a page of links."""
+    """Yield the file names at a find-links location: a folder or a page of links."""
     scheme = urlsplit(location).scheme
     if scheme in ("http", "https"):
         try:
@@ -121,7 +121,7 @@ def links(location: str) -> Iterator[str]:
 
 
 def cpu_torch(names: Iterable[str]) -> Version | None:
-    """Finds the newest CPU build of torch among wheels that this interpreter can install."""
+    """Return the newest CPU build of torch among wheels that this interpreter can install."""
     supported = frozenset(sys_tags())
     versions: list[Version] = []
     for name in names:
@@ -136,7 +136,7 @@ def cpu_torch(names: Iterable[str]) -> Version | None:
 
 
 def torch_backend_answers(uv: str, environ: Mapping[str, str]) -> bool:
-    """Whether uv reaches the torch project's own index of CPU builds."""
+    """Return whether uv reaches the torch project's own index of CPU builds."""
     command = (uv, "pip", "compile", "-", "--quiet", "--no-deps", "--torch-backend", "cpu")
     done = subprocess.run(
         command,
@@ -150,10 +150,10 @@ def torch_backend_answers(uv: str, environ: Mapping[str, str]) -> bool:
 
 
 def choose_torch(variables: Mapping[str, str], uv: str, *, gpu: bool) -> Torch:
-    """Chooses the build of torch: the ordinary one with a GPU, else a CPU build if any is offered.
+    """Choose the build of torch: the default one with a GPU, else a CPU build if available.
 
-    A CPU wheel in a find-links location comes first, as it needs no network; then the torch
-    project's own index, if it can be reached; then, as there is no other, the ordinary build.
+    A CPU wheel in a find-links location is preferred, as it needs no network; then the torch
+    project's own index, if reachable; else the default build.
     """
     if gpu:
         return Torch()

@@ -1,6 +1,6 @@
-"""The pictures of the documentation, drawn from results of benchmarks.
+"""The pictures of the documentation, drawn from benchmark results.
 
-`python -m tools.figures` writes them; the tests fail where one is not as it would be drawn.
+`python -m tools.figures` writes them; a test fails if one is out of date.
 """
 
 import json
@@ -18,7 +18,7 @@ IMAGES: Final = ROOT / "docs" / "images"
 SOURCES: Final = ("vllm_capacity", "vllm_quality", "method_figures")
 START: Final = IMAGES / "start.svg"
 METHODS: Final = IMAGES / "methods"
-# What the first page compares: the name in the results, and in the picture.
+# The configurations on the first page: the name in the results, and in the picture.
 WAYS: Final = {
     "bf16": "bf16, stock",
     "fp8": "fp8, stock",
@@ -31,13 +31,13 @@ Row = Mapping[str, Any]
 
 
 def result(name: str) -> dict[str, Any]:
-    """Reads a benchmark's result."""
+    """Load a benchmark's result."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
 def measured() -> dict[str, tuple[int, int, int]]:
-    """Gives what the first page shows of each way: tokens, needles, and numbers of several."""
+    """Return the first page's figures of each configuration: tokens, needles, multikey numbers."""
     capacity, quality = result("vllm_capacity"), result("vllm_quality")["summary"]
     tokens = {row["way"]: row["tokens"] for row in capacity["rows"] if row["kind"] == "size"}
     return {
@@ -51,7 +51,7 @@ def measured() -> dict[str, tuple[int, int, int]]:
 
 
 def start() -> str:
-    """Draws how many tokens vLLM holds in 1 GiB, beside what is still found in long prompts."""
+    """Draw how many tokens vLLM holds in 1 GiB, beside the numbers found in long prompts."""
     found = measured()
     most = max(tokens for tokens, *_ in found.values())
     columns = ((350, "one number"), (438, "one of four"))
@@ -75,7 +75,7 @@ def start() -> str:
 
 
 def spoken() -> str:
-    """Says what that picture shows, for those who do not see it."""
+    """Return the alternative text of that picture."""
     shown = [
         f"{WAYS[way]} {tokens:,} tokens, {needle} and {multikey}"
         for way, (tokens, needle, multikey) in measured().items()
@@ -87,12 +87,12 @@ def spoken() -> str:
 
 
 def numbers(text: str) -> list[float]:
-    """Reads a row of numbers, which results hold as text so that a row is one line."""
+    """Parse a row of numbers, stored as text so that a row is one line."""
     return [float(each) for each in text.split()]
 
 
 def kept(row: Row) -> str:
-    """Draws where the tokens lie that a method keeps, by layer, and how many each head keeps."""
+    """Draw which tokens a method keeps, by layer and position, and how many each head keeps."""
     rows = [numbers(each) for each in row["kept"]]
     heads = [numbers(each) for each in row["heads"]]
     tokens, layers, count = row["tokens"], len(rows), len(heads[0])
@@ -115,7 +115,7 @@ def kept(row: Row) -> str:
 
 
 def channels(row: Row) -> str:
-    """Draws which channels of keys heads keep, by layer."""
+    """Draw which key channels heads keep, by layer."""
     rows = [numbers(each) for each in row["key"]]
     high = 6.0
     bottom = 26 + high * len(rows)
@@ -132,7 +132,7 @@ def channels(row: Row) -> str:
 
 
 def basis(row: Row) -> str:
-    """Draws the spectra of all heads, and how many dimensions each of them keeps."""
+    """Draw the spectra of all heads, and how many dimensions each head keeps."""
     parts: list[str] = []
     for i, (what, colour) in enumerate((("key", MARK), ("value", OTHER))):
         parts += _spectrum(row[what], f"{what}s", 40 + 235 * i, colour)
@@ -141,7 +141,7 @@ def basis(row: Row) -> str:
 
 
 def _spectrum(found: Mapping[str, str], what: str, left: float, colour: str) -> list[str]:
-    """Draws the median and the middle 80 % of heads' singular values, on a scale of powers."""
+    """Draw the median and the middle 80 % of the heads' singular values, on a log scale."""
     low, middle, high = (numbers(found[name]) for name in ("low", "median", "high"))
     count = len(middle)
 
@@ -165,7 +165,7 @@ _POWERS: Final = ("1", ".1", ".01")
 
 
 def _ranks(rows: Sequence[str], what: str, left: float, dims: int, colour: str) -> list[str]:
-    """Draws how many dimensions each head of each layer keeps."""
+    """Draw how many dimensions each head of each layer keeps."""
     ranks = [numbers(each) for each in rows]
     wide, high = 60 / len(ranks[0]), 180 / len(ranks)
     return [
@@ -178,7 +178,7 @@ def _ranks(rows: Sequence[str], what: str, left: float, dims: int, colour: str) 
 
 
 def formats(rows: Sequence[Row]) -> str:
-    """Draws what codes of so many bits lose of keys and of values."""
+    """Draw the quantization error of keys and of values by format."""
     parts = [
         words(150, 16, "bytes", "end"),
         words(165, 16, "relative error of keys (upper bar) and values (lower bar)"),
@@ -203,7 +203,7 @@ def _error(error: float | None, most: float, y: float, colour: str) -> list[str]
 
 
 def _layers(count: int, high: float) -> list[str]:
-    """Numbers the layers, each tenth of them."""
+    """Label every tenth layer."""
     return [words(29, 26 + high * i + 8, str(i), "end") for i in range(0, count, 10)]
 
 
@@ -217,7 +217,7 @@ def _span(rows: Sequence[Sequence[float]]) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """Draws all of them."""
+    """Draw all pictures."""
     drawn = {START: start()}
     rows = result("method_figures")["rows"]
     for row in rows:

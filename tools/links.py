@@ -1,7 +1,7 @@
 """Checks the links of a built site, without a network.
 
-`python -m tools.links site` fails where a link inside the site leads nowhere, where a page has no
-such anchor, or where a page would fetch something from elsewhere when it is opened.
+`python -m tools.links site` fails if a link inside the site has no target, if a page lacks the
+anchor, or if a page would fetch something from another host when opened.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-# What a browser fetches by itself; an <a> waits for a click.
+# Elements that a browser fetches by itself; an <a> needs a click.
 FETCHED: Final = {
     "audio": "src",
     "iframe": "src",
@@ -27,18 +27,18 @@ NAMES_ONLY: Final = frozenset({"canonical", "next", "prev", "alternate"})  # rel
 
 @dataclass
 class Page(HTMLParser):
-    """The anchors of a page, where its links lead, and what it fetches."""
+    """The anchors of a page, its link targets, and the resources it fetches."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start with nothing read."""
+        """Initialize the parser."""
         super().__init__()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Take note of one element."""
+        """Record one element."""
         given = {name: value or "" for name, value in attrs}
         self.anchors.add(given.get("id", ""))
         if tag == "a" and given.get("href"):
@@ -49,14 +49,14 @@ class Page(HTMLParser):
 
 
 def read(path: Path) -> Page:
-    """Reads a page."""
+    """Parse a page."""
     page = Page()
     page.feed(path.read_text())
     return page
 
 
 def target_of(site: Path, path: Path, address: str) -> Path:
-    """Says which file an address on a page means."""
+    """Return the file that an address on a page refers to."""
     part = unquote(urlsplit(address).path)
     base = site if part.startswith("/") else path.parent
     found = (base / part.lstrip("/")).resolve() if part else path.resolve()
@@ -64,7 +64,7 @@ def target_of(site: Path, path: Path, address: str) -> Path:
 
 
 def wrong(site: Path) -> Iterator[str]:
-    """Says what is wrong, a sentence each."""
+    """Yield the defects, one sentence each."""
     pages = {path.resolve(): read(path) for path in sorted(site.rglob("*.html"))}
     if not pages:
         yield f"{site} has no page; build it first: nox -s docs"
@@ -79,21 +79,21 @@ def wrong(site: Path) -> Iterator[str]:
                 continue
             target = target_of(site, path, address)
             if not target.is_file():
-                yield f"{here} leads to {address}, and there is no such file"
+                yield f"{here} links to {address}, but that file does not exist"
             elif target in pages and parts.fragment:
                 anchor = unquote(parts.fragment)
                 if anchor not in pages[target].anchors:
-                    yield f"{here} leads to {address}, and that page has no such anchor"
+                    yield f"{here} links to {address}, but that page has no such anchor"
 
 
 def main(folder: str) -> int:
-    """Prints what is wrong with a site; the exit status is 1 if anything is."""
+    """Print the defects of a site; return exit status 1 if there are any."""
     site = Path(folder)
     found = list(wrong(site))
     for sentence in found:
         print(sentence, file=sys.stderr)
     if not found:
-        print(f"{len(list(site.rglob('*.html')))} pages, every link leads somewhere")
+        print(f"{len(list(site.rglob('*.html')))} pages, no broken links")
     return 1 if found else 0
 
 

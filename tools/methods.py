@@ -1,7 +1,7 @@
-"""The tables in docs/methods: each method's source and parameters, as its class has them.
+"""The generated tables in docs/methods: each method's source and parameters, from its class.
 
-`python -m tools.methods` writes them into the pages; the tests fail where one is not as it would be
-written. A page has the rest by hand, around a block that starts with `<!-- facts of NAME -->`.
+`python -m tools.methods` writes them into the pages; a test fails if one is out of date. The rest
+of a page is written by hand, around a block that starts with `<!-- facts of NAME -->`.
 """
 
 import re
@@ -26,30 +26,30 @@ PLAIN = ("raw", "bf16", "fp16", "fp32")
 
 
 def ours() -> tuple[str, ...]:
-    """Names the methods that packages of this repository bring, its examples' included."""
+    """Return the methods of this repository's packages and examples."""
     found = installed().items()
     return tuple(name for name, entry in found if entry.dist and entry.dist.name in OURS)
 
 
 def page_of(name: str) -> Path:
-    """Says which page describes a method; formats share one."""
+    """Return the page that describes a method; formats share one."""
     shared = INTEGER.fullmatch(name) or name in PLAIN
     return FOLDER / f"{'formats' if shared else name}.md"
 
 
 def facts(part: type[Part]) -> str:
-    """Gives a method's source with its links, and its parameters as a table."""
+    """Return a method's source with its links, and its parameters as a table."""
     lines = [f"Source: {linked(part.source)}.", ""]
     rows = [
         f"| `{each.name}` | {either(each.type)} | {default(each.default)} | {each.doc} |"
         for each in part.parameters()
     ]
-    head = ["| parameter | is | unless said | meaning |", "|---|---|---|---|"]
+    head = ["| parameter | type | default | meaning |", "|---|---|---|---|"]
     return "\n".join(lines + (head + rows if rows else ["It has no parameters."]))
 
 
 def linked(source: str) -> str:
-    """Turns the addresses in a source into links."""
+    """Turn the addresses in a source into links."""
     short = re.sub(
         r"https://arxiv\.org/abs/([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source
     )
@@ -57,17 +57,17 @@ def linked(source: str) -> str:
 
 
 def either(type_name: str) -> str:
-    """Writes a choice without the stroke, which ends a cell of a table."""
+    """Write a choice without `|`, which ends a table cell."""
     return type_name.replace(" | ", " or ").replace("str", "text").replace("bool", "true or false")
 
 
 def default(text: str) -> str:
-    """Writes a default as one would write it in a policy's text."""
+    """Write a default as in a policy's text."""
     return "required" if text == "required" else f"`{text}`"
 
 
 def sources() -> str:
-    """Gives the source of each method that has one, formats once."""
+    """Return the table of sources, with one row for all formats."""
     by_page = {page_of(name).stem: name for name in sorted(ours(), reverse=True)}
     by_page["formats"] = "k8v4"
     rows = [
@@ -79,7 +79,7 @@ def sources() -> str:
 
 
 def written(page: str) -> str:
-    """Gives a page with the facts of each block as they are now."""
+    """Return a page with up-to-date facts in each block."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]

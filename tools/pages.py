@@ -1,4 +1,4 @@
-"""What pages of the documentation show: fenced blocks, and the commands in them."""
+"""Extraction of fenced blocks, and the commands in them, from pages of the documentation."""
 
 import re
 import shlex
@@ -12,13 +12,13 @@ PROGRAM: Final = "kv-serve"
 SHELL: Final = frozenset({"", "bash", "console"})
 FENCE: Final = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE: Final = re.compile(rf"`{PROGRAM} ([^`\n]+)`")
-SERVED: Final = "python -m nox -s serve -- "  # what follows is told to `kv-serve serve`
-ENDS: Final = frozenset({"|", ">", ">>", "&&", ";", "&"})  # of a command in a line of a shell
+SERVED: Final = "python -m nox -s serve -- "  # the rest are arguments of `kv-serve serve`
+ENDS: Final = frozenset({"|", ">", ">>", "&&", ";", "&"})  # end a command in a shell line
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text without what it is indented by, and its line."""
+    """A fenced block: its language, its dedented text, and its line."""
 
     language: str
     text: str
@@ -26,13 +26,13 @@ class Block:
 
 
 def pages() -> tuple[str, ...]:
-    """Names all pages that users read, relative to the repository."""
+    """Return all pages for users, relative to the repository."""
     found = (*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md"))
     return tuple(sorted(str(path.relative_to(ROOT)) for path in found))
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Gives the fenced blocks of a page, those in lists too."""
+    """Yield the fenced blocks of a page, including those in lists."""
     for found in FENCE.finditer(text):
         margin, language, body = found.groups()
         lines = (line.removeprefix(margin) for line in body.splitlines(keepends=True))
@@ -40,10 +40,10 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Gives the arguments of every `kv-serve` that a page's shell blocks call, with its line.
+    """Yield the arguments of every `kv-serve` call in a page's shell blocks, with its line.
 
-    A line that ends in a backslash goes on in the next one. What comes behind a pipe, a redirection
-    or another command is left out. What a session of nox tells `kv-serve serve` counts as its call.
+    A line that ends in a backslash continues on the next. The part after a pipe, a redirection or
+    another command is left out. The nox session `serve` counts as a call of `kv-serve serve`.
     """
     for block in blocks(text):
         if block.language not in SHELL:
@@ -59,6 +59,6 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def inline(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Gives the words behind every `kv-serve` in running text, which need not be all of them."""
+    """Yield the words after every `kv-serve` in running text, which may be incomplete."""
     for found in INLINE.finditer(text):
         yield text[: found.start()].count("\n") + 1, found[1].split()

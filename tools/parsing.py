@@ -1,4 +1,4 @@
-"""Reading a `kv-serve` command with the command's own parser, without running it."""
+"""Parsing of `kv-serve` commands with their own parser, without running them."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from kv_serve.cli import app
 
 
 def reach(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that words name, as far as they do, and what is left of them."""
+    """Return the command that the leading words name, and the remaining words."""
     command = get_command(app)
     while words and words[0] in getattr(command, "commands", ()):
         command, words = command.commands[words[0]], words[1:]
@@ -23,11 +23,11 @@ def reach(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def read_command(words: list[str]) -> None:
-    """Lets the command's parser read its arguments, and looks its policies up."""
+    """Parse a command's arguments, and look up its policies."""
     command, rest = reach(words)
     if hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         raise ValueError(f"kv-serve has no command {rest[0]!r}")
-    with contextlib.suppress(Exit):  # that is --help
+    with contextlib.suppress(Exit):  # raised by --help
         command.make_context("kv-serve", list(rest))
     for option, value in itertools.pairwise(rest):
         if option == "--policy":
@@ -35,11 +35,11 @@ def read_command(words: list[str]) -> None:
 
 
 def look_up(policies: str) -> None:
-    """Looks up the policies of a list; a file that one names need not be there."""
+    """Look up the policies of a list; the files they name need not exist."""
     if not re.search(r"\b(file|profile)=", policies):
         read_specs([policies])
         return
-    for part in split(policies, "+"):  # the file is not there
+    for part in split(policies, "+"):  # the file does not exist
         name, _, options = part.partition(":")
         known = {parameter.name for parameter in load(name).parameters()}
         given = {each.partition("=")[0] for each in options.split(",") if each}

@@ -1,4 +1,4 @@
-"""What a tag releases: `kv-quant-v0.1.0` names a package and its version, and nothing else may."""
+"""Release tags: `kv-quant-v0.1.0` names a package and its version; other tags are refused."""
 
 import re
 import subprocess
@@ -13,59 +13,59 @@ TAG = re.compile(r"(?P<package>[a-z][a-z-]*)-v(?P<version>\d[^/\s]*)")
 
 
 class Release(NamedTuple):
-    """A package and the version that a tag names."""
+    """The package and version that a tag names."""
 
     package: str
     version: str
 
 
 def named(tag: str) -> Release:
-    """Reads a tag.
+    """Parse a tag.
 
     Raises:
-        ValueError: it is not a package, `-v` and a version.
+        ValueError: the tag is not a package, `-v` and a version.
     """
     found = TAG.fullmatch(tag)
     if found is None:
-        raise ValueError(f"the tag {tag!r} names no release; one is called kv-quant-v0.1.0")
+        raise ValueError(f"the tag {tag!r} names no release; use a form such as kv-quant-v0.1.0")
     return Release(found["package"], found["version"])
 
 
 def checked(tag: str, root: Path = ROOT) -> Release:
-    """Reads a tag and compares it with the package's own version and its changes.
+    """Parse a tag and compare it with the package's version and changelog.
 
     Raises:
-        ValueError: there is no such package, it has another version, or its CHANGELOG.md has no
-            section of that version or says that it is not released.
+        ValueError: the package does not exist, it has another version, or its CHANGELOG.md has no
+            section of that version or marks it as not released.
     """
     release = named(tag)
     folder = root / "packages" / release.package
     if not (folder / "pyproject.toml").is_file():
-        raise ValueError(f"the tag {tag!r} names {release.package}, and there is no such package")
+        raise ValueError(f"the tag {tag!r} names {release.package}, but no such package exists")
     version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
     if version != release.version:
         raise ValueError(
-            f"the tag {tag!r} names version {release.version}, and the pyproject.toml of "
-            f"{release.package} says {version}"
+            f"the tag {tag!r} names version {release.version}, but the pyproject.toml of "
+            f"{release.package} has {version}"
         )
     titles = re.findall(r"^## (.+)$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
     title = next((each for each in titles if each.split()[0] == version), None)
     if title is None or "not released" in title:
-        said = "has no section of it" if title is None else "calls it not released"
+        said = "has no section of it" if title is None else "marks it as not released"
         raise ValueError(f"{release.package} {version} cannot be released: its CHANGELOG.md {said}")
     return release
 
 
 def expect_on_main(root: Path = ROOT, main: str = MAIN) -> None:
-    """Compares the commit that is checked out with the history of the main branch.
+    """Check that the current commit is in the history of the main branch.
 
     Raises:
-        ValueError: the commit is not in it, or there is no such branch here.
+        ValueError: the commit is not in it, or the branch does not exist here.
     """
     command = ("git", "-C", str(root), "merge-base", "--is-ancestor", "HEAD", main)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 1:
-        raise ValueError(f"the tag's commit is not on {main}; land it there, and tag it then")
+        raise ValueError(f"the tag's commit is not on {main}; merge it first, then tag it")
     if done.returncode:
         raise ValueError(f"whether the tag's commit is on {main} is unknown: {done.stderr.strip()}")
 

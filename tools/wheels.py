@@ -1,4 +1,4 @@
-"""Tries wheels that are installed: they hold every file of their source, and serve together."""
+"""Checks installed wheels: they contain every source file, and work together."""
 
 import sys
 from importlib import import_module
@@ -6,11 +6,11 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parent.parent
-SKIPPED = frozenset({".pyc", ".so"})  # what is made where the source lies
+SKIPPED = frozenset({".pyc", ".so"})  # build products in the source tree
 
 
 def lacking(wheel: Path, source: Path) -> list[str]:
-    """Names the files under a source folder that a wheel does not have."""
+    """Return the files under a source folder that a wheel lacks."""
     held = set(ZipFile(wheel).namelist())
     files = (path for path in source.rglob("*") if path.is_file() and path.suffix not in SKIPPED)
     wanted = {path.relative_to(source).as_posix() for path in files}
@@ -18,12 +18,12 @@ def lacking(wheel: Path, source: Path) -> list[str]:
 
 
 def package_of(wheel: Path) -> str:
-    """Names the package that a wheel is of."""
+    """Return the package of a wheel."""
     return wheel.name.split("-")[0].replace("_", "-")
 
 
 def tried() -> list[str]:
-    """Says what does not serve: native code, or the policies of a package."""
+    """Return what does not work: native code, or the policies of a package."""
     from kv_attention import available
     from kv_policy import installed
 
@@ -36,7 +36,7 @@ def tried() -> list[str]:
 
 
 def main(wheels: list[Path]) -> None:
-    """Fails with all that is wrong."""
+    """Fail with all defects."""
     wrong = []
     for wheel in wheels:
         package = package_of(wheel)
@@ -48,7 +48,7 @@ def main(wheels: list[Path]) -> None:
     wrong += tried()
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"{len(wheels)} wheels hold all of their sources, and serve")
+    print(f"{len(wheels)} wheels contain all of their sources, and work")
 
 
 if __name__ == "__main__":

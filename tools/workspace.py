@@ -1,4 +1,4 @@
-"""The packages of this repository, as they lie on the disk, and what each declares of others."""
+"""The packages of this repository on disk, and their declared dependencies on each other."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pypro
 
 
 def declared(package: str, *, tests: bool = False) -> set[str]:
-    """Names the packages of ours that this one, or its own group `test`, declares, and theirs."""
+    """Return our packages that this one, or its group `test`, depends on, recursively."""
     wanted = project(package)["project"]["dependencies"]
     if tests:
         wanted = wanted + project(package).get("dependency-groups", {}).get("test", [])
@@ -22,7 +22,7 @@ def declared(package: str, *, tests: bool = False) -> set[str]:
 
 
 def extras(package: str) -> dict[str, set[str]]:
-    """Names the extras of a package that bring packages of ours, and which these are."""
+    """Return the extras of a package that bring packages of ours, with those packages."""
     offered = project(package)["project"].get("optional-dependencies", {})
     found = {
         name: {Requirement(line).name for line in lines} & {*PACKAGES}
@@ -32,30 +32,34 @@ def extras(package: str) -> dict[str, set[str]]:
 
 
 def declared_by_extras(package: str) -> set[str]:
-    """Names the packages of ours that these extras bring, and those that they declare."""
+    """Return our packages that these extras bring, with their dependencies."""
     direct = {name for ours in extras(package).values() for name in ours}
     return direct.union(*(declared(name) for name in direct))
 
 
 def project(package: str) -> dict[str, dict]:
-    """Reads a package's pyproject.toml."""
+    """Load a package's pyproject.toml."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
 
 
 def first_example(page: Path) -> str:
-    """Reads the first block of Python of a page; it has one."""
+    """Return the first Python block of a page.
+
+    Raises:
+        ValueError: the page has none.
+    """
     found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if found is None:
-        raise ValueError(f"{page} has no block of Python; begin with an example")
+        raise ValueError(f"{page} has no Python block; begin with an example")
     return found[1]
 
 
 def editable(packages: Iterable[str], examples: Iterable[str] = ()) -> tuple[str, ...]:
-    """Asks for members of the workspace as they stand in the tree."""
+    """Return the flags that install workspace members as editable."""
     folders = [f"packages/{name}" for name in packages] + [f"examples/{name}" for name in examples]
     return flags("--editable", folders)
 
 
 def flags(flag: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Puts the flag before each value."""
+    """Return the values, each preceded by the flag."""
     return tuple(part for value in values for part in (flag, value))

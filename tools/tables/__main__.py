@@ -1,4 +1,4 @@
-"""Puts the tables of all results into the page of benchmarks: `python -m tools.tables`."""
+"""Writes the tables of all results into the benchmarks page: `python -m tools.tables`."""
 
 from kv_policy.files import write_whole
 from tools.tables.page import PAGE, renew

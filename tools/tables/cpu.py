@@ -1,4 +1,4 @@
-"""The tables of what was measured of native code on processors."""
+"""Tables of native CPU code."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -32,7 +32,7 @@ OBSERVED: Final = {
 
 
 def speeds(rows: Sequence[Row]) -> str:
-    """Writes how much faster than vLLM's kernel each variant decodes, by size."""
+    """Write how much faster than vLLM's kernel each variant decodes, by size."""
     ratios = {
         (row["threads"], row["sequences"], row["tokens"], row["variant"]): row["vs_vllm_bf16"]
         for row in rows
@@ -50,7 +50,7 @@ def speeds(rows: Sequence[Row]) -> str:
 
 
 def bandwidths(rows: Sequence[Row]) -> str:
-    """Writes what each variant reads a second, at one size."""
+    """Write the bandwidth of each variant, at one size."""
     chosen = [
         row
         for row in rows
@@ -70,14 +70,14 @@ def bandwidths(rows: Sequence[Row]) -> str:
 
 
 def cpu_decode(result: Row, said: Said) -> Iterator[str]:
-    """The figures, the speeds by size, and what is read a second."""
+    """Yield the figures, the speeds by size, and the bandwidths."""
     yield markdown.figures(result, said)
     yield speeds(result["rows"])
     yield bandwidths(result["rows"])
 
 
 def generated(rows: Sequence[Row]) -> str:
-    """Writes how fast a model generates with each cache, and what the cache holds."""
+    """Write how fast a model generates with each cache, and the cache's bytes."""
     lines = (
         (
             f"{row['batch']}",
@@ -95,12 +95,12 @@ def generated(rows: Sequence[Row]) -> str:
 
 
 def observing(spec: str) -> str:
-    """Says as what policy a prompt was observed."""
+    """Return a description of the policy that a prompt was observed for."""
     return "transformers' own cache" if spec == "full" else f"as `{spec}` asks"
 
 
 def observed(rows: Sequence[Row]) -> str:
-    """Writes what observing a prompt costs over observing nothing."""
+    """Write the cost of observing a prompt, relative to no observation."""
     lines = (
         (f"{row['tokens']:,}", observing(row["observes"]), f"{row['ratio']:.3f}")
         for row in rows
@@ -110,14 +110,14 @@ def observed(rows: Sequence[Row]) -> str:
 
 
 def cpu_end_to_end(result: Row, said: Said) -> Iterator[str]:
-    """The figures, what is generated a second, and what observing a prompt costs."""
+    """Yield the figures, the generation speeds, and the cost of observing a prompt."""
     yield markdown.figures(result, said)
     yield generated(result["rows"])
     yield observed(result["rows"])
 
 
 def attended_by(variant: str) -> str:
-    """Says what attends to a prompt's chunk, and over what pages if it is ours."""
+    """Return the implementation that attends a prompt chunk, with its pages if it is ours."""
     if variant in PEERS:
         return PEERS[variant]
     form, _, backend = variant.partition("_")
@@ -125,13 +125,13 @@ def attended_by(variant: str) -> str:
 
 
 def timed(row: Row) -> tuple[str, str, str]:
-    """Writes a chunk's milliseconds, its speed over vLLM's kernel's, and the quartiles of that."""
+    """Write a chunk's milliseconds, its speed over vLLM's kernel's, and the quartiles of that."""
     low, high = row["vs_vllm_bf16_quartiles"]
     return f"{1e3 * row['seconds']:.1f}", f"{row['vs_vllm_bf16']:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 def chunks(rows: Sequence[Row]) -> str:
-    """Writes how long each variant takes for each chunk, on one thread and on two."""
+    """Write how long each variant takes for each chunk, on one thread and on two."""
     found = {(row["chunk"], row["before"], row["variant"], row["threads"]): row for row in rows}
     lines = (
         (
@@ -147,13 +147,13 @@ def chunks(rows: Sequence[Row]) -> str:
 
 
 def cpu_prefill(result: Row, said: Said) -> Iterator[str]:
-    """The figures, and the times of all variants."""
+    """Yield the figures, and the times of all variants."""
     yield markdown.figures(result, said)
     yield chunks(result["rows"])
 
 
 def overheads(rows: Sequence[Row]) -> str:
-    """Writes the medians of what observing adds to a pass."""
+    """Write the median overhead of observation per pass."""
     chosen = sorted(rows, key=lambda row: row["tokens"])
     lines = (
         (
@@ -168,7 +168,7 @@ def overheads(rows: Sequence[Row]) -> str:
 
 
 def cpu_scores(result: Row, said: Said) -> Iterator[str]:
-    """The figures, and what observing adds at each size."""
+    """Yield the figures, and the overhead of observation at each size."""
     yield markdown.figures(result, said)
     yield overheads(result["rows"])
 

@@ -1,4 +1,4 @@
-"""The tables of the foundation, of compiled kernels, and of what methods cost on the host."""
+"""Tables of the foundation, of compiled kernels, and of the methods' cost on the host."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -7,41 +7,41 @@ from tools.tables import markdown
 from tools.tables.markdown import Row, Said, only_figures, table
 
 DOES: Final = {
-    "accumulate": "adds to scores in pages",
-    "close up": "closes up what tokens leave",
-    "combine": "adds up parts by their log-sum-exps",
+    "accumulate": "accumulates scores in pages",
+    "close up": "compacts pages after eviction",
+    "combine": "combines partial results by log-sum-exp",
     "copy": "copies pages",
     "decode": "a decode step",
-    "enter": "writes what arrives in a step",
-    "gaps": "counts what leaves",
-    "give": "page tables and the list of free pages, in a step",
-    "leave": "takes out what leaves in a step",
-    "look back": "what is observed of a prompt",
+    "enter": "stores the new tokens of a step",
+    "gaps": "counts evicted tokens",
+    "give": "page tables and free list, in a step",
+    "leave": "removes the evicted tokens of a step",
+    "look back": "attention mass of a prompt",
     "place": "writes vectors into a block",
-    "plan": "shares out tiles of a decode step",
+    "plan": "distributes the tiles of a decode step",
     "prompt": "attention of a prompt",
-    "read": "reads tokens out of pages",
+    "read": "reads tokens from pages",
     "rescore": "writes scores",
-    "watch": "what is observed of a decode step",
-    "weakest": "lowest score of each stream",
+    "watch": "attention mass of a decode step",
+    "weakest": "lowest score of each head",
     "write": "encodes a prompt into pages",
 }
 SHARES: Final = ("share", "observe_part_share", "score_layer_share", "plan_layers_share")
 
 
 def spoken(kernel: str) -> str:
-    """Names a kernel, as in `close up` for `close_up_kernel`."""
+    """Return a kernel's name, such as `close up` for `close_up_kernel`."""
     return kernel.removesuffix("_kernel").replace("_", " ")
 
 
 def compiled(rows: Sequence[Row]) -> tuple[str, str, str]:
-    """Writes how many there are, and the most registers and shared bytes that one takes."""
+    """Write the number of kernels, and their maximum registers and shared bytes."""
     registers = max(row["registers"] for row in rows)
     return f"{len(rows)}", f"{registers}", f"{max(row['shared'] for row in rows):,}"
 
 
 def kernels(rows: Sequence[Row]) -> str:
-    """Writes what the kernels do, and what they take on each architecture."""
+    """Write the purpose of each kernel, and its resources on each architecture."""
     architectures = sorted({row["architecture"] for row in rows})
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -60,13 +60,13 @@ def kernels(rows: Sequence[Row]) -> str:
 
 
 def triton_compile(result: Row, said: Said) -> Iterator[str]:
-    """The figures, and what was compiled of each kernel."""
+    """Yield the figures, and the compiled kernels."""
     yield markdown.figures(result, said)
     yield kernels(result["rows"])
 
 
 def passes(rows: Sequence[Row]) -> str:
-    """Writes what share of reading a prompt each policy takes, and of it each part."""
+    """Write the share of prefill that each policy takes, and of its parts."""
     lines = (
         (
             f"`{row['policy']}`",
@@ -81,7 +81,7 @@ def passes(rows: Sequence[Row]) -> str:
 
 
 def kv_compress_cost(result: Row, said: Said) -> Iterator[str]:
-    """The figures, and the shares of each policy."""
+    """Yield the figures, and the shares of each policy."""
     yield markdown.figures(result, said)
     yield passes(result["rows"])
 

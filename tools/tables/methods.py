@@ -1,4 +1,4 @@
-"""The tables of methods beside each other: what they keep, and what that costs in quality."""
+"""Tables that compare methods: what they keep, and the quality they cost."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -21,12 +21,12 @@ QUANTIZED: Final = ("policy", "needle", "multikey", "nats per token", "bytes", "
 
 
 def by_average(rows: Iterable[Row]) -> list[Row]:
-    """Puts the best average first."""
+    """Sort by average, best first."""
     return sorted(rows, key=lambda row: -row["average"])
 
 
 def named(row: Row) -> str:
-    """Names a policy with its budget, which its own name leaves out where it is the default."""
+    """Return a policy's text with its budget, even if that is the default."""
     if row["kind"] == "full":
         return "the full cache"
     name, _, options = row["policy"].partition(":")
@@ -36,14 +36,14 @@ def named(row: Row) -> str:
 
 
 def compressed(row: Row) -> tuple[str, ...]:
-    """Writes the five cells of a policy, their average, and what it held."""
+    """Write the five cells of a policy, their average, and what it held."""
     scores = [f"{row[cell]:.2f}" for cell in CELLS]
     numbers = [f"{row[key]:.3f}" for key in ("nll_agnostic", "average", "bytes")]
     return (named(row), *scores, *numbers)
 
 
 def kv_compress_quality(result: Row, said: Said) -> Iterator[str]:
-    """The figures, all policies of each budget, and those that have no budget."""
+    """Yield the figures, all policies of each budget, and those without a budget."""
     rows = [row for row in result["rows"] if "average" in row]
     yield markdown.figures(result, said)
     for budget in sorted({row["budget"] for row in rows} - {None}):
@@ -54,7 +54,7 @@ def kv_compress_quality(result: Row, said: Said) -> Iterator[str]:
 
 
 def quantized(row: Row) -> tuple[str, ...]:
-    """Writes the scores of a policy, what it held, and whether it is as good as the full cache."""
+    """Write the scores of a policy, its bytes, and whether it is as good as the full cache."""
     scores = [f"{row[task]:.1f}" for task in ("needle", "multikey")]
     numbers = [f"{row[key]:.3f}" for key in ("nll", "bytes")]
     verdicts = ["yes" if row[key] else "" for key in ("neutral", "loss5")]
@@ -62,7 +62,7 @@ def quantized(row: Row) -> tuple[str, ...]:
 
 
 def leankv_quality(result: Row, said: Said) -> Iterator[str]:
-    """The figures, and all policies in the order in which they were asked for."""
+    """Yield the figures, and all policies in the order of the benchmark."""
     yield markdown.figures(result, said)
     policies = [row for row in result["rows"] if row["kind"] == "policy"]
     yield table(QUANTIZED, (quantized(row) for row in policies))

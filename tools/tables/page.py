@@ -1,6 +1,6 @@
-"""The page of benchmarks: every table on it is written from a result; the prose between stays.
+"""The benchmarks page: its tables are generated from results, the prose in between is not.
 
-The tests fail where a table is not as it would be written.
+A test fails if a table is out of date.
 """
 
 import json
@@ -22,18 +22,18 @@ WRITERS: Final[Mapping[str, Writer]] = {
 
 
 def result(name: str) -> Row:
-    """Reads what a benchmark wrote."""
+    """Load a benchmark's result."""
     found: Row = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
 def tables(page: str, name: str) -> list[str]:
-    """Writes the tables of a section."""
+    """Write the tables of a section."""
     return list(WRITERS[name](result(name), said(page, name)))
 
 
 def renew(page: str) -> str:
-    """Writes all tables of a page anew."""
+    """Update all tables of a page."""
     for name in WRITERS:
         page = renewed(page, name, tables(page, name))
     return page

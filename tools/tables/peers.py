@@ -1,4 +1,4 @@
-"""The tables that compare with peers."""
+"""Tables that compare with peers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -7,9 +7,9 @@ from tools.tables.markdown import Row, Said, only_figures, table
 
 SCORES: Final = {
     "needle": "needles found",
-    "multikey": "of four numbers the one that was asked for, found",
+    "multikey": "the requested one of four numbers, found",
     "nll": "nats a token over the full cache's",
-    "agreement": "share of tokens that the full cache answers, too",
+    "agreement": "share of tokens equal to the full cache's",
 }
 SETTINGS: Final = {"aware": "question in the prompt", "agnostic": "question after it"}
 ASKED: Final = frozenset({"needle", "multikey"})  # the others have no question
@@ -23,23 +23,23 @@ PROGRAMS: Final = {
 
 
 def named(way: str) -> str:
-    """Names a way of "ENVIRONMENT: WAY" with the program that it is of; ours without one."""
+    """Return the name of a "ENVIRONMENT: WAY" with its program; ours without one."""
     environment, _, spec = way.partition(": ")
     return f"`{spec}`" if environment == "ours" else f"{PROGRAMS[environment]} `{spec}`"
 
 
 def percent(share: float) -> str:
-    """Writes a budget, as in `12.5 %`."""
+    """Write a budget, as in `12.5 %`."""
     return f"{100 * share:g} %"
 
 
 def cell(task: str, setting: str) -> str:
-    """Names a task and its setting, where it has two."""
+    """Return a task with its setting, if it has two."""
     return f"{task}, {SETTINGS[setting]}" if task in ASKED else task
 
 
 def figures(chosen: Iterable[Row]) -> str:
-    """Writes the figures, with the ways that they are of."""
+    """Write the figures, with the policies they belong to."""
     lines = []
     for row in chosen:
         task, setting, budget = row["task"], row["setting"], row["budget"]
@@ -56,7 +56,7 @@ def figures(chosen: Iterable[Row]) -> str:
 
 
 def wins(chosen: Iterable[Row]) -> str:
-    """Writes who is better at each budget."""
+    """Write the better side at each budget."""
     head = ("task", "bytes", "ours", "held", "score", "theirs", "held", "score", "difference")
     lines = []
     for row in chosen:
@@ -74,7 +74,7 @@ def wins(chosen: Iterable[Row]) -> str:
 
 
 def everything(rows: Sequence[Row]) -> str:
-    """Writes all ways' scores, and the most that each held."""
+    """Write all scores, and the maximum bytes of each policy."""
     found = [row for row in rows if row["kind"] in ("way", "failed")]
     cells = list(dict.fromkeys((row["task"], row["setting"]) for row in found))
     cells.sort(key=lambda each: (list(SCORES).index(each[0]), list(SETTINGS).index(each[1])))
@@ -97,7 +97,7 @@ def _score(row: Row | None) -> str:
 
 
 def peers(result: Row, said: Said) -> Iterator[str]:
-    """The figures with the ways that they are of, who is better, and all of them."""
+    """Yield the figures, the comparison, and all policies."""
     rows = result["rows"]
     chosen = [row for row in rows if row["kind"] == "choice"]
     chosen.sort(

@@ -1,4 +1,4 @@
-"""The tables of engines of vLLM."""
+"""Tables of vLLM engines."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -25,7 +25,7 @@ PARTS: Final = ("attention", "storing", "model", "engine")
 
 
 def sizes(rows: Iterable[Row]) -> str:
-    """Writes what vLLM says that it holds."""
+    """Write the capacity that vLLM reports."""
     lines = (
         (
             cache(row["way"]),
@@ -41,7 +41,7 @@ def sizes(rows: Iterable[Row]) -> str:
 
 
 def load(rows: Iterable[Row], name: str) -> str:
-    """Writes how a load was served."""
+    """Write how a load was served."""
     lines = (
         (
             cache(row["way"]),
@@ -57,7 +57,7 @@ def load(rows: Iterable[Row], name: str) -> str:
 
 
 def vllm_capacity(result: Row, said: Said) -> Iterator[str]:
-    """What vLLM says that it holds, and how each load was served."""
+    """Yield the capacity that vLLM reports, and how each load was served."""
     yield markdown.figures(result, said)
     yield sizes(result["rows"])
     for name in ("prompts", "answers"):
@@ -65,7 +65,7 @@ def vllm_capacity(result: Row, said: Said) -> Iterator[str]:
 
 
 def loaded(rows: Sequence[Row]) -> str:
-    """Writes how many answers were right in a busy engine."""
+    """Write the number of correct answers of a loaded engine."""
     runs = [row for row in rows if row["kind"] == "loaded"]
     scores = {(row["task"], row["way"]): row for row in rows if row["kind"] == "score"}
     lines = (
@@ -87,25 +87,25 @@ def loaded(rows: Sequence[Row]) -> str:
 
 
 def within(row: Row) -> str:
-    """Writes the interval of a share."""
+    """Write the confidence interval of a share."""
     low, high = row["interval"]
     return f"{low:.2f} to {high:.2f}"
 
 
 def right(scores: Sequence[float] | None) -> str:
-    """Writes how many answers are right, where there are any."""
+    """Write the number of correct answers, if any were measured."""
     return "" if scores is None else f"{sum(scores):.0f}"
 
 
 def vllm_loaded(result: Row, said: Said) -> Iterator[str]:
-    """Answers of a busy engine."""
+    """Yield the answers of a loaded engine."""
     yield markdown.figures(result, said)
     yield loaded(result["rows"])
 
 
 def over(row: Row, key: str) -> str:
-    """Writes a difference of nats with its interval; fp8 is vLLM's alone."""
-    if row["way"] == BF16 and key != "between":  # nothing is over itself
+    """Write a difference in nats with its interval; fp8 exists under vLLM only."""
+    if row["way"] == BF16 and key != "between":  # the baseline itself
         return "none"
     if key not in row:
         return "not there"
@@ -114,7 +114,7 @@ def over(row: Row, key: str) -> str:
 
 
 def vllm_nll(result: Row, said: Said) -> Iterator[str]:
-    """Nats over those of the uncompressed cache of each host, and between the two."""
+    """Yield nats relative to the uncompressed cache of each host, and between the hosts."""
     yield markdown.figures(result, said)
     columns = {
         "vllm": "over bf16 under vLLM",
@@ -130,7 +130,7 @@ def vllm_nll(result: Row, said: Said) -> Iterator[str]:
 
 
 def parts(rows: Iterable[Row]) -> str:
-    """Writes where the time of a run goes."""
+    """Write how the time of a run is spent."""
     keys = [f"{part}_{step}" for step in ("prompt", "decode") for part in PARTS]
     lines = (
         (cache(row["way"]), f"{row['seconds']:.1f} s", *(share(row[key], 1) for key in keys))
@@ -143,7 +143,7 @@ def parts(rows: Iterable[Row]) -> str:
 
 
 def vllm_parts(result: Row, said: Said) -> Iterator[str]:
-    """How short answers were served, and where the time goes."""
+    """Yield how short answers were served, and how the time is spent."""
     yield markdown.figures(result, said)
     runs = by_way(result["rows"], "served")
     yield table(SERVED, (served(way, rounds) for way, rounds in runs.items()))
@@ -151,13 +151,13 @@ def vllm_parts(result: Row, said: Said) -> Iterator[str]:
 
 
 def beside(theirs: Row, way: str) -> Sequence[float] | None:
-    """Gives what transformers scored; fp8 is vLLM's alone."""
+    """Return the scores of transformers; fp8 exists under vLLM only."""
     scores: Sequence[float] | None = theirs.get("full" if way == BF16 else way)
     return scores
 
 
 def nats(row: Row, host: str) -> str:
-    """Writes nats over bfloat16 of the same host with half of their interval."""
+    """Write nats relative to bfloat16 on the same host, with half of their interval."""
     if row["way"] == BF16:
         return "0"
     if f"{host}_over_stock" not in row:
@@ -167,7 +167,7 @@ def nats(row: Row, host: str) -> str:
 
 
 def quality(rows: Sequence[Row]) -> str:
-    """Writes the answers that are right under both hosts, and nats."""
+    """Write the correct answers under both hosts, and nats."""
     ours = {row["way"]: row for row in rows if row["kind"] == "vllm"}
     theirs = {row["task"]: row for row in rows if row["kind"] == "transformers"}
     scores = {(row["task"], row["way"]): row for row in rows if row["kind"] == "score"}
@@ -186,18 +186,18 @@ def quality(rows: Sequence[Row]) -> str:
 
 
 def vllm_quality(result: Row, said: Said) -> Iterator[str]:
-    """Answers and nats under vLLM, beside those under transformers."""
+    """Yield answers and nats under vLLM and under transformers."""
     yield markdown.figures(result, said)
     yield quality(result["rows"])
 
 
 def vllm_soak(result: Row, said: Said) -> Iterator[str]:
-    """What became of the requests of each engine."""
+    """Yield the outcome of the requests of each engine."""
     yield markdown.figures(result, said)
     columns = {
         "requests": "requests",
         "answered": "answered",
-        "aborted": "given up",
+        "aborted": "aborted",
         "preemptions": "preemptions",
         "steps": "steps of the engine",
     }
@@ -213,7 +213,7 @@ def vllm_soak(result: Row, said: Said) -> Iterator[str]:
 
 
 def vllm_throughput(result: Row, said: Said) -> Iterator[str]:
-    """How long answers were served."""
+    """Yield how long answers were served."""
     yield markdown.figures(result, said)
     lines = (
         (*served(way, rounds), every(rounds, "full_tokens_per_s", ".1f"))
@@ -223,7 +223,7 @@ def vllm_throughput(result: Row, said: Said) -> Iterator[str]:
 
 
 def vllm_trace(result: Row, said: Said) -> Iterator[str]:
-    """How requests of a trace were served."""
+    """Yield how requests of a trace were served."""
     yield markdown.figures(result, said)
     lines = (
         (

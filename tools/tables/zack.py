@@ -1,4 +1,4 @@
-"""The tables of ZACK: what may be left out, which text a basis serves, and what is gained."""
+"""Tables of ZACK: removable dimensions, transfer of a basis between texts, and savings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -34,30 +34,30 @@ PROJECTIONS: Final = (
 
 
 def of_kind(result: Row, kind: str) -> list[Row]:
-    """Gives the rows of a kind."""
+    """Return the rows of a kind."""
     return [row for row in result["rows"] if row["kind"] == kind]
 
 
 def asked(policy: str) -> float:
-    """Reads the rate that a policy names, which ranks in multiples can miss."""
+    """Return the rate that a policy requests, which ranks in multiples can miss."""
     _, _, rest = policy.partition("rate=")
     return float(rest.partition(",")[0])
 
 
 def greatest(tried: Sequence[Row]) -> float:
-    """Gives the most that a method removed within 1 % of the nats; 0 where it is nothing."""
+    """Return the highest rate of a method within 1 % of the nats; 0 if there is none."""
     return max((row["removed"] for row in tried if row["within"]), default=0.0)
 
 
 def searched(method: str, tried: Sequence[Row]) -> tuple[str, ...]:
-    """Writes what a method may remove, and its nats at some of the rates that were tried."""
+    """Write the removable share of a method, and its nats at some of the tried rates."""
     nats = {asked(row["policy"]): f"{row['nats']:.3f}" for row in tried}
-    # Where a search goes up, it does not come by the smaller rates.
+    # A search that moves up skips the smaller rates.
     return (f"{greatest(tried):.3f}", f"`{method}`", *(nats.get(rate, "") for rate in RATES))
 
 
 def search(rows: Sequence[Row]) -> str:
-    """Writes the search for the greatest rate, a row for each method."""
+    """Write the search for the highest rate, a row for each method."""
     tried = [row for row in rows if "method" in row]
     methods = dict.fromkeys(row["method"] for row in tried)
     of = {method: [row for row in tried if row["method"] == method] for method in methods}
@@ -67,24 +67,24 @@ def search(rows: Sequence[Row]) -> str:
 
 
 def policy(row: Row) -> tuple[str, ...]:
-    """Writes what a policy held, and its scores."""
+    """Write a policy's bytes and scores."""
     scores = [f"{row[task]:.2f}" for task in ("needle", "multikey")]
     return (f"{row['bytes']:.3f}", f"`{row['policy']}`", *scores, f"{row['nll']:.3f}")
 
 
 def drift(row: Row) -> tuple[str, ...]:
-    """Writes the energy that a basis loses beyond another, and how far it is turned from it."""
+    """Write the excess energy that a basis loses over another, and the angle between them."""
     lost = [f"{row[f'{pair} excess']:.5f}" for pair in PAIRS]
     return (*lost, *(f"{row[f'{pair} turned']:.3f}" for pair in PAIRS))
 
 
 def elements(row: Row) -> tuple[str, ...]:
-    """Writes the differences of the rotations' elements over their size."""
+    """Write the relative differences of the rotations' elements."""
     return tuple(f"{row[f'{pair} elements']:.2f}" for pair in PAIRS)
 
 
 def zack_quality(result: Row, said: Said) -> Iterator[str]:
-    """The figures, the search for rates, policies, and bases of other texts and of fewer tokens."""
+    """Yield the figures, the rate search, policies, and bases of other texts and fewer tokens."""
     yield markdown.figures(result, said)
     yield search(of_kind(result, "rate"))
     yield table(POLICIES, (policy(row) for row in of_kind(result, "policy")))
@@ -95,14 +95,14 @@ def zack_quality(result: Row, said: Said) -> Iterator[str]:
 
 
 def decode(row: Row) -> tuple[str, ...]:
-    """Writes a decode step's attention with fewer dimensions over that with all of them."""
+    """Write a decode step's attention with fewer dimensions relative to all of them."""
     ratios = ("decode_ratio", "decode_ratio_with_maps", "memory_ratio")
     about = (row["model"], f"{row['batch']}", f"{row['tokens']:,}", row["ranks"])
     return (*about, f"{row['rate']:g}", *(f"{row[ratio]:.2f}" for ratio in ratios))
 
 
 def projections(row: Row) -> tuple[str, ...]:
-    """Writes folded projections over their originals."""
+    """Write folded projections relative to their originals."""
     ratios = (
         "projection_ratio",
         "projection_ratio_with_packing",
@@ -114,7 +114,7 @@ def projections(row: Row) -> tuple[str, ...]:
 
 
 def zack_speed(result: Row, said: Said) -> Iterator[str]:
-    """The figures, decode steps, and projections."""
+    """Yield the figures, decode steps, and projections."""
     yield markdown.figures(result, said)
     yield table(DECODE, (decode(row) for row in of_kind(result, "decode")))
     yield table(PROJECTIONS, (projections(row) for row in of_kind(result, "projections")))

@@ -21,7 +21,7 @@ from kv_policy.testing import check_policy
 
 
 def uneven(seed: int, position: Tensor, window: int) -> Tensor:
-    """Scores that are high in some heads and low in others; the window's are infinite."""
+    """Scores that are high in some heads and low in others; infinite in the window."""
     draw = torch.Generator().manual_seed(seed + 1000)
     level = torch.rand(*position.shape[:3], 1, generator=draw).clamp(min=1e-6)
     return random_scores(seed, position, LENGTHS, window) * level
@@ -30,7 +30,7 @@ def uneven(seed: int, position: Tensor, window: int) -> Tensor:
 def share_out(
     scores: list[dict[int, float]], average: int, sure: float, length: int, window: int
 ) -> list[list[list[int]]]:
-    """What each head of a layer keeps beside its window; of two ways where rounding decides."""
+    """Return what each head keeps beside its window; two numbers where rounding decides."""
     old = [{p: s for p, s in head.items() if p < length - window} for head in scores]
     best = sorted((-s, h) for h, head in enumerate(old) for s in head.values())
     best = best[: average * len(scores)]
@@ -46,7 +46,7 @@ def share_out(
 def check_plan(
     plan: Tensor, score: Tensor, position: Tensor, window: int, sure: float, averages: list[int]
 ) -> None:
-    """Compare one sequence's plan; `averages` says for each layer what a head has on average."""
+    """Compare one sequence's plan; `averages` has the average per head of each layer."""
     length = int(position.max()) + 1
     for n, average in enumerate(averages):
         scores = []

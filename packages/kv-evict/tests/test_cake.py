@@ -26,7 +26,7 @@ WINDOW = 4
 
 
 def watched(seed: int, group: int) -> tuple[LayerView, Tensor]:
-    """What a host observes of the window's attention, and that attention [B H G q L]."""
+    """Return the observation of the window's attention, and that attention [B H G q L]."""
     draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     query = (torch.tensor(LENGTHS)[:, None] - WINDOW + torch.arange(WINDOW))[:, None, None, :, None]
     sees = (position >= 0)[:, :, None, None] & (position[:, :, None, None] <= query)
@@ -51,7 +51,7 @@ def watched(seed: int, group: int) -> tuple[LayerView, Tensor]:
 
 
 def variance(rows: list[list[float]]) -> float:
-    """Of all queries of all query heads, one row each, unbiased."""
+    """Return the unbiased variance over all queries of all query heads, one row each."""
     every = [x for row in rows for x in row]
     mean = sum(every) / len(every)
     return sum((x - mean) ** 2 for x in every) / max(len(every) - 1, 1)
@@ -107,7 +107,7 @@ def test_a_layer_is_preferred_by_its_entropy_and_variance(
 
 
 def test_only_means_of_a_group_have_a_variance() -> None:
-    with pytest.raises(ValueError, match="group=max, and variances are those of means"):
+    with pytest.raises(ValueError, match="group=max, but variances need group=mean"):
         CAKE(group="max")
 
 
@@ -117,7 +117,7 @@ def test_layers_without_a_preference_share_evenly() -> None:
     view = plan_view(score, position, LENGTHS, [WINDOW + 12] * 2, even)
     found = CAKE(window=WINDOW).counts(view) - WINDOW
     assert found[:, 0].unique().tolist() == [12]
-    assert found[:, 1].unique().tolist() == [7]  # that sequence has no more
+    assert found[:, 1].unique().tolist() == [7]  # the whole sequence
 
 
 def test_attention_that_changes_is_worth_more_than_attention_that_stays() -> None:
@@ -171,8 +171,8 @@ def test_a_preference_three_times_as_great_brings_three_times_as_much() -> None:
     head_stats = torch.tensor([[0.5, 0.25], [1.5, 0.25]])[..., None].expand(-1, -1, 3)
     view = plan_view(torch.rand(position.shape), position, LENGTHS, [20, 20], head_stats)
     counts = CAKE(window=WINDOW).counts(view)[..., 0]
-    assert (counts - WINDOW).tolist() == [[8, 7], [24, 7]]  # the second sequence has no more
-    # the scale of the preferences means nothing
+    assert (counts - WINDOW).tolist() == [[8, 7], [24, 7]]  # the whole second sequence
+    # the scale of the preferences does not matter
     tiny = replace(view, head_stats=view.head_stats * 2.0**-100)
     assert torch.equal(CAKE(window=WINDOW).counts(tiny)[..., 0], counts)
 
@@ -212,7 +212,7 @@ def test_text_form() -> None:
         ("gamma=-1", "cake: gamma=-1 is refused"),
         ("tau1=0", "cake: tau1=0 is refused"),
         ("tau2=-2", "cake: tau2=-2 is refused"),
-        ("pool=4", "cake: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "cake: pool=4 has no middle; use an odd number, such as 5"),
         ("tau=1", "cake has no parameter 'tau'; its parameters: budget, window"),
     ],
 )

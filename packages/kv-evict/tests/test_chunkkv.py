@@ -16,11 +16,11 @@ from kv_policy.testing import check_policy
 
 WINDOWS = st.integers(1, 9)
 CHUNKS = st.sampled_from([1, 2, 3, 4, 7, 20, 99])
-MORE = st.tuples(st.integers(0, 24), st.integers(0, 12))  # of two sequences, beside the window
+MORE = st.tuples(st.integers(0, 24), st.integers(0, 12))  # per sequence (two), beside the window
 
 
 def alike(seed: int, window: int) -> LayerView:
-    """The heads of a sequence hold the same tokens, and look at them differently."""
+    """Heads of a sequence that hold the same tokens, with different attention."""
     view = attended(seed, window)
 
     def first(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def alike(seed: int, window: int) -> LayerView:
 
 
 def scores_of_chunks(policy: ChunkKV, view: LayerView, b: int) -> dict[int, float]:
-    """The chunks of a sequence, and the mean of what SnapKV gives their tokens, one by one."""
+    """Return the chunks of a sequence with the mean SnapKV score of their tokens, one by one."""
     by_token = SnapKV(
         window=policy.window, pool=policy.pool, pooling=policy.pooling, group=policy.group
     ).score(view)
@@ -54,7 +54,7 @@ def scores_of_chunks(policy: ChunkKV, view: LayerView, b: int) -> dict[int, floa
 
 
 def by_hand(policy: ChunkKV, view: LayerView, budgets: Sequence[int]) -> list[list[list[int]]]:
-    """The tokens that each head keeps: its newest, then chunk for chunk until it has enough."""
+    """Return the tokens that each head keeps: its newest, then chunks until the budget is met."""
     result: list[list[list[int]]] = []
     for b, budget in enumerate(budgets):
         chunks = scores_of_chunks(policy, view, b)
@@ -71,7 +71,7 @@ def by_hand(policy: ChunkKV, view: LayerView, budgets: Sequence[int]) -> list[li
 
 
 def keeps(policy: ChunkKV, view: LayerView, budgets: Sequence[int]) -> list[list[list[int]]]:
-    """The tokens that each head keeps by the policy's own plan."""
+    """Return the tokens that each head keeps by the policy's own plan."""
     plan = planned(policy, view, budgets)
     heads = range(view.position.shape[1])
     return [
@@ -127,7 +127,7 @@ def test_all_heads_keep_the_same_whole_chunks_and_the_beginning_of_one(
         assert heads == [kept] * 3
         newest = [at for at in held if at >= oldest]
         assert kept[-len(newest) :] == newest
-        # A window that earlier passes left gaps in is filled up by what lies before it.
+        # A window with gaps from earlier passes is filled with older tokens.
         assert len(kept) == min(len(held), budgets[b])
         parts = []
         for number in {at // chunk for at in held if at < oldest}:
@@ -181,10 +181,10 @@ def test_the_chunk_that_reaches_into_the_window_ends_before_it() -> None:
     expected = [7 / 8 / 3] * 4 + [24 / 4 / 3] * 2 + [math.inf] * 3
     for head in policy.score(view)[0].tolist():
         assert head == pytest.approx(expected)
-    # Five tokens: the window, and the whole of the better chunk. Six: one of the other chunk, too.
+    # Five tokens: the window, and the whole better chunk. Six: one of the other chunk, too.
     assert keeps(policy, view, [5]) == [[[4, 5, 6, 7, 8]] * 2]
     assert keeps(policy, view, [6]) == [[[0, 4, 5, 6, 7, 8]] * 2]
-    # Four: the chunk does not fit, and its first token stays.
+    # Four: the chunk does not fit, and its first token is kept.
     assert keeps(policy, view, [4]) == [[[4, 6, 7, 8]] * 2]
 
 
@@ -326,7 +326,7 @@ def test_text_form() -> None:
     [
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("window=0", "chunkkv: window=0 is refused"),
-        ("pool=4", "chunkkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "chunkkv: pool=4 has no middle; use an odd number, such as 5"),
         ("chunk=0", "chunkkv: chunk=0 is refused"),
         ("chunk=2.5", "chunkkv: chunk=2.5 is refused"),
         ("size=10", "chunkkv has no parameter 'size'; its parameters: budget, window"),

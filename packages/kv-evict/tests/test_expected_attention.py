@@ -27,7 +27,7 @@ def test_the_contract_holds(policy: ExpectedAttention) -> None:
 
 
 def turned(x: Tensor, place: int) -> Tensor:
-    """Rotate by RoPE's matrix of a position, written out as a matrix."""
+    """Rotate by the explicit RoPE matrix of a position."""
     matrix = torch.zeros(6, 6, dtype=torch.float64)
     for i, frequency in enumerate(ROPE.frequencies):
         cos, sin = math.cos(place * frequency), math.sin(place * frequency)
@@ -37,7 +37,7 @@ def turned(x: Tensor, place: int) -> Tensor:
 
 
 def by_hand(policy: ExpectedAttention, view: LayerView, b: int, h: int) -> list[float]:
-    """The score of each token of a head that is no sink, in order."""
+    """Return the score of each token of a head except the sinks, in order."""
     assert view.queries is not None
     assert view.keys is not None
     assert view.values is not None
@@ -101,7 +101,7 @@ def test_a_score_is_the_expected_attention_times_the_norm(sinks: int, epsilon: f
 
 
 def test_queries_of_the_future_are_turned_alike_whenever_they_were_asked() -> None:
-    # The same plain query at other positions says the same of what is to come.
+    # The same unrotated query at other positions predicts the same future attention.
     plain = torch.randn(1, 6, dtype=torch.float64)
     scores = []
     for places in ((4, 5, 6), (20, 33, 47)):

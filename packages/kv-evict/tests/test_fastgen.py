@@ -41,7 +41,7 @@ def test_a_score_is_the_average_attention_and_1_more_for_a_sink(
     )
     for b, h, i in there.nonzero().tolist():
         p = int(position[b, h, i])
-        past = min(max(STORED[b] - 1 - p, 0), window)  # queries that `average` is about
+        past = min(max(STORED[b] - 1 - p, 0), window)  # queries behind `average`
         got = past * average[b, h, i].item() + mass[b, h, i].item()
         share = got / max(past + seen[b, h, i].item(), 1)
         assert found[b, h, i].item() == pytest.approx(share + (p < sinks))
@@ -71,12 +71,12 @@ def test_scores_go_on_from_pass_to_pass() -> None:
 
 
 def whole(score: Tensor, position: Tensor, lengths: Sequence[int]) -> PlanView:
-    """What is planned of a layer's scores and positions [B H L], by no budget."""
+    """Return the plan of a layer's scores and positions [B H L], without a budget."""
     return plan_view(score[None], position[None], lengths, lengths)
 
 
 def by_hand(policy: FastGen, weight: dict[int, float], length: int) -> set[int]:
-    """The positions that a head keeps: the first kind that holds enough, from cheap to dear."""
+    """Return the positions that a head keeps: the cheapest strategy with enough attention."""
     sink = {p for p in weight if p < policy.sinks}
     local = {p for p in weight if p >= length - math.floor(length * policy.local)}
     order = sorted(set(weight) - sink, key=lambda p: (-weight[p], p))
@@ -91,7 +91,7 @@ def by_hand(policy: FastGen, weight: dict[int, float], length: int) -> set[int]:
     seed=st.integers(0, 999),
     sinks=st.sampled_from([0, 1, 4]),
     recovery=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
-    local=st.sampled_from([0.0, 0.125, 0.25, 1.0]),  # exact, so that rounding decides nothing
+    local=st.sampled_from([0.0, 0.125, 0.25, 1.0]),  # exact, so that rounding does not decide
     frequent=st.sampled_from([0.0, 0.125, 0.25, 0.5]),
 )
 @quick
@@ -112,7 +112,7 @@ def test_a_head_keeps_the_cheapest_kind_that_holds_enough(
 
 
 def looks(at: dict[int, float], tokens: int = 20) -> list[float]:
-    """A head that gives these tokens these parts, and the others a trace."""
+    """A head that gives these tokens these shares, and the others almost nothing."""
     return [at.get(p, 0.0001) for p in range(tokens)]
 
 
@@ -159,11 +159,11 @@ def test_a_prompt_of_one_token_stays() -> None:
 def test_the_arriving_token_joins_and_the_least_attended_goes() -> None:
     held = {0: 1.2, 3: 0.1, 8: 0.05, 9: 0.3}
     assert step(FastGen(), held, 10, 0.0, budget=11, share=0.25) == [0, 3, 9, 10]
-    # 6 of 11 may stay
+    # 6 of 11 may be kept
     assert step(FastGen(), held, 10, 0.0, budget=11, share=0.5) == [0, 3, 8, 9, 10]
     assert step(FastGen(), held, 10, 0.0, budget=11, share=1.0) == [0, 3, 8, 9, 10]
     assert step(FastGen(), {}, 10, 0.0, budget=11, share=0.25) == [10]
-    assert step(FastGen(), {}, 10, 0.0, budget=11, share=0.0) == [10]  # there is no victim
+    assert step(FastGen(), {}, 10, 0.0, budget=11, share=0.0) == [10]  # no victim
 
 
 @given(st.integers(1, 32), st.integers(0, 31), st.integers(0, 999))
@@ -181,7 +181,7 @@ def test_a_head_keeps_its_share_while_the_sequence_grows(
         grown = {**held, at: score}
         held = {p: grown[p] for p in after}
         assert set(grown) - set(held) <= {weakest}
-        # a hair, because a share of the length is seldom exact
+        # a tolerance, because a share of the length is seldom exact
         assert (at + 1) * share - 1e-6 <= len(held) <= (at + 1) * share + 1 + 1e-6
 
 

@@ -62,7 +62,7 @@ def test_the_newest_tokens_stay_and_the_best_of_the_others(
     seed: int, budget: tuple[int, int], share: float
 ) -> None:
     position = ragged(seed, least=1)[0]
-    # few values, so that some are equal
+    # few distinct values, so that some are equal
     score = torch.randint(0, 9, position.shape, generator=torch.Generator().manual_seed(seed))
     view = plan_view(score.double()[None], position[None], LENGTHS, budget)
     plan = H2O(recent=share).plan(view)[0]

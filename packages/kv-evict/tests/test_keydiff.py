@@ -14,7 +14,7 @@ from kv_policy.testing import check_policy
 
 
 def ragged(seed: int) -> LayerView:
-    """Heads that each hold other tokens of the earlier passes, and keys of many lengths."""
+    """Heads that hold different stored tokens, and keys of different norms."""
     view, draw = keyed(seed), torch.Generator().manual_seed(seed + 1000)
     length = torch.rand(*view.position.shape, 1, generator=draw, dtype=torch.float64) * 9 + 0.1
     return replace(view, keys=view.keys * length)
@@ -26,7 +26,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def by_hand(keys: Tensor) -> list[float]:
-    """Minus the cosine between each key and the mean direction, from the definition."""
+    """Return minus the cosine between each key and the mean direction, by definition."""
     rows: list[list[float]] = keys.tolist()
     units = [[x / math.sqrt(sum(y * y for y in row)) for x in row] for row in rows]
     mean = [sum(column) / len(units) for column in zip(*units, strict=True)]

@@ -13,7 +13,7 @@ from kv_policy.testing import check_policy
 
 
 def norm(key: Tensor) -> float:
-    """To 12 bits, as norms are compared."""
+    """Round to 12 bits, as norms are compared."""
     mantissa, exponent = math.frexp(math.sqrt(sum(x * x for x in key.tolist())))
     return math.ldexp(round(mantissa * 2**12), exponent - 12)
 
@@ -29,7 +29,7 @@ def test_a_score_is_minus_the_norm_of_the_key(seed: int) -> None:
 
 
 def test_a_token_that_comes_again_has_its_norm_again() -> None:
-    # As a rotary embedding turns it, whose rounding must not say which of the two stays.
+    # Rotated by RoPE; its rounding must not decide which of the two is kept.
     key, angle = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)), torch.arange(500)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     first, second = key.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""KV-Compress: its metrics by their formulas, its plans, and what it refuses."""
+"""KV-Compress: its metrics by their formulas, its plans, and its errors."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_it_satisfies_the_contract(text: str) -> None:
 
 
 def view(attention: Tensor, score: Tensor, before: int, window: int | None, skip: int) -> LayerView:
-    """What a selector sees after a pass whose queries paid `attention` [H, G, L', L]."""
+    """Return the view after a pass with queries whose `attention` is [H, G, L', L]."""
     heads, _, queries, length = attention.shape
     position = torch.arange(length).expand(1, heads, length)
     query = torch.arange(before, before + queries)
@@ -70,7 +70,7 @@ def view(attention: Tensor, score: Tensor, before: int, window: int | None, skip
 def random_attention(length: int) -> Tensor:
     """Causal attention of 3 heads of 2 query heads."""
     place = torch.arange(length)
-    # The nearest tokens get most, as in real models.
+    # The nearest tokens get the most, as in real models.
     x = torch.randn(3, 2, length, length).double() - 0.7 * (place[:, None] - place)
     return x.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
 
@@ -164,13 +164,13 @@ def plan_view(score: Tensor, budget: int, page: int = 4, tier: Tensor | None = N
 
 def test_heads_and_layers_that_need_more_keep_more_in_whole_pages() -> None:
     score = torch.rand(2, 1, 3, 64)
-    score[1, 0, 2] += 10  # this head is looked at
-    score[0, 0, 0] /= 100  # and this is not
+    score[1, 0, 2] += 10  # this head gets attention
+    score[0, 0, 0] /= 100  # this one does not
     plan = KVCompress(Budget(16), window=8).plan(plan_view(score, 16))
     kept = (plan == 0).sum(-1)
     assert int(kept.sum()) == 16 * 6
     assert bool((kept % 4 == 0).all())
-    assert kept[1, 0, 2] == 56  # what it had but for two pages
+    assert kept[1, 0, 2] == 56  # all but two pages
     assert kept[0, 0, 0] == 8  # its newest tokens
 
 
@@ -219,12 +219,12 @@ def test_a_rate_is_a_share_of_the_tokens_seen() -> None:
 
 
 def test_keep_is_a_rate_where_that_is_whole_and_a_budget_elsewhere() -> None:
-    # The policies of results keep their names, and no share is rounded on the way.
+    # Policies in published results keep their names, and no share is rounded.
     assert str(parse("kv-compress:keep=25%")) == "kv-compress:rate=4"
     assert str(parse("kv-compress:keep=12.5%+raw")) == "kv-compress:rate=8+raw"
     assert str(parse("kv-compress:keep=30%,floor=64")) == "kv-compress:budget=30%,floor=64"
     length = torch.tensor([290, 900, 145])
-    for rate in (29, 9):  # 100 / 29 and 100 / 9 are below what they stand for
+    for rate in (29, 9):  # 100 / 29 and 100 / 9 are below the exact share
         selector = KVCompress(rate=rate).selector
         assert selector.budget.resolve(length, 1).tolist() == [n // rate for n in length.tolist()]
 
@@ -245,10 +245,10 @@ def test_it_plans_while_generating_only_if_asked() -> None:
         ("kv-compress:budget=9,window=full", "smaller than the 10 it protects"),
         ("kv-compress:rate=0.5", "rate=0.5 is refused"),
         ("kv-compress:rate=0.25", "to keep 0.25 of the tokens seen write keep=25%"),
-        ("kv-compress:rate=25%", "write the share of the tokens seen that stays as keep=25%"),
-        ("kv-compress:keep=25%,rate=4", "keep=25% and rate=4 both say how much is kept"),
-        ("kv-compress:budget=64,keep=25%", "keep=25% and budget=64 both say how much is kept"),
-        ("kv-compress:rate=2,budget=64", "both say how much is kept"),
+        ("kv-compress:rate=25%", "write the kept share of the tokens seen as keep=25%"),
+        ("kv-compress:keep=25%,rate=4", "keep=25% and rate=4 both set how much is kept"),
+        ("kv-compress:budget=64,keep=25%", "keep=25% and budget=64 both set how much is kept"),
+        ("kv-compress:rate=2,budget=64", "both set how much is kept"),
         ("kv-compress:rate=2,floor=4", "floor=4 tokens is smaller than the 8 it protects"),
         ("kv-compress:pool=4", "pool=4 has no middle"),
         ("kv-compress:window=0", "window=0 is refused"),
@@ -266,7 +266,7 @@ def test_what_it_refuses(text: str, sentence: str) -> None:
 
 def test_two_that_evict_or_two_that_step_are_refused() -> None:
     for text in ("kv-compress+snapkv", "h2o+leankv:high=raw,low=raw"):
-        with pytest.raises(CompositionError, match="both say which tokens are kept"):
+        with pytest.raises(CompositionError, match="both define which tokens are kept"):
             parse(text)
 
 

@@ -15,14 +15,14 @@ from kv_policy.testing import check_policy
 
 
 def ragged(seed: int) -> LayerView:
-    """Heads that each hold other tokens of the earlier passes, with keys and values."""
+    """Heads that hold different stored tokens, with keys and values."""
     view, draw = keyed(seed), torch.Generator().manual_seed(seed + 1000)
     values = torch.randn(*view.position.shape, 5, generator=draw, dtype=torch.float64)
     return replace(view, values=values.masked_fill(view.position[..., None] < 0, 0))
 
 
 def spreads(rows: list[list[float]], reference: list[list[float]]) -> list[float]:
-    """From the definition: the deviation over scaled channels, softmaxed over the chunk."""
+    """By definition: the softmax of the deviation over scaled channels."""
     low = [min(channel) for channel in zip(*reference, strict=True)]
     high = [max(channel) for channel in zip(*reference, strict=True)]
     found = [
@@ -96,7 +96,7 @@ def test_chunks_keep_alike_and_both_ends_stay() -> None:
     kept = planned(policy, view, [3 + 10 + 18])[0] != DROP
     for head in kept:
         assert head[:3].all()
-        # 42 after the sinks are 5 chunks and 2 more: 4 have a whole chunk after them.
+        # 42 after the sinks are 5 chunks and 2 more: 4 have a whole following chunk.
         assert head[3:35].view(4, lag).sum(1).tolist() == [5, 5, 4, 4]
         assert head[35:].all()
 

@@ -32,7 +32,7 @@ SHAPE = CacheShape(layers=1, kv_heads=1, group=2, key_dim=8, value_dim=8)
 
 
 def lean(**changes: object) -> LeanKV:
-    """Raw tiers, because the formats are another package's."""
+    """Raw tiers, because the formats are in another package."""
     return LeanKV(**{"high": "raw", "low": "raw", "window": 0, **changes})
 
 
@@ -192,7 +192,7 @@ def test_the_cut_of_a_prompt_is_its_least_high_token_times_its_length() -> None:
     tier_thresholds = lean(t_high=0.05, t_low=0.02).tier_thresholds(plan_view(score))
     torch.testing.assert_close(tier_thresholds.flatten(), torch.tensor([0.07 * 4, 0.02 * 4]))
     none_below = lean(t_high=0.0).tier_thresholds(plan_view(score))
-    assert none_below.flatten().tolist() == [0, 0]  # nobody is asked for anything
+    assert none_below.flatten().tolist() == [0, 0]  # no threshold
 
 
 def test_a_prompt_with_too_little_to_sort_takes_the_fixed_thresholds() -> None:
@@ -217,7 +217,7 @@ def test_both_forms_agree_where_a_heads_own_cut_is_the_fixed_one() -> None:
     score /= score.sum()
     by_mass = lean(t_high=0.3, t_low=0.02)
     tier_thresholds = by_mass.tier_thresholds(plan_view(score)).flatten().tolist()
-    # a hair below, so that rounding does not decide about the token the cut was taken from
+    # a tolerance, so that rounding does not decide about the token that set the threshold
     alpha = {
         "alpha_high": tier_thresholds[0] * (1 - 1e-6),
         "alpha_low": tier_thresholds[1] * (1 - 1e-6),
@@ -228,7 +228,7 @@ def test_both_forms_agree_where_a_heads_own_cut_is_the_fixed_one() -> None:
 
 @pytest.mark.parametrize("last", [None, 3])
 def test_a_score_is_the_average_attention_of_later_queries(last: int | None) -> None:
-    """Parts of a prompt and generated tokens, against the whole attention matrix."""
+    """Chunks of a prompt and generated tokens, against the whole attention matrix."""
     total, policy = 17, lean(last=last)
     attention = torch.rand(total, total, dtype=torch.float64).tril()  # query, token
     score, start = torch.zeros(1, 1, 0, dtype=torch.float64), 0
@@ -270,9 +270,9 @@ def test_a_score_is_the_average_attention_of_later_queries(last: int | None) -> 
 
 
 def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]:
-    """Many heads generate; attention goes to some tokens for good and to others for a while.
+    """Generate with many heads; some tokens get attention permanently, others for a while.
 
-    Gives the tokens of both tiers, and the length, at every step, [steps, 2] and [steps].
+    Return the tokens of both tiers, and the length, at every step, [steps, 2] and [steps].
     """
     generator = torch.Generator().manual_seed(0)
     heads, prompt, window = 64, 400, 16
@@ -367,7 +367,7 @@ def test_a_profile_gives_formats_and_thresholds(tmp_path: Path) -> None:
 
 def test_what_contradicts_a_profile_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "found.json")
-    with pytest.raises(ValueError, match=r"t_high=0.2 is given and the profile .* says 0.1"):
+    with pytest.raises(ValueError, match=r"t_high=0.2 contradicts the profile .* has 0.1"):
         LeanKV(profile=path, t_high=0.2)
 
 
@@ -380,7 +380,7 @@ def test_bad_profiles_get_a_sentence(tmp_path: Path) -> None:
     missing = re.escape(f"`kv-serve calibrate leankv --model MODEL --out {tmp_path / 'none'}`")
     with pytest.raises(NotCalibratedError, match=missing):
         parse(f"leankv:profile={tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="is no profile of leankv"):
+    with pytest.raises(ValueError, match="is not a leankv profile"):
         LeanKV(profile=str(tmp_path / "text.json"))
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode({"format": "leankv profile 1"}))
     with pytest.raises(ValueError, match="missing required field"):
@@ -394,7 +394,7 @@ def test_bad_profiles_get_a_sentence(tmp_path: Path) -> None:
         ("high=raw,low=raw,t_high=1.5", "t_high=1.5 is refused"),
         ("high=raw,low=raw,t_low=-0.1", "t_low=-0.1 is refused"),
         ("high=raw,low=raw,alpha_high=1,alpha_low=2", "alpha_low=2.0 is above alpha_high=1.0"),
-        ("high=raw,low=drop,t_low=0.01", "t_high says what is pruned"),
+        ("high=raw,low=drop,t_low=0.01", "t_high sets what is pruned"),
         ("high=snapkv,low=raw", "snapkv is not a format of a tier"),
         ("high=raw,low=raw,last=0", "last=0 is refused"),
         ("high=raw,low=raw,form=sum", "form=sum is refused"),
@@ -413,7 +413,7 @@ def test_a_format_that_is_not_installed_says_where_formats_come_from() -> None:
 
 
 def test_what_adds_up_to_a_threshold_but_for_rounding_reaches_it() -> None:
-    # All of a head's attention is 1, in whatever order it is added up: the best token reaches it.
+    # The attention of a head sums to 1 in any order: the best token reaches it.
     policy = lean(low="drop", t_high=1.0)
     for seed in range(20):
         score = torch.rand(1, 1, 2, 37, generator=torch.Generator().manual_seed(seed))

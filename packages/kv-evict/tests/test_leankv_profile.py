@@ -1,4 +1,4 @@
-"""Profiles of leankv that a user or a stranger changed: read, or refused with a sentence."""
+"""Profiles of leankv that were edited or damaged: loaded, or refused with a sentence."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ PROFILE = Profile(
 
 
 def said(path: Path) -> str:
-    """What refuses a file; empty where it is read."""
+    """Return the error for a file; empty if it is loaded."""
     try:
         load_profile(path)
     except ValueError as error:
@@ -39,7 +39,7 @@ def test_no_bytes_of_a_profile_end_in_anything_but_a_sentence(tmp_path: Path) ->
     for data in (b"", b'{"model": "\xff"}', deep, *(mutated(whole, chance) for _ in range(300))):
         path.write_bytes(data)
         found = said(path)
-        assert not found or found.startswith(f"{path} is no profile of leankv: ")
+        assert not found or found.startswith(f"{path} is not a leankv profile: ")
 
 
 @pytest.mark.parametrize(

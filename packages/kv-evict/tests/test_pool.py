@@ -52,7 +52,7 @@ def test_a_single_token():
 @given(heads(), st.sampled_from([3, 7, 21]))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_tokens_of_the_same_pool_are_worth_the_same_to_the_last_bit(row, size):
-    # Whoever keeps the best of them decides by position then, in a batch as alone.
+    # A plan then breaks ties by position, in a batch as alone.
     positions, scores, counted = row
     position, counts = torch.tensor([[positions]]), torch.tensor([[counted]])
     found = pool(torch.tensor([[scores]]).float() / 3, position, counts, size, "avg")[0, 0]

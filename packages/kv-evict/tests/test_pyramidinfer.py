@@ -18,7 +18,7 @@ from kv_policy.testing import check_policy
 
 
 def by_hand(policy: PyramidInfer, layers: int, budget: int, length: int) -> list[tuple[int, int]]:
-    """Tokens a head of each layer is to keep; two numbers where rounding decides."""
+    """Return the tokens per head of each layer; two numbers where rounding decides."""
     last = policy.last_layer
     falls = [cos(pi * n / (layers - 1)) if layers > 1 else 1.0 for n in range(layers)]
     weights = [last + (1 - last) * (1 + fall) / 2 for fall in falls]
@@ -105,7 +105,7 @@ def test_text_form() -> None:
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("last_layer=0", "pyramidinfer: last_layer=0 is refused"),
         ("last_layer=1.5", "pyramidinfer: last_layer=1.5 is refused"),
-        ("pool=4", "pyramidinfer: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "pyramidinfer: pool=4 has no middle; use an odd number, such as 5"),
         ("floor=0.2", "pyramidinfer has no parameter 'floor'; its parameters: budget, window"),
     ],
 )

@@ -20,7 +20,7 @@ from kv_policy.testing import check_policy
 def by_hand(
     policy: PyramidKV, layer: int, layers: int, length: int, budget: int
 ) -> tuple[int, int]:
-    """Tokens a head of the layer is to keep; two numbers where rounding decides."""
+    """Return the tokens per head of the layer; two numbers where rounding decides."""
     average = budget - policy.window
     least = average / policy.beta
     most = 2 * average - least
@@ -74,7 +74,7 @@ def test_the_first_layer_keeps_most_and_the_last_a_part_of_the_average() -> None
 def test_in_a_short_prompt_the_pyramid_is_flatter() -> None:
     policy, lengths = PyramidKV(window=4, beta=4.0), [64]
     plan, _ = plan_at_random(policy, ragged(0, 3, lengths, [0]), lengths, [44])
-    # the first layer has no more than 60 beside its window, so the last keeps 20
+    # the first layer has only 60 beside its window, so the last keeps 20
     assert (plan != DROP).sum(-1)[:, 0, 0].tolist() == [64, 44, 24]
 
 
@@ -121,7 +121,7 @@ def test_text_form() -> None:
     [
         ("budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("beta=0.5", "pyramidkv: beta=0.5 is refused"),
-        ("pool=4", "pyramidkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "pyramidkv: pool=4 has no middle; use an odd number, such as 5"),
         ("floor=0.2", "pyramidkv has no parameter 'floor'; its parameters: budget, window"),
     ],
 )

@@ -16,10 +16,10 @@ INF = math.inf
 
 @st.composite
 def heads(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Scores of [N, 1, H, L] with places without a token, and protected tokens among the others."""
+    """Scores [N, 1, H, L] with empty slots, and protected tokens among the others."""
     n, h, places = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 23))
     size = n * h * places
-    few = draw(st.booleans())  # few different scores: many are equal
+    few = draw(st.booleans())  # few distinct scores: many ties
     each = st.integers(0, 3 if few else 10**6)
     score = torch.tensor(draw(st.lists(each, min_size=size, max_size=size))).double()
     safe = torch.tensor(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))) == 0
@@ -31,7 +31,7 @@ def heads(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 def by_hand(
     score: Tensor, held: Tensor, page: int | Tensor, excess: int
 ) -> dict[tuple[int, int], list]:
-    """Free the cheapest page of all heads, again and again; what goes, head by head."""
+    """Free the cheapest page of all heads, repeatedly; return the evicted tokens by head."""
     n, _, h, _ = score.shape
     pages = torch.as_tensor(page).expand(n, h)
     left = {
@@ -49,7 +49,7 @@ def by_hand(
             finite = [x for x in scores[:size] if x < INF]
             if not finite:
                 continue
-            # Beside protected tokens no page comes free: such tokens are the last to go.
+            # Next to protected tokens no page becomes free: such tokens are evicted last.
             price = finite[-1] if len(finite) == size else torch.finfo(torch.float64).max
             found = (price, freed[at], *at)
             if best is None or found < best[0]:
@@ -139,7 +139,7 @@ def test_tiers_free_pages_of_their_own_sizes() -> None:
     high = torch.tensor([True] * 4 + [False] * 6)[None, None, None]
     each = [offers(score, high, torch.tensor(2)), offers(score, ~high, torch.tensor(3))]
     first, second = taken(each, torch.tensor([4]))
-    assert (first.item(), second.item()) == (0, 6)  # 3 pay 2, the next 3 pay 5; high asks for 7
+    assert (first.item(), second.item()) == (0, 6)  # 3 pay 2, the next 3 pay 5; high has 7
     first, second = taken(each, torch.tensor([7]))
     assert (first.item(), second.item()) == (2, 6)
 

@@ -31,13 +31,13 @@ def view_of(
 
 
 def looked_at(seed: int, before: list[int], length: list[int], window: int) -> LayerView:
-    """Heads that each hold other tokens of the earlier passes, and what the last queries give."""
+    """Heads that hold different stored tokens, and the attention of the last queries."""
     draw = torch.Generator().manual_seed(seed)
     position = ragged(seed, 1, length, before)[0]
     watched = torch.maximum(torch.tensor(before), torch.tensor(length) - window)[:, None, None]
     seen = torch.tensor(length)[:, None, None] - torch.maximum(watched, position + 1)
     old = torch.rand(position.shape, generator=draw, dtype=torch.float64)
-    old[torch.rand(position.shape, generator=draw) < 0.1] = torch.inf  # sinks once
+    old[torch.rand(position.shape, generator=draw) < 0.1] = torch.inf  # former sinks
     mass = torch.rand(position.shape, generator=draw, dtype=torch.float64) * seen
     return view_of(position, before, length, mass, seen, old)
 
@@ -53,7 +53,7 @@ def test_a_score_is_the_share_of_queries_that_looked(seed: int, window: int, sin
     for b in range(3):
         for h in range(3):
             for i, p in enumerate(view.position[b, h].tolist()):
-                past = min(max(before[b] - 1 - p, 0), window)  # queries that `score` is about
+                past = min(max(before[b] - 1 - p, 0), window)  # queries behind `score`
                 old = view.score[b, h, i].item()
                 looked = past * (old if math.isfinite(old) else 0.0) + view.mass[b, h, i].item()
                 share = looked / max(past + view.seen[b, h, i].item(), 1)
@@ -82,7 +82,7 @@ def test_places_do_not_matter_while_a_token_is_generated() -> None:
     looks = torch.tensor([[[1.0, 0.0, 0.0, 0.0, 0.0, 1.0]]]).double()
     seen = torch.tensor([[[1, 0, 0, 1, 0, 1]]])
     score = Scissorhands(window=9).score(view_of(position, [20], [21], looks, seen, old))
-    # the past of 7 and 0 counts as 9 queries, that of 12 as the 7 it has
+    # the past of 7 and 0 counts as 9 queries, that of 12 as its 7
     expected = [5.5 / 10, 0, 0, 2.25 / 10, 0, 6.25 / 8]
     assert score[0, 0].tolist() == pytest.approx(expected)
 

@@ -40,7 +40,7 @@ def view_of(
 
 @st.composite
 def views(draw: st.DrawFn, window: int):
-    """Ragged, gappy heads; passes of any number of queries; rubbish where there is no token."""
+    """Ragged heads with gaps; passes of any number of queries; garbage in empty slots."""
     heads, places = draw(st.integers(1, 3)), 24
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     queries = [draw(st.integers(0, n)) for n in lengths]
@@ -147,7 +147,7 @@ def test_a_prompt_keeps_what_the_paper_keeps(group, pooling, pool):
         pooled = functional.avg_pool1d(mass[group], pool, 1, pool // 2, count_include_pad=False)
     else:
         pooled = functional.max_pool1d(mass[group], pool, 1, pool // 2)
-    order = pooled.argsort(dim=-1, descending=True, stable=True)  # of equal ones the earlier
+    order = pooled.argsort(dim=-1, descending=True, stable=True)  # the earlier of ties
     for head, expected in zip(kept(policy, view), order[:, :12].tolist(), strict=True):
         assert head == [*sorted(expected), *range(52, 60)]
 
@@ -197,7 +197,7 @@ def test_a_short_pass_weighs_as_much_as_the_part_of_the_window_it_saw():
     mass = torch.tensor([[[0.2, 0.2, 0.2, 0.2, 0.1, 0.1, 0.0, 0.0]]]).double()
     seen = torch.ones_like(position)  # one query, at position 7
     score = policy.score(view_of(position, torch.tensor([8]), mass, seen, old.double()))
-    # a quarter new and three quarters old; 2 was protected until now and 3 brings nothing
+    # a quarter new and three quarters old; 2 was protected until now and 3 has no old score
     assert score[0, 0].tolist() == pytest.approx([0.65, 0.35, 0.2, 0.2, *[math.inf] * 4])
 
 
@@ -272,11 +272,11 @@ def test_text_form():
     [
         ("snapkv:budget=16", "a budget of 16 tokens is smaller than the 32 it protects"),
         ("snapkv:window=0", "snapkv: window=0 is refused"),
-        ("snapkv:pool=4", "snapkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("snapkv:pool=4", "snapkv: pool=4 has no middle; use an odd number, such as 5"),
         ("snapkv:pool=-3", "snapkv: pool=-3 is refused"),
         ("snapkv:pooling=min", "snapkv: pooling=min is refused"),
         ("snapkv:group=all", "snapkv: group=all is refused"),
-        ("snapkv+streaming", "both say which tokens are kept"),
+        ("snapkv+streaming", "both define which tokens are kept"),
     ],
 )
 def test_bad_text_is_refused(text, message):

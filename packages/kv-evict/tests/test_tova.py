@@ -10,9 +10,9 @@ from kv_policy.testing import check_policy
 
 
 def alike(seed: int, mixed: bool) -> LayerView:
-    """The heads of a sequence hold the same tokens in the same places, sequences others.
+    """Heads of a sequence that hold the same tokens in the same slots; sequences differ.
 
-    Mixed, the places are in no order, as they are while tokens are generated.
+    If mixed, the slots are unordered, as during generation.
     """
     draw = torch.Generator().manual_seed(seed)
     position = ragged(seed, least=1)[0, :, :1].expand(-1, 3, -1)

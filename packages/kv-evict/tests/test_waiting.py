@@ -1,8 +1,8 @@
-"""A plan of KV-Compress is some operations, however many heads share it, and waits for no device.
+"""A KV-Compress plan is a fixed number of operations for any number of heads, without device syncs.
 
-So are the scores of ChunkKV, whose heads share chunks.
+The same holds for the scores of ChunkKV, whose heads share chunks.
 
-Tensors on the meta device have no numbers, so whatever would look at one there fails.
+Tensors on the meta device have no values, so any read of a value fails there.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ TIERS = 2
 
 
 class Counted(TorchDispatchMode):
-    """Counts what is asked of a device; a change of shape is nothing it does."""
+    """Counts device operations; shape changes are not counted."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Start at 0."""
         super().__init__()
         self.done: Counter[str] = Counter()
 
@@ -37,7 +37,7 @@ class Counted(TorchDispatchMode):
 
 
 def view(layers: int, batch: int, heads: int, tokens: int) -> PlanView:
-    """Nobody's tokens on the meta device, with pages whose sizes are known."""
+    """Tokens without values on the meta device, in pages of known sizes."""
     whole, each = (
         (layers, batch, heads, tokens),
         torch.empty(batch, dtype=torch.long, device="meta"),
@@ -55,7 +55,7 @@ def view(layers: int, batch: int, heads: int, tokens: int) -> PlanView:
 
 
 def asked(*size: int) -> Counter[str]:
-    """Operations of a plan of so many layers, sequences, heads and tokens."""
+    """Return the operations of a plan for these numbers of layers, sequences, heads and tokens."""
     what = view(*size)
     with Counted() as counted:
         plan = KVCompress(rate=4).plan(what)
@@ -70,7 +70,7 @@ def test_a_plan_takes_no_more_operations_for_more_of_everything() -> None:
 
 
 def scored(batch: int, heads: int, tokens: int) -> Counter[str]:
-    """Operations that scores of so many sequences, heads and tokens take."""
+    """Return the operations of the scores of these numbers of sequences, heads and tokens."""
     whole = torch.empty(batch, heads, tokens, device="meta")
     what = LayerView(
         layer=torch.empty(batch, dtype=torch.long, device="meta"),
@@ -93,6 +93,6 @@ def test_scores_of_chunks_take_no_more_operations_for_more_of_everything() -> No
 
 
 def test_what_looks_at_a_number_fails_here() -> None:
-    """Else the test above would see nothing."""
+    """Check that reading a value on the meta device fails, which the other tests rely on."""
     with pytest.raises(Exception, match="meta"):
         view(1, 1, 1, 1).length.max().item()

@@ -23,13 +23,13 @@ from kv_policy.testing import check_policy
 
 
 def needed(mass: list[float], share: float) -> int:
-    """How many of the most attended tokens hold the share."""
+    """Return how many of the most attended tokens hold the share."""
     total, count = 0.0, 0
     for each in sorted(mass, reverse=True):
         if count and total >= share * sum(mass):
             break
         total, count = total + each, count + 1
-    return max(count, 1)  # even of nothing, one
+    return max(count, 1)  # at least one
 
 
 @given(st.integers(0, 999), st.sampled_from([1, 4, 8]), st.sampled_from([0.05, 0.5, 0.9, 0.99]))
@@ -59,7 +59,7 @@ def test_one_token_with_all_attention_is_all_a_head_needs() -> None:
 
 
 def by_hand(policy: ZigZagKV, need: list[list[int]], budget: int) -> list[list[float]]:
-    """What each head of each layer is given beside the window."""
+    """Return the budget of each head of each layer beside the window."""
     average = budget - policy.window
     layer_need = [sum(heads) / len(heads) for heads in need]
     mean = sum(layer_need) / len(layer_need)
@@ -110,7 +110,7 @@ def test_a_budget_worked_out_by_hand() -> None:
             head_stats=need,
         )
     )
-    # layers need 4 and 12, 8 on average; of 16 each, 8 are sure and 8 go by need: 12 and 20
+    # layers need 4 and 12, 8 on average; of 16 each, 8 are reserved and 8 follow need: 12 and 20
     assert (counts - 2)[:, 0].tolist() == [[6, 12, 18], [20, 20, 20]]
     assert (counts - 2)[:, 1].tolist() == [[16, 16, 16]] * 2
 
@@ -153,7 +153,7 @@ def test_text_form() -> None:
         ("share=0", "zigzagkv: share=0 is refused"),
         ("share=1", "zigzagkv: share=1 is refused"),
         ("floor=1.5", "zigzagkv: floor=1.5 is refused"),
-        ("pool=4", "zigzagkv: pool=4 has no middle; give an odd number, such as 5"),
+        ("pool=4", "zigzagkv: pool=4 has no middle; use an odd number, such as 5"),
         ("beta=2", "zigzagkv has no parameter 'beta'; its parameters: budget, window"),
     ],
 )

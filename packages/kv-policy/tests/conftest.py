@@ -1,4 +1,4 @@
-"""Settings of property tests, and a registry that holds what a test says."""
+"""Settings of property tests, and a registry with the entries of a test."""
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint

@@ -54,7 +54,7 @@ def test_full_rank_is_exact(group: int) -> None:
 
 
 def test_a_rank_per_head_is_exact_where_vectors_need_no_more() -> None:
-    """Each head's vectors lie in a subspace of its own; its rank is that subspace's dimension."""
+    """Each head's vectors span a subspace of its own; its rank is that subspace's dimension."""
     x, q, k, v_proj, o_proj = toy(G)
     rank = (3, 6)
     inside = torch.arange(D) < torch.tensor(rank)[:, None]  # H D
@@ -62,7 +62,7 @@ def test_a_rank_per_head_is_exact_where_vectors_need_no_more() -> None:
     projector = matrix @ matrix.mT
     k = k @ projector
     v_proj = (projector @ v_proj.view(H, D, HIDDEN)).flatten(0, 1)
-    basis = HeadBasis(matrix[..., :6], rank)  # 6 columns: the most that a head keeps
+    basis = HeadBasis(matrix[..., :6], rank)  # 6 columns: the maximum rank
     folded_v, folded_o = fold_values(basis, v_proj, o_proj)
     assert folded_v.shape == (H * 6, HIDDEN)
     assert folded_o.shape == (HIDDEN, H * G * 6)
@@ -110,7 +110,7 @@ def test_weights_of_another_model_are_refused() -> None:
 
 
 def test_a_dual_meets_what_the_matrix_stores() -> None:
-    """Any pair A, B with A·Bᵀ = 1 leaves logits and output as they are."""
+    """Any pair A, B with A·Bᵀ = 1 preserves logits and output."""
     x, q, k, v_proj, o_proj = toy(G)
     a = torch.randn(H, D, D, dtype=F64)
     basis = HeadBasis(a, (D,) * H, dual=a.inverse().mT)
@@ -124,7 +124,7 @@ def test_a_dual_meets_what_the_matrix_stores() -> None:
 
 
 def test_heads_that_are_stored_together() -> None:
-    """Two KV heads as one of 2·D dimensions: the same attention, and one vector is stored."""
+    """Two KV heads as one of 2·D dimensions: the same attention, with one stored vector."""
     x, q, k, v_proj, o_proj = toy(G)
     joint = torch.linalg.qr(torch.randn(H * D, H * D, dtype=F64)).Q.view(H, D, H * D)
     basis = HeadBasis(joint, (H * D,), together=H)

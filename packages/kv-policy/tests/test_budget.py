@@ -51,9 +51,9 @@ def test_forms(text: str, amount: float, unit: str) -> None:
         ("1e999", "above 0"),
         ("10.5", "tokens are whole"),
         ("101%", "at most 100%"),
-        ("2147483648", "is 2147483648.0 tokens; give at most 2147483647, or 100% to keep every"),
-        ("7e18", "give at most 2147483647"),
-        ("9e290B", "is 9e[+]290 bytes; give at most 2147483647"),
+        ("2147483648", "is 2147483648.0 tokens; use at most 2147483647, or 100% to keep every"),
+        ("7e18", "use at most 2147483647"),
+        ("9e290B", "is 9e[+]290 bytes; use at most 2147483647"),
         ("9e290%", "at most 100%"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_is_resolved_grows_with_the_budget_and_never_overflows(
 
 def test_an_integer_of_any_size_is_refused_by_a_sentence() -> None:
     for amount in (10**19, 10**400):
-        with pytest.raises(ValueError, match="give at most 2147483647"):
+        with pytest.raises(ValueError, match="use at most 2147483647"):
             Budget(amount)
 
 

@@ -1,4 +1,4 @@
-"""The cases that the contract must be able to say, each as a policy made here."""
+"""Cases that the contract must express, each as a policy defined here."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -91,7 +91,7 @@ class Global(Evictor):
 class Lean(Evictor):
     """Two tiers with thresholds and a step of one candidate and one victim: LeanKV, Algorithm 1.
 
-    Where a head is full, the weakest of its low tier goes, or the candidate if it is weaker.
+    Where a head is full, the weakest token of its low tier is evicted, or a weaker candidate.
     """
 
     name: ClassVar[str] = "lean"
@@ -142,7 +142,7 @@ class Lean(Evictor):
 
 @dataclass(frozen=True)
 class Pair(Part):
-    """Two tiers of formats, and a raw window."""
+    """Formats of two tiers, and a raw window."""
 
     name: ClassVar[str] = "pair"
     tiers: ClassVar[int] = 2
@@ -202,21 +202,21 @@ def test_a_budget_is_shared_by_all_layers_and_heads_of_a_request() -> None:
     plan = Global().plan(plan_view(score, budget=[5, 15]))
     kept = (plan == 0).sum((0, 2, 3)).tolist()
     assert kept == [5 * 6, 15 * 6]
-    assert (plan[1, 0] == 0).sum() == 30  # 30 of its 40: all that the request has
+    assert (plan[1, 0] == 0).sum() == 30  # 30 of its 40: the whole budget of the request
     for b, total in enumerate(kept):
         least = score[:, b].flatten().topk(total).values.min()
         assert torch.equal(plan[:, b] == 0, score[:, b] >= least)
 
 
 def test_algorithm_1_step_by_step() -> None:
-    """Several decoding steps of 12 heads against the paper's algorithm over plain lists."""
+    """Several decode steps of 12 heads against the paper's algorithm over plain lists."""
     policy, heads, steps = Lean(), (2, 2, 3), 40
     lists: list[list[list[float]]] = [[[], []] for _ in range(12)]
     count = torch.zeros(2, *heads, dtype=torch.long)
-    stored = torch.full((2, *heads, steps), torch.inf)  # per tier: scores, inf where there is none
+    stored = torch.full((2, *heads, steps), torch.inf)  # per tier: scores, inf for empty slots
     moved = 0
     for i in range(steps):
-        # what has been stored fades, so that victims come to be
+        # stored scores decay, so that victims appear
         stored -= 0.06
         lists = [[[s - 0.06 for s in tier] for tier in head] for head in lists]
         candidate = torch.randn(heads)
@@ -295,9 +295,9 @@ def test_a_full_head_trades_its_weakest_token() -> None:
     [
         Observe(),  # StreamingLLM, knorm: nothing
         Observe(last=32),  # SnapKV: the prompt's last queries
-        Observe(last=1, generated=True),  # TOVA: the newest query, again and again
+        Observe(last=1, generated=True),  # TOVA: the newest query of every step
         Observe(last=None, group="sum", generated=True),  # H2O: every query
-        Observe(last=None, power=2, group="sum", skip=10),  # KV-Compress: squares, not the nearest
+        Observe(last=None, power=2, group="sum", skip=10),  # KV-Compress: squares, no nearest ones
         Observe(last=None, group="max"),
     ],
 )
@@ -308,7 +308,7 @@ def test_what_methods_observe_can_be_said(observe: Observe) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"last": -1}, "how many queries to watch, or None for all"),
+        ({"last": -1}, "use a number of queries, or None for all"),
         ({"skip": -1}, "it must be 0 or more"),
         ({"group": "median"}, "sum, mean or max|group"),
         ({"power": 3}, "say 1 or 2|power"),
@@ -320,7 +320,7 @@ def test_what_cannot_be_observed_is_refused(wrong: dict[str, object], message: s
 
 
 def test_positions_are_logical_and_stay_with_their_tokens() -> None:
-    """After an eviction, sinks and the window go by position, whatever slot a token lies in."""
+    """After an eviction, sinks and the window are found by position, not by slot."""
     position = torch.tensor([[[0, 1, 7, 30, 31, 32], [0, 8, 9, 31, 32, -1]]])
     view = LayerView(
         layer=torch.tensor([0]),
@@ -379,7 +379,7 @@ def test_a_shape_is_checked() -> None:
     assert SHAPE.token_bytes == 3 * 2 * (4 + 4) * 2
     with pytest.raises(ValueError, match="kv_heads is 0; a cache shape needs at least 1"):
         replace(SHAPE, kv_heads=0)
-    with pytest.raises(ValueError, match="first_head is -1; heads are counted from 0"):
+    with pytest.raises(ValueError, match="first_head is -1; it must be 0 or more"):
         replace(SHAPE, first_head=-1)
 
 

@@ -1,4 +1,4 @@
-"""A selector is two methods; what else it may say is optional, and hosts have every answer."""
+"""A selector has two methods; all other members are optional, and hosts get defaults."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -64,7 +64,7 @@ class Even(Part):
 
 @dataclass(frozen=True)
 class Heavy(Evictor):
-    """Says something of everything."""
+    """Has every optional member."""
 
     name: ClassVar[str] = "heavy"
     budget: Budget = Budget(50)
@@ -126,7 +126,7 @@ def test_a_step_that_is_missing_is_missed_at_once() -> None:
     class Stepless(Bare):
         decode: Literal["grow", "step"] = "step"
 
-    with pytest.raises(TypeError, match="Stepless says decode='step' and has no step"):
+    with pytest.raises(TypeError, match="Stepless has decode='step' but no step"):
         complete(Stepless())
 
 
@@ -138,7 +138,7 @@ def test_the_contract_holds_with_and_without(policy: KVPolicy) -> None:
 def test_who_has_no_step_cannot_be_asked_for_one() -> None:
     bare = complete(Bare())
     view = decoding_step(bare, view_of(3).shape, seed=0)
-    with pytest.raises(TypeError, match="a selector without step"):
+    with pytest.raises(TypeError, match="the selector has no step"):
         bare.step(view)
 
 
@@ -185,13 +185,13 @@ def test_what_is_protected_follows_from_sinks_and_recent() -> None:
     with pytest.raises(ValueError, match="a budget of 4 tokens is smaller than the 5 it protects"):
         Ends(Budget(4))
     for wrong in ({"sinks": -1}, {"recent": -2}):
-        with pytest.raises(ValueError, match="are tokens that always stay; give 0 or more"):
+        with pytest.raises(ValueError, match="count protected tokens; use 0 or more"):
             Ends(Budget(9), **wrong)
 
 
 def test_a_plan_keeps_both_ends_though_the_score_forgot_them() -> None:
     view = view_of(9)
-    score = -(view.position.float() - 4).abs()  # the middle is worth most
+    score = -(view.position.float() - 4).abs()  # highest in the middle
     plan = plan_of(Ends(), score, view, 6)
     assert view.position[plan == 0].tolist() == [0, 1, 4, 6, 7, 8] * 2
 
@@ -210,7 +210,7 @@ def test_a_share_of_the_budget_stays_of_the_newest() -> None:
     assert Shared().protected == 0
     plan = plan_of(Shared(), Shared().score(view), view, 4)
     assert view.position[plan == 0].tolist() == [0, 1, 7, 8] * 2
-    with pytest.raises(ValueError, match=r"recent=16.0 is no share of the budget"):
+    with pytest.raises(ValueError, match=r"recent=16.0 is not a share of the budget"):
         Shared(recent=16.0)
 
 

@@ -100,7 +100,7 @@ class Whole(Recent):
 
 @dataclass(frozen=True)
 class SortedWhole(Sorted):
-    """Sorts into two tiers and says how they are stored."""
+    """Sorts into two tiers and supplies their formats."""
 
     name: ClassVar[str] = "sorted-whole"
 
@@ -132,9 +132,11 @@ def test_one_that_evicts_and_one_that_sorts_select_together() -> None:
     assert selector is not None
     assert (selector.tiers, selector.budget) == (2, Budget(7))
     assert policy.formats == Two()
-    with pytest.raises(CompositionError, match="recent and whole both say which tokens are kept"):
+    with pytest.raises(
+        CompositionError, match="recent and whole both define which tokens are kept"
+    ):
         compose(Recent(), Whole())
-    with pytest.raises(CompositionError, match="both say which tokens are kept"):
+    with pytest.raises(CompositionError, match="both define which tokens are kept"):
         compose(Sorted(), SortedWhole())
 
 
@@ -153,10 +155,13 @@ def test_compositions_are_composed_again() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((Recent(), Whole()), "recent and whole both say which tokens are kept"),
-        ((Half(), Raw()), "half and raw both say how tokens are stored"),
-        ((Same(), Recent(), Same()), "same and same both say in which basis vectors are stored"),
-        ((Half(), Recent(), Whole()), "recent and whole both say which tokens are kept"),
+        ((Recent(), Whole()), "recent and whole both define which tokens are kept"),
+        ((Half(), Raw()), "half and raw both define how tokens are stored"),
+        (
+            (Same(), Recent(), Same()),
+            "same and same both define the basis in which vectors are stored",
+        ),
+        ((Half(), Recent(), Whole()), "recent and whole both define which tokens are kept"),
         ((Nothing(), Half()), "nothing supplies no selector, no formats and no basis"),
         ((), "nothing to compose; name at least one policy"),
         ((Sorted(), Half()), r"sorted sends tokens to 2 tier\(s\) and half has formats for 1"),

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and nothing that a user has beside them is touched."""
+"""Files are written atomically, and other files of the user beside them are untouched."""
 
 import os
 import re
@@ -93,7 +93,7 @@ def test_a_file_that_may_not_be_written_to_is_not_replaced(
     path = tmp_path / "x"
     path.write_text("dear")
     path.chmod(0o444)
-    monkeypatch.setattr("os.access", lambda *_: False)  # as it is for all but the superuser
+    monkeypatch.setattr("os.access", lambda *_: False)  # as for all but the superuser
     for write in (lambda path: write_whole(path, b""), expect_writable):
         with pytest.raises(PermissionError, match="Permission denied"):
             write(path)

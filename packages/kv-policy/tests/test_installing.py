@@ -1,4 +1,4 @@
-"""Advised commands name what is there: a folder of a checkout, else a name; in this environment."""
+"""Suggested commands use the folder of a checkout, else a name; in this environment."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ NEEDS = {"kv-policy": [], "kv-odd": ["kv-even>=0.1,<0.2", "torch"], "kv-even": [
 
 
 class World:
-    """An environment that the package kv-policy is installed into, alone."""
+    """An environment with only the package kv-policy installed."""
 
     def __init__(self, site: Path, patch: pytest.MonkeyPatch) -> None:
         self.site = site
@@ -86,7 +86,7 @@ def test_elsewhere_packages_are_named_by_their_names(
 
 def test_what_is_not_ours_is_named_by_its_name_and_quoted(world: World, packages: Path) -> None:
     world.install("kv-policy", {"url": (packages / "kv-policy").as_uri(), "dir_info": {}})
-    (packages / "torch").mkdir()  # a folder alone is no package
+    (packages / "torch").mkdir()  # a folder alone is not a package
     assert words(install_command("torch")) == ["torch"]
     assert "'lm-eval>=0.4.13'" in install_command("lm-eval>=0.4.13")
     assert words(install_command("lm-eval>=0.4.13")) == ["lm-eval>=0.4.13"]
@@ -117,7 +117,7 @@ def test_pip_is_used_where_the_environment_has_it(world: World) -> None:
 
 def test_the_module_pip_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder:
-        """As setuptools has one: whoever searches for pip changes what is imported later."""
+        """As in setuptools: a search for pip changes later imports."""
 
         searched: ClassVar[list[str]] = []
 

@@ -10,7 +10,7 @@ from kv_policy.codec import BitLayout, Codec
 
 
 class Fake:
-    """A codec that is nothing but its sizes."""
+    """A codec with sizes only."""
 
     layout = None
 
@@ -90,7 +90,7 @@ def test_a_page_of_tiers_with_different_formats_is_equally_large() -> None:
 
 
 def test_a_format_needs_equal_blocks() -> None:
-    with pytest.raises(ValueError, match="takes 1 tokens at a time and the value codec 4"):
+    with pytest.raises(ValueError, match="encodes 1 tokens together and the value codec 4"):
         TokenFormat(Fake(1, (4,)), Fake(4, (4,)))
     assert isinstance(Fake(1, (1,)), Codec)
 

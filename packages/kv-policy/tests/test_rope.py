@@ -1,4 +1,4 @@
-"""A rotation of pairs of dimensions, beside its matrix written out."""
+"""A rotation of pairs of dimensions, compared with its explicit matrix."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The check of codecs notices each law that is broken."""
+"""The check of codecs detects each broken law."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from kv_policy.testing import check_codec
 
 @dataclass(frozen=True)
 class Eight:
-    """Integers of 8 bits from -1 to 1, and what a subclass breaks."""
+    """8-bit integers from -1 to 1; subclasses break it."""
 
     dim: int = 12
     block: ClassVar[int] = 1
@@ -80,7 +80,7 @@ class Leaky(Eight):
 
 
 class Moved(Eight):
-    """Codes lie in reverse, which the layout does not say."""
+    """Codes are in reverse order, contrary to the layout."""
 
     def encode(self, x: Tensor) -> Tensor:
         return super().encode(x.flip(-1))
@@ -90,7 +90,7 @@ class Moved(Eight):
 
 
 class Shared(Eight):
-    """The layout gives two tokens one scale, and a block has one token."""
+    """The layout shares a scale between two tokens, but a block has one token."""
 
     @property
     def layout(self) -> BitLayout | None:
@@ -121,17 +121,17 @@ class Noisy(Eight):
     ("broken", "law"),
     [
         (Short, "promise (12, 17)"),
-        (Signed, "encode gives torch.int16; it must give uint8"),
-        (Boastful, "more than bound(x) says for normal vectors"),
-        (Vague, "the bound of normal vectors is infinite: it says nothing"),
+        (Signed, "encode returns torch.int16; it must return uint8"),
+        (Boastful, "for normal vectors"),
+        (Vague, "the bound of normal vectors is infinite"),
         (Batchwise, "a block encoded alone has other bytes than the same block in a batch"),
         (Leaky, "an infinity or a NaN in one block changes the bytes of another"),
-        (Moved, "decode does not give code * scale + zero of its own layout"),
-        (Shared, "2 tokens that share scales and so parts (12, 0); the codec has 12, blocks of 1"),
+        (Moved, "decode does not return code * scale + zero of its own layout"),
+        (Shared, "2 tokens that share scales and parts (12, 0); the codec has 12, blocks of 1"),
         (Whole, "decode failed on bytes inside a page"),
         (Eager, "encode changed its input"),
         (Nonempty, "decode failed on the bytes of no vectors"),
-        (Noisy, "encode gave other bytes the second time"),
+        (Noisy, "encode returns other bytes when repeated"),
     ],
 )
 def test_a_broken_codec_is_told_its_law(broken: type[Eight], law: str) -> None:

@@ -1,4 +1,4 @@
-"""The conformance check notices each law that formats and bases can break."""
+"""The conformance check detects each law that formats and bases can break."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from kv_policy.testing import check_policy
 
 @dataclass(frozen=True)
 class Store(Part):
-    """Formats that are given from outside."""
+    """Formats passed in by the test."""
 
     name: ClassVar[str] = "store"
     tiers: ClassVar[int] = 1
@@ -36,9 +36,9 @@ def format(key: int = 64, value: int = 32) -> TokenFormat:
     [
         ({"window": -1}, "the raw window is -1 tokens"),
         ({"tiers": 0}, "formats has 0 tiers"),
-        ({"bound": None}, "it must give a tuple of TokenFormat"),
-        ({"bound": (format(), format())}, "bind gave 2 formats and tiers says 1"),
-        ({"bound": (format(32, 64),)}, "bind gave codecs for 32 and 64 dimensions"),
+        ({"bound": None}, "it must return a tuple of TokenFormat"),
+        ({"bound": (format(), format())}, "bind returns 2 formats and tiers is 1"),
+        ({"bound": (format(32, 64),)}, "bind returns codecs for 32 and 64 dimensions"),
     ],
 )
 def test_broken_formats_are_told_their_law(answers: dict[str, object], law: str) -> None:
@@ -65,7 +65,9 @@ class Rotated(Part):
 
 def test_a_basis_is_cut_to_the_heads_of_its_shard() -> None:
     check_policy(Rotated())
-    with pytest.raises(AssertionError, match="layer 0's key basis of a shard of the heads differs"):
+    with pytest.raises(
+        AssertionError, match="layer 0's key basis differs between a shard of the heads"
+    ):
         check_policy(Rotated(cut=False))
-    with pytest.raises(AssertionError, match="8 heads of 64 dimensions are right"):
+    with pytest.raises(AssertionError, match="expected 8 heads of 64 dimensions"):
         check_policy(Rotated(), CacheShape(2, 8, 1, 64, 64))

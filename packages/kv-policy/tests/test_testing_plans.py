@@ -1,4 +1,4 @@
-"""The conformance check notices each law that plans can break."""
+"""The conformance check detects each law that plans can break."""
 
 from dataclasses import replace
 
@@ -74,15 +74,15 @@ class Small(Good):
     ("broken", "law"),
     [
         (Greedy, "its budget of 3 per head allows 12"),
-        (Stingy, "plan drops a token whose score is infinite: a protected one"),
-        (Unpadded, "plan keeps a place that holds no token"),
+        (Stingy, "plan drops a protected token, whose score is infinite"),
+        (Unpadded, "plan keeps an empty slot"),
         (Lost, "plan sends tokens to a tier other than 0 to 0 and DROP"),
-        (Wide, "plan gave torch.int64"),
+        (Wide, "plan returns torch.int64"),
         (Shares, "plans of a sequence depend on the other sequences"),
-        (Random, "plan differs the second time"),
-        (Mute, "plan drops tokens, and the capabilities say shortens=False"),
-        (Rises, "plan sends a stored token back to an earlier tier than it is in"),
-        (Small, "the budget of 1024 tokens is below the 2000 it protects"),
+        (Random, "plan differs on a second call"),
+        (Mute, "plan drops tokens, but the capabilities have shortens=False"),
+        (Rises, "plan moves a stored token to an earlier tier than its own"),
+        (Small, "the budget of 1024 tokens is below the 2000 protected"),
     ],
 )
 def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:

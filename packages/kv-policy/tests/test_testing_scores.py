@@ -1,4 +1,4 @@
-"""The conformance check notices each law that scores can break."""
+"""The conformance check detects each law that scores can break."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Flat(Good):
 
 
 class WritesMore(Good):
-    """Changes what no check of scores looked at: the sums beside the first."""
+    """Modifies the sums in `also`, beside the first."""
 
     observe = Observe(last=4, skip=1, generated=True, also=frozenset({"squares"}))
 
@@ -35,14 +35,14 @@ class WritesMore(Good):
 
 
 class FirstLayer(Good):
-    """Takes all rows for those of the first layer, as if decoding showed one layer at a time."""
+    """Treats all rows as the first layer's, as if decoding showed one layer at a time."""
 
     def score(self, view: LayerView) -> Tensor:
         return self.protect(view.keys.norm(dim=-1) * (1 + view.layer[0]), view)
 
 
 class FirstLayerGrowing(FirstLayer):
-    """Likewise; its generated tokens join the cache, and are scored all the same."""
+    """Likewise; its generated tokens grow the cache, and are still scored."""
 
     decode = "grow"
     observe = Observe(last=4, generated=True)
@@ -70,7 +70,7 @@ class Sized(Good):
 
 
 class Careful(Good):
-    """Asks for values without saying that it reads them."""
+    """Uses values without declaring them in `reads`."""
 
     def score(self, view: LayerView) -> Tensor:
         return view.values.norm(dim=-1)
@@ -82,7 +82,7 @@ class Overprotects(Good):
 
 
 class Clings(Good):
-    """Protects the newest token, whose score stays when it is no longer the newest."""
+    """Protects the newest token, whose score is kept when it is no longer the newest."""
 
     recent = 1
 
@@ -101,7 +101,7 @@ class Padded(Good):
 
 
 class Normalized(Good):
-    """Heads compete, and splits_heads is still said."""
+    """Heads compete, but splits_heads is True."""
 
     def score(self, view: LayerView) -> Tensor:
         norm = view.keys.norm(dim=-1)
@@ -109,7 +109,7 @@ class Normalized(Good):
 
 
 class Averaged(Good):
-    """Says that scores are means, and gives others."""
+    """Declares running means, and returns other scores."""
 
     @property
     def running(self) -> RunningMean:
@@ -129,7 +129,7 @@ class Nearest(Averaged):
 
 
 class Summed(Nearest):
-    """Says that scores are sums, and gives others."""
+    """Declares running sums, and returns other scores."""
 
     @property
     def running(self) -> RunningSum:
@@ -138,30 +138,30 @@ class Summed(Nearest):
 
 @pytest.mark.parametrize("over", [0, -3])
 def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
-    with pytest.raises(ValueError, match=f"over={over} cannot divide a sum of scores"):
+    with pytest.raises(ValueError, match=f"over={over} must be 1 or more"):
         RunningSum(over)
 
 
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (Impure, "score differs the second time"),
+        (Impure, "score differs on a second call"),
         (Writes, "score changed the view's score"),
         (WritesMore, "score changed the view's squares"),
         (FirstLayer, "score of a view of several layers differs from the scores of each layer"),
         (FirstLayerGrowing, "score of a view of several layers differs from the scores of each"),
-        (Flat, "score gave torch.float32 of shape"),
-        (Nan, "score gave a token NaN"),
-        (Sized, "score gave a token NaN"),
-        (Careful, "score failed on a view that holds just what the selector says it observes and"),
+        (Flat, "score returns torch.float32 of shape"),
+        (Nan, "score is NaN for a token"),
+        (Sized, "score is NaN for a token"),
+        (Careful, "score failed on a view with only what the selector observes and reads"),
         (Overprotects, "score is infinite for more tokens of a head than the 3 protected"),
-        (Clings, "so it would be protected for good"),
-        (Mixes, "scores of a sequence depend on the other sequences, or on how much padding it"),
-        (Padded, "scores of a sequence depend on the other sequences, or on how much padding it"),
-        (Averaged, "then observe must have generated=True"),
-        (Nearest, "then observe must have skip=1"),
-        (Watched, "is not what running says"),
-        (Summed, "is not what running says"),
+        (Clings, "queries it is never scored again and stays protected"),
+        (Mixes, "scores of a sequence depend on the other sequences, or on its padding"),
+        (Padded, "scores of a sequence depend on the other sequences, or on its padding"),
+        (Averaged, "so observe must have generated=True"),
+        (Nearest, "so observe must have skip=1"),
+        (Watched, "differs from running"),
+        (Summed, "differs from running"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The conformance check notices each law that steps can break."""
+"""The conformance check detects each law that steps can break."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ class Elsewhere(Good):
 
 
 class Meets(Good):
-    """A step looks at the other sequences."""
+    """A step depends on the other sequences."""
 
     def step(self, view: StepView) -> Step:
         mean = view.candidate.mean().expand_as(view.candidate)
@@ -48,7 +48,7 @@ class Meets(Good):
 
 
 class Layers(Good):
-    """A step looks at the other layers, though they are planned alone."""
+    """A step depends on the other layers, though they are planned separately."""
 
     def step(self, view: StepView) -> Step:
         mean = view.candidate.mean(0, keepdim=True).expand_as(view.candidate)
@@ -56,14 +56,14 @@ class Layers(Good):
 
 
 class FromFirst(Good):
-    """A step takes all layers for the first in view."""
+    """A step treats all layers as the first in view."""
 
     def step(self, view: StepView) -> Step:
         return super().step(replace(view, candidate=view.candidate + 9 * view.first_layer))
 
 
 class Stepless(Selecting):
-    """Says that it steps, and cannot."""
+    """Declares steps without a `step`."""
 
     name = "stepless"
     decode = "step"
@@ -72,14 +72,14 @@ class Stepless(Selecting):
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (Failing, "step failed, though decode says 'step': RuntimeError: no steps"),
-        (Hoards, "a step lets a sequence grow beyond its budget"),
-        (Climbs, "a step moves its victim to no later tier, nor to DROP"),
+        (Failing, "step failed, though decode is 'step': RuntimeError: no steps"),
+        (Hoards, "a step makes a sequence grow beyond its budget"),
+        (Climbs, "a step moves its victim neither to a later tier nor to DROP"),
         (Empty, "a step takes its victim from an empty tier"),
         (Elsewhere, "a step sends the candidate to a tier other than 0 to 0 and DROP"),
         (Layers, "a step of several layers differs from the step of each alone"),
         (FromFirst, "a step of several layers differs from the step of each alone"),
-        (Stepless, "Stepless says decode='step' and has no step(view); define it, or say 'grow'"),
+        (Stepless, "Stepless has decode='step' but no step(view); define it, or set decode='grow'"),
         (Meets, "a step depends on other sequences"),
     ],
 )

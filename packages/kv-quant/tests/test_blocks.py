@@ -1,4 +1,4 @@
-"""Keys per channel and the values beside them: several tokens encoded together."""
+"""Block codecs: keys per channel and values per token, several tokens encoded together."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kv_quant import LIMIT, ChannelCodec, IntegerCodec, RowsCodec, reference
 
 BITS = (8, 4, 2, 1)
 FLOATS = st.one_of(
-    st.floats(width=32),  # NaN, infinities, denormals and -0.0 among them
+    st.floats(width=32),  # including NaN, infinities, denormals and -0.0
     st.floats(-100, 100, width=32),
     st.sampled_from([0.0, -0.0, 1.0, LIMIT, -LIMIT, 65520.0, 2.0**-24, -(2.0**-25), 1e-40]),
 )
@@ -64,11 +64,11 @@ def test_error_is_within_the_bound(case):
 
 
 def test_golden_bytes():
-    # By hand: channel 0 goes from -1 to 2, whose codes of 2 bits have scale 1 (3c00) and zero -1
-    # (bc00): 0 3 1 2; channel 1 is flat; channel 2 lies in the second plane and has scale 0.5.
+    # By hand: channel 0 spans -1 to 2, whose 2-bit codes have scale 1 (3c00) and zero -1 (bc00):
+    # 0 3 1 2; channel 1 is flat; channel 2 is in the second plane and has scale 0.5.
     x = torch.tensor([[[-1.0, 7.0, 0.5], [2.0, 7.0, 0.0], [0.0, 7.0, 1.5], [1.0, 7.0, 1.0]]])
     codec = ChannelCodec(3, 2, 4)
-    # A byte a token, dimension d at bit 2 * d; then three scales and three zeros.
+    # One byte per token, dimension d at bit 2 * d; then three scales and three zeros.
     expected = "10033122 003c 0000 0038 00bc 0047 0000".replace(" ", "")
     assert codec.layout.stride == 1
     assert bytes(codec.encode(x)[0].tolist()).hex() == expected
@@ -113,15 +113,15 @@ def test_keys_with_large_channels_are_closer_per_channel():
 
 @pytest.mark.parametrize("codec", [ChannelCodec(5, 4, 3), RowsCodec(IntegerCodec(5, 4), 3)])
 def test_what_does_not_fit_is_refused(codec):
-    with pytest.raises(ValueError, match=r"\(2, 2, 5\); this codec takes n, 3, 5"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 5\); expected n, 3, 5"):
         codec.encode(torch.zeros(2, 2, 5))
-    with pytest.raises(ValueError, match=r"a row has 7 bytes; this codec stores \d+ a block"):
+    with pytest.raises(ValueError, match=r"a row has 7 bytes; this codec stores \d+ per block"):
         codec.decode(torch.zeros(2, 7, dtype=torch.uint8))
 
 
 def test_impossible_sizes_are_refused():
     for make in (lambda: ChannelCodec(5, 4, 0), lambda: RowsCodec(IntegerCodec(5, 4), 0)):
-        with pytest.raises(ValueError, match="block is 0; give the tokens that are encoded"):
+        with pytest.raises(ValueError, match="block is 0; use at least 1 token per block"):
             make()
     with pytest.raises(ValueError, match="bits is 3"):
         ChannelCodec(5, 3, 4)

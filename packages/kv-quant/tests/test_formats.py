@@ -15,7 +15,7 @@ RAW = {"bf16": formats.BF16, "fp16": formats.FP16, "fp32": formats.FP32}
 KEY = torch.tensor([[[-1.5, 0.25, 0.5, 3.0, -0.125, 2.75]]])
 VALUE = torch.tensor([[[1.0, -2.0, 0.5, 0.75, 4.0]]])
 
-# Bytes of KEY and of VALUE; pages may outlive the program that wrote them, so these never change.
+# Bytes of KEY and of VALUE; stored pages may outlive the program, so these never change.
 # By hand, k4: the zero -1.5 is be00; 4.5 / 15 rounds up to 0.300048828125, 34cd; the codes are
 # 0 6 7 15 5 14, and byte i holds those of dimensions i (low) and i + 3 (high): f0 56 e7.
 GOLDEN = {
@@ -156,9 +156,9 @@ def test_parameters_in_text():
         ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window, keys, block"),
         ("k8v4:keys=head", "k8v4: keys=head is refused"),
         ("k8v4:keys=channel,block=1", "k8v4: block=1 is refused"),
-        ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token stand alone"),
+        ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token have no block"),
         ("bf16:window=4", "bf16 has no parameter 'window'"),
-        ("k8v4+k4v2", "both say how tokens are stored"),
+        ("k8v4+k4v2", "both define how tokens are stored"),
     ],
 )
 def test_bad_text_is_refused(text, message):

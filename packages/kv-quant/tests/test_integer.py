@@ -10,7 +10,7 @@ from kv_quant import LIMIT, IntegerCodec, reference
 
 BITS = (8, 4, 2, 1)
 FLOATS = st.one_of(
-    st.floats(width=32),  # NaN, infinities, denormals and -0.0 among them
+    st.floats(width=32),  # including NaN, infinities, denormals and -0.0
     st.floats(-100, 100, width=32),
     st.floats(-(2.0**-14), 2.0**-14, width=32),  # the denormals of float16
     st.sampled_from(
@@ -24,7 +24,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 def cases(draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOATS):
     dim = draw(st.integers(1, 19))
     codec = IntegerCodec(dim, draw(st.sampled_from(BITS)), draw(st.integers(0, dim + 2)))
-    shift = draw(st.sampled_from([0.0, 0.0, 5.0, -1000.0]))  # an offset eats bits of the zero point
+    shift = draw(st.sampled_from([0.0, 0.0, 5.0, -1000.0]))  # an offset costs bits of the zero
     vector = st.lists(elements, min_size=dim, max_size=dim)
     rows = draw(st.lists(vector, min_size=1, max_size=4))
     x = torch.tensor(rows, dtype=torch.float32).add(shift).to(draw(DTYPES))
@@ -82,7 +82,7 @@ def test_error_is_within_the_bound(case):
 @given(cases(st.floats(-3e4, 3e4, width=32)))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_bound_is_half_a_scale_of_the_span(case):
-    # the promise of the documentation, computed from the elements alone
+    # the documented bound, computed from the elements alone
     codec, x = case
     codec = IntegerCodec(codec.dim, codec.bits)
     for vector, bound in zip(x[:, 0].double().tolist(), codec.bound(x)[:, 0].tolist(), strict=True):
@@ -94,7 +94,7 @@ def test_bound_is_half_a_scale_of_the_span(case):
 
 
 def test_bound_is_reached():
-    # the least, the greatest, and one element just beside the middle between two codes
+    # the least, the greatest, and one element next to the midpoint of two codes
     for bits in BITS:
         codec = IntegerCodec(3, bits)
         top = 2**bits - 1
@@ -236,7 +236,7 @@ def test_smaller_groups_are_closer():
     [
         ((64, 3, 0), "bits is 3; an integer code has 8, 4, 2 or 1"),
         ((0, 4, 0), "dim is 0; a vector has at least 1 element"),
-        ((64, 4, -1), "group is -1; give elements per scale, or 0 for all"),
+        ((64, 4, -1), "group is -1; use elements per scale, or 0 for all"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):
@@ -246,7 +246,7 @@ def test_impossible_sizes_are_refused(sizes, message):
 
 def test_other_shapes_are_refused():
     codec = IntegerCodec(8, 4)
-    with pytest.raises(ValueError, match=r"\(2, 1, 7\); this codec takes n, 1, 8"):
+    with pytest.raises(ValueError, match=r"\(2, 1, 7\); expected n, 1, 8"):
         codec.encode(torch.zeros(2, 1, 7))
-    with pytest.raises(ValueError, match="a row has 7 bytes; this codec stores 8 a vector"):
+    with pytest.raises(ValueError, match="a row has 7 bytes; a vector of this codec has 8"):
         codec.decode(torch.zeros(2, 7, dtype=torch.uint8))

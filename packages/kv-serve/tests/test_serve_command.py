@@ -25,12 +25,12 @@ def be(patch: pytest.MonkeyPatch, version: str | None) -> None:
 
 
 def test_an_unknown_policy_is_refused_first() -> None:
-    assert "no policy is called 'magic'; installed policies: " in refused("m", "--policy", "magic")
+    assert "unknown policy 'magic'; installed policies: " in refused("m", "--policy", "magic")
 
 
 def test_a_spec_that_says_two_things_is_refused() -> None:
     said = refused("m", "--max-model-len", "128", "--policy=k8v4+k4v2")
-    assert "k8v4 and k4v2 both say how tokens are stored" in said
+    assert "k8v4 and k4v2 both define how tokens are stored" in said
 
 
 @pytest.mark.parametrize("policy", [(), ("--policy", "k8v4")])

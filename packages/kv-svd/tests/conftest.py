@@ -1,4 +1,4 @@
-"""A made-up model: the vectors of its heads, and what calibration makes of them."""
+"""A synthetic model: the vectors of its heads, and their calibration."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ FACTS = Calibrated(model="made up", fingerprint="0123456789abcdef", text="noise"
 
 @dataclass(frozen=True)
 class Made:
-    """Vectors of all layers, whose directions differ in size, as real ones do."""
+    """Vectors of all layers with directions of different sizes, as in real models."""
 
     shape: CacheShape
     query: Tensor  # N B H G L D
@@ -24,7 +24,7 @@ class Made:
     output: Tensor  # N hidden QD
 
     def stacked(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The rows of both of a layer's pairs, by KV head, as the paper stacks them."""
+        """Return the rows of both pairs of a layer, by KV head, stacked as in the paper."""
         q, k, v = self.query[layer], self.key[layer], self.value[layer]
         heads, dim = self.shape.kv_heads, self.shape.value_dim
         o = self.output[layer].unflatten(1, (heads, -1, dim)).permute(1, 0, 2, 3).flatten(1, 2)
@@ -32,7 +32,7 @@ class Made:
         return torch.cat(qk, 1), torch.cat([v.transpose(0, 1).flatten(1, 2), o], 1)
 
     def calibration(self, together: int = 1, *, read: bool = True) -> Calibration:
-        """Start a calibration, and let it see everything."""
+        """Run a calibration over all vectors."""
         found = Calibration(self.shape, self.output, together)
         if read:
             for i in range(self.shape.layers):
@@ -40,7 +40,7 @@ class Made:
         return found
 
     def write(self, path: Path, together: int = 1, **changed: object) -> Path:
-        """Write what calibration finds."""
+        """Write the result of the calibration."""
         self.calibration(together).write(path, replace(FACTS, **changed))
         return path
 
@@ -58,7 +58,7 @@ def make(
     draw = torch.Generator().manual_seed(seed)
 
     def vectors(*sizes: int, dim: int, per: int = 1) -> Tensor:
-        """Vectors whose directions, of each layer and head, fall in size over some decades."""
+        """Return vectors whose directions, per layer and head, span some decades in size."""
         turn = torch.linalg.qr(
             torch.randn(layers, heads, dim, dim, dtype=torch.float64, generator=draw)
         ).Q
@@ -89,11 +89,11 @@ def made() -> Made:
 
 @pytest.fixture(scope="session")
 def make_model():
-    """Make a model of other sizes."""
+    """Return a factory for models of other sizes."""
     return make
 
 
 @pytest.fixture(scope="session")
 def file(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its statistics, heads two at a time."""
+    """Its statistics, with heads concatenated in pairs."""
     return made.write(tmp_path_factory.mktemp("found") / "found.safetensors", together=2)

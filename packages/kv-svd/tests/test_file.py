@@ -1,4 +1,4 @@
-"""Statistics in a file: whole, or refused with a sentence."""
+"""The statistics file: loaded intact, or refused with a sentence."""
 
 import os
 import random
@@ -88,7 +88,7 @@ def test_every_flipped_byte_is_noticed(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "found"
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=r"is damaged|holds no 'kv-svd statistics 1'"):
+        with pytest.raises(ValueError, match=r"is damaged|has no 'kv-svd statistics 1'"):
             load(path)
         path.unlink()
     path.write_bytes(whole)
@@ -99,7 +99,7 @@ def test_the_head_alone_is_checked_too(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "found"
     at = whole.index(b"made up")
     path.write_bytes(whole[:at] + b"fade up" + whole[at + 7 :])
-    with pytest.raises(ValueError, match="is damaged: its checksum does not fit"):
+    with pytest.raises(ValueError, match="is damaged: its checksum does not match"):
         load_facts(path)
 
 
@@ -108,14 +108,14 @@ def test_a_file_that_was_cut_off_is_damaged(whole: bytes, tmp_path: Path, length
     path = tmp_path / "found"
     path.write_bytes(whole[:length])
     for read in (load, load_facts):
-        with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
             read(path)
 
 
 def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     save_file({"x": torch.zeros(3)}, path)
-    with pytest.raises(ValueError, match="holds no 'kv-svd statistics 1', but something else"):
+    with pytest.raises(ValueError, match="has no 'kv-svd statistics 1', but something else"):
         load(path)
 
 
@@ -132,7 +132,7 @@ def test_a_later_version_is_refused_by_name(
 def test_facts_of_other_sizes_are_refused(file: Path, made, make_model, tmp_path: Path) -> None:
     facts, _ = load(file)
     for other in (made.calibration(1), make_model(tokens=91).calibration(2)):
-        with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+        with pytest.raises(ValueError, match="do not match the sizes in the header"):
             save(tmp_path / "found", facts, other.statistics())
 
 
@@ -145,7 +145,7 @@ def test_facts_of_other_rows_are_refused(
     file: Path, tmp_path: Path, changed: dict[str, int]
 ) -> None:
     facts, found = load(file)
-    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+    with pytest.raises(ValueError, match="do not match the sizes in the header"):
         save(tmp_path / "found", msgspec.structs.replace(facts, **changed), found)
 
 
@@ -153,12 +153,12 @@ def test_facts_of_other_rows_are_refused(
 def test_singular_values_of_other_sizes_are_refused(file: Path, tmp_path: Path, name: str) -> None:
     facts, found = load(file)
     cut = replace(found, **{name: getattr(found, name)[..., 1:]})
-    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+    with pytest.raises(ValueError, match="do not match the sizes in the header"):
         save(tmp_path / "found", facts, cut)
     text, tensors = io_module.read(file, file_module.FORMAT)
     tensors[f"singular.{name}"] = tensors[f"singular.{name}"][..., 1:]
     io_module.write(tmp_path / "made", file_module.FORMAT, text, tensors)
-    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+    with pytest.raises(ValueError, match="do not match the sizes in the header"):
         load(tmp_path / "made")
 
 
@@ -167,7 +167,7 @@ def test_output_rows_of_no_whole_projection_are_refused(file: Path, tmp_path: Pa
     facts = msgspec.structs.replace(load_facts(file), output_rows=3 * 384 + 1)
     path = tmp_path / "made"
     io_module.write(path, file_module.FORMAT, msgspec.json.encode(facts).decode(), tensors)
-    with pytest.raises(ValueError, match="do not have the sizes that are told of them"):
+    with pytest.raises(ValueError, match="do not match the sizes in the header"):
         load(path)
 
 
@@ -216,7 +216,7 @@ def test_tensors_that_a_stranger_sealed_are_checked(
     path = tmp_path / "x"
     kept = {each: tensor for each, tensor in changed.items() if tensor is not None}
     io_module.write(path, file_module.FORMAT, facts, kept)
-    with pytest.raises(ValueError, match=f"{name} (should be float64|holds an infinity)"):
+    with pytest.raises(ValueError, match=f"{name} (should be float64|contains an infinity)"):
         load(path)
 
 

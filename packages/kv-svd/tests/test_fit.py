@@ -15,7 +15,7 @@ laws = settings(deadline=None, derandomize=True, max_examples=40)
 
 
 def samples(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys and queries whose directions differ in size, as real ones do."""
+    """Keys and queries with directions of different sizes, as in real models."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.logspace(0, -3, D, dtype=F64)
     turn = torch.linalg.qr(torch.randn(H, D, D, dtype=F64, generator=generator)).Q
@@ -64,7 +64,7 @@ def test_values_paired_with_the_output_projection_are_exact_at_full_rank() -> No
 @laws
 @given(st.integers(0, 1000))
 def test_what_is_cut_off_is_what_the_singular_values_say(seed: int) -> None:
-    """Eckart-Young: the squared error of all rows is the sum of the squares left out."""
+    """Eckart-Young: the squared error of all rows is the sum of the omitted squares."""
     k, q = samples(seed)
     rows = stacked(k, q)
     found = rotation(of_tokens(k) + of_queries(q))
@@ -76,7 +76,7 @@ def test_what_is_cut_off_is_what_the_singular_values_say(seed: int) -> None:
         torch.testing.assert_close(error, left_out, rtol=1e-5, atol=1e-10)
         assert (error <= before).all()
         before = error
-        # and a logit's error is the product of what its two vectors lose
+        # and a logit's error is the product of the errors of its two vectors
         logits = (q @ matrix[:, None]) @ (k @ matrix)[:, :, None].mT - q @ k[:, :, None].mT
         assert (logits.square().sum((0, 2, 3, 4)).sqrt() <= left_out / 2 + 1e-9).all()
 
@@ -163,12 +163,12 @@ def test_each_head_is_cut_to_its_rank() -> None:
 
 def test_bad_input_is_refused() -> None:
     k, _ = samples()
-    with pytest.raises(ValueError, match="cannot be fitted to no samples"):
+    with pytest.raises(ValueError, match="cannot be fitted without samples"):
         rotation(of_tokens(k[:, :, :0]))
     k[0, 0, 3, 1] = torch.nan
-    with pytest.raises(ValueError, match="the samples hold an infinity or a NaN"):
+    with pytest.raises(ValueError, match="the samples contain an infinity or NaN"):
         rotation(of_tokens(k))
-    with pytest.raises(ValueError, match="do not add up; heads and dimensions must be the same"):
+    with pytest.raises(ValueError, match="cannot be added; heads and dimensions must be equal"):
         of_tokens(k) + of_tokens(k[..., :4])
     with pytest.raises(ValueError, match="has 50 columns; 3 KV heads of 8 dimensions need a"):
         of_output(torch.randn(HIDDEN, 50), H, D)

@@ -1,4 +1,4 @@
-"""The package stands on its own, and importing it costs little."""
+"""The package works alone, and importing it is cheap."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The policies that are fitted to statistics: their ranks, their maps, and what they refuse."""
+"""Policies fitted to statistics: their ranks, maps and errors."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -123,7 +123,7 @@ def test_zack_takes_the_rate_that_calibration_found(made, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"the rate 0.35 in .* was found with adaptive ranks"):
         Zack(str(path), ranks="uniform")
     for multiple in (1, 8, 32):
-        sentence = f"multiples of 16; with multiple={multiple} say keep="
+        sentence = f"multiples of 16; with multiple={multiple} use keep="
         with pytest.raises(ValueError, match=sentence):
             Zack(str(path), multiple=multiple)
         assert Zack(str(path), rate=0.3, multiple=multiple).allotment.rate >= 0.3
@@ -163,7 +163,7 @@ def test_the_basis_is_the_right_singular_vectors_of_the_rows(
 
 
 def lost(found: HeadBasis, asking: Tensor, stored: Tensor) -> Tensor:
-    """E|q·k - (q B)·(k A)|² of independent vectors with these second moments, by head."""
+    """Return E|q·k - (q B)·(k A)|² of independent vectors with these second moments, by head."""
     a, b = found.matrix.double(), (found.matrix if found.dual is None else found.dual).double()
     gap = torch.eye(a.shape[1], dtype=torch.float64) - b @ a.mT
     return (gap.mT @ asking @ gap @ stored).diagonal(dim1=1, dim2=2).sum(-1)
@@ -171,7 +171,7 @@ def lost(found: HeadBasis, asking: Tensor, stored: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_no_rotation_loses_less_than_the_best_pair(rate: float, made, file: Path) -> None:
-    """Uniform ranks, so that all of them keep equally many dimensions."""
+    """Uniform ranks, so that all heads keep equally many dimensions."""
     statistics = load(file)[1]
     bases = {k: k(str(file), rate=rate, ranks="uniform") for k in (KqSvd, Zack, SvdKV)}
     for i, layer in enumerate(statistics):
@@ -220,7 +220,7 @@ def test_directions_that_no_sample_reached_stay_in_the_best_pair(make_model, tmp
     assert found.matrix.isfinite().all()
     assert found.dual is not None
     assert found.dual.isfinite().all()
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="without samples"):
         best_pair(nothing, Moments(nothing.total, 0))
 
 
@@ -243,7 +243,7 @@ def test_palu_is_the_svd_of_the_whitened_projection(made, file: Path) -> None:
     ours = rotation(Moments.of((x @ w.mT)[None]), 2).matrix.reshape(128, -1)[:, :20]
     overlap = torch.linalg.svdvals(left.mT @ ours)
     torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-9)
-    # and a policy keeps of a group's keys side by side what Eckart-Young says
+    # and a policy's error for a group's concatenated keys is that of Eckart-Young
     k = made.key[0].unflatten(1, (2, 2)).transpose(2, 3).flatten(3).transpose(0, 1).flatten(1, 2)
     matrix = key.matrix.double().unflatten(0, (2, 2)).flatten(1, 2)
     error = (k - k @ matrix @ matrix.mT).square().sum((1, 2))
@@ -265,7 +265,7 @@ def test_palu_needs_its_statistics(made, file: Path) -> None:
     policy = Palu(str(file), rate=0.5, together=2)
     assert not policy.capabilities.splits_heads
     shard = CacheShape(2, 1, 3, 64, 32, first_head=1)
-    with pytest.raises(ValueError, match="heads 1 to 1 are no whole groups"):
+    with pytest.raises(ValueError, match="heads 1 to 1 split such a group"):
         policy.bind(0, shard)
 
 
@@ -321,9 +321,9 @@ def test_keep_says_what_a_rate_leaves(share: float, file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("zack:file={},rate=0.3,removal=0.1", "each of them says the ranks, so give one"),
-        ("zack:file={}", "names no rate, since none was searched for; give keep=70%"),
-        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform say keep=..., or a rate"),
+        ("zack:file={},rate=0.3,removal=0.1", "both set the ranks, so use one"),
+        ("zack:file={}", "has no rate, since none was searched for; use keep=70%"),
+        ("zack:file={},removal=0.1,ranks=uniform", "with ranks=uniform use keep=..., or a rate"),
         ("zack:file={},rate=1", "rate=1 is refused"),
         ("zack:file={},rate=-0.1", "is refused"),
         (
@@ -334,8 +334,8 @@ def test_keep_says_what_a_rate_leaves(share: float, file: Path) -> None:
         ("zack:file={},rate=0.3,multiple=0", "multiple=0 is refused"),
         ("zack:file={},rate=0.3,ranks=even", "ranks=even is refused"),
         ("kq-svd:file={}", "kq-svd needs keep=... (the share of the dimensions to keep), or rate"),
-        ("zack:file={},keep=70%,rate=0.3", "keep=70% and rate=0.3 both say how much is kept"),
-        ("zack:file={},keep=70%,removal=0.1", "keep=70% and removal=0.1 both say how much is"),
+        ("zack:file={},keep=70%,rate=0.3", "keep=70% and rate=0.3 both set how much is kept"),
+        ("zack:file={},keep=70%,removal=0.1", "keep=70% and removal=0.1 both set how much is"),
         ("zack:file={},keep=0.7", "to keep 0.7 of the dimensions write keep=70%"),
         ("zack:file={},rate=4", "to keep 0.25 of the dimensions write keep=25%"),
         ("zack:file={},keep=10%", "a rate of 0.9 cannot be reached"),
@@ -358,15 +358,15 @@ def test_what_is_refused_at_construction(text: str, sentence: str, file: Path) -
 def test_a_cache_of_another_model_is_refused(made, file: Path) -> None:
     policy = Zack(str(file), rate=0.3)
     for shape, sentence in (
-        (CacheShape(3, 4, 3, 64, 32), "a model with 2 layers, and this cache has 3"),
-        (CacheShape(2, 4, 2, 64, 32), "3 query heads for each KV head, and this cache has 2"),
-        (CacheShape(2, 4, 3, 32, 32), "64 dimensions in a key, and this cache has 32"),
-        (CacheShape(2, 4, 3, 64, 64), "32 dimensions in a value, and this cache has 64"),
-        (CacheShape(2, 4, 3, 64, 32, first_head=2), "this cache holds heads 2 to 5"),
+        (CacheShape(3, 4, 3, 64, 32), "a model with 2 layers, but this cache has 3"),
+        (CacheShape(2, 4, 2, 64, 32), "3 query heads for each KV head, but this cache has 2"),
+        (CacheShape(2, 4, 3, 32, 32), "64 dimensions in a key, but this cache has 32"),
+        (CacheShape(2, 4, 3, 64, 64), "32 dimensions in a value, but this cache has 64"),
+        (CacheShape(2, 4, 3, 64, 32, first_head=2), "this cache has heads 2 to 5"),
     ):
         with pytest.raises(ValueError, match=sentence):
             policy.bind(0, shape)
-    with pytest.raises(ValueError, match="there is no layer 2"):
+    with pytest.raises(ValueError, match="layer 2 not found"):
         policy.bind(2, made.shape)
 
 

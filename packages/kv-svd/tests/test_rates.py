@@ -12,7 +12,7 @@ from kv_svd.rates import Allotment, greatest_rate, levels
 
 
 def spectra(seed: int, layers: int = 3, heads: int = 2, dim: int = 32) -> tuple[Tensor, Tensor]:
-    """Falling singular values of heads that need different numbers of dimensions."""
+    """Descending singular values of heads that need different numbers of dimensions."""
     draw = torch.Generator().manual_seed(seed)
     fall = torch.rand(2, layers, heads, 1, generator=draw, dtype=torch.float64) * 0.4 + 0.02
     noise = 1 + 0.01 * torch.rand(2, layers, heads, dim, generator=draw, dtype=torch.float64)
@@ -26,7 +26,7 @@ def test_a_rate_is_reached_by_the_least_removal(seed: int, rate: float, multiple
     try:
         found = at_rate(key, value, rate, multiple)
     except ValueError:
-        assert rate > 1 - multiple / 32  # nothing is left to give
+        assert rate > 1 - multiple / 32  # no dimension left to drop
         return
     assert found.rate >= rate
     assert found.removal is not None
@@ -99,7 +99,7 @@ def test_rates_that_cannot_be_reached() -> None:
 
 
 def test_uniform_ranks_are_rounded_down_so_that_at_least_the_rate_goes() -> None:
-    found = uniform(*spectra(2), 0.3, multiple=16)  # 22 of 32 dimensions, of which 16 are kept
+    found = uniform(*spectra(2), 0.3, multiple=16)  # 22 of 32 dimensions, rounded down to 16
     assert found.key.unique().tolist() == [16]
     assert (found.rate, found.unrounded) == (0.5, 1 - 22 / 32)
     assert found.cost_of_rounding == -0.1875
@@ -144,7 +144,7 @@ def test_no_level_is_beyond_what_ranks_can_give(
 def test_the_greatest_level_is_reached(dim: int, multiple: int) -> None:
     fall = torch.exp(-0.05 * torch.arange(dim).double())[None, None]
     most = greatest_rate(dim, dim, multiple)
-    assert most * 63 / 63 > most  # by its last digit
+    assert most * 63 / 63 > most  # in its last digit
     assert levels(fall, fall, 63, multiple)[-1] == pytest.approx(most, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What calibration adds up is what all tokens at once would give."""
+"""Accumulated statistics equal those of all tokens at once."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_refused_and_not_added(made, name: str) -> None:
     before = found.state()
     vectors = {n: getattr(made, n)[1].clone() for n in ("query", "key", "value")}
     vectors[name].view(-1)[17] = torch.inf
-    with pytest.raises(ValueError, match=f"layer 1: the {name} vectors hold an infinity or a NaN"):
+    with pytest.raises(ValueError, match=f"layer 1: the {name} vectors contain an infinity or NaN"):
         found.see(1, **vectors)
     for key, tensor in found.state().items():
         assert torch.equal(tensor, before[key])
@@ -134,7 +134,7 @@ def test_it_is_found_by_name_and_is_a_calibrator(made, tmp_path: Path) -> None:
         found.see(i, made.query[i], made.key[i], made.value[i])
     found.write(tmp_path / "found", FACTS)
     assert load(tmp_path / "found")[0].together == 2
-    with pytest.raises(ValueError, match=r"nothing is called 'zick'; what can be .*: zack"):
+    with pytest.raises(ValueError, match=r"unknown calibration 'zick'; choose one of: .*zack"):
         load_calibrator("zick")
 
 
@@ -147,7 +147,7 @@ def test_dimensions_and_rates(made) -> None:
     rates = found.rates(20)
     assert rates == tuple(sorted(set(rates)))
     assert 1 < len(rates) <= 20
-    assert rates[-1] == 0.6666  # of 64 and 32 dimensions 16 each are left
+    assert rates[-1] == 0.6666  # 16 of 64 and of 32 dimensions are left
 
 
 def test_bad_input_is_refused(made) -> None:
@@ -156,22 +156,22 @@ def test_bad_input_is_refused(made) -> None:
         Calibration(shape, made.output[:1])
     with pytest.raises(ValueError, match="has 300 columns; 4 KV heads of 32 dimensions need"):
         Calibration(shape, made.output[..., :300])
-    with pytest.raises(ValueError, match="4 KV heads cannot be taken 3 at a time"):
+    with pytest.raises(ValueError, match="4 KV heads cannot be grouped by 3"):
         Calibration(shape, made.output, 3)
     broken = made.output.clone()
     broken[1, 3, 3] = torch.nan
-    with pytest.raises(ValueError, match="projection of layer 1 holds an infinity or a NaN"):
+    with pytest.raises(ValueError, match="projection of layer 1 contains an infinity or NaN"):
         Calibration(shape, broken)
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="without samples"):
         Calibration(shape, made.output).statistics()
     found = Calibration(shape, made.output)
     found.see(0, made.query[0], made.key[0], made.value[0])
     with pytest.raises(ValueError, match="layers have seen from 0 to 180 tokens"):
         found.statistics()
     assert found.tokens == 0
-    with pytest.raises(ValueError, match=r"layer 0: .* do not add up"):
+    with pytest.raises(ValueError, match=r"layer 0: .* cannot be added"):
         found.see(0, made.query[0][..., :32], made.key[0][..., :32], made.value[0])
     other = CacheShape(2, 4, 3, 64, 16)
-    with pytest.raises(ValueError, match="rows of 10 numbers cannot be cut into 3 equal pieces"):
+    with pytest.raises(ValueError, match="rows of 10 numbers cannot be split into 3 equal pieces"):
         Moments(torch.zeros(1, 10, 10, dtype=torch.float64), 0).blocks(3)
     assert Calibration(other, made.output).tokens == 0  # twice as many query heads fit as well

@@ -47,7 +47,7 @@ def test_a_policy_and_then_a_model_is_told_the_order(make) -> None:
         ("snapkv:window=many", "window=many is refused"),
         ("snapkv:budget=16,window=32", "smaller than the 32 it protects"),
         ("snapkv:size=3", "no parameter 'size'.*budget, window"),
-        ("k8v4+k4v2", "k8v4 and k4v2 both say"),
+        ("k8v4+k4v2", "k8v4 and k4v2 both define"),
         ("", "a policy's name is missing"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_model_that_is_not_finite_is_refused(make) -> None:
     model = make()
     model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
     cache = CollectingCache(model, started(model))
-    with pytest.raises(ValueError, match="layer 1: the key vectors hold an infinity or a NaN"):
+    with pytest.raises(ValueError, match="layer 1: the key vectors contain an infinity or NaN"):
         model.base_model(
             input_ids=torch.randint(3, 101, (1, 40)),
             **passing(model.base_model, cache),

@@ -14,10 +14,10 @@ from kv_policy import Evictor, LayerView
 class Vnorm(Evictor):
     """Keep the `budget` tokens of each head whose values have the largest L2 norm.
 
-    A value adds to the output as much as its norm allows. Nothing has to be observed for it, so a
-    prompt is compressed without an attention probability leaving the kernel. The paper weighs the
-    norm with the attention a token gets; this is the norm alone. Values of sinks are small, so
-    `sinks` and `recent` keep some tokens at both ends whatever their norms are.
+    The norm bounds a value's contribution to the output. Nothing is observed, so a prompt is
+    compressed without attention probabilities leaving the kernel. The paper multiplies the norm by
+    the attention a token receives; this policy uses the norm alone. Sinks have small values, so
+    `sinks` and `recent` keep some tokens at both ends regardless of their norms.
     """
 
     name: ClassVar[str] = "vnorm"
@@ -28,6 +28,6 @@ class Vnorm(Evictor):
     recent: Annotated[int, Meta(ge=0, description="last tokens of the prompt, always kept")] = 0
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Give a token the norm of its value; what is protected, infinity."""
-        assert view.values is not None, "a host gives the values that `reads` asks for"
+        """Return the norm of each value, and infinity for protected tokens."""
+        assert view.values is not None, "a host supplies the vectors in `reads`"
         return self.protect(view.values.norm(dim=-1), view)

@@ -1,4 +1,4 @@
-"""A first look: one model, one hidden number, a short chat, and several caches side by side."""
+"""The demo: one model, one hidden number, a short chat, and several caches side by side."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600
 CHOSEN: Final = "kv-compress:keep=25%+k8v4"  # the policy of the README
-TIMED: Final = 16  # tokens whose time is taken
+TIMED: Final = 16  # tokens of the timing run
 TURNS: Final = ("What is the capital of France?", "Which language is spoken in that city?")
 NAMED: Final = "French"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cache did in the demo."""
+    """The result of one cache in the demo."""
 
     policy: str
     needle: str  # the model's answer
     needle_right: bool
     chat: str  # the model's last reply
     chat_right: bool
-    kv_bytes: int  # held after the needle prompt
+    kv_bytes: int  # cache bytes after the needle prompt
     full_bytes: int
     ratio: float
-    token_ms: float  # to generate a token behind the needle prompt
+    token_ms: float  # per token generated after the needle prompt
 
 
 class Demo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,29 +45,29 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     prompt_tokens: int
-    needle: str  # the number hidden
-    depth: float  # where it stands in the prompt, from 0 to 1
-    attention: str  # what attended over the compressed caches
+    needle: str  # the hidden number
+    depth: float  # its position in the prompt, from 0 to 1
+    attention: str  # backend of the compressed caches
     outcomes: tuple[Outcome, ...]
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def caches(length: int) -> tuple[str, ...]:
-    """The full cache, two formats, the newest half of the tokens, and the heads' own quarter."""
+    """Return the full cache, two formats, the newest half of the tokens, and a per-head quarter."""
     return (FULL, "k8v4", "k4v2", f"streaming:budget={length // 2}", CHOSEN)
 
 
 class Show:
-    """The prompts of a demo, and a run of them for each cache."""
+    """The prompts of a demo, run with each cache."""
 
     def __init__(self, loaded: "LoadedModel", text: Text, length: int, seed: int = 0) -> None:
-        """Hide a number about a third into a text of `length` tokens.
+        """Hide a number at about a third of a text of `length` tokens.
 
         Raises:
-            TaskError: the text is too short, or the length leaves no room for the wording.
+            TaskError: the text is too short, or the length is too small for the wording.
         """
         self.loaded = loaded
         spread = needle(
@@ -81,12 +81,12 @@ class Show:
         make: MakeCache = make_cache,
         say: Callable[[str], None] | None = None,
     ) -> Iterator[Outcome]:
-        """Run the prompts under one cache after another, with its basis folded into the model.
+        """Run the prompts with one cache after another, with its basis folded into the model.
 
         Args:
             specs: text forms of policies, or `full`.
-            make: makes a cache.
-            say: told why a basis could not be folded; its cache is shown without folding then.
+            make: creates a cache.
+            say: called with the reason if a basis cannot be folded; the cache then runs unfolded.
         """
         for spec in specs:
             with folded(self.loaded.model, spec) as reason:
@@ -96,7 +96,7 @@ class Show:
             yield outcome
 
     def report(self, outcomes: tuple[Outcome, ...], attention: str) -> Demo:
-        """Put the outcomes beside what was asked, and what attended."""
+        """Combine the outcomes with the prompt and the attention backend."""
         return Demo(
             model=self.loaded.name,
             prompt_tokens=self.sample.length,
@@ -114,7 +114,7 @@ class Show:
         logits = read(model, cache, torch.tensor([sample.question_ids]))
         said = answer(model, cache, logits, sample.new_tokens, ends_of(model))[0]
         began = time.perf_counter()
-        answer(model, cache, logits, TIMED + 1)  # the same steps again, whatever they say
+        answer(model, cache, logits, TIMED + 1)  # timed separately, whatever the tokens
         token_ms = 1000 * (time.perf_counter() - began) / TIMED
         spoken = self._decode(said)
         reply = chat(self.loaded, make, spec)
@@ -135,9 +135,9 @@ class Show:
 
 
 def chat(loaded: "LoadedModel", make: MakeCache, spec: str, new_tokens: int = 32) -> str:
-    """Ask the model something, let it answer, ask about its answer, and give the last reply.
+    """Ask the model a question and a follow-up about its answer, and return the last reply.
 
-    Both turns use one cache, which goes on from where the first reply ended.
+    Both turns use one cache, which continues after the first reply.
 
     Raises:
         ValueError: the model's chat template is missing or rewrites earlier turns.

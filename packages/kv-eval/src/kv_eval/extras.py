@@ -1,4 +1,4 @@
-"""What the extras of kv-eval bring, as messages advise it: by itself it is on every registry."""
+"""Requirements of kv-eval's extras, by name: kv-eval itself may not be on the index."""
 
 from typing import Final
 

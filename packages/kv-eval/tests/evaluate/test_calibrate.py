@@ -45,9 +45,9 @@ def test_every_setting_is_a_policy_that_says_the_same() -> None:
 
 
 def test_what_cannot_be_tried() -> None:
-    with pytest.raises(ValueError, match=r"t_high=1.5 is no share"):
+    with pytest.raises(ValueError, match=r"t_high=1.5 is not a share"):
         grid(t_high=[1.5])
-    with pytest.raises(ValueError, match="nothing to try: every t_low is above every t_high"):
+    with pytest.raises(ValueError, match="no setting to try: every t_low is above every t_high"):
         grid(t_high=[0.01], t_low=[0.1], pairs=[("k8v4", "k4v2")])
 
 
@@ -90,7 +90,7 @@ def test_few_samples_have_no_noise() -> None:
 
 def test_scores_of_other_samples_are_not_compared() -> None:
     for scores, full in (([], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="give one of each for every sample"):
+        with pytest.raises(ValueError, match="pass one of each for every sample"):
             loss(scores, full, "nll")
 
 
@@ -212,7 +212,7 @@ def test_it_goes_on_where_it_stopped(
     assert "4 samples are finished" in " ".join(result.stderr.split())
     result = run(*options, *one)
     assert result.exit_code == 0, result.output
-    assert "Going on from" in result.stderr
+    assert "Resuming from" in result.stderr
     assert len(asked) == 1 + 5  # four settings and full, two samples at once, none of them twice
 
 
@@ -241,10 +241,10 @@ def test_a_picture_over_the_profile_is_refused(options: list[object], tmp_path: 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (("--t-high", "120%"), "--t-high 120% is no share; give 0 to 1, or 0% to 100%"),
+        (("--t-high", "120%"), "--t-high 120% is not a share; use 0 to 1, or 0% to 100%"),
         (("--pair", "k8v4/k4v2", "--t-low", "50%"), "every t_low is above every t_high"),
-        (("--max-loss", "much"), "--max-loss much is no share"),
-        (("--pair", "k8v4"), "--pair k8v4 is no pair of formats"),
+        (("--max-loss", "much"), "--max-loss much is not a share"),
+        (("--pair", "k8v4"), "--pair k8v4 is not a pair of formats"),
         (("--pair", "k8v4/k9v9"), "k9v9"),
         (("--task", "poem"), "poem"),
         (("--plot", "/"), "--plot / is a folder"),

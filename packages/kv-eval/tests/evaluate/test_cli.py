@@ -61,7 +61,7 @@ def test_policies_of_a_name_lists_its_parameters() -> None:
 
 
 def test_policies_refuses_an_unknown_name() -> None:
-    assert "no policy is called 'nope'; installed policies: ada-" in refused("policies", "nope")
+    assert "unknown policy 'nope'; installed policies: ada-" in refused("policies", "nope")
 
 
 def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     assert "Keys in 8 bits, values in 4." in said
     assert "'raw' of kv-policy cannot be loaded" in refused("policies", "raw")
     assert "'raw' of kv-policy cannot be loaded" in refused("generate", "--policy", "raw", "a")
-    assert "no policy is called" not in run("policies", "SnapKV").output
+    assert "unknown policy" not in run("policies", "SnapKV").output
 
 
 def test_a_name_that_two_packages_claim_does_not_hide_the_others(
@@ -149,7 +149,7 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
+        (("--policy", "nope"), "unknown policy 'nope'; installed policies:"),
         (("--policy", "k8v4:bits=3"), "k8v4 has no parameter 'bits'; its parameters: group"),
         (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
         (("--policy", "snapkv:budget=lots"), "budget 'lots' is not understood"),
@@ -306,8 +306,8 @@ def test_eval_goes_on_after_an_interruption(
         result = run(*command)
     assert result.exit_code == 130
     said = " ".join(result.stderr.split())
-    assert "Interrupted. 3 samples are finished and kept in" in said
-    assert "run the same command again to go on from there" in said
+    assert "Interrupted. 3 samples are finished and saved in" in said
+    assert "run the same command again to resume" in said
     assert partial.exists()
     assert not path.exists()
     kept = partial.read_bytes()
@@ -335,7 +335,7 @@ def test_eval_starts_anew_when_the_settings_changed(
     result = run(*command, "--seed", 6)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "has samples of other settings: seed was 5 and is 6. It is set aside as" in said
+    assert "has samples of other settings: seed was 5 and is 6. It is renamed to" in said
     assert json.loads(path.read_text())["rows"][0]["seed"] == 6
 
 
@@ -343,7 +343,7 @@ def test_eval_starts_anew_when_the_settings_changed(
     ("more", "sentence"),
     [
         (("--policy", "nope"), "`full`, alone, names transformers' own cache"),
-        (("--policy", "k8v4,,k4v2"), "has an empty place where a policy should be"),
+        (("--policy", "k8v4,,k4v2"), "has an empty item"),
         (("--policy", "k8v4", "--policy", "k8v4"), "the policy k8v4 is named twice"),
         (("--policy", "snapkv:budget=16,window=32"), "smaller than the"),
         (("--length", "1"), "--length"),
@@ -353,7 +353,7 @@ def test_eval_starts_anew_when_the_settings_changed(
         (("--setting", "aware", "--task", "nll"), "nll has no question that could be inside"),
         (("--text", "missing.txt"), "cannot read the text missing.txt"),
         (("--length", "20"), "for its wording alone"),
-        (("--length", "1100"), "reads 1,024, so ask for fewer"),
+        (("--length", "1100"), "reads 1,024, so use a smaller length"),
         (("--json", "."), "is a folder; name a file"),
         (("--model", "./nothing-here"), "there is no model './nothing-here'"),
     ],
@@ -460,7 +460,7 @@ def test_eval_keeps_its_samples_where_a_result_cannot_be_written(
         result = run("eval", *options, "--policy", "full", "--task", "nll", "--json", path)
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
-    assert f"{path} cannot be written: No space left on device; the samples are kept in" in said
+    assert f"{path} cannot be written: No space left on device; the samples are saved in" in said
     assert (tmp_path / "out.json.partial").is_file()
 
 

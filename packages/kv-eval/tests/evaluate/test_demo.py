@@ -1,6 +1,7 @@
 """The demo: on a tiny model for its form, on the real one for what it shows."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_times_are_shown_for_native_code_alone(
     monkeypatch.setattr("kv_eval.tasks.default_text", lambda: text)
     monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
     monkeypatch.setattr(demo, "caches", lambda length: ("raw",))
-    monkeypatch.setattr("kv_runtime.backends.find_spec", lambda name: None)
+    absent = replace(all_backends()["cpu"], installed=False)
+    monkeypatch.setattr("kv_runtime.backends.all_backends", lambda: {"cpu": absent})
     for served, shown in ((native, True), (Serving("torch"), False)):
         make = partial(make_cache, backend="torch")
         monkeypatch.setattr(command, "caches_by", lambda *_, now=(make, served): now)
@@ -108,7 +110,7 @@ def test_times_are_shown_for_native_code_alone(
         assert result.exit_code == 0, result.output
         said = " ".join(result.stdout.split())
         assert ("ms/token" in said) == ("attend by cpu avx2" in said) == shown
-        assert ("Times are left out" in said) != shown
+        assert ("Times are omitted" in said) != shown
         assert (f"To do: `{install_command('kv-cpu')}`" in said) != shown
 
 

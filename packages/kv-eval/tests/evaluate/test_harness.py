@@ -155,7 +155,7 @@ def test_what_cannot_be_asked_is_refused(loaded: LoadedModel) -> None:
     model = CompressedLM(loaded, "k8v4", make_cache)
     with pytest.raises(TaskError, match="wants its answers sampled"):
         model.generate_until([Request("a", {"do_sample": True})])
-    with pytest.raises(TaskError, match="does not fit into the 1,024 that"):
+    with pytest.raises(TaskError, match="exceeds the context length 1,024 of"):
         model.generate_until([Request("a" * 1000, {"max_gen_toks": 30})])
 
 
@@ -245,10 +245,10 @@ def test_a_question_is_none_of_its_own_examples(
 @pytest.mark.parametrize(
     ("task", "options", "sentence"),
     [
-        ("kv_run", (), "kv_run runs the code that the model writes; --allow-code lets it"),
+        ("kv_run", (), "kv_run runs code that the model writes; --allow-code permits it"),
         ("kv_run", ("--allow-code", "--shots", 1), "kv_run is always asked without examples"),
-        ("kv_own", (), "kv_own is written in Python and may find documents itself; leave --data"),
-        ("kv_group", (), "kv_group is a group of tasks, which no single file is about; leave"),
+        ("kv_own", (), "kv_own is written in Python and may load documents itself; remove --data"),
+        ("kv_group", (), "kv_group is a group of tasks, which needs several files; remove"),
     ],
 )
 def test_what_a_task_may_not_is_refused(
@@ -271,15 +271,15 @@ def test_what_a_task_may_not_is_refused(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), "name what to measure: --task, as in --task needle, or --lm-eval TASK"),
+        ((), "no task given; use --task, as in --task needle, or --lm-eval TASK"),
         (
             ("--lm-eval", "no_such_task"),
             "lm-eval has no task no_such_task; `lm-eval ls",
         ),
         (("--lm-eval", "gsm8k", "--data", "gsm8k"), "is not of the form TASK=FILE"),
         (("--lm-eval", "gsm8k", "--data", "arc=x"), "which --lm-eval does not name"),
-        (("--lm-eval", "gsm8k", "--data", "gsm8k=nothing"), "there is no file nothing"),
-        (("--lm-eval", "gsm8k", "--host", "vllm"), "lm-eval has a vLLM of its own"),
+        (("--lm-eval", "gsm8k", "--data", "gsm8k=nothing"), "file nothing not found"),
+        (("--lm-eval", "gsm8k", "--host", "vllm"), "lm-eval has its own vLLM support"),
     ],
 )
 def test_refusals(folder: Path, tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:

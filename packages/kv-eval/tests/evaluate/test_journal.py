@@ -36,7 +36,7 @@ def test_what_was_appended_is_there_again(tmp_path: Path) -> None:
     journal.append([entry(0), entry(1)])
     journal.append([entry(2, 1 / 3)])
     again, sentence = open_journal(path, ASKED)
-    assert sentence == f"Going on from {path}, where 3 samples are finished."
+    assert sentence == f"Resuming from {path}, where 3 samples are finished."
     assert again.get("snapkv:budget=8+k8v4", "needle", "aware", 2) == entry(2, 1 / 3)
     assert again.get("snapkv:budget=8+k8v4", "needle", "aware", 3) is None
     assert len(again) == 3
@@ -72,12 +72,12 @@ def test_a_damaged_file_is_set_aside_and_its_other_samples_are_kept(tmp_path: Pa
     journal, sentence = open_journal(path, ASKED)
     aside = tmp_path / "out.json.partial.aside-2"
     assert sentence == (
-        f"{path} has 1 damaged line. It is set aside as {aside}. 3 samples are finished and kept."
+        f"{path} has 1 damaged line. It is renamed to {aside}. 3 samples are finished and kept."
     )
     assert (aside.read_bytes(), aside.with_name(aside.name[:-2]).read_text()) == (damaged, "mine")
     assert [e.sample for e in journal.of(entry(0).policy, "needle")] == [0, 2, 3]
     journal.append([entry(1)])
-    assert open_journal(path, ASKED)[1] == f"Going on from {path}, where 4 samples are finished."
+    assert open_journal(path, ASKED)[1] == f"Resuming from {path}, where 4 samples are finished."
 
 
 def test_samples_are_kept_where_the_first_line_is_damaged(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_disk_that_takes_few_bytes_at_a_time_gets_all(
     write = os.write
     monkeypatch.setattr("os.write", lambda file, data: write(file, data[:7]))
     journal.append([entry(0), entry(1)])
-    assert open_journal(path, ASKED)[1] == f"Going on from {path}, where 2 samples are finished."
+    assert open_journal(path, ASKED)[1] == f"Resuming from {path}, where 2 samples are finished."
 
 
 def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(
@@ -141,7 +141,7 @@ def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(
         with pytest.raises(RecordsError) as error:
             journal.append([entry(1)])
     assert str(error.value) == (
-        f"the samples in {path} cannot be written: No space left on device; 1 sample is kept "
+        f"the samples in {path} cannot be written: No space left on device; 1 sample is saved "
         "there, and the same command resumes from it"
     )
     assert len(journal) == 1
@@ -168,7 +168,7 @@ def test_samples_of_other_settings_are_set_aside(
     before = path.read_bytes()
     journal, sentence = open_journal(path, asked)
     assert says in sentence
-    assert sentence.endswith(f"It is set aside as {path}.aside. Starting anew.")
+    assert sentence.endswith(f"It is renamed to {path}.aside. Starting over.")
     assert len(journal) == 0
     assert (tmp_path / "out.partial.aside").read_bytes() == before
     with path.open("ab") as file:  # a line of other settings is none of these
@@ -193,11 +193,11 @@ def test_a_file_that_is_something_else_is_set_aside(tmp_path: Path, content: byt
     path = tmp_path / "out.partial"
     path.write_bytes(content)
     journal, sentence = open_journal(path, ASKED)
-    assert sentence.endswith(f"It is set aside as {path}.aside. Starting anew.")
-    assert ("of an earlier version" in sentence) == content.startswith(b"{")
+    assert sentence.endswith(f"It is renamed to {path}.aside. Starting over.")
+    assert ("from an earlier version" in sentence) == content.startswith(b"{")
     assert len(journal) == 0
     assert (tmp_path / "out.partial.aside").read_bytes() == content
-    assert open_journal(path, ASKED)[1] == f"Going on from {path}, where 0 samples are finished."
+    assert open_journal(path, ASKED)[1] == f"Resuming from {path}, where 0 samples are finished."
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

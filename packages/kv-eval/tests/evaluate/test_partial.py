@@ -55,9 +55,7 @@ def saved(path: Path, windows: int = 3) -> bytes:
 def test_the_state_is_there_again(tmp_path: Path) -> None:
     saved(tmp_path / "x")
     partial, calibrator = Partial(tmp_path / "x", ASKED), Counting()
-    assert (
-        partial.resume(calibrator) == f"Going on from {tmp_path / 'x'}, where 96 tokens are read."
-    )
+    assert partial.resume(calibrator) == f"Resuming from {tmp_path / 'x'} after 96 tokens."
     assert (partial.windows, partial.seconds) == (3, 1.5)
     assert torch.equal(calibrator.state()["moments"], Counting(96).state()["moments"])
 
@@ -74,7 +72,7 @@ def test_no_change_of_the_file_is_gone_on_from(tmp_path: Path) -> None:
             path = tmp_path / f"{number}"
             path.write_bytes(data)
             partial, calibrator = Partial(path, ASKED), Counting()
-            assert "Starting anew." in partial.resume(calibrator)
+            assert "Starting over." in partial.resume(calibrator)
             assert (partial.windows, calibrator.tokens) == (0, 0)
             assert path.with_name(f"{number}.aside").read_bytes() == data
 
@@ -88,8 +86,8 @@ def test_what_is_not_gone_on_from_is_kept_under_another_name(tmp_path: Path, dat
     path.write_bytes(data)
     (tmp_path / "x.partial.aside").write_text("mine")
     sentence = Partial(path, ASKED).resume(Counting())
-    assert sentence.endswith(f"It is set aside as {path}.aside-2. Starting anew.")
-    assert ("of an earlier version" in sentence) == (b"calibration 2" not in data)
+    assert sentence.endswith(f"It is renamed to {path}.aside-2. Starting over.")
+    assert ("from an earlier version" in sentence) == (b"calibration 2" not in data)
     assert (tmp_path / "x.partial.aside-2").read_bytes() == data
     assert (tmp_path / "x.partial.aside").read_text() == "mine"
     assert not path.exists()
@@ -99,7 +97,7 @@ def test_other_settings_start_anew_and_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x"
     before = saved(path)
     sentence = Partial(path, ASKED | {"tokens": 8192}).resume(Counting())
-    assert "it is of other settings: tokens was 4096 and is 8192. It is set aside as" in sentence
+    assert "its settings differ: tokens was 4096 and is 8192. It is renamed to" in sentence
     assert (tmp_path / "x.aside").read_bytes() == before
 
 
@@ -118,7 +116,7 @@ def test_an_older_state_stays_where_a_disk_is_full(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(ValueError, match=r"cannot be written: No space left on device; what an"):
+    with pytest.raises(ValueError, match="cannot be written: No space left on device; the pre"):
         saved(path, 4)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -278,7 +278,7 @@ def test_a_score_that_is_not_finite_is_an_error(
     with torch.no_grad():
         broken.lm_head.weight.fill_(torch.nan)
     going = run(replace(loaded, model=broken), TEXT_ONLY, text, journal)
-    with pytest.raises(FloatingPointError, match="full gave a score of nan on nll"):
+    with pytest.raises(FloatingPointError, match="the score of full is nan on nll"):
         next(going)
 
 
@@ -340,7 +340,7 @@ def test_a_host_that_reads_the_whole_prompt_first_has_no_agnostic_question() -> 
         ("nll", "agnostic"),
         ("agreement", "agnostic"),
     )
-    with pytest.raises(ValueError, match="needle can only be asked with its question inside"):
+    with pytest.raises(ValueError, match="needle needs its question inside"):
         replace(plan, settings=("agnostic",))
 
 

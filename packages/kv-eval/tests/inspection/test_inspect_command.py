@@ -181,13 +181,13 @@ def test_a_chat_template_is_asked_for(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompt", [[], [""], ["  \n"]])
 def test_an_empty_prompt(prompt: list[str]) -> None:
     said = refused(*STREAMING, *prompt)
-    assert "the prompt is empty; give a text as PROMPT, or a file with --file" in said
+    assert "the prompt is empty; pass a text as PROMPT, or a file with --file" in said
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--policy", "nope"), "no policy is called 'nope'; installed policies:"),
+        (("--policy", "nope"), "unknown policy 'nope'; installed policies:"),
         (("--policy", "full"), "`full` is transformers' own cache: every head keeps every token"),
         (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
         ((*STREAMING, "--file", "missing.txt"), "PROMPT and --file missing.txt are both given"),
@@ -214,14 +214,14 @@ def test_a_file_that_cannot_be_read_or_is_also_an_output(tmp_path: Path) -> None
     assert "is not UTF-8 text" in refused(*STREAMING, "--file", file)
     file.write_text(PROMPT)
     said = refused(*STREAMING, "--file", file, "--json", file)
-    assert "which is the prompt to read; name another file" in said
+    assert "which is the prompt to read; use another file" in said
     assert file.read_text() == PROMPT
 
 
 def test_a_prompt_longer_than_the_model_reads(folder: Path) -> None:
     said = refused(*STREAMING, "--model", folder, "a" * 1025)
     assert "the prompt has 1,025 tokens and the model" in said
-    assert "reads 1,024; give a shorter one" in said
+    assert "reads 1,024; use a shorter one" in said
     done(*STREAMING, "--model", folder, "a" * 1024)
 
 

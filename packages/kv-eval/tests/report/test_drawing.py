@@ -42,7 +42,7 @@ def test_an_axis_has_room_for_all_values(values: list[float]) -> None:
 
 
 def test_an_axis_of_what_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot go from"):
+    with pytest.raises(ValueError, match="cannot span"):
         axis("", [0.0, math.inf])
 
 

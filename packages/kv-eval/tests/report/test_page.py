@@ -299,7 +299,7 @@ def test_other_samples_are_warned_of(one: Node) -> None:
     assert notes(one) == []
     other = source(row("k8v4", 1, 400, samples=4, seed=1), name="b.json")
     (note,) = notes(tree(page([source(*MAIN), other])))
-    assert "not all points are of the same samples (10 of seed 0, 4 of seed 1)" in note.lower()
+    assert "points have different samples (10 of seed 0, 4 of seed 1)" in note.lower()
 
 
 # what was run

@@ -63,10 +63,10 @@ def test_files_of_one_name_are_told_apart_by_their_paths(path: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is no result of `kv-serve eval`: Input data was truncated; give a file that"),
-        (b"\xff\xfe", "is no result of `kv-serve eval`: JSON is malformed"),
-        (b"[]", "Expected `object`, got `array`; give a file that its option --json named"),
-        (b'{"x":' + b"[" * 100_000, "is no result of `kv-serve eval`: its values are nested too"),
+        (b"", "is not a result of `kv-serve eval`: Input data was truncated; use the"),
+        (b"\xff\xfe", "is not a result of `kv-serve eval`: JSON is malformed"),
+        (b"[]", "Expected `object`, got `array`; use the --json output of a run that"),
+        (b'{"x":' + b"[" * 100_000, "is not a result of `kv-serve eval`: its values are nested"),
         (b'{"name": "foundation", "rows": []}', "missing required field `model`"),
         (b'{"model": "m", "commit": "", "versions": {}, "rows": []}', "has no rows, so nothing"),
     ],
@@ -93,7 +93,7 @@ def test_what_is_no_result_is_refused(content: bytes, sentence: str, tmp_path: P
 def test_a_row_that_nobody_measured_is_refused(
     fields: dict[str, object], sentence: str, path: Path
 ) -> None:
-    with pytest.raises(ReadError, match="is no result of `kv-serve eval`") as caught:
+    with pytest.raises(ReadError, match="is not a result of `kv-serve eval`") as caught:
         read([changed(path, **fields)])
     assert sentence in str(caught.value)
 
@@ -111,7 +111,7 @@ def test_files_of_two_models_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ReadError) as caught:
         read([path, other])
     assert str(caught.value) == (
-        f"{other} is of the model large, and {path} is of tiny; a page compares policies on one "
+        f"{other} is of the model large, but {path} is of tiny; a page compares policies on one "
         "model, so make a page of each"
     )
 
@@ -121,7 +121,7 @@ def test_a_file_that_is_missing_or_named_twice_is_refused(path: Path, tmp_path: 
         read([tmp_path / "missing.json"])
     with pytest.raises(ReadError, match="cannot be read: Is a directory"):
         read([tmp_path])
-    with pytest.raises(ReadError, match="is named twice; name each file once"):
+    with pytest.raises(ReadError, match="is given twice; name each file once"):
         read([path, tmp_path / "." / "a.json"])
-    with pytest.raises(ReadError, match="there is no file to report on"):
+    with pytest.raises(ReadError, match="no file is given"):
         read([])

@@ -85,10 +85,10 @@ def test_what_cannot_be_read_is_refused_and_nothing_written(
     (tmp_path / "bad.json").write_text("{}")
     report(row("full", 1, 1000), model="large").write(tmp_path / "large.json")
     out = tmp_path / "new" / "p.html"
-    assert "bad.json is no result of `kv-serve eval`" in refused(
+    assert "bad.json is not a result of `kv-serve eval`" in refused(
         result_file, tmp_path / "bad.json", "--out", out
     )
-    assert "large.json is of the model large, and" in refused(
+    assert "large.json is of the model large, but" in refused(
         result_file, tmp_path / "large.json", "--out", out
     )
     assert "missing.json cannot be read" in refused(tmp_path / "missing.json", "--out", out)
@@ -149,4 +149,4 @@ def test_a_journal_says_how_to_finish_it(result_file: Path, tmp_path: Path) -> N
 def test_a_result_of_no_known_form_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.json").write_bytes(data)
     said = refused(tmp_path / "x.json", "--out", tmp_path / "p.html")
-    assert "x.json is no result of `kv-serve eval`: " in said
+    assert "x.json is not a result of `kv-serve eval`: " in said

@@ -106,13 +106,13 @@ def test_refusals_of_hidden_numbers() -> None:
             multikey(TOKENIZER, given_.pop("text", TEXT), **given_)
 
     refused("needs .* tokens for its wording alone", length=100)
-    refused("fewer than length=90000; give a longer text", length=90000)
-    refused("give a longer text", text=plain_text(50))
+    refused("fewer than length=90000; use a longer text", length=90000)
+    refused("use a longer text", text=plain_text(50))
     refused("hides 2 to 8 numbers", keys=1)
     refused("hides 2 to 8 numbers", keys=9)
     refused("needs at least 1", samples=0)
     silent = byte_tokenizer("{{ 'nothing' }}")
-    with pytest.raises(TaskError, match="does not show the user's message"):
+    with pytest.raises(TaskError, match="omits the user's message"):
         needle(silent, TEXT, length=900, samples=1, setting="aware")
 
 

@@ -40,5 +40,5 @@ def test_bad_text_files(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="is not UTF-8"):
         read_text(file)
     file.write_text(" \n\n \n")
-    with pytest.raises(TaskError, match="holds no words"):
+    with pytest.raises(TaskError, match="has no words"):
         read_text(file)

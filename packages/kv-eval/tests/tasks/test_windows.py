@@ -61,7 +61,7 @@ def test_refusals_of_windows() -> None:
             task(TOKENIZER, TEXT, length=1, samples=1)
         with pytest.raises(TaskError, match="needs at least 1"):
             task(TOKENIZER, TEXT, length=20, samples=0)
-        with pytest.raises(TaskError, match="give a longer text or a smaller length"):
+        with pytest.raises(TaskError, match="use a longer text or a smaller length"):
             task(TOKENIZER, TEXT, length=10**6, samples=1)
     with pytest.raises(TaskError, match="continuation=0"):
         nll(TOKENIZER, TEXT, length=20, samples=1, continuation=0)

@@ -53,7 +53,7 @@ def test_answers_and_nats_come_from_engines(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (("--backend=torch",), "--backend and --device are for transformers"),
-        (("--setting=agnostic",), "needle can only be asked with its question inside the prompt"),
+        (("--setting=agnostic",), "needle needs its question inside the prompt"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(

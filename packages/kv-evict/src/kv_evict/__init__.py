@@ -1,4 +1,4 @@
-"""Which tokens of which head live, and at which precision: policies of the literature."""
+"""Token selection policies from the literature: eviction, and sorting into precision tiers."""
 
 from kv_evict.adakv import AdaPyramidKV, AdaSnapKV
 from kv_evict.cake import CAKE

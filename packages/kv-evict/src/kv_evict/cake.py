@@ -1,4 +1,4 @@
-"""CAKE: layers get more where attention is spread out and restless."""
+"""CAKE: larger budgets for layers whose attention is dispersed and changes over time."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -15,7 +15,7 @@ from kv_policy import LayerView, Observe, PlanView
 
 @dataclass(frozen=True)
 class CAKE(SnapKV):
-    """Keep tokens of high or changing attention; share the budget out by layer preference.
+    """Keep tokens of high or changing attention; distribute the budget by layer preference.
 
     A layer's preference is H^(1/tau1) V^(1/tau2): H is the entropy of the window's attention and V
     its variance over the window's queries, both summed over heads. A token's score is the mean of
@@ -23,8 +23,8 @@ class CAKE(SnapKV):
     `modify_llama.py` and `cake_cache.py` in a copy of the authors' code, read; gamma=200 and
     tau1=tau2=1 are from memory, not checked.
 
-    Variances are taken over the queries of a KV head's query heads together, where the authors
-    take them for each query head and average: attention is summed up by KV head here. Scores are
+    Variances are taken over the queries of all query heads of a KV head together, where the authors
+    compute them per query head and average: attention is summed per KV head here. Scores are
     pooled over as many positions as SnapKV's; the authors pool over 5.
     """
 
@@ -41,7 +41,7 @@ class CAKE(SnapKV):
         super().__post_init__()
         if self.group != "mean":
             raise ValueError(
-                f"{self.name}: group={self.group}, and variances are those of means; leave it out"
+                f"{self.name}: group={self.group}, but variances need group=mean; remove it"
             )
 
     @property
@@ -50,7 +50,7 @@ class CAKE(SnapKV):
         return replace(super().observe, also=frozenset({"entropy", "squares"}))
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Add the weighted variance to the mean, and go on as SnapKV does."""
+        """Add the weighted variance to the mean, and score as SnapKV does."""
         assert view.mass is not None  # it is observed
         assert view.seen is not None
         return super().score(
@@ -58,7 +58,7 @@ class CAKE(SnapKV):
         )
 
     def head_stats(self, view: LayerView) -> Float[Tensor, "B H"]:
-        """Say how much the layer is to get; heads of a layer say the same."""
+        """Return the layer's preference, the same for all its heads."""
         older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
         entropy = view.also["entropy"].double().masked_fill(~older, 0).sum((1, 2))
         variance = _variance(view).double().masked_fill(~older, 0).sum((1, 2))
@@ -66,7 +66,7 @@ class CAKE(SnapKV):
         return preference.float()[:, None].expand(view.score.shape[:-1])
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
-        """Share the budget out by layer; evenly where no layer has a preference."""
+        """Distribute the budget over layers; evenly where no layer has a preference."""
         assert view.head_stats is not None  # prompts only
         average = (view.budget - self.window).clamp(min=0).double()[:, None]
         mean = view.head_stats.double().mean(0)
@@ -75,7 +75,7 @@ class CAKE(SnapKV):
 
 
 def _variance(view: LayerView) -> Float[Tensor, "B H L"]:
-    """The unbiased variance of what the queries that saw a token gave it."""
+    """Return the unbiased variance of a token's attention over the queries that saw it."""
     assert view.mass is not None
     assert view.seen is not None
     seen, group = view.seen.to(view.mass.dtype), view.shape.group

@@ -1,4 +1,4 @@
-"""ChunkKV: whole chunks of neighbouring tokens stay, the same in all heads of a layer."""
+"""ChunkKV: keeps whole chunks of neighbouring tokens, the same in all heads of a layer."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -14,32 +14,32 @@ from kv_policy import Capabilities, LayerView
 
 @dataclass(frozen=True)
 class ChunkKV(SnapKV):
-    """Keep the last `window` tokens, and the chunks of `chunk` positions that they look at most.
+    """Keep the last `window` tokens, and the chunks of `chunk` positions they attend to most.
 
-    Tokens before the window are of one chunk if their positions, divided by `chunk`, give the same
-    whole number. A chunk's score is the mean of SnapKV's over those of its tokens that are there,
-    in all heads of the layer, so heads that hold the same tokens keep the same chunks. Of the chunk
-    that the budget has no room for as a whole, the first tokens stay: the budget is met exactly.
+    Tokens before the window are in the same chunk if their positions, divided by `chunk`, give the
+    same whole number. A chunk's score is the mean of SnapKV's over its stored tokens in all heads
+    of the layer, so heads that hold the same tokens keep the same chunks. If the last chunk does
+    not fit into the budget as a whole, its first tokens are kept: the budget is met exactly.
 
-    The paper adds a chunk's scores up, which counts against one that is not whole, and lets layers
-    take over the choice of another, which is not done here. Its chunks are of 10, as here. Scores
-    are pooled over 21 positions before, as in SnapKV here; `pool=1` leaves that out.
+    The paper sums a chunk's scores, which penalizes an incomplete chunk, and lets layers reuse the
+    chunks of another layer, which is not implemented. Its chunks have 10 tokens, as here. Scores
+    are pooled over 21 positions before, as in SnapKV here; `pool=1` disables that.
     """
 
     name: ClassVar[str] = "chunkkv"
     source: ClassVar[str] = "ChunkKV, Liu et al., 2025, https://arxiv.org/abs/2502.00299"
 
     chunk: Annotated[
-        int, Meta(ge=1, description="positions of a chunk, which stays or goes as a whole")
+        int, Meta(ge=1, description="positions per chunk, which is kept or dropped as a whole")
     ] = 10
 
     @property
     def capabilities(self) -> Capabilities:
-        """All heads of a layer decide together, so none can be alone on a shard."""
+        """All heads of a layer decide together, so heads cannot be sharded."""
         return replace(super().capabilities, splits_heads=False)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Give a token the mean that SnapKV gives its chunk, and those in the window infinity."""
+        """Return the mean SnapKV score of a token's chunk, and infinity inside the window."""
         score = super().score(view)
         if view.mass is None:
             return score
@@ -53,18 +53,18 @@ def means(
     counts: Bool[Tensor, "B H L"],
     size: int,
 ) -> Float[Tensor, "B H L"]:
-    """Give each token the mean score of its chunk, over the tokens of all heads that count.
+    """Return each token's mean score over its chunk and all heads, of the tokens in `counts`.
 
     Args:
         score: one number per token.
-        position: says which chunk a token is of; in any order, and of each head other ones.
-        counts: tokens that are of a chunk; what the others get means nothing.
-        size: positions of a chunk.
+        position: determines the chunk of a token; in any order, and may differ between heads.
+        counts: tokens that belong to a chunk; the result of the others is undefined.
+        size: positions per chunk.
     """
-    none = torch.iinfo(position.dtype).max  # one more chunk, of the tokens that do not count
+    none = torch.iinfo(position.dtype).max  # one more chunk, for the tokens that do not count
     chunk = (position // size).masked_fill(~counts, none).flatten(1).contiguous()
-    # A chunk is known by the place of its first token among all, sorted: how many chunks there are
-    # need not be known, so nothing waits for the device.
+    # A chunk's number is the index of its first token in sorted order, so the number of chunks is
+    # never needed and nothing synchronizes with the device.
     number = torch.searchsorted(chunk.sort(dim=1).values, chunk)
     given = score.flatten(1).double()
     total = torch.zeros_like(given).scatter_add_(1, number, given)

@@ -1,4 +1,4 @@
-"""ExpectedAttention: what queries to come would look at, if they were like those of the prompt."""
+"""ExpectedAttention: expected attention of future queries, extrapolated from the prompt's."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,16 +13,16 @@ from kv_policy import Evictor, LayerView, Queries, Rope
 
 @dataclass(frozen=True)
 class ExpectedAttention(Evictor):
-    """Keep the tokens of the largest expected attention times the norm of their values.
+    """Keep the tokens with the largest expected attention times the norm of their values.
 
-    The queries of the prompt, but for the first `sinks`, are turned back to position 0; their mean
-    and covariance are turned to the next `future` positions, on average over these. The logarithm
+    The queries of the prompt, except the first `sinks`, are rotated back to position 0; their mean
+    and covariance are rotated to the next `future` positions and averaged over these. The logarithm
     of a token's expected attention is mean . key / sqrt(D) + key . covariance . key / (2 D), and a
-    softmax over the tokens but the sinks makes probabilities, averaged over the query heads of a KV
-    head. That plus `epsilon`, times the norm of the value, is the score. The first `sinks` stay.
-    Each layer's queries are turned as its own rotary embedding does, or not at all where it has
-    none.
-    The formulas are those of `expected_attention_press.py` of kvpress, read; generated tokens join
+    softmax over all tokens except the sinks gives probabilities, averaged over the query heads of a
+    KV head. That plus `epsilon`, times the norm of the value, is the score. The first `sinks` are
+    always kept. Queries are rotated with the rotary embedding of their layer, or not at all in a
+    layer without one.
+    The formulas are those of `expected_attention_press.py` of kvpress, read; generated tokens grow
     the cache.
     """
 
@@ -32,16 +32,16 @@ class ExpectedAttention(Evictor):
     )
     reads = frozenset({"keys", "values", "queries"})
 
-    future: Annotated[int, Meta(ge=1, description="next positions that queries are from")] = 512
+    future: Annotated[int, Meta(ge=1, description="future positions averaged over")] = 512
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 4
     epsilon: Annotated[float, Meta(ge=0, description="added to the expected attention")] = 0.0
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Expect what the queries to come would pay each token."""
+        """Return the expected attention of future queries, times the norm of the values."""
         assert view.keys is not None  # they are read
         assert view.values is not None
         assert view.queries is not None
-        assert view.rope is not None  # the host refuses models where it is unknown
+        assert view.rope is not None  # the host refuses models without a known RoPE
         mean, covariance = self._future(view.queries, view.length, view.rope)
         keys, dim = view.keys, view.keys.shape[-1]
         logit = torch.einsum("bhgd,bhld->bhgl", mean, keys) / dim**0.5
@@ -54,10 +54,10 @@ class ExpectedAttention(Evictor):
     def _future(
         self, queries: Queries, length: Tensor, rope: Rope
     ) -> tuple[Float[Tensor, "B H G D"], Float[Tensor, "B H G D D"]]:
-        """Mean and covariance of the queries to come, per query head."""
+        """Return mean and covariance of the future queries, per query head."""
         counts = queries.position >= 0
         late = counts & (queries.position >= self.sinks)
-        # A pass over the first tokens alone has no others to go by.
+        # A pass over the first tokens alone has no other queries.
         counts = torch.where(late.any(-1, keepdim=True), late, counts)
         back = -queries.position.clamp(min=0)[:, None, None]
         plain = rope.turned(queries.vectors.float(), back)

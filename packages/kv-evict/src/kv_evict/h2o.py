@@ -1,4 +1,4 @@
-"""H2O: the tokens that got the most attention so far, and the newest ones."""
+"""H2O: the tokens with the most accumulated attention, and the newest tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,36 +12,35 @@ from kv_policy import Evictor, LayerView, Observe, RunningSum
 
 @dataclass(frozen=True)
 class H2O(Evictor):
-    """Keep heavy hitters, and as `recent` of the budget the newest tokens, at every moment.
+    """Keep heavy hitters, and as `recent` of the budget the newest tokens, at every step.
 
-    A token's score is the attention that all queries paid it, its own included, summed over the
+    A token's score is the attention it receives from all queries, its own included, summed over the
     queries and averaged over the query heads of its KV head (`group`). Once the budget is full,
-    each generated token lets the one of the lowest score go that is not among the newest.
+    each generated token evicts the token with the lowest score outside the newest.
 
     The sum is that of the authors' `h2o_hf/utils_hh/modify_llama.py`, read: older tokens have seen
-    more queries and are favoured. Their published runs hide what is not kept behind a mask; here it
-    is gone.
+    more queries and are favoured. Their published runs mask evicted tokens; here they are removed.
     """
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, Zhang et al., 2023, https://arxiv.org/abs/2306.14048"
-    decode = "step"  # each generated token takes the place of another once the budget is full
-    running = RunningSum()  # what `score` adds up
+    decode = "step"  # each generated token evicts another once the budget is full
+    running = RunningSum()  # the sum that `score` updates
 
     recent: Annotated[
         float, Meta(ge=0, le=1, description="share of the budget for the newest tokens")
     ] = 0.5
     group: Annotated[
         Literal["mean", "sum", "max"],
-        Meta(description="how query heads that share a KV head are put together"),
+        Meta(description="reduction over the query heads of a KV head"),
     ] = "mean"
 
     @property
     def observe(self) -> Observe:
-        """Every query, of prompts and generated."""
+        """Every query, of the prompt and generated."""
         return Observe(last=None, group=self.group, generated=True)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Add up what a token got."""
+        """Accumulate the attention a token receives."""
         assert view.mass is not None  # it is observed
         return view.score + view.mass

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that differ from the others."""
+"""KeyDiff: keys that differ from the mean key."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,11 +12,11 @@ from kv_policy import Evictor, LayerView
 
 @dataclass(frozen=True)
 class KeyDiff(Evictor):
-    """Keep the keys that point away from where the head's keys point on average.
+    """Keep the keys with the lowest cosine similarity to the head's mean key.
 
     A token's score is minus the cosine between its key and the mean of the head's normalized keys,
-    those stored and those of the pass (`keydiff_press.py` of kvpress, read). Nothing is observed,
-    nothing protected; generated tokens join the cache.
+    those stored and those of the pass (`keydiff_press.py` of kvpress, read). Nothing is observed
+    and no token is protected; generated tokens grow the cache.
     """
 
     name: ClassVar[str] = "keydiff"
@@ -24,7 +24,7 @@ class KeyDiff(Evictor):
     reads = frozenset({"keys"})
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Compare each key with the mean; where there is no token the key is zero."""
+        """Compare each key with the mean; keys of empty slots are zero."""
         assert view.keys is not None  # they are read
         unit = normalize(view.keys, dim=-1)
         mean = normalize(unit.sum(2, keepdim=True), dim=-1)

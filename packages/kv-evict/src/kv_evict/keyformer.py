@@ -1,4 +1,4 @@
-"""Keyformer: attention that might have been, added up, and the newest tokens."""
+"""Keyformer: accumulated Gumbel-softmax attention, and the newest tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -12,22 +12,22 @@ from kv_policy import Evictor, LayerView, Observe, RunningSum
 
 @dataclass(frozen=True)
 class Keyformer(Evictor):
-    """Keep the tokens of the largest Gumbel-softmax attention so far, and the newest ones.
+    """Keep the tokens with the largest Gumbel-softmax attention so far, and the newest ones.
 
     A token's score is the softmax of logits with Gumbel noise over the temperature `tau`, its own
     query included, summed over all queries and averaged over the query heads of its KV head. The
-    newest `recent` of the budget stay. Once the budget is full, each generated token lets the one
-    of the lowest score go (`modeling_gptj.py` of the authors' repository, read).
+    newest `recent` of the budget are kept. Once the budget is full, each generated token evicts the
+    token with the lowest score (`modeling_gptj.py` of the authors' repository, read).
 
-    The authors raise the temperature from 1 by 0.01 with every generated token; here it stays. The
-    noise of a query and a token is a hash of their positions, the same in all heads and layers, so
-    that runs repeat.
+    The authors raise the temperature from 1 by 0.01 with every generated token; here it is
+    constant. The noise of a query and a token is a hash of their positions, the same in all heads
+    and layers, so that runs are reproducible.
     """
 
     name: ClassVar[str] = "keyformer"
     source: ClassVar[str] = "Keyformer, Adnan et al., 2024, https://arxiv.org/abs/2403.09054"
-    decode = "step"  # each generated token takes the place of another once the budget is full
-    running = RunningSum()  # what `score` adds up
+    decode = "step"  # each generated token evicts another once the budget is full
+    running = RunningSum()  # the sum that `score` updates
 
     tau: Annotated[float, Meta(gt=0, description="temperature of the noisy softmax")] = 1.0
     recent: Annotated[
@@ -36,10 +36,10 @@ class Keyformer(Evictor):
 
     @property
     def observe(self) -> Observe:
-        """Every query, of prompts and generated, under noise."""
+        """Every query, of the prompt and generated, with noise."""
         return Observe(last=None, generated=True, gumbel=self.tau)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Add up what a token got."""
+        """Accumulate the attention a token receives."""
         assert view.mass is not None  # it is observed
         return view.score + view.mass

@@ -1,4 +1,4 @@
-"""LagKV: tokens that vary most on the scale of those that come after them."""
+"""LagKV: tokens with the largest variation relative to the following chunk."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -16,24 +16,25 @@ from kv_policy import Evictor, LayerView
 class LagKV(Evictor):
     """Keep the tokens of each chunk of `lag` that vary most on the scale of the next chunk.
 
-    A channel is scaled to run from 0 to 1 in the next chunk. Standard deviations over channels,
-    softmaxed over the chunk, are added up for key and value; the score is the rank in the chunk, to
-    12 bits. Sinks, and tokens that no whole chunk follows, stay. Not compared with other code.
+    Each channel is scaled by its range in the next chunk. Standard deviations over channels, after
+    a softmax over the chunk, are summed for key and value; the score is the rank in the chunk,
+    computed from 12 bits. Sinks, and tokens without a whole following chunk, are kept. Not compared
+    with other code.
     """
 
     name: ClassVar[str] = "lagkv"
     source: ClassVar[str] = "LagKV, Liang et al., 2025, https://arxiv.org/abs/2504.04704"
     reads = frozenset({"keys", "values"})
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 4
-    lag: Annotated[int, Meta(ge=2, description="tokens of a chunk, scaled by the next")] = 128
+    lag: Annotated[int, Meta(ge=2, description="tokens per chunk, scaled by the next")] = 128
 
     @property
     def protected(self) -> int:
-        """The sinks, and the most tokens that no whole chunk follows."""
+        """The sinks, and the maximum of tokens without a whole following chunk."""
         return self.sinks + 2 * self.lag - 1
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Rank each token in its chunk; where no whole chunk follows, give infinity."""
+        """Rank each token in its chunk; return infinity without a whole following chunk."""
         assert view.keys is not None  # they are read
         assert view.values is not None
         held = (view.position >= 0).sum(-1, keepdim=True) - self.sinks
@@ -49,7 +50,7 @@ class LagKV(Evictor):
 
 
 def _spread(x: Float[Tensor, "B H L D"], size: int) -> Float[Tensor, "B H C S"]:
-    """How a token varies on the scale of the next `size`, softmaxed; the last have no next."""
+    """Return a token's variation on the scale of the next chunk, after softmax; omit the last."""
     count = x.shape[2] // size
     if count < 2:
         return x.new_zeros(*x.shape[:2], 0, size)

@@ -1,6 +1,6 @@
-"""How layers and heads share a budget: rules that several methods use.
+"""Budget distribution over layers and heads, shared by several methods.
 
-All give tokens per head beside the `window` newest, which every head keeps.
+All functions count tokens per head beside the `window` newest, which every head keeps.
 """
 
 import torch
@@ -11,16 +11,16 @@ from kv_policy import PlanView, best, whole_tokens
 
 
 def layers_of(view: PlanView) -> Int[Tensor, " N"]:
-    """Number the layers in view."""
+    """Return the indices of the layers in view."""
     count = view.score.shape[0]
     return torch.arange(view.first_layer, view.first_layer + count, device=view.score.device)
 
 
 def pyramid(view: PlanView, window: int, beta: float) -> Float[Tensor, "N B"]:
-    """Give the first layer most and the last least, 1 / beta of the average, evenly in between.
+    """Return budgets that fall linearly to 1 / beta of the average in the last layer.
 
-    No layer is given more than it has; what the first would have had beyond that goes to the last
-    (PyramidKV; `pyramidkv_press.py` of kvpress, read, which counts the window differently).
+    No layer gets more tokens than it has; the excess of the first goes to the last (PyramidKV;
+    `pyramidkv_press.py` of kvpress, read, which counts the window differently).
     """
     average = (view.budget - window).clamp(min=0).double()
     there = (view.length - window).clamp(min=0).double()
@@ -31,7 +31,7 @@ def pyramid(view: PlanView, window: int, beta: float) -> Float[Tensor, "N B"]:
 
 
 def cosine(view: PlanView, window: int, last: float) -> Float[Tensor, "N B"]:
-    """Let budgets fall from layer to layer along half a cosine, to `last` of the first one's."""
+    """Return budgets that fall along half a cosine, to `last` of the first layer's."""
     average = (view.budget - window).clamp(min=0).double()
     depth = layers_of(view).double() / max(view.shape.layers - 1, 1)
     every = torch.arange(view.shape.layers, device=view.score.device).double()
@@ -44,9 +44,9 @@ def cosine(view: PlanView, window: int, last: float) -> Float[Tensor, "N B"]:
 
 
 def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Float[Tensor, "N B H"]:
-    """Let the heads of a layer have as many tokens as are theirs among the layer's best.
+    """Return per head its number of tokens among the best of its layer.
 
-    A head is sure of `floor` of the average, and has the rest in proportion to its best tokens
+    A head gets at least `floor` of the average, and the rest in proportion to its best tokens
     (Ada-KV; from a summary of the authors' `snapkv_utils.py`, which was not read). Protected
     tokens, whose scores are infinite, do not compete.
     """
@@ -61,15 +61,15 @@ def adaptive(view: PlanView, average: Float[Tensor, "N B"], floor: float) -> Flo
 def spread(
     view: PlanView, window: int, asked: Float[Tensor, "N B H"], over: tuple[int, ...]
 ) -> Int[Tensor, "N B H"]:
-    """Turn what heads are given into whole tokens; what a prompt is too short for goes to others.
+    """Round budgets to whole tokens; redistribute what a short prompt cannot fill.
 
-    Others get of it in proportion to the room they have left, so none gets more than the prompt.
+    The excess is distributed in proportion to free capacity, so no head exceeds the prompt.
 
     Args:
-        view: whose tokens are shared out.
-        window: newest tokens, which every head keeps beside what it is given.
-        asked: tokens beside the window.
-        over: dimensions that share: (0, 2) for all heads of all layers, (2,) for those of a layer.
+        view: the plan view.
+        window: newest tokens, which every head keeps in addition.
+        asked: requested tokens beside the window.
+        over: dimensions that share: (0, 2) for all heads of all layers, (2,) within a layer.
     """
     whole = (view.length - window).clamp(min=0).double()[:, None]
     kept = torch.minimum(asked, whole)
@@ -80,5 +80,5 @@ def spread(
 
 
 def share_of(whole: Int[Tensor, " B"], share: float) -> Int[Tensor, " B"]:
-    """Round a share of whole numbers down, where the product is not whole but for rounding."""
+    """Return a share of whole numbers, rounded down unless it is whole up to rounding."""
     return whole_tokens(whole.double() * share)

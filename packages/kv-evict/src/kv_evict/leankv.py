@@ -1,4 +1,4 @@
-"""LeanKV: high precision, low precision or nothing, token by token and head by head."""
+"""LeanKV: per token and head high precision, low precision or pruning."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,27 +36,27 @@ Count = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True)
 class LeanKV(Selecting):
-    """Store the tokens a head attends to in a high precision, most others in a low one, prune rest.
+    """Store the most attended tokens of a head in high precision, most others in low, prune rest.
 
-    A token's significance is the attention it gets from a query after it, on average; query heads
-    that share a KV head count by the largest of their sums, or their mean (`group`).
+    A token's significance is the mean attention it receives from a query after it; query heads
+    that share a KV head are reduced to the largest of their sums, or their mean (`group`).
 
     Prompts: the newest `window` tokens stay raw. Of the others, a head prunes the least significant
     whose shares of its attention add up to less than `t_low`, stores in `low` those up to `t_high`,
-    and the rest in `high`: each head keeps as much as its own attention asks for.
+    and the rest in `high`: how much each head keeps depends on its own attention.
 
-    Generation: the score at which a prompt reached `t_high`, in units of 1 / length, is what that
-    head asks of a token from then on, and likewise `t_low`. The token that leaves the window is
-    placed by it, and at most one victim a step, the least significant token of the tier it enters,
-    is stored anew in the low precision, or pruned (Algorithm 1). Averages fall as 1 / length
-    when nobody looks any more, and so does what is asked, so neither tier drains or floods.
+    Generation: the score at which a prompt reached `t_high`, in units of 1 / length, is the head's
+    threshold from then on, and likewise for `t_low`. The token that leaves the window is placed by
+    these thresholds, and at most one victim per step, the least significant token of the tier it
+    enters, is requantized to low precision, or pruned (Algorithm 1). Without new attention an
+    average falls as 1 / length, as do the thresholds, so neither tier drains or floods.
 
-    `form="token"` asks for the same `alpha_high` / length and `alpha_low` / length in every head
-    and both phases, as the authors' code does. A head that its prompt gave fewer than
-    `window` tokens to sort uses these in generation too.
+    `form="token"` uses the same thresholds `alpha_high` / length and `alpha_low` / length in every
+    head and both phases, as the authors' code does. A head whose prompt has fewer than `window`
+    tokens to sort uses these during generation too.
 
-    With `low="drop"` what is not worth `high` is pruned. `profile` names a file written by
-    `kv-serve calibrate leankv`, which then gives formats and thresholds.
+    With `low="drop"` tokens below `high` are pruned. `profile` names a file written by `kv-serve
+    calibrate leankv`, which sets formats and thresholds.
     """
 
     name: ClassVar[str] = "leankv"
@@ -64,35 +64,35 @@ class LeanKV(Selecting):
     decode = "step"  # Algorithm 1, every step
 
     high: Annotated[str, Meta(description="format of significant tokens")] = "k8v4"
-    low: Annotated[str, Meta(description="format of the others; drop: there is none")] = "k4v2"
-    t_high: Annotated[Share, Meta(description="share of attention below which not high")] = 0.1
+    low: Annotated[str, Meta(description="format of the others; drop: prune them")] = "k4v2"
+    t_high: Annotated[Share, Meta(description="share of attention not stored in high")] = 0.1
     t_low: Annotated[Share, Meta(description="share of attention that is pruned")] = 0.0
     window: Annotated[int, Meta(ge=0, description="newest tokens, kept raw")] = 64
     group: Annotated[
-        Literal["max", "mean"], Meta(description="how query heads of a KV head are put together")
+        Literal["max", "mean"], Meta(description="reduction over the query heads of a KV head")
     ] = "max"
     last: Annotated[
-        Count | None, Meta(description="queries of a prompt that are watched; none: all")
+        Count | None, Meta(description="last queries of a prompt to observe; none: all")
     ] = 64
     form: Annotated[
         Literal["mass", "token"], Meta(description="thresholds on shares, or on single scores")
     ] = "mass"
     alpha_high: Annotated[
-        float, Meta(ge=0, description="high asks for this / length, in form=token")
+        float, Meta(ge=0, description="threshold of high, times 1 / length, in form=token")
     ] = 1.0
     alpha_low: Annotated[
-        float, Meta(ge=0, description="staying asks for this / length, in form=token")
+        float, Meta(ge=0, description="threshold of pruning, times 1 / length, in form=token")
     ] = 0.0
     profile: Annotated[
         str | None, Meta(description="file of kv-serve calibrate: formats and thresholds")
     ] = None
 
     def __post_init__(self) -> None:
-        """Check the parameters, and find the formats.
+        """Check the parameters, and load the formats.
 
         Raises:
-            ValueError: thresholds out of order or out of range, a format that is not one, or a
-                profile that cannot be read or says something else than what is given beside it.
+            ValueError: thresholds out of order or out of range, an invalid format, or a profile
+                that cannot be read or contradicts the other parameters.
         """
         super().__post_init__()
         if self.profile is not None:
@@ -101,24 +101,24 @@ class LeanKV(Selecting):
             high, low = getattr(self, above), getattr(self, below)
             if low > high:
                 raise ValueError(
-                    f"{self.name}: {below}={low} is above {above}={high}; what is pruned is part "
-                    f"of what is not stored in high precision, so give at most {high}"
+                    f"{self.name}: {below}={low} is above {above}={high}; pruned tokens are among "
+                    f"those not stored in high precision, so use at most {high}"
                 )
             if self.low == "drop" and low:
                 raise ValueError(
-                    f"{self.name}: with low=drop, {above} says what is pruned, so {below}={low} "
-                    "has no meaning; leave it out"
+                    f"{self.name}: with low=drop, {above} sets what is pruned, so {below}={low} "
+                    "has no effect; remove it"
                 )
         self._tiers()
 
     def _follow(self, profile: Profile) -> None:
-        """Take a profile's settings; what is given beside it must be the same."""
+        """Take a profile's settings; parameters set beside it must be equal."""
         for key in ("high", "low", "t_high", "t_low", "window", "group", "last"):
             found, given = getattr(profile, key), getattr(self, key)
             if given not in (found, type(self).__dataclass_fields__[key].default):
                 raise ValueError(
-                    f"{self.name}: {key}={given} is given and the profile {self.profile} says "
-                    f"{found}; leave {key} out, or the profile"
+                    f"{self.name}: {key}={given} contradicts the profile {self.profile}, which has "
+                    f"{found}; remove {key} or the profile"
                 )
             object.__setattr__(self, key, found)
 
@@ -141,12 +141,12 @@ class LeanKV(Selecting):
 
     @property
     def fitted_to(self) -> str | None:
-        """The model that the profile was made with."""
+        """Fingerprint of the model that the profile was measured on."""
         return None if self.profile is None else load_profile(Path(self.profile)).fingerprint
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a token becomes depends on what comes after it."""
+        """A token's tier depends on later tokens."""
         return Capabilities(shortens=self._prunes, shares_prefixes=False, rolls_back=False)
 
     @property
@@ -155,7 +155,7 @@ class LeanKV(Selecting):
 
     @property
     def tiers(self) -> int:
-        """High, and low unless that is dropped."""
+        """High, and low unless `low` is drop."""
         return 1 if self.low == "drop" else 2
 
     @property
@@ -166,14 +166,14 @@ class LeanKV(Selecting):
 
     @property
     def running(self) -> RunningMean:
-        """What `score` says of generated queries."""
+        """The mean that `score` updates with generated queries."""
         return RunningMean(self.last)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Average the attention from the queries after a token, those of this pass included.
+        """Return the mean attention from the queries after a token, this pass included.
 
-        With `last` a token's past counts as at most that many queries, so what generated queries
-        say replaces it gradually.
+        With `last` past queries have at most that weight, so generated queries gradually replace
+        them.
         """
         return running_mean(view, view.score, self.last)
 
@@ -184,12 +184,12 @@ class LeanKV(Selecting):
         for below in self._below(view):
             level = torch.where(here & ~below, level, level + 1)
         tier = torch.where(level < self.tiers, level, DROP)
-        stored = view.tier < FRESH  # a stored token never goes back to an earlier tier
+        stored = view.tier < FRESH  # a stored token never moves to an earlier tier
         tier = torch.where(stored, tier.maximum(view.tier), tier)
         return tier.masked_fill(~here, DROP)
 
     def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"]:
-        """Give the score that the prompt's plan asks for each tier, times the prompt's length."""
+        """Return each tier's score threshold in the prompt's plan, times the prompt's length."""
         here = view.position >= 0
         fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
         if self.form == "token":
@@ -199,7 +199,7 @@ class LeanKV(Selecting):
         for below, alpha in zip(self._below(view), fixed, strict=True):
             least = view.score.masked_fill(~here | below, torch.inf).amin(-1)
             cut = least * view.length[:, None]
-            cut = cut.masked_fill(~(here & below).any(-1), 0)  # no token was below: none is asked
+            cut = cut.masked_fill(~(here & below).any(-1), 0)  # no token below: no threshold
             found.append(cut.masked_fill(few, alpha))
         return torch.stack(found)
 
@@ -221,7 +221,7 @@ class LeanKV(Selecting):
         return Step(*(x.to(torch.uint8) for x in (tier, victim, target)))
 
     def _below(self, view: PlanView) -> list[Tensor]:
-        """Per tier, best first, the tokens that are worth less than it."""
+        """Return per tier, best first, the tokens below its threshold."""
         if self.form == "token":
             asked = view.length[:, None, None].float().reciprocal()
             fixed = (self.alpha_high, self.alpha_low)[: self.tiers]
@@ -231,9 +231,9 @@ class LeanKV(Selecting):
         total = score.sum(-1)
         if view.aside is not None:
             total = total + view.aside
-        share = score / total[..., None].clamp(min=1e-30)  # of all tokens, the window's included
+        share = score / total[..., None].clamp(min=1e-30)  # of all tokens, window included
         order = view.score.masked_fill(~here, torch.inf).argsort(dim=-1, stable=True)
         below = share.gather(-1, order).cumsum(-1)
         reached = torch.empty_like(below).scatter_(-1, order, below)
-        # What adds up to a threshold but for rounding, as all of it does to 1, has reached it.
+        # Sums equal to a threshold up to rounding, such as the total of 1, have reached it.
         return [reached < t - 1e-9 for t in (self.t_high, self.t_low)[: self.tiers]]

@@ -1,4 +1,4 @@
-"""What calibration found for a model: the formats and thresholds of LeanKV, as a JSON file."""
+"""LeanKV calibration results for a model: formats and thresholds, as a JSON file."""
 
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -16,13 +16,13 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `leankv` for one model, and what they were measured to cost.
+    """Settings of `leankv` for one model, and their measured cost.
 
     `kv-serve calibrate leankv` writes it, `leankv:profile=FILE` reads it.
     """
 
     format: Literal["leankv profile 1"] = FORMAT
-    model: str  # its name, for people
+    model: str  # display name
     fingerprint: str  # of its weights, settings and tokenizer
     high: str
     low: str
@@ -31,26 +31,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     window: Annotated[int, Meta(ge=0)] = 64
     group: Literal["max", "mean"] = "max"
     last: Annotated[int, Meta(ge=1)] | None = None
-    max_loss: Share  # the loss that was allowed
-    tasks: tuple[str, ...]  # those it was allowed on
-    length: int  # tokens of the prompts
-    bytes_ratio: float  # bytes held after the prompts over those of a full cache
+    max_loss: Share  # the allowed loss
+    tasks: tuple[str, ...]  # the tasks the loss was measured on
+    length: int  # tokens per prompt
+    bytes_ratio: float  # cache bytes after the prompts over those of a full cache
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile.
+    """Load a profile.
 
     Raises:
-        ValueError: there is no such file, or it is no profile; the sentence says what is wrong.
+        ValueError: the file does not exist or is not a profile; the message gives the reason.
     """
     if path.suffix == ".partial":
         raise ValueError(
             f"{path} holds the samples of a calibration that has not finished; run the same "
-            "`kv-serve calibrate leankv` again, which resumes from them, and give "
+            "`kv-serve calibrate leankv` again, which resumes from them, and use "
             f"{path.with_suffix('')}"
         )
     try:
@@ -66,6 +66,6 @@ def load_profile(path: Path) -> Profile:
         return decode(data, Profile)
     except ValueError as error:
         raise ValueError(
-            f"{path} is no profile of leankv: {error}; give a file that `kv-serve calibrate "
+            f"{path} is not a leankv profile: {error}; use a file that `kv-serve calibrate "
             "leankv` wrote"
         ) from None

@@ -1,4 +1,4 @@
-"""Scores of neighbouring positions, put together."""
+"""Pooling of scores over neighbouring positions."""
 
 from typing import Literal
 
@@ -15,19 +15,19 @@ def pool(
     size: int,
     how: Literal["avg", "max"],
 ) -> Float[Tensor, "B H L"]:
-    """Pool each token's score over those that count among the `size` positions around its own.
+    """Pool each token's score over the counted tokens among the `size` positions around it.
 
-    Neighbours are told by position, not by place: what is left on the two sides of a gap stays
-    apart. At the ends and beside gaps, a mean is over the tokens that are there. Two tokens with
-    the same pool get the same number, to the last bit: equal scores stay equal, and a plan decides
-    them by position and not by rounding.
+    Neighbours are defined by position, not by slot: tokens on two sides of a gap are not adjacent.
+    At the ends and beside gaps, a mean is over the present tokens only. Two tokens with the same
+    pool get bitwise equal results: ties stay ties, and a plan breaks them by position and not by
+    rounding.
 
     Args:
         score: one number per token.
-        position: ascending in each head among the tokens that count.
-        counts: tokens that are pooled; the others get 0 and give nothing.
-        size: positions in a pool, odd.
-        how: the mean or the greatest of the pool.
+        position: ascending in each head among the counted tokens.
+        counts: tokens that are pooled; the others get 0 and contribute nothing.
+        size: positions per pool, odd.
+        how: mean or maximum.
     """
     given = score.masked_fill(~counts, 0)
     if how == "max":
@@ -42,7 +42,7 @@ def _greatest(
     radius: int,
 ) -> Float[Tensor, "B H L"]:
     found = given.clone()
-    # Neighbours lie at most `radius` places off.
+    # Neighbours are at most `radius` slots apart.
     for step in range(1, min(radius, given.shape[-1] - 1) + 1):
         before, after = slice(None, -step), slice(step, None)
         near = position[..., after] - position[..., before] <= radius
@@ -59,7 +59,7 @@ def _mean(
     counts: Bool[Tensor, "B H L"],
     radius: int,
 ) -> Float[Tensor, "B H L"]:
-    """The mean of each pool as a difference of running sums, which depends on its ends alone."""
+    """Return the mean of each pool as a difference of prefix sums at its ends."""
     place = position.masked_fill(~counts, -1).cummax(-1).values
     first = torch.searchsorted(place, position - radius)
     past = torch.searchsorted(place, position + radius, right=True)

@@ -1,4 +1,4 @@
-"""PyramidInfer's budgets: fewer tokens layer by layer, along a cosine."""
+"""PyramidInfer's budgets: they decrease over the layers along a cosine."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,12 +14,12 @@ from kv_policy import PlanView
 
 @dataclass(frozen=True)
 class PyramidInfer(SnapKV):
-    """Score as SnapKV does; let budgets fall from the first layer to `last_layer` of it.
+    """Score as SnapKV does; budgets fall from the first layer to `last_layer` of it.
 
-    Only the budgets are PyramidInfer's. The method itself drops tokens while the prompt is read,
-    so that later layers do not even compute them, which a cache cannot do. That budgets fall from
-    layer to layer is in the survey on sequence length; the cosine is from memory of the authors'
-    code, not checked.
+    Only the budgets are PyramidInfer's. The method itself drops tokens during prefill, so that
+    later layers do not compute them, which a cache cannot do. The survey on sequence length states
+    that budgets fall from layer to layer; the cosine is from memory of the authors' code, not
+    checked.
     """
 
     name: ClassVar[str] = "pyramidinfer"
@@ -27,10 +27,10 @@ class PyramidInfer(SnapKV):
     scope = "model"  # layers share one budget
 
     last_layer: Annotated[
-        float, Meta(gt=0, le=1, description="what the last layer keeps, of the first one's")
+        float, Meta(gt=0, le=1, description="budget of the last layer over that of the first")
     ] = 0.2
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
-        """Share the budget out by layer."""
+        """Distribute the budget over layers."""
         layers = cosine(view, self.window, self.last_layer)[..., None]
         return spread(view, self.window, layers.expand(view.score.shape[:-1]), over=(0, 2))

@@ -1,4 +1,4 @@
-"""Numbers to few bits, so that what is equal but for rounding is equal."""
+"""Rounding to few bits, so that values equal up to float32 rounding become equal."""
 
 from typing import Final
 
@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_BITS: Final = 12  # rounding of float32 is seen in later ones
+_BITS: Final = 12  # float32 rounding differences are in lower bits
 
 
 def rounded(x: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
-    """Round numbers to 12 bits: what a batch and a row alone compute differently is then equal."""
+    """Round numbers to 12 bits, so that a batch and a single row give equal results."""
     mantissa, exponent = torch.frexp(x)
     near: Tensor = torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)
     return near

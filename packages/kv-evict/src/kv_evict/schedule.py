@@ -1,9 +1,9 @@
-"""Which pages to free so that what is lost weighs least (KV-Compress, section 4.2.2).
+"""The choice of pages to free at the lowest cost (KV-Compress, section 4.2.2).
 
-A head frees its first page by letting go of as many of its lowest scores as its last page holds,
-and each further one by letting go of a page's worth more: the empty slots of the last page count as
-scores that are lowest of all. The price of a page is the highest score that goes with it. Prices
-never fall along a head, so taking the cheapest pages of all heads takes the lowest scores of each.
+A head frees its first page by evicting as many of its lowest scores as its last page holds, and
+each further one by evicting a page's worth more: the empty slots of the last page count as scores
+lower than any other. The price of a page is the highest score evicted with it. Prices never fall
+within a head, so taking the cheapest pages of all heads takes the lowest scores of each.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from kv_policy import best
 
 
 class Offers(NamedTuple):
-    """The pages that heads could free, each head's in the order it would."""
+    """The pages that heads could free, in order within each head."""
 
-    price: Float[Tensor, "N B H T"]  # highest score that goes; inf where there is no such page
-    tokens: Int[Tensor, "N B H T"]  # tokens that go with it
+    price: Float[Tensor, "N B H T"]  # highest evicted score; inf where there is no such page
+    tokens: Int[Tensor, "N B H T"]  # tokens evicted with the page
 
 
 def offers(
@@ -27,12 +27,12 @@ def offers(
     held: Bool[Tensor, "N B H L"],
     page: Int[Tensor, ""] | Int[Tensor, "N H"],
 ) -> Offers:
-    """Price the pages of each head.
+    """Compute the price of each head's pages.
 
     Args:
-        score: finite, or infinite where a token is protected.
+        score: finite, or infinite for protected tokens.
         held: tokens of this tier.
-        page: tokens in a page, or in a page of each layer and head; on the host.
+        page: tokens per page, for all or per layer and head; on the CPU.
     """
     places, most = score.shape[-1], -(-score.shape[-1] // int(page.min()))
     page = (page[:, None] if page.ndim else page).to(score.device, non_blocking=True)
@@ -41,31 +41,31 @@ def offers(
     number = torch.arange(most, device=score.device)
     first = torch.where(count % page == 0, page, count % page)[..., None]
     page = page[..., None]
-    last = first + number * page  # tokens gone once so many pages are free
+    last = first + number * page  # tokens evicted once so many pages are free
     tokens = torch.where(number == 0, first, page).expand_as(last)
     price = ascending.gather(-1, (last - 1).clamp(max=places - 1))
-    # What may go beside protected tokens frees no page: it goes when nothing else is left.
+    # Evictable tokens next to protected ones free no page: they are evicted last.
     loose = (ascending.isfinite().sum(-1, keepdim=True) - (last - tokens)).clamp(min=0)
     price = price.where(loose >= tokens, torch.finfo(price.dtype).max)
     return Offers(price.masked_fill(loose == 0, torch.inf), torch.minimum(tokens, loose))
 
 
 def taken(each: list[Offers], excess: Int[Tensor, " B"]) -> list[Int[Tensor, "N B H"]]:
-    """Take the cheapest pages until `excess` tokens of each sequence go with them, or none is left.
+    """Take the cheapest pages until they hold `excess` tokens of each sequence, or none is left.
 
-    Of equal prices, the pages that cost their heads least so far go first, heads in order, so equal
-    scores everywhere are taken evenly. Protected tokens are never taken.
+    Among equal prices, the pages that cost their heads least so far are taken first, heads in
+    order, so equal scores are taken evenly. Protected tokens are never taken.
 
     Args:
         each: the offers of each tier.
-        excess: tokens that are too many; heads and layers of the offers share them.
+        excess: tokens over the budget; heads and layers of the offers share them.
 
     Returns:
-        Per tier and head, the tokens to let go of.
+        Tokens to evict per tier and head.
     """
 
     def flat(x: Tensor) -> Tensor:
-        return x.permute(1, 3, 0, 2).flatten(1)  # B, pages of heads after one another
+        return x.permute(1, 3, 0, 2).flatten(1)  # B, pages of one head after another
 
     price = torch.cat([flat(offer.price) for offer in each], 1)
     tokens = torch.cat([flat(offer.tokens) for offer in each], 1)
@@ -86,5 +86,5 @@ def taken(each: list[Offers], excess: Int[Tensor, " B"]) -> list[Int[Tensor, "N 
 def without(
     score: Float[Tensor, "N B H L"], held: Bool[Tensor, "N B H L"], count: Int[Tensor, "N B H"]
 ) -> Bool[Tensor, "N B H L"]:
-    """Mark what is held but for the `count` lowest scores of each head; of equal ones later go."""
+    """Mark held tokens except the `count` lowest scores of each head; of ties evict the later."""
     return best(score.masked_fill(~held, -torch.inf), held.sum(-1) - count) & held

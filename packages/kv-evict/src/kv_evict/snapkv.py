@@ -1,4 +1,4 @@
-"""SnapKV: keep what the last queries of the prompt look at, and the neighbours of it."""
+"""SnapKV: tokens that the last queries of the prompt attend to, and their neighbours."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -14,38 +14,38 @@ from kv_policy import Evictor, LayerView, Observe
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """Keep the last `window` tokens and what their queries attend to most, `budget` in all.
+    """Keep the last `window` tokens and those their queries attend to most, `budget` in all.
 
-    A token's score is the attention probability it gets from a query of the window, on average over
-    the window's queries and over the query heads of its KV head (`group`), pooled over `pool`
-    neighbouring positions. The window itself always stays and lends its neighbours nothing.
-    Generated tokens join the cache; the next prompt is compressed together with what is stored.
+    A token's score is the attention probability it receives from a query of the window, averaged
+    over the window's queries and over the query heads of its KV head (`group`), pooled over `pool`
+    neighbouring positions. The window itself is always kept and is left out of the pooling.
+    Generated tokens grow the cache; the next prompt is compressed together with stored tokens.
 
-    A pass with fewer queries than the window, such as a short question after a long text, sees
-    only a part of the window. Its share of the score is the share of the window that it is; the
-    rest is the score a token brings along. A token that brings none (it is new, or the window
-    protected it until now) is scored by this pass alone.
+    A pass with fewer queries than the window, such as a short question after a long text, has only
+    a part of the window. Its weight in the score is that share of the window; the rest is the
+    token's stored score. A token without one (it is new, or was inside the window until now) is
+    scored by this pass alone.
 
     The paper's code pools over 5 or 7 neighbours. On SmolLM2-135M a mean over 21 finds far more
     hidden numbers than one over 5, which keeps the first digits of a number and drops its end,
-    so 21 is the default. Where neighbours were dropped, only those still there are pooled.
+    so 21 is the default. Evicted neighbours are left out of a pool.
     """
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, Li et al., 2024, https://arxiv.org/abs/2404.14469"
 
     window: Annotated[
-        int, Meta(ge=1, description="last tokens of the prompt: always kept, their queries decide")
+        int, Meta(ge=1, description="last tokens of the prompt: always kept, their queries score")
     ] = 32
     pool: Annotated[
-        int, Meta(ge=1, description="neighbouring positions a score is pooled over; an odd number")
+        int, Meta(ge=1, description="neighbouring positions to pool scores over; odd")
     ] = 21
     pooling: Annotated[
-        Literal["avg", "max"], Meta(description="how scores of neighbours are pooled")
+        Literal["avg", "max"], Meta(description="pooling of neighbouring scores")
     ] = "avg"
     group: Annotated[
         Literal["mean", "sum", "max"],
-        Meta(description="how query heads that share a KV head are put together"),
+        Meta(description="reduction over the query heads of a KV head"),
     ] = "mean"
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SnapKV(Evictor):
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; give an odd number, such as "
+                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
                 f"{self.pool + 1}"
             )
 
@@ -68,7 +68,7 @@ class SnapKV(Evictor):
         return Observe(last=self.window, group=self.group)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Give a token the pooled attention of the window, and those in the window infinity."""
+        """Return the pooled attention of the window, and infinity inside the window."""
         score = view.score.masked_fill(~view.score.isfinite(), 0)
         if view.mass is not None and view.seen is not None:
             older = view.position < view.length[:, None, None] - self.window

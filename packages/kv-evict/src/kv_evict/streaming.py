@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens, which attention rests on, and the most recent ones."""
+"""StreamingLLM: attention sinks and the most recent tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -12,27 +12,27 @@ from kv_policy import Evictor, LayerView
 
 @dataclass(frozen=True)
 class Streaming(Evictor):
-    """Keep the first `sinks` tokens and the most recent ones, `budget` in all, at every moment.
+    """Keep the first `sinks` tokens and the most recent ones, `budget` in all, at every step.
 
-    A token's score is its position, so whenever one comes in and the budget is full, the oldest
-    that is no sink leaves, while generating as after a prompt. Nothing is observed.
+    A token's score is its position, so when a token arrives and the budget is full, the oldest
+    token that is not a sink is evicted, after a prompt and during generation. Nothing is observed.
 
-    Tokens keep the positions that their keys were rotated for. The paper's code instead numbers
-    them anew inside the cache, so that it can run past the length a model was trained for; here
-    that length stays the limit.
+    Tokens keep the positions that their keys were rotated to. The paper's code renumbers them
+    inside the cache, so that it can exceed the length a model was trained for; here that length is
+    the limit.
     """
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al., 2023, https://arxiv.org/abs/2309.17453"
-    decode = "step"  # each generated token takes the place of the oldest that is no sink
+    decode = "step"  # each generated token evicts the oldest that is not a sink
 
     sinks: Annotated[int, Meta(ge=0, description="first tokens of a sequence, always kept")] = 4
 
     @property
     def protected(self) -> int:
-        """The sinks, and the newest token, whose position is the highest score."""
+        """The sinks and the newest token, whose score is the highest."""
         return super().protected + 1
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Give a token its position, and a sink infinity."""
+        """Return the position of a token, and infinity for a sink."""
         return self.protect(view.position.to(view.score.dtype), view)

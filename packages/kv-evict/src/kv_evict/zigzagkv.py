@@ -1,4 +1,4 @@
-"""ZigZagKV: layers and heads get what their attention needs."""
+"""ZigZagKV: budgets of layers and heads follow their attention."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,24 +14,26 @@ from kv_policy import LayerView, PlanView
 
 @dataclass(frozen=True)
 class ZigZagKV(SnapKV):
-    """Score as SnapKV does; share the budget out by how many tokens hold `share` of the attention.
+    """Score as SnapKV does; budgets follow the number of tokens with `share` of the attention.
 
     A head's need is the least number of tokens whose attention from the window adds up to `share`
-    (MBA), a layer's the mean of its heads (LMBA). Beside the window, every layer is sure of `floor`
-    of the average, and the rest goes to layers by LMBA; inside a layer it goes to heads by MBA.
-    The definitions and the reserve per layer are in the survey on sequence length; how large the
-    reserve is, it does not say, and 0.5 is ours.
+    (MBA), a layer's the mean of its heads (LMBA). Beside the window, every layer keeps at least
+    `floor` of the average, and the rest is distributed over layers by LMBA; within a layer it is
+    distributed over heads by MBA. The definitions and the reserve per layer are in the survey on
+    sequence length, which does not give the size of the reserve; 0.5 is ours.
     """
 
     name: ClassVar[str] = "zigzagkv"
     source: ClassVar[str] = "ZigZagKV, Zhong et al., 2024, https://arxiv.org/abs/2412.09036"
     scope = "model"  # layers share one budget
 
-    share: Annotated[float, Meta(gt=0, lt=1, description="attention a head is to keep")] = 0.9
-    floor: Annotated[float, Meta(ge=0, le=1, description="of the average, sure for layers")] = 0.5
+    share: Annotated[float, Meta(gt=0, lt=1, description="share of a head's attention")] = 0.9
+    floor: Annotated[
+        float, Meta(ge=0, le=1, description="minimum per layer, as share of the average")
+    ] = 0.5
 
     def head_stats(self, view: LayerView) -> Float[Tensor, "B H"]:
-        """Count the tokens that hold `share` of the window's attention to what is before it."""
+        """Return the number of tokens with `share` of the window's attention to earlier tokens."""
         assert view.mass is not None  # it is observed
         older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
         mass = view.mass.double().masked_fill(~older, 0).sort(-1, descending=True).values
@@ -39,7 +41,7 @@ class ZigZagKV(SnapKV):
         return (reached.sum(-1) + 1).float()
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
-        """Share the budget out by layer and head."""
+        """Distribute the budget over layers and heads."""
         assert view.head_stats is not None  # prompts only
         need = view.head_stats.double()
         average = (view.budget - self.window).clamp(min=0).double()[:, None]

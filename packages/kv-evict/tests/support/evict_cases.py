@@ -1,4 +1,4 @@
-"""What tests of evictors share: heads that hold different tokens, plans and steps carried out."""
+"""Shared cases for tests of evictors: ragged heads, plans, and executed steps."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from kv_policy import (
 
 quick: Final[settings] = settings(max_examples=60, deadline=None, derandomize=True)
 
-# Of two sequences: their tokens, and how many of these earlier passes brought.
+# Per sequence (two): the number of tokens, and how many of them were stored by earlier passes.
 LENGTHS: Final[tuple[int, int]] = (30, 11)
 STORED: Final[tuple[int, int]] = (14, 3)
 
@@ -42,9 +42,9 @@ def ragged(
     stored: Sequence[int] = STORED,
     least: int = 0,
 ) -> Tensor:
-    """Positions [N B 3 L]: each head holds other stored tokens and all later ones.
+    """Return positions [N B 3 L]: stored tokens differ between heads, later ones do not.
 
-    Of the stored tokens it holds `least` or more. The last two places of every head are empty.
+    Each head holds at least `least` stored tokens. Its last two slots are empty.
     """
     draw = torch.Generator().manual_seed(seed)
     position = torch.full((layers, len(lengths), 3, max(lengths) + 2), -1)
@@ -58,7 +58,7 @@ def ragged(
 
 
 def keyed(seed: int) -> LayerView:
-    """A layer of which the keys are given; each head holds at least one stored token."""
+    """Return a layer view with keys; each head holds at least one stored token."""
     position = ragged(seed, least=1)[0]
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randn(*position.shape, SHAPE.key_dim, generator=draw, dtype=torch.float64)
@@ -74,7 +74,7 @@ def keyed(seed: int) -> LayerView:
 
 
 def attended(seed: int, window: int) -> LayerView:
-    """A layer with the attention of the last queries, steep in some heads and flat in others."""
+    """Return a layer view with the last queries' attention: peaked in some heads, flat in some."""
     draw, position = torch.Generator().manual_seed(seed), ragged(seed)[0]
     length = torch.tensor(LENGTHS)
     fresh = position >= torch.tensor(STORED)[:, None, None]
@@ -94,7 +94,7 @@ def attended(seed: int, window: int) -> LayerView:
 
 
 def check_scores_of_snapkv(policy: type[SnapKV]) -> None:
-    """Compare a policy's scores with SnapKV's under the same parameters."""
+    """Compare a policy's scores with SnapKV's for the same parameters."""
     view = attended(3, window=4)
     for options in ({"pool": 3}, {"pool": 5, "pooling": "max"}):
         found = policy(window=4, **options).score(view)
@@ -102,7 +102,7 @@ def check_scores_of_snapkv(policy: type[SnapKV]) -> None:
 
 
 def random_scores(seed: int, position: Tensor, lengths: Sequence[int], window: int) -> Tensor:
-    """Scores [N B H L] from 0 to 1; those of the newest tokens, the window, are infinite."""
+    """Return scores [N B H L] from 0 to 1; those of the window, the newest tokens, are infinite."""
     score = torch.rand(position.shape, generator=torch.Generator().manual_seed(seed))
     newest = torch.tensor(lengths)[:, None, None] - window
     return score.masked_fill(position >= newest, torch.inf)
@@ -115,9 +115,9 @@ def plan_view(
     budgets: Sequence[int],
     head_stats: Tensor | None = None,
 ) -> PlanView:
-    """What is planned after a prompt, of scores and positions [N B H L] in the tier FRESH.
+    """Return the plan view after a prompt, for scores and positions [N B H L] in the tier FRESH.
 
-    Where there is no token the score is NaN, which must not matter.
+    The score of empty slots is NaN, which must not matter.
     """
     return PlanView(
         shape=shape(len(position), position.shape[2]),
@@ -139,34 +139,34 @@ def plan_at_random(
     seed: int = 0,
     head_stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A plan, and the random scores it was made from."""
+    """Return a plan, and the random scores it was made from."""
     score = random_scores(seed, position, lengths, policy.window)
     return policy.plan(plan_view(score, position, lengths, budgets, head_stats)), score
 
 
 def planned(policy: Selector, view: LayerView, budgets: Sequence[int]) -> Tensor:
-    """The plan [B H L] for a layer, by the scores that the policy gives it."""
+    """Return the plan [B H L] of a layer, by the policy's own scores."""
     score, lengths = policy.score(view)[None], view.length.tolist()
     return policy.plan(plan_view(score, view.position[None], lengths, budgets))[0]
 
 
 def worth(position: Tensor, score: Tensor) -> dict[int, float]:
-    """The tokens of a head, and their scores."""
+    """Return the tokens of a head, and their scores."""
     each = zip(position.tolist(), score.tolist(), strict=True)
     return {p: s for p, s in each if p >= 0}
 
 
 def best(scores: dict[int, float], count: int) -> list[int]:
-    """The tokens of the highest scores, of equal ones the earlier, in order of position."""
+    """Return the tokens with the highest scores, the earlier of ties, in order of position."""
     return sorted(sorted(scores, key=lambda p: (-scores[p], p))[:count])
 
 
 def check_counts(
     plan: Tensor, score: Tensor, position: Tensor, counts: Iterable[Iterable[int]]
 ) -> None:
-    """Compare a sequence's plan [N H L] with the best of each head.
+    """Compare a sequence's plan [N H L] with the best tokens of each head.
 
-    How many a head keeps is given head by head; of several numbers where rounding decides.
+    The number kept is given per head; several numbers where rounding decides.
     """
     heads = (x.flatten(0, 1) for x in (plan, score, position))
     for tiers, scores, places, choices in zip(*heads, counts, strict=True):
@@ -175,7 +175,7 @@ def check_counts(
 
 
 def filled(asked: list[float], length: int) -> list[float]:
-    """What heads keep of what they are given: beyond the prompt it goes to those that have room."""
+    """Return what heads keep: amounts beyond the prompt are redistributed to free capacity."""
     kept = [min(a, length) for a in asked]
     room, excess = length * len(asked) - sum(kept), sum(asked) - sum(kept)
     return [k + (length - k) * min(1, excess / max(room, 1)) for k in kept]
@@ -189,9 +189,9 @@ def step(
     budget: int,
     share: float = 0.0,
 ) -> list[int]:
-    """One step of one head that holds these positions and scores, carried out.
+    """Execute one step of a head with these positions and scores.
 
-    The token at position `at` arrives; `share` is the cut that was made after the prompt.
+    The token at position `at` arrives; `share` is the threshold set after the prompt.
     """
     recent_tokens = complete(policy).recent_tokens(torch.tensor([budget]))
     newer = at + 1 - (0 if recent_tokens is None else int(recent_tokens))

@@ -1,4 +1,4 @@
-"""The contract between the kv packages: a policy sends tokens to tiers, a codec stores a tier."""
+"""The contract between the kv packages: policies assign tokens to tiers, codecs store the tiers."""
 
 from kv_policy.backends import Backend, Instructions, installed_backends
 from kv_policy.basis import HeadBasis, LayerBasis, fold_values

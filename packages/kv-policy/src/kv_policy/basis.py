@@ -1,4 +1,4 @@
-"""A basis per head: what is stored is the vector's coordinates in it."""
+"""Per-head bases: the cache stores a vector's coordinates in the basis of its KV head."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadBasis:
-    """Linear maps of the KV heads of a layer; each stored head keeps its first `rank` coordinates.
+    """Linear maps of a layer's KV heads; each stored head keeps its first `rank` coordinates.
 
-    Columns of `matrix` past a head's rank are zero, so a product with the whole matrix is right for
-    every head while pages store as many numbers as the rank says. What meets the stored vectors,
-    queries or the output, is mapped by `dual`: q·dual times k·matrix stands for q·k. With
-    orthonormal columns that is the matrix itself.
+    Columns of `matrix` past a head's rank are zero, so a product with the whole matrix is correct
+    for every head while pages store only `rank` numbers per vector. Queries and attention outputs
+    are mapped by `dual`: (q·dual)·(k·matrix) approximates q·k. With orthonormal columns the dual is
+    the matrix itself.
 
-    `together` consecutive KV heads may be stored as one, whose coordinates are the sum of theirs:
-    a basis of their vectors laid side by side. Their query heads become one larger group.
+    `together` consecutive KV heads may be stored as one: the basis then spans their concatenated
+    vectors, a stored vector is the sum of their coordinates, and their GQA groups merge into one.
     """
 
     matrix: Float[Tensor, "H D R"]
@@ -26,11 +26,11 @@ class HeadBasis:
     together: int = 1
 
     def __post_init__(self) -> None:
-        """Check the ranks against the matrix, and that nothing is kept past them."""
+        """Check the ranks against the matrix and that columns past a rank are zero."""
         heads, dim, width = self.matrix.shape
         if self.together < 1 or heads % self.together:
             raise ValueError(
-                f"{heads} KV heads cannot be stored {self.together} at a time; give a divisor"
+                f"{heads} KV heads cannot be stored {self.together} at a time; choose a divisor"
             )
         most = min(dim * self.together, width)
         if len(self.rank) * self.together != heads or not all(1 <= r <= most for r in self.rank):
@@ -41,7 +41,7 @@ class HeadBasis:
             )
         if self.dual is not None and self.dual.shape != self.matrix.shape:
             raise ValueError(
-                f"the dual has shape {tuple(self.dual.shape)}; it must be that of the matrix, "
+                f"the dual has shape {tuple(self.dual.shape)}; it must match the matrix, "
                 f"{tuple(self.matrix.shape)}"
             )
         column = torch.arange(width, device=self.matrix.device)
@@ -51,12 +51,12 @@ class HeadBasis:
             raise ValueError("columns past a head's rank must be zero")
 
     def project(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
-        """Coordinates of keys or values, as they are stored, by stored head."""
+        """Return the coordinates of keys or values, one row per stored head."""
         found = x @ self.matrix.to(x.dtype)
         return found if self.together == 1 else found.unflatten(1, (-1, self.together)).sum(2)
 
     def project_queries(self, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
-        """Coordinates of queries: their products with stored keys are the attention logits."""
+        """Project queries so that their products with stored keys are the attention logits."""
         found = q @ self._dual(q.dtype)
         if self.together == 1:
             return found
@@ -64,13 +64,13 @@ class HeadBasis:
         return by_stored
 
     def undo(self, out: Float[Tensor, "B H2 G2 L R"]) -> Float[Tensor, "B H G L D"]:
-        """Turn sums of stored values, one per query, back into the space of values."""
+        """Map attention outputs over stored values, one per query, back to the value space."""
         if self.together > 1:
             out = out.unflatten(2, (self.together, -1)).flatten(1, 2)
         return out @ self._dual(out.dtype).mT
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "HeadBasis":
-        """The same maps on another device, in another dtype."""
+        """Return the same maps on another device and in another dtype."""
         dual = None if self.dual is None else self.dual.to(device, dtype)
         return HeadBasis(self.matrix.to(device, dtype), self.rank, dual, self.together)
 
@@ -80,16 +80,16 @@ class HeadBasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The maps of one layer. Keys need k·R and q·R; values are undone once, after attention."""
+    """The maps of one layer: k·R and q·R for keys; values are mapped back once after attention."""
 
     key: HeadBasis | None = None
     value: HeadBasis | None = None
 
     def __post_init__(self) -> None:
-        """Check that keys and values are stored by the same heads.
+        """Check that keys and values use the same stored heads.
 
         Raises:
-            ValueError: they are not.
+            ValueError: keys and values store different numbers of KV heads together.
         """
         if self._together(self.key) != self._together(self.value):
             raise ValueError(
@@ -99,7 +99,7 @@ class LayerBasis:
 
     @property
     def together(self) -> int:
-        """KV heads that are stored as one."""
+        """Number of KV heads stored as one."""
         return self._together(self.key)
 
     @staticmethod
@@ -112,11 +112,11 @@ def fold_values(
     v_proj: Float[Tensor, "HD hidden"],
     o_proj: Float[Tensor, "hidden QD"],
 ) -> tuple[Float[Tensor, "HR hidden"], Float[Tensor, "hidden QR"]]:
-    """Put a value basis into the two projections around attention (ZACK section 4.1).
+    """Fold a value basis into the projections before and after attention (ZACK section 4.1).
 
-    The new `v_proj` gives coordinates (R per stored head) and the new `o_proj` reads them, so
-    attention runs in the reduced space and nothing is rotated back per token. Exact where the basis
-    is of full rank.
+    The new `v_proj` outputs coordinates (R per stored head) and the new `o_proj` takes them, so
+    attention runs in the reduced space without a per-token rotation back. Exact for a basis of full
+    rank.
 
     Args:
         basis: value maps, D to R, one per KV head.
@@ -124,7 +124,7 @@ def fold_values(
         o_proj: weight of the output projection, columns by query head and dimension.
 
     Raises:
-        ValueError: the weights do not have the basis's heads and dimensions.
+        ValueError: the weights do not match the heads and dimensions of the basis.
     """
     heads, dim, _ = basis.matrix.shape
     if v_proj.shape[0] != heads * dim or o_proj.shape[1] % (heads * dim):
@@ -132,7 +132,7 @@ def fold_values(
             f"v_proj has {v_proj.shape[0]} rows and o_proj {o_proj.shape[1]} columns; a basis of "
             f"{heads} heads of {dim} dimensions needs {heads * dim} rows and a multiple in columns"
         )
-    # Float64 costs nothing here, and a basis of full rank then folds to the weights' own rounding.
+    # Float64 is cheap here; a basis of full rank then folds to within the weights' own rounding.
     matrix = basis.matrix.to(v_proj.device, torch.float64)
     dual = matrix if basis.dual is None else basis.dual.to(matrix)
     hidden_in, hidden_out = v_proj.shape[1], o_proj.shape[0]

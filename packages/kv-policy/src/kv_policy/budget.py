@@ -1,4 +1,4 @@
-"""How much of a sequence may be kept: in tokens, as a share of it, or in bytes per token."""
+"""Token budgets: tokens per head, a share of the tokens seen, or bytes per token."""
 
 import math
 import re
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# In tokens, or in bytes per token: no sequence has more, and a product of two fits 64 bits.
+# Upper limit in tokens or bytes per token: above any sequence length; a product of two fits int64.
 LARGEST: Final = 2**31 - 1
 
 _FORM = re.compile(r"(?P<amount>\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?P<unit>%|B|)", re.IGNORECASE)
@@ -22,11 +22,11 @@ _UNITS: dict[str, Literal["tokens", "percent", "bytes"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a policy may keep per KV head, on average over the heads it decides about.
+    """Budget per KV head, on average over the heads that the policy plans together.
 
-    Tokens are tokens per head. A percentage is a share of the tokens seen so far. Bytes are bytes
-    held per token seen, over all layers and heads: the figure a full cache states as its size per
-    token (23,040 for SmolLM2-135M in bfloat16).
+    Tokens are tokens per head. A percentage is a share of the tokens seen so far. Bytes are cache
+    bytes per token seen, over all layers and heads, comparable to the bytes per token of a full
+    cache (23,040 for SmolLM2-135M in bfloat16).
 
     >>> Budget.parse("1024"), Budget.parse("25%")
     (Budget(amount=1024, unit='tokens'), Budget(amount=25, unit='percent'))
@@ -42,16 +42,16 @@ class Budget:
     def __post_init__(self) -> None:
         """Check amount and unit."""
         if self.unit not in _UNITS.values():
-            raise ValueError(f"budget unit is {self.unit!r}; say tokens, percent or bytes")
+            raise ValueError(f"budget unit is {self.unit!r}; use tokens, percent or bytes")
         if self.unit != "percent" and LARGEST < self.amount < math.inf:
             raise ValueError(
-                f"budget is {self.amount!r:.40} {self.unit}; give at most {LARGEST}, or 100% to "
+                f"budget is {self.amount!r:.40} {self.unit}; use at most {LARGEST}, or 100% to "
                 "keep every token"
             )
         if math.isfinite(self.amount) and self.amount == int(self.amount):
             object.__setattr__(self, "amount", int(self.amount))
         if not (math.isfinite(self.amount) and self.amount > 0):
-            raise ValueError(f"budget is {self.amount} {self.unit}; say a number above 0")
+            raise ValueError(f"budget is {self.amount} {self.unit}; it must be a number above 0")
         if self.unit == "tokens" and self.amount != int(self.amount):
             raise ValueError(f"budget is {self.amount} tokens; tokens are whole")
         if self.unit == "percent" and self.amount > 100:
@@ -59,10 +59,10 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Read `1024` (tokens per head), `25%` (of the tokens seen) or `5760B` (bytes per token).
+        """Parse `1024` (tokens per head), `25%` (of the tokens seen) or `5760B` (bytes per token).
 
         Raises:
-            ValueError: the text is none of the three forms, or the amount is out of range.
+            ValueError: the text has none of these forms, or the amount is out of range.
         """
         match = _FORM.fullmatch(text.strip())
         if match is None:
@@ -75,14 +75,14 @@ class Budget:
     def resolve(
         self, length: Int[Tensor, " B"], token_bytes: int, least: int = 1
     ) -> Int[Tensor, " B"]:
-        """Turn the budget into whole tokens per head, at most `LARGEST`.
+        """Convert the budget to whole tokens per head, at most `LARGEST`.
 
         Args:
             length: tokens seen so far, per sequence.
-            token_bytes: bytes one kept token takes over all layers and heads, as it is stored.
-            least: tokens the policy always keeps; a share or a byte budget never goes below it.
+            token_bytes: bytes of one stored token over all layers and heads.
+            least: tokens the policy always keeps; the lower limit for a share or a byte budget.
 
-        What is whole but for rounding, such as 9.2% of 750 tokens, counts as whole.
+        Values that are whole up to rounding, such as 9.2% of 750 tokens, count as whole.
         """
         most = min(LARGEST, torch.iinfo(length.dtype).max)
         if self.unit == "tokens":
@@ -95,6 +95,6 @@ class Budget:
         return share.clamp(min=least, max=most).to(length.dtype)
 
     def __str__(self) -> str:
-        """Give back the text that `parse` reads."""
+        """Return the text that `parse` reads."""
         unit = next(mark for mark, name in _UNITS.items() if name == self.unit)
         return f"{self.amount!r}{unit}"

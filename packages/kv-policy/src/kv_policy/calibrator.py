@@ -1,4 +1,4 @@
-"""What a package offers that learns from a model's own vectors; a host shows it them."""
+"""Calibration: packages register calibrators, a host feeds them a model's own vectors."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -12,62 +12,62 @@ from torch import Tensor
 from kv_policy.registry import BrokenPolicyError, claims, imported, package_of
 from kv_policy.shape import CacheShape
 
-CALIBRATION: Final = "kv_calibration"  # the entry point group of what starts a calibrator
+CALIBRATION: Final = "kv_calibration"  # entry point group of calibrator factories
 
 
 class NotCalibratedError(ValueError):
-    """A policy names a file that is not there, and that calibration of the model writes.
+    """A policy needs a calibration file that does not exist.
 
     Attributes:
         policy: name of the policy.
         path: the file.
-        calibration: what `kv-serve calibrate` is told to run.
+        calibration: the method argument of `kv-serve calibrate`.
     """
 
     def __init__(self, policy: str, path: str, calibration: str) -> None:
-        """Say which file is missing, of which policy."""
-        super().__init__(policy, path, calibration)  # as pickle makes it again
+        """Store the policy, the missing file and the calibration."""
+        super().__init__(policy, path, calibration)  # pickle calls this with args
         self.policy, self.path, self.calibration = policy, path, calibration
 
     def __str__(self) -> str:
-        """Say what writes the file, for a model that is not known."""
+        """Return the message with the placeholder MODEL."""
         return self.advice("MODEL")
 
     def advice(self, model: str | None) -> str:
-        """Say what writes the file, for this model; None: the default model of `kv-serve`."""
+        """Return the message for this model; None: the default model of `kv-serve`."""
         command = calibrate_command(self.calibration, self.path, model)
         return f"{self.policy}: {self.path} does not exist; write it with `{command}`"
 
 
 def calibrate_command(calibration: str, path: str, model: str | None = "MODEL") -> str:
-    """Give the command that calibrates a model and writes what it finds to a file."""
+    """Return the command that calibrates a model and writes the result to a file."""
     named = [] if model is None else ["--model", model]
     return shlex.join(["kv-serve", "calibrate", calibration, *named, "--out", path])
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """Which model read which text, and what a search found then, for the file's readers."""
+    """Provenance of a calibration: the model, the text and the result of the rate search."""
 
-    model: str  # its name, for people
+    model: str  # display name
     fingerprint: str  # of its weights, settings and tokenizer
     text: str  # name of the text
     digest: str  # of the text
-    rate: float | None = None  # the greatest that lost no more than was allowed
-    max_loss: float | None = None  # the loss that was allowed
-    tasks: tuple[str, ...] = ()  # those it was allowed on
+    rate: float | None = None  # highest rate within the allowed loss
+    max_loss: float | None = None  # the allowed loss
+    tasks: tuple[str, ...] = ()  # the tasks the loss was measured on
 
 
 @runtime_checkable
 class Calibrator(Protocol):
-    """Takes in the queries, keys and values of a model, and writes what it learnt to a file.
+    """Accumulates a model's queries, keys and values and writes the fitted result to a file.
 
-    What it holds does not grow with the tokens it sees.
+    Its memory does not grow with the number of tokens.
     """
 
     @property
     def tokens(self) -> int:
-        """Tokens that every layer has seen."""
+        """Tokens accumulated in every layer."""
         ...
 
     def see(
@@ -78,33 +78,33 @@ class Calibrator(Protocol):
         value: Float[Tensor, "B H L Dv"],
         there: Bool[Tensor, "B L"] | None = None,
     ) -> None:
-        """Take in a layer's vectors of some tokens, after RoPE; `there` leaves out padding."""
+        """Accumulate a layer's vectors, after RoPE; `there` is False for padding."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Everything it knows, to go on from."""
+        """Return the complete state, for `restore`."""
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state of the same model, as if it had seen the tokens itself."""
+        """Resume from a state of the same model, as if it had accumulated the tokens itself."""
         ...
 
     def dimensions(self, removal: float) -> Mapping[str, float]:
-        """The median dimensions per head that a removal rate leaves, by what is stored."""
+        """Return the median dimensions per head at a removal rate, by stored vector."""
         ...
 
     def rates(self, count: int) -> tuple[float, ...]:
-        """Shares of the cache that its policy can remove, rising; at most `count`."""
+        """Return the removable shares of the cache in ascending order, at most `count`."""
         ...
 
     def write(self, path: Path, facts: Calibrated) -> None:
-        """Write what it learnt, whole or not at all."""
+        """Write the fitted result atomically."""
         ...
 
 
 @runtime_checkable
 class StartsCalibrator(Protocol):
-    """What a package registers in the entry point group `kv_calibration`."""
+    """The factory that a package registers in the entry point group `kv_calibration`."""
 
     def __call__(
         self,
@@ -112,31 +112,31 @@ class StartsCalibrator(Protocol):
         output: Iterable[Float[Tensor, "hidden QD"]],
         together: int = 1,
     ) -> Calibrator:
-        """Start a calibrator that has seen nothing yet.
+        """Return an empty calibrator.
 
         Args:
             shape: the model's cache.
             output: weights of the output projections, layer by layer.
-            together: KV heads whose vectors are looked at side by side.
+            together: KV heads whose vectors are concatenated.
         """
         ...
 
 
 def load_calibrator(name: str) -> StartsCalibrator:
-    """Import what starts the calibrator of that name.
+    """Import the calibrator factory with this name.
 
     Raises:
-        ValueError: nothing of that name is installed.
-        BrokenPolicyError: two packages claim it, or its package cannot be imported.
+        ValueError: the name is not installed.
+        BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
     found = claims(CALIBRATION)
     if name not in found:
         names = ", ".join(found) or "none"
-        raise ValueError(f"nothing is called {name!r}; what can be calibrated: {names}")
+        raise ValueError(f"unknown calibration {name!r}; choose one of: {names}")
     start = imported(f"the calibration {name!r}", found[name])
     if not isinstance(start, StartsCalibrator):
         raise BrokenPolicyError(
             f"the calibration {name!r} of {package_of(found[name][0])} cannot be used: "
-            f"{found[name][0].value} cannot be called; register what starts a kv_policy.Calibrator"
+            f"{found[name][0].value} is not callable; register a factory of a kv_policy.Calibrator"
         )
     return start

@@ -1,4 +1,4 @@
-"""A selector with all its answers: how a host asks."""
+"""Selectors with a value or a default for every optional member, as hosts use them."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -26,10 +26,10 @@ from kv_policy.optional import (
 
 
 class CompleteSelector:
-    """A selector with an answer to every question of a host: its own, or the default.
+    """A selector with every optional member: its own or the default.
 
-    What is constant is asked once, when this is made; calls go straight to the selector. It is a
-    selector itself.
+    Constants are read once, at construction; methods are the selector's own. The result satisfies
+    the `Selector` protocol itself.
     """
 
     score: Callable[[LayerView], Float[Tensor, "B H L"]]
@@ -40,10 +40,10 @@ class CompleteSelector:
     step: Callable[[StepView], Step]
 
     def __init__(self, selector: Selector) -> None:
-        """Ask the selector what it says of itself.
+        """Read the selector's members.
 
         Raises:
-            TypeError: it says that it steps, and has no `step`.
+            TypeError: `decode` is "step" and the selector has no `step`.
         """
         self.selector = selector
         self.tiers = selector.tiers if isinstance(selector, Tiered) else 1
@@ -66,23 +66,23 @@ class CompleteSelector:
         self.decode = selector.decode if isinstance(selector, Decoding) else steps
         if self.decode == "step" and steps == "grow":
             raise TypeError(
-                f"{type(selector).__name__} says decode='step' and has no step(view); define it, "
-                "or say 'grow'"
+                f"{type(selector).__name__} has decode='step' but no step(view); define it, "
+                "or set decode='grow'"
             )
 
 
 def _nothing(view: object) -> None:
-    """Say nothing: a plan goes by scores alone, a step by scores and the budget."""
+    """Return None: the default of the optional methods."""
 
 
 def _no_step(view: StepView) -> Step:
-    raise TypeError("a selector without step(view) was asked for one; its tokens join the cache")
+    raise TypeError("the selector has no step(view); its generated tokens grow the cache")
 
 
 def complete(selector: Selector) -> CompleteSelector:
-    """Give every question of a host an answer; what is complete stays as it is.
+    """Wrap a selector so that every optional member has a value; return a complete one unchanged.
 
     Raises:
-        TypeError: as `CompleteSelector`.
+        TypeError: see `CompleteSelector`.
     """
     return selector if isinstance(selector, CompleteSelector) else CompleteSelector(selector)

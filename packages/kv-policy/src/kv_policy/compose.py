@@ -1,4 +1,4 @@
-"""Joining policies that supply different facets."""
+"""Composition of policies that supply different facets."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -16,18 +16,18 @@ FACETS: Final[tuple[Facet, ...]] = ("basis", "selector", "formats")
 
 
 class CompositionError(ValueError):
-    """Two policies cannot be joined; the message names both."""
+    """Two policies cannot be composed; the message names both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """Several policies as one. Made by `compose`, which checks them and puts them in order."""
+    """Several policies as one. Made by `compose`, which checks and orders them."""
 
     parts: tuple[KVPolicy, ...]
 
     @property
     def selector(self) -> Selector | None:
-        """The selector of the part that has one, or of two that work together."""
+        """The selector of the part that has one, or the combination of two."""
         return _together([p.selector for p in self.parts if p.selector is not None])
 
     @property
@@ -42,29 +42,29 @@ class Composed:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all parts together still can do."""
+        """Capabilities of all parts combined."""
         return reduce(lambda a, b: a & b, (p.capabilities for p in self.parts))
 
     @property
     def fitted_to(self) -> str | None:
-        """The model that a part was calibrated with; `compose` saw to it that there is one."""
+        """Fingerprint of the model that the parts were calibrated with; `compose` allows one."""
         return next((p.fitted_to for p in self.parts if p.fitted_to is not None), None)
 
     def __str__(self) -> str:
-        """Join the parts' texts by `+`."""
+        """Join the texts of the parts with `+`."""
         return "+".join(str(p) for p in self.parts)
 
 
 def compose(*policies: KVPolicy) -> KVPolicy:
-    """Join policies into one; the order they are given in does not matter.
+    """Compose policies into one; their order does not matter.
 
-    Two may select tokens where one evicts and the other sorts what stays into tiers, such as
-    `kv-compress:keep=25%+leankv`.
+    Two selectors are allowed where one evicts and the other sorts the kept tokens into tiers, such
+    as `kv-compress:keep=25%+leankv`.
 
     Raises:
         CompositionError: two policies supply the same facet or were calibrated with different
-            models, one supplies no facet, or the selector sends tokens to more or fewer tiers than
-            there are formats for.
+            models, one supplies no facet, or the number of tiers of the selector differs from the
+            number of formats.
     """
     parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
     if not parts:
@@ -73,7 +73,7 @@ def compose(*policies: KVPolicy) -> KVPolicy:
         suppliers = [p for p in parts if getattr(p, facet) is not None]
         if len(suppliers) > 1 and not (facet == "selector" and _get_along(suppliers)):
             raise CompositionError(
-                f"{suppliers[0]} and {suppliers[1]} both say {_MEANING[facet]}; keep one of them"
+                f"{suppliers[0]} and {suppliers[1]} both define {_MEANING[facet]}; keep one of them"
             )
     for part in parts:
         if all(getattr(part, facet) is None for facet in FACETS):
@@ -82,7 +82,7 @@ def compose(*policies: KVPolicy) -> KVPolicy:
     if len({p.fitted_to for p in fitted}) > 1:
         raise CompositionError(
             f"{fitted[0]} and {fitted[1]} were calibrated with different models; calibrate both "
-            "with the one to be served"
+            "with the model to be served"
         )
     joined = parts[0] if len(parts) == 1 else Composed(tuple(sorted(parts, key=_order)))
     _check_tiers(joined, parts)
@@ -90,14 +90,14 @@ def compose(*policies: KVPolicy) -> KVPolicy:
 
 
 _MEANING: Final[dict[Facet, str]] = {
-    "basis": "in which basis vectors are stored",
+    "basis": "the basis in which vectors are stored",
     "selector": "which tokens are kept",
     "formats": "how tokens are stored",
 }
 
 
 def _get_along(parts: list[KVPolicy]) -> bool:
-    """Whether one part evicts, after prompts and plans, and the other sorts what stays."""
+    """Whether one part evicts, after prompts and plans, and the other sorts the kept tokens."""
     if len(parts) != 2:
         return False
     return sorted(map(_sorts, parts)) == [False, True] and all(
@@ -130,11 +130,11 @@ def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:
         storer = next((p for p in parts if p.formats is not None), "raw storage")
         raise CompositionError(
             f"{chooser} sends tokens to {sent} tier(s) and {storer} has formats for {stored}; "
-            "the two numbers must be equal"
+            "both numbers must be equal"
         )
 
 
 def tier_formats(policy: KVPolicy, shape: CacheShape) -> tuple[TokenFormat, ...]:
-    """The format of each tier of a policy; raw where the policy does not say."""
+    """Return the format of each tier of a policy; raw if the policy has no formats."""
     formats: Formats = policy.formats if policy.formats is not None else Raw()
     return formats.bind(shape)

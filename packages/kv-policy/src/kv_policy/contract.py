@@ -1,8 +1,8 @@
-"""What the packages agree on: a policy sends each token of each KV head to a tier, or drops it.
+"""The shared contract: a policy assigns each token of each KV head to a tier, or drops it.
 
 N layers, B sequences, H KV heads, G query heads per KV head, L tokens, D head dimension, K tiers.
-Keys are after RoPE. Positions count the real tokens of a sequence from 0 and stay with a token when
-its neighbours go; -1 marks a place that holds none.
+Keys are after RoPE. Positions count the real tokens of a sequence from 0 and do not change when
+other tokens are evicted; -1 marks an empty slot.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from kv_policy.basis import LayerBasis
 from kv_policy.codec import TokenFormat
 from kv_policy.shape import CacheShape, Rope
 
-DROP: Final = 255  # the tier of a token that is let go
+DROP: Final = 255  # the tier of an evicted token
 FRESH: Final = 254  # the tier of a token that is not stored yet
-NOBODY: Final = 253  # as a step's victim: no token moves
+NOBODY: Final = 253  # the victim of a step that moves no token
 
 VectorName: TypeAlias = Literal["keys", "values", "queries"]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a policy's cache can and cannot do, for hosts that need more than appending."""
+    """What a policy's cache supports, for hosts that do more than append."""
 
-    shortens: bool = False  # some heads end up with fewer tokens than were seen
+    shortens: bool = False  # some heads hold fewer tokens than were seen
     shares_prefixes: bool = True  # a token's bytes do not depend on what comes after it
-    rolls_back: bool = True  # the newest tokens can be taken back (speculative drafts)
-    splits_heads: bool = True  # a shard of the heads decides as it would inside the whole
+    rolls_back: bool = True  # the newest tokens can be removed (speculative drafts)
+    splits_heads: bool = True  # a shard of the heads decides as it does in the whole
 
     def __and__(self, other: "Capabilities") -> "Capabilities":
-        """Capabilities of both together."""
+        """Return the capabilities of both combined."""
         return Capabilities(
             self.shortens or other.shortens,
             self.shares_prefixes and other.shares_prefixes,
@@ -44,9 +44,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """The queries of a forward pass, after RoPE, by KV head and place in its group.
+    """Queries of a forward pass, after RoPE, by KV head and index in its GQA group.
 
-    They are scaled so that q·k / sqrt(D) is the logit, whatever scale the model's attention has.
+    They are scaled so that q·k / sqrt(D) is the logit, for any attention scale of the model.
     """
 
     vectors: Float[Tensor, "B H G Q D"]
@@ -57,33 +57,31 @@ class Queries:
 class LayerView:
     """One layer's tokens as a selector scores them.
 
-    After a prompt or a part of one the view holds all tokens, stored and fresh, each head's in the
-    order of their positions; heads with fewer tokens have places without one (position -1) after
-    their last. In decoding it holds all tokens if the policy observes generated queries, else only
-    the arriving one; they come as they are stored, in no order, with empty places between them, so
-    a method that looks at neighbours goes by `position`. Mass, keys and values are zero where there
-    is no token.
+    After a prompt or a prefill chunk the view holds all tokens, stored and fresh, ordered by
+    position within each head; heads with fewer tokens are padded at the end (position -1). In
+    decoding it holds all tokens if the policy observes generated queries, else only the new token;
+    tokens are in slot order, unsorted and with empty slots between them, so a method that uses
+    neighbouring tokens must use `position`. Mass, keys and values are zero in empty slots.
 
-    In decoding the view may be of several layers at once: B then counts the sequences of each, one
-    layer's after another's, and a row is scored as it would be alone: `layer` says of each row
-    which layer it is of. If the policy reads queries the view is of one layer, whose rotary
-    embedding is `rope`.
+    In decoding the view may cover several layers: B then enumerates the sequences of each layer,
+    layer after layer, and `layer` holds the layer of each row; rows are scored independently. If
+    the policy reads queries the view covers one layer, whose rotary embedding is `rope`.
     """
 
     layer: Int[Tensor, " B"]
     shape: CacheShape
-    position: Int[Tensor, "B H L"]  # -1: no token here
-    fresh: Bool[Tensor, "B H L"]  # arrived with this forward pass
-    score: Float[Tensor, "B H L"]  # what the policy last said of a stored token; 0 for a fresh one
+    position: Int[Tensor, "B H L"]  # -1: empty slot
+    fresh: Bool[Tensor, "B H L"]  # new in this forward pass
+    score: Float[Tensor, "B H L"]  # the policy's last score of a stored token; 0 for a fresh one
     length: Int[Tensor, " B"]  # tokens seen so far
-    mass: Float[Tensor, "B H L"] | None = None  # as `observe` asks, from this pass alone
-    seen: Int[Tensor, "B H L"] | None = None  # queries that counted into `mass`
+    mass: Float[Tensor, "B H L"] | None = None  # attention mass of this pass, see `observe`
+    seen: Int[Tensor, "B H L"] | None = None  # queries counted in `mass`
     also: Mapping[str, Float[Tensor, "B H L"]] = field(default_factory=dict)  # the other sums
-    generated: bool = False  # the fresh tokens were generated, one in each sequence
+    generated: bool = False  # the fresh tokens were generated, one per sequence
     keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
     values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values
     queries: Queries | None = None  # of this pass, if the policy reads queries
-    rope: Rope | None = None  # how the layer turns them and keys, if the policy reads queries
+    rope: Rope | None = None  # rotary embedding of the layer, if the policy reads queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,124 +91,123 @@ class PlanView:
     shape: CacheShape
     first_layer: int
     score: Float[Tensor, "N B H L"]
-    position: Int[Tensor, "N B H L"]  # -1: no token here
-    tier: UInt8[Tensor, "N B H L"]  # where a token is now; FRESH if it is not stored yet
+    position: Int[Tensor, "N B H L"]  # -1: empty slot
+    tier: UInt8[Tensor, "N B H L"]  # current tier; FRESH if the token is not stored yet
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
-    aside: Float[Tensor, "N B H"] | None = None  # scores of the raw window's tokens, not in view
+    aside: Float[Tensor, "N B H"] | None = None  # total score of the raw window, not in the view
     head_stats: Float[Tensor, "N B H"] | None = (
-        None  # what `head_stats` said; None: it was not asked
+        None  # the result of `head_stats`; None: not computed
     )
-    # Tokens in a page of each tier, or of each tier, layer and head; None: not in pages. Always on
-    # the host, so that nobody waits for it.
+    # Tokens per page of each tier, or of each tier, layer and head; None: not paged. Always on the
+    # CPU, so that reading it does not synchronize.
     page: Int[Tensor, " K"] | Int[Tensor, "K N H"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A decoding step: per head one candidate, and the weakest stored token of each tier."""
+    """A decode step: one candidate per head, and the weakest stored token of each tier."""
 
     shape: CacheShape
     first_layer: int
     candidate: Float[Tensor, "N B H"]  # score of the token that leaves the raw window
-    weakest: Float[Tensor, "K N B H"]  # lowest score in a tier, of those that may go; inf: none
+    weakest: Float[Tensor, "K N B H"]  # lowest score in a tier among evictable tokens; inf: none
     count: Int[Tensor, "K N B H"]  # tokens stored in a tier
     tier_thresholds: Float[
         Tensor, "K N B H"
-    ]  # what `tier_thresholds` said after the last prompt; 0 if nothing
+    ]  # the result of `tier_thresholds` after the last prompt; 0 without one
     length: Int[Tensor, " B"]
     budget: Int[Tensor, " B"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a decoding step does per head; with at most one victim its work is bounded."""
+    """Decision of a decode step per head; at most one victim bounds the work."""
 
     candidate: UInt8[Tensor, "N B H"]  # tier, or DROP
     victim: UInt8[Tensor, "N B H"]  # the tier whose weakest token moves, or NOBODY
-    target: UInt8[Tensor, "N B H"]  # a later tier than the victim's, or DROP
+    target: UInt8[Tensor, "N B H"]  # a lower tier than the victim's, or DROP
 
 
 @runtime_checkable
 class Selector(Protocol):
-    """Which tokens live, and at which tier. Pure: equal views give equal answers.
+    """Selects the tokens to keep and their tiers. Pure: equal views give equal results.
 
-    A selector has these two methods. Each further question of a host is a protocol of its own in
-    `kv_policy.optional`: a selector answers those that it has a member for, and `complete` adds the
-    defaults of the others.
+    A selector has these two methods. Every optional member has a protocol of its own in
+    `kv_policy.optional`; `complete` adds the defaults of missing members.
     """
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Say what each token is worth; higher stays. Infinity protects a token."""
+        """Return the score of each token; higher is kept. Infinity protects a token."""
         ...
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Send each token to a tier or DROP it, within the budget; drop places without a token."""
+        """Assign each token to a tier or DROP it, within the budget; DROP empty slots."""
         ...
 
 
 @runtime_checkable
 class Formats(Protocol):
-    """How each tier is stored."""
+    """Storage formats of the tiers."""
 
     @property
     def tiers(self) -> int:
-        """K, tiers it has formats for."""
+        """K, the number of tiers with a format."""
         ...
 
     @property
     def window(self) -> int:
-        """Most recent tokens kept raw, in the model's dtype, before a tier takes them."""
+        """Most recent tokens kept raw, in the model's dtype, before they enter a tier."""
         ...
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
-        """Give the format of each tier for heads of this shape."""
+        """Return the format of each tier for heads of this shape."""
         ...
 
 
 @runtime_checkable
 class Basis(Protocol):
-    """A linear map in front of the codecs, with ranks that may differ per layer and head."""
+    """A linear map applied before the codecs, with ranks that may differ per layer and head."""
 
     def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
-        """Give the maps of one layer, cut to the heads of `shape`."""
+        """Return the maps of one layer, restricted to the heads of `shape`."""
         ...
 
 
 @runtime_checkable
 class KVPolicy(Protocol):
-    """How a cache is compressed: which tokens live, how they are stored, in which basis.
+    """How a cache is compressed: token selection, storage formats and basis.
 
-    Each facet may be absent: no selector keeps every token, no formats stores them raw in the
-    model's dtype, no basis stores them as they are. `compose` joins policies that supply different
-    facets into one that is again a KVPolicy. Equality and `str` go by value.
+    Each facet is optional: without a selector every token is kept, without formats tokens are
+    stored raw in the model's dtype, without a basis vectors are stored unprojected. `compose`
+    joins policies with different facets into one KVPolicy. Equality and `str` are by value.
     """
 
     @property
     def selector(self) -> Selector | None:
-        """Which tokens live, or None: all of them."""
+        """Token selection, or None: every token is kept."""
         ...
 
     @property
     def formats(self) -> Formats | None:
-        """How tiers are stored, or None: raw."""
+        """Storage formats of the tiers, or None: raw."""
         ...
 
     @property
     def basis(self) -> Basis | None:
-        """In which basis, or None: as they are."""
+        """Basis of the stored vectors, or None: unprojected."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a cache under this policy can do."""
+        """What a cache under this policy supports."""
         ...
 
     @property
     def fitted_to(self) -> str | None:
-        """Fingerprint of the model it was calibrated with, or None: it serves any."""
+        """Fingerprint of the model it was calibrated with, or None: it fits any model."""
         ...
 
     def __str__(self) -> str:
-        """Text form, which `parse` turns back into an equal policy."""
+        """Return the text form, which `parse` turns back into an equal policy."""
         ...

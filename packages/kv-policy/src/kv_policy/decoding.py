@@ -1,4 +1,4 @@
-"""JSON that a user or a stranger may have written, decoded into a type or refused."""
+"""Decoding and validation of untrusted JSON."""
 
 from typing import TypeVar
 
@@ -11,8 +11,8 @@ def decode(data: bytes | str, form: type[T]) -> T:
     """Decode JSON into a type.
 
     Raises:
-        ValueError: it is no UTF-8 text, no JSON, nested too deep or not of that form; the message
-            is a clause that says which.
+        ValueError: the data is not UTF-8 text, not JSON, nested too deep or of another form; the
+            message is a clause with the reason.
     """
     try:
         return msgspec.json.decode(data, type=form)

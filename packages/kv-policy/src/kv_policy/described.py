@@ -1,4 +1,4 @@
-"""A page layout as the few numbers that a compiled kernel takes, whatever it is compiled with."""
+"""A page layout as plain numbers for compiled kernels, independent of the compiler."""
 
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -13,7 +13,7 @@ NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: i
 
 
 def _is_known(codec: Codec) -> bool:
-    """Whether vectors stand alone, as integer codes or as plain numbers of a dtype known here."""
+    """Whether vectors are encoded one by one, as integer codes or numbers of a known dtype."""
     layout = codec.layout
     if layout is not None:
         return layout.tokens == 1 and codec.block == 1 and codec.parts == layout.parts
@@ -21,10 +21,10 @@ def _is_known(codec: Codec) -> bool:
 
 
 def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
-    """The kind of number, dimensions, bits of a code, and dimensions that share a scale.
+    """Return the kind of number, dimensions, bits per code, and dimensions per scale.
 
     Raises:
-        TypeError: the codec is read by its own decode alone.
+        TypeError: only the codec's own decode can read it.
     """
     layout = codec.layout
     if isinstance(layout, BitLayout):
@@ -35,15 +35,15 @@ def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
 
 
 class KernelLayout(NamedTuple):
-    """A layout in numbers, or why compiled code cannot know it.
+    """A layout in numbers, or the reason why compiled kernels do not support it.
 
     Attributes:
-        declined: Why not, or None.
-        formats: For keys and then values: the kind of number (0: integer codes, else one of
-            `NUMBERS`), dimensions, bits of a code, and dimensions that share a scale.
-        places: Tokens of a page, then the byte offsets of the codes or numbers and the metadata of
-            keys, and of those of values.
-        positions: Byte offset of the positions, whether there are any or not.
+        declined: The reason, or None.
+        formats: For keys, then values: the kind of number (0: integer codes, else one of
+            `NUMBERS`), dimensions, bits per code, and dimensions per scale.
+        places: Tokens per page, then the byte offsets of codes (or numbers) and metadata of keys,
+            then those of values.
+        positions: Byte offset of the positions, whether the layout has any or not.
     """
 
     declined: str | None
@@ -53,10 +53,10 @@ class KernelLayout(NamedTuple):
 
 
 def described(layout: PageLayout) -> KernelLayout:
-    """Give a layout in numbers, worked out once for each."""
+    """Return the layout in numbers; cached."""
     try:
         return _described(layout)
-    except TypeError:  # a codec that cannot be hashed
+    except TypeError:  # an unhashable codec
         return _described.__wrapped__(layout)
 
 

@@ -1,4 +1,4 @@
-"""The common ground of eviction methods: one tier, a budget, the best tokens stay."""
+"""Base of eviction methods: one tier, a budget, the highest scores are kept."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -14,7 +14,7 @@ from kv_policy.selecting import Selecting
 
 
 def best(score: Float[Tensor, "*S L"], count: Int[Tensor, "*S"]) -> Bool[Tensor, "*S L"]:
-    """Mark the `count` highest scores of each row; of equal ones the earlier stays.
+    """Mark the `count` highest scores of each row; the earlier of equal scores wins.
 
     >>> best(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), torch.tensor([2]))
     tensor([[False,  True,  True, False]])
@@ -26,10 +26,10 @@ def best(score: Float[Tensor, "*S L"], count: Int[Tensor, "*S"]) -> Bool[Tensor,
 
 
 def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-    """Round tokens down; what is whole but for the rounding of a third or a tenth counts as whole.
+    """Round down to whole tokens; values that are whole up to rounding count as whole.
 
-    A batch adds shares up in another order than a row alone, so the two may differ in a last bit,
-    and must not differ by a token.
+    A batch sums shares in another order than a single row, so results may differ in the last bit;
+    they must not differ by a token.
     """
     return (given + 1e-6).floor().long()
 
@@ -37,7 +37,7 @@ def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
 def protect(
     score: Float[Tensor, "B H L"], view: LayerView, first: int = 0, last: int = 0
 ) -> Float[Tensor, "B H L"]:
-    """Give the first tokens of a sequence and its most recent ones an infinite score."""
+    """Set the score of the first tokens and of the most recent ones to infinity."""
     newest = view.length[:, None, None]
     kept = (view.position < first) | (view.position >= newest - last)
     return score.masked_fill(kept & (view.position >= 0), torch.inf)
@@ -47,9 +47,9 @@ def protect(
 class Evictor(Selecting):
     """Base of methods that score tokens per layer and keep the best `budget` of each head.
 
-    A method is one `score`; it may change any of the class's other answers. The first `sinks` and
-    the `recent` newest tokens always stay: a method sets them, as class attributes or as parameters
-    of its own, and gives `protect(score, view)` as its score.
+    A method defines `score` and may override any other member. The first `sinks` and the `recent`
+    newest tokens are always kept: a method sets both as class attributes or as its own parameters
+    and returns `protect(score, view)` as its score.
     """
 
     amounts: ClassVar[tuple[str, ...]] = ("budget",)
@@ -59,37 +59,37 @@ class Evictor(Selecting):
     ] = Budget(1024)
 
     def __post_init__(self) -> None:
-        """Check the parameters, and the budget against what is protected."""
+        """Check the parameters, and the budget against the protected tokens."""
         super().__post_init__()
         if isinstance(self.recent, float) and not 0 <= self.recent <= 1:
             raise ValueError(
-                f"{self.name}: recent={self.recent} is no share of the budget; give a whole number "
-                "of tokens, or a share from 0.0 to 1.0"
+                f"{self.name}: recent={self.recent} is not a share of the budget; use a whole "
+                "number of tokens, or a share from 0.0 to 1.0"
             )
         if min(self.sinks, self.recent) < 0:
             raise ValueError(
-                f"{self.name}: sinks={self.sinks} and recent={self.recent} are tokens that always "
-                "stay; give 0 or more"
+                f"{self.name}: sinks={self.sinks} and recent={self.recent} count protected tokens; "
+                "use 0 or more"
             )
         if self.budget.unit == "tokens" and self.budget.amount < self.protected:
             raise ValueError(
                 f"{self.name}: a budget of {self.budget} tokens is smaller than the "
-                f"{self.protected} it protects (sinks and window); give at least that many"
+                f"{self.protected} it protects (sinks and window); use at least that many"
             )
 
     @property
     def sinks(self) -> int:
-        """First tokens of a sequence that always stay."""
+        """First tokens of a sequence that are always kept (attention sinks)."""
         return 0
 
     @property
     def recent(self) -> int | float:
-        """Newest tokens that always stay: how many; a float is a share of the budget."""
+        """Newest tokens that are always kept; an int is a count, a float a share of the budget."""
         return 0
 
     @property
     def protected(self) -> int:
-        """The sinks and the newest tokens; a share of the budget fits into any."""
+        """Sinks and newest tokens; a recent share of the budget counts as 0."""
         return self.sinks + self._newest
 
     @property
@@ -97,30 +97,30 @@ class Evictor(Selecting):
         return self.recent if isinstance(self.recent, int) else 0
 
     def protect(self, score: Float[Tensor, "B H L"], view: LayerView) -> Float[Tensor, "B H L"]:
-        """Give the sinks an infinite score, and the newest tokens if they stay the newest.
+        """Set the score of sinks to infinity, and of the newest tokens unless `decode` is "step".
 
-        Under steps they do not: `recent_tokens` keeps them until they are newest no more.
+        With steps the newest tokens change; `recent_tokens` keeps them from being victims.
         """
         last = self._newest if self.decode == "grow" else 0
         return protect(score, view, first=self.sinks, last=last)
 
     def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
-        """The newest tokens, which stay whatever their scores; None: there are none."""
+        """Return the number of newest tokens kept regardless of score; None: no such tokens."""
         if isinstance(self.recent, float):
             return whole_tokens(budget.double() * self.recent)
         return torch.full_like(budget, self.recent) if self.recent else None
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:
-        """Keep a share of the tokens seen: a budget in percent."""
+        """Return the parameters that keep a share of the tokens seen: a budget in percent."""
         return {"budget": share}
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
-        """Say how many tokens each head keeps: the budget, unless a method shares it out."""
+        """Return the tokens kept per head: the budget, unless a method distributes it."""
         return view.budget[None, :, None].expand(view.score.shape[:-1])
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Keep the best tokens of each head, as many as `counts` says; sinks and newest first."""
+        """Keep the best `counts` tokens of each head; sinks and newest tokens first."""
         held = view.position >= 0
         score = view.score.masked_fill(~held, -torch.inf)
         recent = self.recent_tokens(view.budget)
@@ -133,7 +133,7 @@ class Evictor(Selecting):
         return torch.where(keep, 0, DROP).to(torch.uint8)
 
     def step(self, view: StepView) -> Step:
-        """Take the candidate in, and let the weakest token go where the budget is full."""
+        """Admit the candidate, and evict the weakest token where the budget is full."""
         full = view.count[0] >= view.budget[None, :, None]
         weaker = full & (view.candidate <= view.weakest[0])
         recent = self.recent_tokens(view.budget)

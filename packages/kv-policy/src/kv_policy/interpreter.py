@@ -1,4 +1,4 @@
-"""Whether kernels in Triton can run on this machine, asked without importing triton."""
+"""Whether Triton kernels can run on this machine, determined without importing triton."""
 
 import os
 from importlib.util import find_spec
@@ -6,16 +6,16 @@ from typing import Final
 
 import torch
 
-SWITCH: Final = "TRITON_INTERPRET"  # set before triton is imported, it runs kernels without a GPU
+SWITCH: Final = "TRITON_INTERPRET"  # set before the import of triton, it runs kernels without a GPU
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter is switched on, which runs kernels slowly on any device."""
+    """Return whether Triton's interpreter is enabled; it runs kernels slowly on any device."""
     return os.environ.get(SWITCH, "").lower() in {"1", "true", "on", "yes", "y"}
 
 
 def missing() -> str | None:
-    """Say why kernels in Triton cannot run here; None if they can."""
+    """Return why Triton kernels cannot run here; None if they can."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if not torch.cuda.is_available() and not interpreted():

@@ -1,4 +1,4 @@
-"""What a selector asks for while a sequence lives: observation, running scores, replans."""
+"""What a selector requests over a sequence's lifetime: observation, running scores, replans."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -9,25 +9,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Which attention probabilities a policy wants summed per token while the model attends.
+    """Attention probabilities that a policy wants summed per token during attention.
 
-    Each counted query gives a token its probability to the `power`, reduced over the query heads
-    of the token's KV head by `group`; these are summed over the counted queries. With "max-of-sums"
-    the sum over the queries of the pass comes first, and the largest of the group's sums is given.
-    A query counts for a token if it is among the `last` queries of the forward pass (None: all of
-    them; 0: none), does not come before the token, and is at least `skip` positions after it.
+    For each counted query a token's probabilities, raised to `power`, are reduced over the query
+    heads of the KV head by `group`, and the results are summed over the counted queries. With
+    "max-of-sums" the probabilities are summed over the queries of the pass first and the maximum of
+    the group is taken afterwards. A query counts for a token if it is among the `last` queries of
+    the forward pass (None: all of them; 0: none), is not before the token, and is at least `skip`
+    positions after it.
 
-    With `above` it gives 1 instead where its probability is more than `above` times an even share
-    of the tokens it has before it and its own, else 0. `also` asks for more sums, of squares or of
-    -p log p, next to the first. With `gumbel` the probabilities are those of logits to which Gumbel
-    noise was added, over that temperature; the noise of a query and a token is always the same.
+    With `above` each probability counts as 1 if it exceeds `above` times the uniform probability
+    over the tokens visible to the query (those before it and itself), else as 0. `also` requests
+    further sums, of squares or of -p log p. With `gumbel` the probabilities come from logits with
+    added Gumbel noise, divided by that temperature; the noise of a (query, token) pair is fixed.
     """
 
     last: int | None = 0
     group: Literal["sum", "mean", "max", "max-of-sums"] = "mean"
     power: Literal[1, 2] = 1
     skip: int = 0
-    generated: bool = False  # go on with every generated query
+    generated: bool = False  # observe every generated query too
     above: float | None = None
     gumbel: float | None = None
     also: frozenset[Literal["squares", "entropy"]] = frozenset()
@@ -35,31 +36,31 @@ class Observe:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.last is not None and self.last < 0:
-            raise ValueError(f"last is {self.last}; say how many queries to watch, or None for all")
+            raise ValueError(f"last is {self.last}; use a number of queries, or None for all")
         if self.skip < 0:
             raise ValueError(f"skip is {self.skip}; it must be 0 or more")
         if self.group not in ("sum", "mean", "max", "max-of-sums"):
-            raise ValueError(f"group is {self.group!r}; say sum, mean, max or max-of-sums")
+            raise ValueError(f"group is {self.group!r}; use sum, mean, max or max-of-sums")
         if self.power not in (1, 2):
-            raise ValueError(f"power is {self.power}; say 1 or 2")
+            raise ValueError(f"power is {self.power}; use 1 or 2")
         if self.above is not None and not (self.above > 0 and self.power == 1):
             raise ValueError(
-                f"above is {self.above} and power {self.power}; count what is above a share "
-                "greater than 0, with power=1"
+                f"above is {self.above} and power {self.power}; above must be greater than 0, "
+                "with power=1"
             )
         if self.gumbel is not None and not self.gumbel > 0:
-            raise ValueError(f"gumbel is {self.gumbel}; a temperature is above 0")
+            raise ValueError(f"gumbel is {self.gumbel}; a temperature must be above 0")
         if not self.also <= {"squares", "entropy"}:
             raise ValueError(f"also is {set(self.also)}; it may hold squares and entropy")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningMean:
-    """What a token is worth is the mean of what the queries after it gave it.
+    """A token's score is the mean of the attention mass that the queries after it gave it.
 
     Attributes:
-        last: as how many queries a token's past counts at most; None: as many as there were. With
-            it, what later queries say replaces what earlier ones said, gradually.
+        last: upper limit of the weight of past queries, in queries; None: their number. With a
+            limit the mean becomes an exponential moving average.
     """
 
     last: int | None = None
@@ -72,14 +73,14 @@ class RunningMean:
         mass: Float[Tensor, "*n L"],
         seen: Int[Tensor, "*n L"],
     ) -> Float[Tensor, "*n L"]:
-        """Give the means with the queries of a pass in them; 0 at places without a token.
+        """Return the means updated with the queries of a pass; 0 in empty slots.
 
         Args:
             score: the means so far.
-            position: of the tokens, -1 for none.
+            position: of the tokens, -1 for empty slots.
             before: tokens of the sequence before the pass; broadcast over `*n`.
-            mass: what the queries of the pass gave, none of a token's own query in it.
-            seen: how many of them counted.
+            mass: attention mass of the queries of the pass, without a token's own query.
+            seen: queries counted in `mass`.
         """
         past = (before - 1 - position).clamp_(min=0, max=self.last).float()
         total = (score * past).add_(mass)
@@ -88,10 +89,10 @@ class RunningMean:
 
 @dataclass(frozen=True, slots=True)
 class RunningSum:
-    """What a token is worth is the sum of what queries gave it, in parts of a number of them.
+    """A token's score is the sum of the attention mass it received, divided by `over`.
 
     Attributes:
-        over: what the sum is divided by, such as the queries of the window that began it.
+        over: the divisor, such as the number of queries in the observation window.
     """
 
     over: int = 1
@@ -103,7 +104,7 @@ class RunningSum:
             ValueError: `over` is below 1.
         """
         if self.over < 1:
-            raise ValueError(f"over={self.over} cannot divide a sum of scores; give 1 or more")
+            raise ValueError(f"over={self.over} must be 1 or more, as sums are divided by it")
 
     def update(
         self,
@@ -113,7 +114,7 @@ class RunningSum:
         mass: Float[Tensor, "*n L"],
         seen: Int[Tensor, "*n L"],
     ) -> Float[Tensor, "*n L"]:
-        """Give the sums with the queries of a pass in them; see `RunningMean.update`."""
+        """Return the sums updated with the queries of a pass; see `RunningMean.update`."""
         return (score + mass / self.over).masked_fill_(position < 0, 0)
 
 
@@ -122,28 +123,28 @@ Running: TypeAlias = RunningMean | RunningSum
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """After prompts only, unless one of the first three says more (KV-Compress, section 4.2.3).
+    """When a policy plans: after prompts, and as the first three fields add (KV-Compress, 4.2.3).
 
-    Sequences that are due are planned oldest plan first, those that were never planned before all
-    others. A sequence that would take a plan beyond `most` waits for the next forward pass, and
-    keeps all its tokens until then; one that has more alone is planned alone. Where pages are short
-    no more sequences are planned than free what is short, in the same order.
+    Due sequences are planned in order of their oldest plan, those never planned first. A sequence
+    that would exceed `most` in a plan waits for the next forward pass and keeps all its tokens
+    until then; one that exceeds it alone is planned alone. When pages run short, sequences are
+    planned in the same order until enough pages are free.
     """
 
-    every: int = 0  # plan all sequences after so many forward passes that generate; 0: never
-    uncompressed: int = 0  # plan all once so many tokens of the batch came after a plan; 0: never
-    short: bool = False  # plan when the pool has no page left for a step
-    most: int | None = None  # tokens over all layers and heads that one plan takes; None: any
+    every: int = 0  # plan all sequences after this many decode steps; 0: never
+    uncompressed: int = 0  # plan all after this many new tokens in the batch; 0: never
+    short: bool = False  # plan when the pool has no free page for a step
+    most: int | None = None  # tokens over all layers and heads per plan; None: no limit
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("every", "uncompressed"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; say 0 for never, or a number")
+                raise ValueError(f"{name} is {getattr(self, name)}; use 0 for never, or a number")
         if self.most is not None and self.most < 1:
-            raise ValueError(f"most is {self.most}; a plan takes at least 1 token, or None: any")
+            raise ValueError(f"most is {self.most}; use at least 1 token, or None for no limit")
 
     @property
     def generating(self) -> bool:
-        """Whether anything is planned while tokens are generated, but for what waited."""
+        """Whether plans run during generation, apart from sequences that waited."""
         return bool(self.every or self.uncompressed or self.short)

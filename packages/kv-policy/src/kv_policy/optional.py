@@ -1,7 +1,7 @@
-"""What a selector may say besides `score` and `plan`, and what holds where it does not.
+"""Optional members of a selector besides `score` and `plan`.
 
-Each protocol is one question of a host, and a selector may have the members of any of them. A host
-never asks a selector itself: it asks `complete(selector)`, which has an answer to every question.
+Each protocol has one optional member, and a selector may have any of them. Hosts never read a
+selector directly: they use `complete(selector)`, which has a value or default for each member.
 """
 
 from typing import Literal, Protocol, runtime_checkable
@@ -16,11 +16,11 @@ from kv_policy.lifecycle import Observe, Replan, Running
 
 @runtime_checkable
 class Tiered(Protocol):
-    """Sends tokens to more than one tier."""
+    """Assigns tokens to more than one tier."""
 
     @property
     def tiers(self) -> int:
-        """K, tiers it sends tokens to, best first; a token only ever moves to a later one."""
+        """K, the number of tiers, best first; a token only moves to a later one."""
         ...
 
 
@@ -30,30 +30,30 @@ class Budgeted(Protocol):
 
     @property
     def budget(self) -> Budget | None:
-        """What may be kept, unless a request brings a budget of its own.
+        """The default budget; a request may override it.
 
-        None: it goes by a rule of its own, and a request may bring no budget.
+        None: the selector has its own rule, and a request cannot set a budget.
         """
         ...
 
 
 @runtime_checkable
 class Protecting(Protocol):
-    """Always keeps some tokens."""
+    """Protects some tokens from eviction."""
 
     @property
     def protected(self) -> int:
-        """Tokens per head it always keeps (sinks, window): the smallest budget it can meet."""
+        """Tokens per head that are always kept (sinks, window): the smallest possible budget."""
         ...
 
 
 @runtime_checkable
 class Observing(Protocol):
-    """Scores tokens by the attention they get."""
+    """Scores tokens by the attention they receive."""
 
     @property
     def observe(self) -> Observe:
-        """What to watch while attending: it fills `mass`, `seen` and `also` of a view."""
+        """What to sum during attention: it fills `mass`, `seen` and `also` of a view."""
         ...
 
 
@@ -63,7 +63,7 @@ class Reading(Protocol):
 
     @property
     def reads(self) -> frozenset[VectorName]:
-        """Vectors that `score` looks at; queries can be asked for if the host knows the RoPE."""
+        """Vectors that `score` reads; reading queries requires that the host knows the RoPE."""
         ...
 
 
@@ -73,81 +73,81 @@ class Scoped(Protocol):
 
     @property
     def scope(self) -> Literal["layer", "model"]:
-        """Whether `plan` sees one layer at a time or must see the scores of all."""
+        """Whether `plan` sees one layer at a time or the scores of all layers."""
         ...
 
 
 @runtime_checkable
 class Summarizing(Protocol):
-    """Lets a plan know more of a head than its scores."""
+    """Passes per-head statistics to `plan`."""
 
     def head_stats(self, view: LayerView) -> Float[Tensor, "B H"] | None:
-        """Say of each head what `plan` is to know beside the scores, such as what it asks for.
+        """Return a per-head statistic that `plan` uses beside the scores.
 
-        Asked with `score`, of the same view, after prompts.
+        Called with the same view as `score`, after prompts.
         """
         ...
 
 
 @runtime_checkable
 class Replanning(Protocol):
-    """Plans again while tokens are generated."""
+    """Plans again during generation."""
 
     @property
     def replan(self) -> Replan:
-        """When `plan` runs again while tokens are generated."""
+        """When `plan` runs again during generation."""
         ...
 
 
 @runtime_checkable
 class Accumulating(Protocol):
-    """Scores tokens by a mean or sum over the queries after them."""
+    """Scores tokens by a mean or sum over later queries."""
 
     @property
     def running(self) -> Running | None:
-        """The mean or sum that `score` gives while tokens are generated; None: something else.
+        """The mean or sum that `score` computes during generation; None: something else.
 
-        Hosts may keep it up where scores lie, and ask `score` about other tokens alone.
+        Hosts may update it where the scores are stored and call `score` for other tokens only.
         """
         ...
 
 
 @runtime_checkable
 class Stepping(Protocol):
-    """Decides about each generated token."""
+    """Decides about each generated token at its decode step."""
 
     def step(self, view: StepView) -> Step:
-        """Place the candidate of each head, and move at most one victim."""
+        """Place the candidate of each head and move at most one victim."""
         ...
 
 
 @runtime_checkable
 class Decoding(Protocol):
-    """Says whether its steps are asked; one that does not say it steps if it has a `step`."""
+    """States whether `step` is called; by default it is if the selector has one."""
 
     @property
     def decode(self) -> Literal["grow", "step"]:
-        """Whether generated tokens just join the cache or each is a `step`."""
+        """Whether generated tokens grow the cache or are placed by `step`."""
         ...
 
 
 @runtime_checkable
 class Windowing(Protocol):
-    """Keeps the newest tokens from being victims of a step."""
+    """Protects the newest tokens from being victims of a step."""
 
     def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
-        """How many of the newest tokens no step takes as its victim; None: the weakest of all."""
+        """Return how many newest tokens a step never evicts; None: no such tokens."""
         ...
 
 
 @runtime_checkable
 class Thresholding(Protocol):
-    """Lets steps know more of a prompt's plan than what it kept."""
+    """Passes results of a prompt's plan to `step`."""
 
     def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
-        """Say per head what `step` is to know of a prompt's plan, such as the scores tiers ask for.
+        """Return per-head values that `step` uses, such as the score thresholds of the tiers.
 
-        Asked after `plan`, of the same view, where tokens are placed by steps; hosts carry the
-        answer. None: nothing.
+        Called after `plan` with the same view, if `decode` is "step"; hosts keep the result. None:
+        nothing.
         """
         ...

@@ -1,4 +1,4 @@
-"""What a pager hands to attention: equal pages of bytes, and what is where inside them."""
+"""Page layouts: the input of attention kernels, equal pages of bytes and their offsets."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -13,8 +13,8 @@ from kv_policy.codec import TokenFormat
 class PageLayout:
     """How a page of `nbytes` bytes holds `tokens` tokens of one head in one format.
 
-    A page is a run of segments, one per part of the format (key codes, key metadata, value codes,
-    value metadata for an integer format), each `tokens / block` rows of that part's bytes; then,
+    A page is a sequence of segments, one per part of the format (key codes, key metadata, value
+    codes, value metadata for an integer format), each `tokens / block` rows of that part; then,
     where the policy needs them, a float32 score and an int32 position per token. This is the
     unified page of LeanKV section 5.2. Bytes after the last segment are unused.
 
@@ -28,7 +28,7 @@ class PageLayout:
         segments: (offset, rows, bytes per row) of each part of the format, in order.
         score_offset: Byte where the float32 scores start; meaningful where `scores` is set.
         position_offset: Byte where the int32 positions start; meaningful where `positions` is set.
-        used: Bytes of the page that hold something.
+        used: Bytes of the page in use.
     """
 
     format: TokenFormat
@@ -59,7 +59,7 @@ class PageLayout:
     def sized(
         cls, format: TokenFormat, tokens: int, scores: bool = False, positions: bool = False
     ) -> "PageLayout":
-        """Lay out a page that holds exactly `tokens` tokens and wastes no byte."""
+        """Lay out a page that holds exactly `tokens` tokens without padding."""
         nbytes = tokens // format.block * format.nbytes + 4 * tokens * (scores + positions)
         return cls(format, tokens, nbytes, scores, positions)
 
@@ -77,11 +77,11 @@ class PageLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes a token takes here, score and position included, page rounding excluded."""
+        """Bytes per token, score and position included, page rounding excluded."""
         return self.format.nbytes / self.format.block + 4 * (self.scores + self.positions)
 
     def _lay_out(self) -> None:
-        """Work out, once, what is asked for at every step of every layer."""
+        """Compute, once, the offsets that are read at every step of every layer."""
         rows, parts = self.tokens // self.format.block, self.format.parts
         offsets = [0, *accumulate(rows * part for part in parts)]
         segments = ((offset, rows, part) for offset, part in zip(offsets, parts, strict=False))
@@ -95,12 +95,12 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class PagedTokens:
-    """One tier of one layer inside a pool of equal pages; each (sequence, head) is a table row.
+    """One tier of one layer in a pool of equal pages; each (sequence, head) is a page-table row.
 
-    Token i of row (b, h) is slot i % tokens of its page i // tokens. Page j is table[b, h, j],
-    or table[b, h, T - 1 - j] where the tier is the one that grows from the right of a table it
-    shares (`reverse`; the bidirectional table of LeanKV section 5.2). Entries that belong to no
-    page of the table row mean nothing and must not be read.
+    Token i of row (b, h) is slot i % tokens of its page i // tokens. Page j is table[b, h, j], or
+    table[b, h, T - 1 - j] for the tier that grows from the right of a shared table (`reverse`; the
+    bidirectional table of LeanKV section 5.2). Table entries past the pages of a row are undefined
+    and must not be read.
     """
 
     data: UInt8[Tensor, "P nbytes"]
@@ -108,5 +108,5 @@ class PagedTokens:
     length: Int[Tensor, "B H"]
     layout: PageLayout
     reverse: bool = False
-    holes: bool = False  # a slot below `length` whose stored position is negative holds no token
-    longest: int | None = None  # no table row is longer: known on the host, so nobody need ask
+    holes: bool = False  # a slot below `length` with a negative stored position is empty
+    longest: int | None = None  # upper bound of `length`, known on the host without a sync

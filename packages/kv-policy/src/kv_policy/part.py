@@ -1,4 +1,4 @@
-"""The base of everything that has a name in a policy's text form."""
+"""The base class of every named part of a policy text."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ import msgspec
 from kv_policy.budget import Budget
 from kv_policy.contract import Basis, Capabilities, Formats, Selector
 
-KEEP: Final = "keep"  # the parameter by which every part with an amount can be told how much
+KEEP: Final = "keep"  # the parameter that sets the kept share of any part with an amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Part:
     """A named, frozen set of parameters that supplies one or more facets of a policy.
 
     Subclass it as a frozen dataclass, set `name` and `source`, annotate fields with
-    `Annotated[int, Meta(ge=1, description="...")]`, and give the facets it supplies. A parameter is
-    a bool, int, float, string, `Literal` or Budget, or one of these or None. They are checked when
-    the part is made, from Python or from text alike. A part alone is a KVPolicy.
+    `Annotated[int, Meta(ge=1, description="...")]`, and define the facets it supplies. A parameter
+    is a bool, int, float, string, `Literal` or Budget, or one of these or None. Parameters are
+    checked at construction, from Python or from text. A part alone is a KVPolicy.
     """
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
-    amounts: ClassVar[tuple[str, ...]] = ()  # parameters that say how much stays, as `keep` does
-    amount_of: ClassVar[str] = "tokens seen"  # what `keep` is a share of
+    amounts: ClassVar[tuple[str, ...]] = ()  # parameters that `keep` can replace
+    amount_of: ClassVar[str] = "tokens seen"  # the whole that `keep` is a share of
 
     def __post_init__(self) -> None:
         """Check every parameter against its annotation.
@@ -48,13 +48,13 @@ class Part:
         """
         if not isinstance(getattr(type(self), "name", None), str):
             raise TypeError(
-                f"{type(self).__name__} has no name; set `name: ClassVar[str]` to what its text "
-                "form starts with"
+                f"{type(self).__name__} has no name; set `name: ClassVar[str]` to the first word "
+                "of its text form"
             )
         for key, hint in _hints(type(self)).items():
             value = getattr(self, key)
             try:
-                object.__setattr__(self, key, _checked(value, hint))  # 1 becomes 1.0 in a float
+                object.__setattr__(self, key, _checked(value, hint))  # a float field turns 1 to 1.0
             except ValueError as error:
                 meant = self._meant(key, str(value))
                 raise ValueError(
@@ -63,46 +63,46 @@ class Part:
 
     @property
     def selector(self) -> Selector | None:
-        """Which tokens live, if this part says so."""
+        """Token selection, if this part supplies it."""
         return None
 
     @property
     def formats(self) -> Formats | None:
-        """How tiers are stored, if this part says so."""
+        """Storage formats of the tiers, if this part supplies them."""
         return None
 
     @property
     def basis(self) -> Basis | None:
-        """In which basis, if this part says so."""
+        """Basis of the stored vectors, if this part supplies it."""
         return None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a cache under this part can do."""
+        """What a cache under this part supports."""
         return Capabilities()
 
     @property
     def fitted_to(self) -> str | None:
-        """Fingerprint of the model this part was calibrated with; None: it serves any."""
+        """Fingerprint of the model this part was calibrated with; None: it fits any model."""
         return None
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:
-        """Give the parameters that `keep` with this percentage stands for.
+        """Return the parameters that `keep` with this percentage sets.
 
-        A part that has `amounts` must say.
+        A part with `amounts` must define it.
         """
         raise TypeError(f"{cls.__name__} must define keeping(share)")
 
     @classmethod
     def from_text(cls, options: dict[str, str]) -> "Part":
-        """Make the part from the key=value texts of its text form.
+        """Create the part from the key=value texts of its text form.
 
-        Where it has `amounts`, `keep=25%` is another way to say one of them.
+        If it has `amounts`, `keep=25%` can replace one of them.
 
         Raises:
-            ValueError: an unknown key (the right ones are listed), a missing one, or a value that
-                does not convert.
+            ValueError: an unknown key (the message lists the valid ones), a missing key, or a value
+                that cannot be converted.
         """
         hints = _hints(cls)
         values: dict[str, Any] = {}
@@ -125,11 +125,11 @@ class Part:
 
     @classmethod
     def parameters(cls) -> tuple[Parameter, ...]:
-        """Describe the parameters, in order, with their defaults as text; `keep` comes last."""
+        """Return the parameters in order, with their defaults as text; `keep` is last."""
         hints = _hints(cls)
         instead = " or ".join(cls.amounts)
         keep = Parameter(
-            KEEP, "%", "none", f"share of the {cls.amount_of} that stays, instead of {instead}"
+            KEEP, "%", "none", f"share of the {cls.amount_of} that is kept, instead of {instead}"
         )
         return (
             *(
@@ -141,15 +141,15 @@ class Part:
 
     @classmethod
     def _keeps(cls) -> bool:
-        """Whether `keep` is understood, and is no parameter of the part's own."""
+        """Whether the part accepts `keep` and has no parameter of that name itself."""
         return bool(cls.amounts) and KEEP not in _hints(cls)
 
     @classmethod
     def _share(cls, options: dict[str, str]) -> Budget:
-        """The share that `keep` says, which must be all that says how much stays.
+        """Return the share in `keep`.
 
         Raises:
-            ValueError: it is no percentage, or another parameter says it too.
+            ValueError: it is not a percentage, or another parameter sets the amount too.
         """
         text = strip(options[KEEP])
         try:
@@ -164,32 +164,32 @@ class Part:
         for other in cls.amounts:
             if other in options:
                 raise ValueError(
-                    f"{cls.name}: {KEEP}={text} and {other}={options[other]} both say how much is "
-                    "kept; give one of them"
+                    f"{cls.name}: {KEEP}={text} and {other}={options[other]} both set how much is "
+                    "kept; use one of them"
                 )
         return share
 
     @classmethod
     def _meant(cls, key: str, text: str) -> str:
-        """What was probably meant by a number that is refused; empty where that cannot be told."""
+        """Return a hint with the probably intended value of a refused number; else empty."""
         number = re.fullmatch(r"(\d*\.?\d+)(%?)", strip(text))
         if not cls._keeps() or key not in (KEEP, *cls.amounts) or number is None:
             return ""
         value, percent = float(number[1]), bool(number[2])
         if percent and key != KEEP:
-            return f"; write the share of the {cls.amount_of} that stays as {KEEP}=25%"
+            return f"; write the kept share of the {cls.amount_of} as {KEEP}=25%"
         if key == KEEP and value > 1:
             share = value / 100  # keep=25
         elif key == "rate" and value > 1:
-            share = 1 / value  # rate=4, where a rate is what is removed
+            share = 1 / value  # rate=4, where rate is a compression ratio
         else:
-            share = value  # rate=0.25, where a rate is tokens seen over tokens kept
+            share = value  # budget=0.25, or rate=0.25 as the kept share
         if percent or not 0 < share < 1:
             return ""
         return f"; to keep {share:.4g} of the {cls.amount_of} write {KEEP}={100 * share:.4g}%"
 
     def __str__(self) -> str:
-        """Give the canonical text: the name, then what differs from the defaults."""
+        """Return the canonical text: the name, then the parameters that differ from defaults."""
         changed = [
             f"{f.name}={_write(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
@@ -199,7 +199,7 @@ class Part:
 
 
 def split(text: str, mark: str, limit: int = -1) -> list[str]:
-    r"""Split at an unescaped mark; a backslash takes the next character as it is.
+    r"""Split at an unescaped mark; a backslash escapes the next character.
 
     >>> split(r"a\+b+c", "+") == [r"a\+b", "c"]
     True
@@ -217,7 +217,7 @@ def split(text: str, mark: str, limit: int = -1) -> list[str]:
 
 
 def strip(text: str) -> str:
-    r"""Take unescaped white space off both ends.
+    r"""Strip unescaped white space from both ends.
 
     >>> strip(r" a\  ") == r"a\ "
     True

@@ -1,4 +1,4 @@
-"""The codec that stores vectors as they are, and the policy that keeps everything."""
+"""The codec that stores vectors unquantized, and the policy that keeps every token."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,16 +19,16 @@ class RawCodec:
 
     dim: int
     dtype: torch.dtype
-    block = 1  # every token is encoded alone
-    layout = None  # there are no integer codes
+    block = 1  # every token is encoded separately
+    layout = None  # no integer codes
 
     @property
     def parts(self) -> tuple[int]:
-        """The vector's own bytes."""
+        """Bytes of the vector."""
         return (self.dim * self.dtype.itemsize,)
 
     def encode(self, x: Float[Tensor, "n 1 D"]) -> UInt8[Tensor, "n N"]:
-        """Cast to the stored dtype and give its bytes."""
+        """Cast to the stored dtype and return the bytes."""
         return x[:, 0].to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float[Tensor, "n 1 D"]:
@@ -39,7 +39,7 @@ class RawCodec:
         return data.view(self.dtype)[:, None]
 
     def bound(self, x: Float[Tensor, "n 1 D"]) -> Float[Tensor, "n 1 D"]:
-        """Rounding to the stored dtype: half a unit in the last place; infinite past its range."""
+        """Return half a unit in the last place of the stored dtype; infinity past its range."""
         info = torch.finfo(self.dtype)
         size = x.abs().to(torch.float64)
         return torch.where(size > info.max, torch.inf, size * info.eps / 2 + info.tiny)
@@ -50,8 +50,8 @@ class Uncompressed(Part):
     """Base of formats that store keys and values as floating-point numbers."""
 
     dtype: ClassVar[torch.dtype | None] = None  # None: the model's own
-    tiers = 1  # every token is stored alike
-    window = 0  # nothing is rawer
+    tiers = 1
+    window = 0  # tokens are raw already
 
     @property
     def formats(self) -> Formats:
@@ -59,14 +59,14 @@ class Uncompressed(Part):
         return self
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
-        """Store the shape's own dimensions."""
+        """Return one format with the shape's own dimensions."""
         dtype = self.dtype or shape.dtype
         return (TokenFormat(RawCodec(shape.key_dim, dtype), RawCodec(shape.value_dim, dtype)),)
 
 
 @dataclass(frozen=True)
 class Raw(Uncompressed):
-    """Keep every token as the model made it: the identity."""
+    """Keep every token unquantized: the identity."""
 
     name: ClassVar[str] = "raw"
     source: ClassVar[str] = "no compression, in pages"

@@ -1,4 +1,4 @@
-"""Finding policies by name among everything that is installed."""
+"""The registry: policies of all installed packages, by name."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,71 +9,71 @@ from typing import Final
 from kv_policy.installing import install_command
 from kv_policy.part import Part
 
-GROUP: Final = "kv_policy"  # the entry point group that packages register their parts in
+GROUP: Final = "kv_policy"  # the entry point group of parts
 
 
 class UnknownPolicyError(ValueError):
-    """No installed package has a policy of that name; the message names the nearest ones."""
+    """The policy name is not installed; the message lists the nearest names."""
 
 
 class BrokenPolicyError(ValueError):
-    """A policy is installed and cannot be used; the message names its package and says why."""
+    """An installed policy cannot be used; the message names its package and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The policies of all installed packages, as one scan of their entry points found them.
+    """The policies of all installed packages, found in one scan of their entry points.
 
-    A name that two packages claim, or whose package cannot be imported, is refused when it is
-    asked for; all other names work.
+    A name that two packages claim, or whose package cannot be imported, fails when it is loaded;
+    other names are unaffected.
     """
 
-    claims: Mapping[str, tuple[EntryPoint, ...]]  # by name, sorted; more than one: contested
+    claims: Mapping[str, tuple[EntryPoint, ...]]  # by name, sorted; several entries: a conflict
     extra: Mapping[str, type[Part]] = field(default_factory=dict)  # by name, not installed
 
     @classmethod
     def scan(cls) -> "Registry":
-        """Look at what is installed; nothing is imported."""
+        """Scan the installed entry points without importing them."""
         return cls(claims(GROUP))
 
     def having(self, extra: Iterable[type[Part]]) -> "Registry":
         """Add policies that are not installed.
 
         Raises:
-            TypeError: one is no subclass of Part, or has no name.
-            ValueError: its name is installed, or another one's, whatever the case of letters.
+            TypeError: a class is not a subclass of Part, or has no name.
+            ValueError: a name is already installed or given twice; letter case is ignored.
         """
         found = dict(self.extra)
         for part in extra:
             if not (isinstance(part, type) and issubclass(part, Part)):
-                raise TypeError(f"extra holds {part!r}; give classes that subclass kv_policy.Part")
+                raise TypeError(f"extra holds {part!r}; use subclasses of kv_policy.Part")
             name = getattr(part, "name", None)
             if not isinstance(name, str):
                 raise TypeError(
-                    f"{part.__name__} has no name; set `name: ClassVar[str]` to what its text form "
-                    "starts with"
+                    f"{part.__name__} has no name; set `name: ClassVar[str]` to the first word of "
+                    "its text form"
                 )
             for each, entries in self.claims.items():
                 if each.casefold() == name.casefold():
                     raise ValueError(
-                        f"{part.__name__} is named {name!r}, and so is a policy of "
-                        f"{package_of(entries[0])}, which is installed; leave it out of extra if "
-                        "it is that one, or give yours another name"
+                        f"{part.__name__} is named {name!r}, which the installed package "
+                        f"{package_of(entries[0])} already uses; remove it from extra if it is the "
+                        "same policy, else rename it"
                     )
             for each, other in found.items():
                 if each.casefold() == name.casefold() and other is not part:
                     raise ValueError(
-                        f"{other.__name__} and {part.__name__} are both named {name!r}; give one "
-                        "of them another name"
+                        f"{other.__name__} and {part.__name__} are both named {name!r}; rename one "
+                        "of them"
                     )
             found[name] = part
         return Registry(self.claims, found)
 
     def find(self, name: str) -> str:
-        """Give the installed name that is meant, whatever the case of its letters.
+        """Return the installed name that matches, ignoring letter case.
 
         Raises:
-            UnknownPolicyError: nothing of that name is installed.
+            UnknownPolicyError: the name is not installed.
         """
         known_names = sorted({*self.claims, *self.extra})
         if name in known_names:
@@ -86,15 +86,15 @@ class Registry:
             known = f"the nearest of {len(known_names)} installed: {', '.join(near)}"
         else:
             known = f"installed policies: {', '.join(known_names) or 'none'}"
-        raise UnknownPolicyError(f"no policy is called {name[:80]!r}; {known}")
+        raise UnknownPolicyError(f"unknown policy {name[:80]!r}; {known}")
 
     def load(self, name: str) -> type[Part]:
-        """Import the policy of that name, whatever the case of its letters.
+        """Import the policy with this name, ignoring letter case.
 
         Raises:
-            UnknownPolicyError: nothing of that name is installed.
-            BrokenPolicyError: two packages claim it, its package cannot be imported, or what is
-                registered is no Part of that name.
+            UnknownPolicyError: the name is not installed.
+            BrokenPolicyError: two packages claim the name, its package cannot be imported, or the
+                registered object is not a Part with that name.
         """
         name = self.find(name)
         if name in self.extra:
@@ -115,7 +115,7 @@ class Registry:
 
 
 def claims(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Give the entry points of a group by name, sorted; those of equal values count once."""
+    """Return the entry points of a group by name, sorted; entries with equal values count once."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in sorted(entry_points(group=group), key=lambda e: (e.name, e.value)):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
@@ -123,14 +123,14 @@ def claims(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def imported(what: str, entries: tuple[EntryPoint, ...]) -> object:
-    """Import what one name is registered for.
+    """Import the object registered for one name.
 
     Args:
-        what: the name, for messages, such as "the policy 'k8v4'".
-        entries: those that claim it.
+        what: the name for messages, such as "the policy 'k8v4'".
+        entries: the entry points that claim it.
 
     Raises:
-        BrokenPolicyError: two packages claim it, or its package cannot be imported.
+        BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
     if len(entries) > 1:
         both = " and ".join(f"{package_of(each)} ({each.value})" for each in entries)
@@ -140,36 +140,36 @@ def imported(what: str, entries: tuple[EntryPoint, ...]) -> object:
     entry, package = entries[0], package_of(entries[0])
     try:
         found: object = entry.load()
-    except (Exception, SystemExit) as error:  # somebody else's package may fail in any way
+    except (Exception, SystemExit) as error:  # third-party code may fail in any way
         why = f"{type(error).__name__}: {error}"
-        again = "install it again"
+        again = "reinstall it"
         if entry.dist is not None:
             again = f"`{install_command(package, deps=False, again=True)}`"
         raise BrokenPolicyError(
-            f"{what} of {package} cannot be loaded: {why}; {again}, in a version that goes with "
-            "the rest"
+            f"{what} of {package} cannot be loaded: {why}; {again}, in a version compatible with "
+            "the other packages"
         ) from error
     return found
 
 
 def package_of(entry: EntryPoint) -> str:
-    """Name the package that an entry point is of."""
+    """Return the name of the package that an entry point belongs to."""
     return entry.value.partition(":")[0] if entry.dist is None else entry.dist.name
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Give the entry point of every installed policy, by name; nothing is imported.
+    """Return the entry point of every installed policy by name, without importing any.
 
-    Of a name that two packages claim it is the first; `load` refuses that name.
+    If two packages claim a name the first is returned; `load` refuses that name.
     """
     return {name: entries[0] for name, entries in Registry.scan().claims.items()}
 
 
 def load(name: str) -> type[Part]:
-    """Import the policy of that name, whatever the case of its letters.
+    """Import the policy with this name, ignoring letter case.
 
     Raises:
-        UnknownPolicyError: nothing of that name is installed.
-        BrokenPolicyError: as `Registry.load`.
+        UnknownPolicyError: the name is not installed.
+        BrokenPolicyError: see `Registry.load`.
     """
     return Registry.scan().load(name)

@@ -1,4 +1,4 @@
-"""What most parts that select tokens answer alike."""
+"""Base class of parts that select tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,9 +16,9 @@ from kv_policy.part import Part
 class Selecting(Part):
     """Base of selectors: one tier, planned per layer after prompts, nothing observed or read.
 
-    A method must give `score` and `plan`, and `step` if its `decode` says "step". What is constant
-    it says as a class attribute, such as `reads = frozenset({"keys"})`; what depends on parameters
-    is a property. It may have a member of any other protocol of `kv_policy.optional`.
+    A method defines `score` and `plan`, and `step` if its `decode` is "step". Constants are class
+    attributes, such as `reads = frozenset({"keys"})`; values that depend on parameters are
+    properties. It may have a member of any other protocol of `kv_policy.optional`.
     """
 
     @property
@@ -28,7 +28,7 @@ class Selecting(Part):
 
     @property
     def capabilities(self) -> Capabilities:
-        """A selecting cache is shorter than the sequence and depends on what came later."""
+        """A selecting cache is shorter than the sequence and depends on later tokens."""
         return Capabilities(
             shortens=True,
             shares_prefixes=False,
@@ -38,48 +38,48 @@ class Selecting(Part):
 
     @property
     def tiers(self) -> int:
-        """Kept tokens are all stored alike."""
+        """One tier: kept tokens are all stored alike."""
         return 1
 
     @property
     def budget(self) -> Budget | None:
-        """There is none: a rule of its own says what stays."""
+        """No budget: the method has its own rule."""
         return None
 
     @property
     def protected(self) -> int:
-        """Tokens per head that always stay."""
+        """Tokens per head that are always kept."""
         return 0
 
     @property
     def observe(self) -> Observe:
-        """Nothing, unless a method asks."""
+        """Nothing, unless a method overrides it."""
         return Observe()
 
     @property
     def reads(self) -> frozenset[VectorName]:
-        """No vectors, unless a method asks."""
+        """No vectors, unless a method overrides it."""
         return frozenset()
 
     @property
     def scope(self) -> Literal["layer", "model"]:
-        """Each layer is planned alone."""
+        """Each layer is planned separately."""
         return "layer"
 
     @property
     def decode(self) -> Literal["grow", "step"]:
-        """Generated tokens join the cache."""
+        """Generated tokens grow the cache."""
         return "grow"
 
     @property
     def replan(self) -> Replan:
-        """Prompts only."""
+        """After prompts only."""
         return Replan()
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Say what each token is worth; higher stays."""
+        """Return the score of each token; higher is kept."""
         raise TypeError(f"{type(self).__name__} must define score(view)")
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Send each token to a tier, or drop it."""
+        """Assign each token to a tier, or DROP it."""
         raise TypeError(f"{type(self).__name__} must define plan(view)")

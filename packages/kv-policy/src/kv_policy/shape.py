@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding of a head: pairs of dimensions, each turned by its own frequency.
+    """Rotary position embedding of a head: pairs of dimensions, each rotated by its own frequency.
 
     At an angle a = position * frequency, pair (i, j) of a vector x becomes cos(a) x_i - sin(a) x_j
     and cos(a) x_j + sin(a) x_i. Dimensions of no pair stay as they are; without any pair a layer
@@ -20,10 +20,10 @@ class Rope:
     pairs: tuple[tuple[int, int], ...] | None = None  # None: i and i + D / 2, halves of a head
 
     def __post_init__(self) -> None:
-        """Check that each pair has a frequency, and no dimension is in two pairs.
+        """Check that each pair has a frequency and that no dimension is in two pairs.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: frequencies and pairs do not match.
         """
         if self.pairs is None:
             return
@@ -31,19 +31,19 @@ class Rope:
         if len(self.pairs) != len(self.frequencies) or len(dims) != len(set(dims)):
             raise ValueError(
                 f"{len(self.frequencies)} frequencies and the pairs {self.pairs} do not fit "
-                "together; give each pair a frequency, and each dimension to one pair at most"
+                "together; use one frequency per pair, and each dimension in at most one pair"
             )
 
     def turned(
         self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
     ) -> Float[Tensor, "*T D"]:
-        """Turn vectors by as many positions; S and P broadcast to T."""
+        """Rotate vectors by the given positions; S and P broadcast to T."""
         rate, partner = self._by_dimension(x.shape[-1], x.device)
         angle = position[..., None] * rate
         return x * angle.cos() - x[..., partner] * angle.sin()
 
     def mean_turn(self, position: Int[Tensor, "*B T"], dim: int) -> Float[Tensor, "*B D D"]:
-        """Give the mean of the matrices that turn a vector of `dim` dimensions by each position."""
+        """Return the mean of the rotation matrices of `dim` dimensions over the positions."""
         rate, partner = self._by_dimension(dim, position.device)
         angle = position[..., None] * rate
         matrix = angle.cos().mean(-2).diag_embed()
@@ -53,7 +53,7 @@ class Rope:
     def _by_dimension(
         self, dim: int, device: torch.device
     ) -> tuple[Float[Tensor, " D"], Int[Tensor, " D"]]:
-        """Give for each dimension how fast it turns towards minus its partner, and the partner."""
+        """Return the rotation rate towards minus its partner, and the partner, per dimension."""
         half = dim // 2
         pairs = self.pairs
         if pairs is None:
@@ -67,17 +67,17 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Ropes:
-    """The rotary embeddings of layers that differ."""
+    """Rotary embeddings that differ between layers."""
 
-    each: tuple[Rope, ...]  # layer by layer
+    each: tuple[Rope, ...]  # one per layer
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model's cache looks like on one device: the whole of it, or a shard of its KV heads.
+    """Shape of a model's cache on one device: all of its KV heads or a tensor-parallel shard.
 
-    `kv_heads` counts the heads held here; under tensor parallelism `first_head` says where they
-    start among all heads of a layer, so that whatever is per head can be cut to the shard.
+    `kv_heads` counts the heads on this device; under tensor parallelism `first_head` is the index
+    of the first of them in a layer, so that per-head data can be cut to the shard.
     """
 
     layers: int  # N
@@ -87,7 +87,7 @@ class CacheShape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
     first_head: int = 0
-    rope: Rope | Ropes | None = None  # of all layers, or of each; None: not known
+    rope: Rope | Ropes | None = None  # of all layers, or per layer; None: unknown
 
     def __post_init__(self) -> None:
         """Check that every size is positive."""
@@ -95,19 +95,19 @@ class CacheShape:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a cache shape needs at least 1")
         if self.first_head < 0:
-            raise ValueError(f"first_head is {self.first_head}; heads are counted from 0")
+            raise ValueError(f"first_head is {self.first_head}; it must be 0 or more")
         if isinstance(self.rope, Ropes) and len(self.rope.each) != self.layers:
             raise ValueError(
-                f"{len(self.rope.each)} rotary embeddings are given for {self.layers} layers; give "
-                "one for each, or one for all"
+                f"{len(self.rope.each)} rotary embeddings are given for {self.layers} layers; use "
+                "one per layer, or one for all"
             )
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Give the rotary embedding of a layer; None: it is not known."""
+        """Return the rotary embedding of a layer; None: unknown."""
         return self.rope.each[layer] if isinstance(self.rope, Ropes) else self.rope
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one uncompressed token takes over all layers and KV heads."""
+        """Bytes of one uncompressed token over all layers and KV heads."""
         vector = (self.key_dim + self.value_dim) * self.dtype.itemsize
         return self.layers * self.kv_heads * vector

@@ -1,4 +1,4 @@
-"""One method says which tokens live, another at which tier."""
+"""Composition of two selectors: one evicts tokens, the other sorts the rest into tiers."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,12 +23,12 @@ from kv_policy.lifecycle import Observe, Replan, Running
 
 @dataclass(frozen=True)
 class SortedSelector:
-    """Sort tokens into tiers as `sorter` does, by the scores of `evictor`, which lets some go.
+    """Sort tokens into tiers as `sorter` does, by the scores of `evictor`, which evicts tokens.
 
-    The sorter sees every token, so its shares and thresholds are those of the whole prompt; the
-    evictor then sees where tokens would be and takes what is too many for its budget. While
-    generating, the sorter's steps place tokens by the evictor's scores, for which generated queries
-    are observed; the evictor lets tokens go when it plans again, if its `replan` says so.
+    The sorter sees every token, so its shares and thresholds refer to the whole prompt; the evictor
+    then plans over the sorted tokens and drops those beyond its budget. During generation, the
+    sorter's steps place tokens by the evictor's scores, for which generated queries are observed;
+    the evictor drops tokens when it plans again, if its `replan` asks for that.
     """
 
     evictor: Selector
@@ -54,23 +54,23 @@ class SortedSelector:
 
     @property
     def protected(self) -> int:
-        """What the evictor protects."""
+        """The evictor's protected tokens."""
         return self._evictor.protected
 
     @property
     def observe(self) -> Observe:
-        """What the evictor asks for; generated queries too if tokens are placed by steps."""
+        """The evictor's; generated queries too if tokens are placed by steps."""
         steps = self._sorter.decode == "step"
         return replace(self._evictor.observe, generated=steps or self._evictor.observe.generated)
 
     @property
     def reads(self) -> frozenset[VectorName]:
-        """What the evictor looks at."""
+        """The evictor's."""
         return self._evictor.reads
 
     @property
     def scope(self) -> Literal["layer", "model"]:
-        """All layers together, if either needs them."""
+        """All layers together, if either selector plans them so."""
         return "model" if "model" in (self._evictor.scope, self._sorter.scope) else "layer"
 
     @property
@@ -85,32 +85,32 @@ class SortedSelector:
 
     @property
     def running(self) -> Running | None:
-        """The evictor's, since scores are."""
+        """The evictor's, as its scores are used."""
         return self._evictor.running
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """The evictor's scores."""
+        """Return the evictor's scores."""
         return self._evictor.score(view)
 
     def head_stats(self, view: LayerView) -> Float[Tensor, "B H"] | None:
-        """The evictor's head statistics."""
+        """Return the evictor's head statistics."""
         return self._evictor.head_stats(view)
 
     def recent_tokens(self, budget: Int[Tensor, " B"]) -> Int[Tensor, " B"] | None:
-        """The sorter's: its steps move tokens."""
+        """Return the sorter's: its steps move tokens."""
         return self._sorter.recent_tokens(budget)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
-        """Sort, and let go of what is too many."""
+        """Sort the tokens into tiers, and drop those beyond the budget."""
         tier = self._sorter.plan(view)
         rest = replace(view, tier=tier, position=view.position.masked_fill(tier == DROP, -1))
         gone = self._evictor.plan(rest) == DROP
         return tier.masked_fill(gone, DROP)
 
     def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
-        """The sorter's, of all tokens."""
+        """Return the sorter's thresholds over all tokens."""
         return self._sorter.tier_thresholds(view)
 
     def step(self, view: StepView) -> Step:
-        """The sorter's."""
+        """Return the sorter's step."""
         return self._sorter.step(view)

@@ -8,30 +8,29 @@ from kv_policy.contract import KVPolicy
 from kv_policy.part import Part, split
 from kv_policy.registry import Registry
 
-MOST_PARTS: Final = 16  # more than go together; so few are told what is wrong with them
-LONGEST: Final = 1 << 16  # characters, of which a path may have some thousands
+MOST_PARTS: Final = 16  # more than can be composed; so few still get a precise error message
+LONGEST: Final = 1 << 16  # characters; file paths may have some thousands
 
 
 def parse(text: str, extra: Iterable[type[Part]] = ()) -> KVPolicy:
-    r"""Read a policy's text form, for example `snapkv:budget=1024,window=32+k8v4`.
+    r"""Parse a policy's text form, for example `snapkv:budget=1024,window=32+k8v4`.
 
-    A backslash takes the next character into a value: `+`, `,`, another backslash, white space at
-    an end, and the `n` of a string that is "none". `str` of the result is the canonical text, and
-    parsing that gives an equal policy.
+    A backslash escapes the next character of a value: `+`, `,`, another backslash, white space at
+    an end, and the `n` of a string equal to "none". `str` of the result is the canonical text, and
+    parsing that returns an equal policy.
 
     Args:
         text: the parts, joined by `+`.
-        extra: classes of policies that are not installed; their names are known to this text. A
-            parameter that names another policy, such as a format of `leankv`, finds those that are
-            installed.
+        extra: policy classes that are not installed, parsed by their names. A parameter that names
+            another policy, such as a format of `leankv`, accepts installed ones only.
 
     Raises:
-        UnknownPolicyError: a name that is not installed.
-        BrokenPolicyError: a name that two packages claim, or whose package cannot be imported.
-        CompositionError: parts that do not go together.
-        ValueError: a malformed or very long text, an unknown or repeated key, a value that is
-            refused, or a name in `extra` that is installed or comes twice.
-        TypeError: what is in `extra` is no class of a policy, or has no name.
+        UnknownPolicyError: a name is not installed.
+        BrokenPolicyError: two packages claim a name, or its package cannot be imported.
+        CompositionError: the parts cannot be composed.
+        ValueError: a malformed or very long text, an unknown or repeated key, a refused value, or a
+            name in `extra` that is installed or given twice.
+        TypeError: an item of `extra` is not a policy class, or has no name.
     """
     if len(text) > LONGEST:
         raise ValueError(
@@ -41,7 +40,7 @@ def parse(text: str, extra: Iterable[type[Part]] = ()) -> KVPolicy:
     if len(pieces) > MOST_PARTS:
         raise CompositionError(
             f"{len(pieces):,} policies are joined by +; at most a basis, two selectors and a "
-            "format go together"
+            "format can be composed"
         )
     registry = Registry.scan().having(extra)
     return compose(*(_part(piece, registry) for piece in pieces))
@@ -53,10 +52,10 @@ def _part(text: str, registry: Registry) -> Part:
 
 
 def read(text: str) -> tuple[str, dict[str, str]]:
-    """Take the text of one part into its name and the texts of its parameters, still escaped.
+    """Split the text of one part into its name and its parameter texts, still escaped.
 
     Raises:
-        ValueError: the name is missing, a piece is not key=value, or a key comes twice.
+        ValueError: the name is missing, a piece is not key=value, or a key is given twice.
     """
     name, *rest = split(text, ":", 1)
     name = name.strip()

@@ -1,4 +1,4 @@
-"""A basis that says how much each of its directions weighs."""
+"""Bases with singular values."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @runtime_checkable
 class Spectral(Protocol):
-    """A basis whose directions have singular values, for people who look at how fast they fall."""
+    """A basis whose directions have singular values, for plots of the spectrum."""
 
     def singular_values(self) -> Mapping[str, Float[Tensor, "N H D"]]:
-        """Give them by what they are of, for each layer and stored head the greatest first.
+        """Return the values by the name of the vectors, descending per layer and stored head.
 
-        Ranks follow from them, so two bases that differ in nothing but ranks give equal ones under
+        Ranks are chosen from them, so two bases that differ only in rank return equal values under
         equal names.
         """
         ...

@@ -1,4 +1,4 @@
-"""Formats of several tiers, put together from formats that are found by name."""
+"""Formats of several tiers, combined from formats loaded by name."""
 
 from dataclasses import dataclass
 
@@ -10,44 +10,44 @@ from kv_policy.spec import parse
 
 @dataclass(frozen=True, slots=True)
 class TieredFormats:
-    """One format per tier, best first, behind one raw window."""
+    """One format per tier, best first, behind one shared raw window."""
 
     each: tuple[Formats, ...]
     window: int = 0
 
     def __post_init__(self) -> None:
-        """Check that every one is for a single tier and leaves the window to this.
+        """Check that every format has a single tier and no window of its own.
 
         Raises:
-            ValueError: no format, one of several tiers, or one with a window of its own.
+            ValueError: no format, a format with several tiers, or one with a window of its own.
         """
         if not self.each:
             raise ValueError("no format is given; name at least one, such as k8v4")
         for formats in self.each:
             if formats.tiers != 1:
-                raise ValueError(f"{formats} has {formats.tiers} tiers; name a format of one tier")
+                raise ValueError(f"{formats} has {formats.tiers} tiers; use a format of one tier")
             if formats.window:
                 raise ValueError(
-                    f"{formats} keeps a window of {formats.window} raw tokens of its own; leave it "
-                    "out, because all tiers share one window"
+                    f"{formats} keeps a window of {formats.window} raw tokens of its own; remove "
+                    "it, because all tiers share one window"
                 )
 
     @property
     def tiers(self) -> int:
-        """K, as many as there are formats."""
+        """K, the number of formats."""
         return len(self.each)
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
-        """Give the format of each tier for heads of this shape."""
+        """Return the format of each tier for heads of this shape."""
         return tuple(formats.bind(shape)[0] for formats in self.each)
 
 
 def read_formats(text: str) -> Formats:
-    """Find the format that a text form names, such as `k8v4` or `k4v4:keys=channel`.
+    """Load a format by its text form, such as `k8v4` or `k4v4:keys=channel`.
 
     Raises:
-        UnknownPolicyError: a name that is not installed.
-        ValueError: a malformed text, or a policy that is more, or other, than a format.
+        UnknownPolicyError: the name is not installed.
+        ValueError: the text is malformed, or the policy is not just a format.
     """
     policy = parse(text)
     if policy.formats is None or policy.selector is not None or policy.basis is not None:

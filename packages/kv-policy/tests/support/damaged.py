@@ -1,10 +1,10 @@
-"""Files as disks, editors, merges and strangers change them."""
+"""Files as damaged or changed by disks, editors, merges and other people."""
 
 import random
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Change, remove, repeat or cut off some bytes."""
+    """Change, remove, repeat or truncate some bytes."""
     made = bytearray(data)
     for _ in range(chance.randint(1, 3)):
         at, end = sorted(chance.choices(range(len(made) + 1), k=2))

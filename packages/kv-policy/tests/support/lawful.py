@@ -1,4 +1,4 @@
-"""A policy that keeps every law, for others to break one each, and what they are told."""
+"""A policy that satisfies every law, for subclasses that break one each, and the error."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -24,7 +24,7 @@ class Good(Evictor):
 
 
 def refusal(policy: Part) -> str:
-    """What the conformance check says of a policy that breaks a law."""
+    """Return the error of the conformance check for a policy that breaks a law."""
     with pytest.raises(AssertionError) as error:
         check_policy(policy)
     return str(error.value)

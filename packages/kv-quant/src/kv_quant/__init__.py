@@ -1,4 +1,4 @@
-"""Token formats: how the key and the value of a token become an exact number of bytes."""
+"""Token formats: codecs that quantize keys and values to an exact number of bytes."""
 
 from kv_quant.affine import LIMIT
 from kv_quant.blocks import ChannelCodec, RowsCodec

@@ -1,4 +1,4 @@
-"""What the integer codecs share: float16 scales and zeros, and codes side by side in bytes."""
+"""Shared by the integer codecs: float16 scales and zeros, and bit packing of codes."""
 
 from typing import Final
 
@@ -10,24 +10,24 @@ from kv_policy import BitLayout
 
 BITS: Final = (8, 4, 2, 1)
 
-# Half of the largest float16. The span of a vector inside +-LIMIT is a float16 too, so even a scale
-# for one bit cannot overflow, and no decoded value overflows when it is cast to float16.
+# Half of the largest float16. The span of a vector inside +-LIMIT is a float16 too, so even a 1-bit
+# scale cannot overflow, nor can a decoded value that is cast to float16.
 LIMIT: Final = 32752.0
 
 
 def clean(x: Float[Tensor, "*n"]) -> Float32[Tensor, "*n"]:
-    """Float32, without NaN, inside the limits, and with one zero (a sum of 0.0 is never -0.0)."""
+    """Return float32 without NaN, clamped to the limits, with a single zero (0.0, never -0.0)."""
     return x.float().nan_to_num(nan=0.0).clamp_(-LIMIT, LIMIT).add_(0.0)
 
 
 def affine(
     least: Float32[Tensor, "*n"], greatest: Float32[Tensor, "*n"], bits: int
 ) -> tuple[Float16[Tensor, "*n"], Float16[Tensor, "*n"]]:
-    """Give the scale and the zero with which codes reach from the least number to the greatest."""
+    """Return the scale and zero with which the codes cover the range from least to greatest."""
     flat = least == greatest
     zero = torch.where(flat, least.half(), _float16_below(least))
     span = (greatest - zero.float()).masked_fill(flat, 0)
-    # By a tensor: a GPU divides by a number as it multiplies by the inverse, and rounds twice.
+    # Divide by a tensor: a GPU divides by a scalar via its inverse, which rounds twice.
     return -_float16_below(-span / torch.full_like(span, 2**bits - 1)), zero
 
 
@@ -37,7 +37,7 @@ def error(
     zero: Float64[Tensor, "*m"],
     bits: int,
 ) -> Float64[Tensor, "*n"]:
-    """Bound the error of each number: half a scale, and what float32 arithmetic adds."""
+    """Bound each element's error: half a scale plus the error of float32 arithmetic."""
     inner = clean(x)
     largest = zero.abs() + (2**bits - 1) * scale
     inside = torch.where(scale > 0, scale / 2 + 2**-21 * largest, (inner - zero).abs())
@@ -45,7 +45,7 @@ def error(
 
 
 def pack(codes: UInt8[Tensor, "n D"], layout: BitLayout) -> UInt8[Tensor, "n stride"]:
-    """Put the codes of each vector side by side, as the layout says."""
+    """Pack the codes of each vector into bytes of this layout."""
     stride = layout.stride
     packed = codes[:, :stride].clone()
     for plane in range(1, 8 // layout.bits):
@@ -55,7 +55,7 @@ def pack(codes: UInt8[Tensor, "n D"], layout: BitLayout) -> UInt8[Tensor, "n str
 
 
 def unpack(packed: UInt8[Tensor, "n stride"], layout: BitLayout) -> Float32[Tensor, "n D"]:
-    """Take the codes of each vector apart again."""
+    """Unpack the codes of each vector."""
     stride, mask = layout.stride, 2**layout.bits - 1
     codes = packed.new_empty((packed.shape[0], layout.dim), dtype=torch.float32)
     for plane in range(8 // layout.bits):
@@ -65,20 +65,20 @@ def unpack(packed: UInt8[Tensor, "n stride"], layout: BitLayout) -> Float32[Tens
 
 
 def check_size(dim: int, bits: int) -> None:
-    """Refuse vectors without elements, and codes of other sizes.
+    """Raise for empty vectors and unsupported code sizes.
 
     Raises:
-        ValueError: either.
+        ValueError: `dim` or `bits` is not supported.
     """
     if bits not in BITS:
-        raise ValueError(f"bits is {bits}; an integer code has 8, 4, 2 or 1")
+        raise ValueError(f"bits is {bits}; an integer code has 8, 4, 2 or 1 bits")
     if dim < 1:
         raise ValueError(f"dim is {dim}; a vector has at least 1 element")
 
 
 def _float16_below(x: Float32[Tensor, "*n"]) -> Float16[Tensor, "*n"]:
-    """Give the largest float16 that is not above x."""
+    """Return the largest float16 not above x."""
     near = x.half()
-    bits = near.view(torch.int16)  # neighbouring numbers have neighbouring patterns
+    bits = near.view(torch.int16)  # adjacent floats have adjacent bit patterns
     towards = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, -0x7FFF))
     return torch.where(near.float() > x, towards.to(torch.int16).view(torch.float16), near)

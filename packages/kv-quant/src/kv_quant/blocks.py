@@ -1,4 +1,4 @@
-"""Several tokens at a time: keys with a scale and a zero per channel, and values beside them."""
+"""Block codecs: keys with a scale and a zero per channel, and per-token values in blocks."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,19 @@ from kv_quant.integer import IntegerCodec
 
 @dataclass(frozen=True, slots=True)
 class ChannelCodec:
-    """Asymmetric integers per channel: the elements d of a block's vectors share scale and zero.
+    """Asymmetric integers per channel: element d of all vectors of a block share scale and zero.
 
-    Keys have a few channels that are large in every token; a scale per token spends its codes on
-    these, a scale per channel does not. Scales, zeros, rounding and the defined results at the
-    edges are those of `IntegerCodec`, with a channel of the block in the place of a vector. A
-    block holds the codes of its tokens row after row, then D scales, then D zeros.
+    A few key channels are large in every token. A scale per token spends most of its codes on
+    them; a scale per channel does not. Scales, zeros, rounding and edge cases are those of
+    `IntegerCodec`, with a channel of the block in place of a vector. A block holds the codes of its
+    tokens row after row, then D scales, then D zeros.
 
     Source: Liu et al., 2024, KIVI (https://arxiv.org/abs/2402.02750), section 3.
 
     Args:
         dim: D, elements of a vector, 1 or more.
         bits: of one code: 8, 4, 2 or 1.
-        block: S, tokens that are encoded together, 1 or more.
+        block: S, tokens encoded together, 1 or more.
     """
 
     dim: int
@@ -39,19 +39,19 @@ class ChannelCodec:
 
     @property
     def layout(self) -> BitLayout:
-        """Where each code, scale and zero lies."""
+        """Position of each code, scale and zero."""
         return BitLayout(self.dim, self.bits, 1, tokens=self.block)
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of all codes of a block, and of its scales with zeros."""
+        """Bytes of a block's codes, and of its scales and zeros."""
         return self.layout.parts
 
     def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
-        """Turn blocks into codes, scales and zeros, as `layout` says.
+        """Encode blocks into codes, scales and zeros in this layout.
 
         Raises:
-            ValueError: the blocks are not of `block` vectors of `dim` elements.
+            ValueError: the blocks do not have `block` vectors of `dim` elements.
         """
         _check_shape(x, self.block, self.dim)
         inner = clean(x)
@@ -62,7 +62,7 @@ class ChannelCodec:
         return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n S D"]:
-        """Turn bytes back into float32 vectors: code * scale + zero.
+        """Decode bytes into float32 vectors: code * scale + zero.
 
         Raises:
             ValueError: the rows do not have `sum(parts)` bytes.
@@ -76,7 +76,7 @@ class ChannelCodec:
         return codes.mul_(scale).add_(zero)
 
     def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
-        """Half the channel's scale and 2**-21 of its largest code's value; see `IntegerCodec`."""
+        """Return half the channel's scale plus 2**-21 of its largest decoded code."""
         scale, zero = (part.double()[:, None] for part in self._affine(clean(x)))
         return error(x, scale, zero, self.bits)
 
@@ -88,14 +88,14 @@ class ChannelCodec:
 
 @dataclass(frozen=True, slots=True)
 class RowsCodec:
-    """Blocks of tokens that stand alone: the codes of all of them, then their scales and zeros.
+    """Blocks of independently encoded tokens: the codes of all, then their scales and zeros.
 
-    It lets values be stored per token in a tier whose keys come in blocks; the bytes of a token are
+    It stores values per token in a tier whose keys are encoded in blocks; the bytes of a token are
     those of `each`.
 
     Args:
-        each: how a vector is stored.
-        block: S, tokens side by side, 1 or more.
+        each: codec of a single vector.
+        block: S, tokens per block, 1 or more.
     """
 
     each: IntegerCodec
@@ -112,20 +112,20 @@ class RowsCodec:
 
     @property
     def layout(self) -> BitLayout:
-        """Where each code, scale and zero of a vector lies."""
+        """Position of each code, scale and zero of a vector."""
         return self.each.layout
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of all codes of a block, and of all scales with zeros."""
+        """Bytes of a block's codes, and of all its scales and zeros."""
         codes, meta = self.each.parts
         return self.block * codes, self.block * meta
 
     def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
-        """Turn vectors into codes, scales and zeros.
+        """Encode vectors into codes, scales and zeros.
 
         Raises:
-            ValueError: the blocks are not of `block` vectors of `dim` elements.
+            ValueError: the blocks do not have `block` vectors of `dim` elements.
         """
         _check_shape(x, self.block, self.dim)
         rows = self.each.encode(x.reshape(-1, 1, self.dim))
@@ -134,7 +134,7 @@ class RowsCodec:
         return torch.cat([part.reshape(len(x), size) for part, size in sizes], dim=1)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n S D"]:
-        """Turn bytes back into float32 vectors.
+        """Decode bytes into float32 vectors.
 
         Raises:
             ValueError: the rows do not have `sum(parts)` bytes.
@@ -145,20 +145,20 @@ class RowsCodec:
         return self.each.decode(torch.cat(rows, dim=1)).view(-1, self.block, self.dim)
 
     def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
-        """The bound of `each`, vector by vector."""
+        """Return the bound of `each` for every vector."""
         return self.each.bound(x.reshape(-1, 1, self.dim)).view(x.shape)
 
 
 def _check_block(block: int) -> None:
     if block < 1:
-        raise ValueError(f"block is {block}; give the tokens that are encoded together, at least 1")
+        raise ValueError(f"block is {block}; use at least 1 token per block")
 
 
 def _check_shape(x: Tensor, block: int, dim: int) -> None:
     if x.shape[1:] != (block, dim):
-        raise ValueError(f"vectors have shape {tuple(x.shape)}; this codec takes n, {block}, {dim}")
+        raise ValueError(f"vectors have shape {tuple(x.shape)}; expected n, {block}, {dim}")
 
 
 def _check_bytes(data: Tensor, size: int) -> None:
     if data.shape[1] != size:
-        raise ValueError(f"a row has {data.shape[1]} bytes; this codec stores {size} a block")
+        raise ValueError(f"a row has {data.shape[1]} bytes; this codec stores {size} per block")

@@ -1,4 +1,4 @@
-"""The formats by name: keys and values as integers of 8, 4, 2 or 1 bits each, or as they are."""
+"""The formats by name: keys and values in 8, 4, 2 or 1 bits each, or in floating point."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
@@ -10,17 +10,17 @@ from kv_policy import CacheShape, Capabilities, Formats, Part, TokenFormat, Unco
 from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.integer import IntegerCodec
 
-BLOCK: Final = 32  # KIVI's group of tokens
+BLOCK: Final = 32  # the group of tokens in KIVI
 
 
 @dataclass(frozen=True)
 class IntegerFormat(Part):
-    """Base of formats that store a key and a value as integers, each with its own number of bits.
+    """Base of formats that store keys and values as integers, each with its own number of bits.
 
-    Every token of every KV head stands alone, with its scale and zero beside it, so tokens may be
-    stored, moved and dropped one by one. With `keys=channel` that holds for values; keys wait raw
-    until a block of them is there, and have a scale and a zero per channel of the block, as KIVI
-    has it (Liu et al., 2024, https://arxiv.org/abs/2402.02750).
+    Every token of every KV head is encoded independently, with its own scale and zero, so tokens
+    can be stored, moved and dropped one by one. With `keys=channel` this holds for values only;
+    keys stay raw until a block is complete, and have a scale and a zero per channel of the block,
+    as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750).
     """
 
     source: ClassVar[str] = (
@@ -29,7 +29,7 @@ class IntegerFormat(Part):
     )
     key_bits: ClassVar[int]
     value_bits: ClassVar[int]
-    tiers = 1  # every token is stored alike
+    tiers = 1
 
     group: Annotated[
         int,
@@ -59,13 +59,13 @@ class IntegerFormat(Part):
         """Check the parameters.
 
         Raises:
-            ValueError: one is out of range, or a block is given for keys that stand alone.
+            ValueError: a value is out of range, or a block is set for keys with per-token scales.
         """
         super().__post_init__()
         if self.keys == "token" and self.block != BLOCK:
             raise ValueError(
-                f"{self.name}: block={self.block} is refused: keys with a scale per token stand "
-                "alone; leave it out, or say keys=channel"
+                f"{self.name}: block={self.block} is refused: keys with a scale per token have no "
+                "block; remove it, or set keys=channel"
             )
 
     @property
@@ -75,15 +75,15 @@ class IntegerFormat(Part):
 
     @property
     def capabilities(self) -> Capabilities:
-        """A raw window or a block makes a token's bytes depend on what came after it.
+        """A raw window or a block makes a token's bytes depend on later tokens.
 
-        A block cannot be cut either: its channels' scales are those of all its tokens.
+        A block cannot be cut either: its channel scales depend on all its tokens.
         """
         alone = self.keys == "token"
         return Capabilities(shares_prefixes=alone and self.window == 0, rolls_back=alone)
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
-        """Give the codecs for keys and values of this shape."""
+        """Return the codecs for keys and values of this shape."""
         value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
         if self.keys == "token":
             key = IntegerCodec(shape.key_dim, self.key_bits, self.group)

@@ -1,7 +1,7 @@
-"""What the integer codecs must store, written a second time: one bit at a time, no tensors.
+"""Reference implementation of the integer codecs: bit by bit, without tensors.
 
-Exact powers of two and Python's own rounding stand in for the bit tricks of the fast path. It is
-far too slow to use; the tests compare the two byte by byte.
+Exact powers of two and Python's own rounding replace the bit tricks of the fast path. It is slow;
+the tests compare both byte by byte.
 """
 
 import math
@@ -37,7 +37,7 @@ def encode(layout: BitLayout, vectors: Sequence[Sequence[float]]) -> bytes:
 
 
 def decode(layout: BitLayout, data: bytes, count: int = 1) -> list[list[float]]:
-    """Decode a block of `count` vectors, to float32 numbers."""
+    """Decode a block of `count` vectors to float32 numbers."""
     meta, vectors = data[count * layout.stride :], []
     for t in range(count):
         vector, at = [], t // layout.tokens * layout.parts[1]
@@ -71,10 +71,10 @@ def _affine(group: list[float], top: int) -> tuple[float, float]:
 
 
 def _float16_step(x: float) -> float:
-    """Distance of float16 numbers of the magnitude of x: 11 significant bits, none below 2**-24."""
+    """Return the spacing of float16 at x: 11 significant bits, none below 2**-24."""
     return 2.0 ** max(math.frexp(x)[1] - 11, -24)
 
 
 def _float32(x: float) -> float:
-    """Round to the nearest float32, to even between two."""
+    """Round to the nearest float32, ties to even."""
     return float(struct.unpack("<f", struct.pack("<f", x))[0])

@@ -87,7 +87,7 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
         assert pages <= owned[given] * one.block_pages <= 1.6 * pages + 2 * one.block_pages
     for given, sentence in (
         ({"kv_budget": "plenty"}, "kv_budget: budget 'plenty' is not understood"),
-        ({"kv_budget": 7e18}, "give at most 2147483647, or 100% to keep every token"),
+        ({"kv_budget": 7e18}, "use at most 2147483647, or 100% to keep every token"),
         ({"kv_buget": 48}, "kv_buget is no argument of a request"),
     ):
         with pytest.raises(VLLMValidationError, match=sentence):

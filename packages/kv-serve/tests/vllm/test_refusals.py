@@ -92,7 +92,7 @@ def start_tiny(start: Start) -> Start:
         (7, "kv_policy is 7; give a policy's text"),
         ("", "a policy's name is missing"),
         ("k9v9", "'k9v9'; the nearest of .*k8v4"),
-        ("k8v4+k4v2", "k8v4 and k4v2 both say how tokens are stored"),
+        ("k8v4+k4v2", "k8v4 and k4v2 both define how tokens are stored"),
     ],
 )
 def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(

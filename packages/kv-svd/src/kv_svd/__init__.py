@@ -1,4 +1,4 @@
-"""Which basis the keys and values of a head are stored in, and how many dimensions they need."""
+"""Low-rank bases for the keys and values of each head, and the choice of their ranks."""
 
 from kv_svd.calibration import Calibration
 from kv_svd.file import Facts, load, load_facts, save

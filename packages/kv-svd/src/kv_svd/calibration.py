@@ -1,4 +1,4 @@
-"""Learning a model's statistics while it reads, for `kv-serve calibrate zack`."""
+"""Collection of a model's statistics on a calibration text, for `kv-serve calibrate zack`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen
 
 
 class Calibration:
-    """Adds up second moments in float64; what it holds does not grow with the tokens."""
+    """Accumulates second moments in float64; its memory does not grow with the tokens."""
 
     def __init__(
         self,
@@ -23,19 +23,19 @@ class Calibration:
         output: Iterable[Float[Tensor, "hidden QD"]],
         together: int = 1,
     ) -> None:
-        """Start with nothing but the moments of the output projections.
+        """Start with only the moments of the output projections.
 
         Args:
             shape: the model's cache.
             output: weights of the output projections, layer by layer.
-            together: KV heads whose vectors are laid side by side, for `palu`.
+            together: KV heads whose vectors are concatenated, for `palu`.
 
         Raises:
-            ValueError: more or fewer projections than layers, one that does not fit the heads, one
-                that is not finite, or heads that cannot be taken so many at a time.
+            ValueError: the number of projections differs from the layers, a projection does not
+                fit the heads or is not finite, or `together` does not divide the heads.
         """
         self.shape, self.together = shape, together
-        self._found: Statistics | None = None  # of what was seen so far, once asked for
+        self._found: Statistics | None = None  # cached statistics of the tokens so far
         self._layers = [
             nothing_seen(
                 shape.group,
@@ -48,15 +48,15 @@ class Calibration:
         if len(self._layers) != shape.layers:
             raise ValueError(
                 f"{len(self._layers)} output projections were given for {shape.layers} layers; "
-                "give one for each"
+                "pass one per layer"
             )
         for i, layer in enumerate(self._layers):
             if not layer.output.total.isfinite().all():
-                raise ValueError(f"the output projection of layer {i} holds an infinity or a NaN")
+                raise ValueError(f"the output projection of layer {i} contains an infinity or NaN")
 
     @property
     def tokens(self) -> int:
-        """Tokens that every layer has seen."""
+        """Tokens accumulated in every layer."""
         return min(layer.key.rows for layer in self._layers)
 
     def see(
@@ -67,10 +67,10 @@ class Calibration:
         value: Float[Tensor, "B H L Dv"],
         there: Bool[Tensor, "B L"] | None = None,
     ) -> None:
-        """Add a layer's vectors of some tokens, after RoPE; `there` leaves out padding.
+        """Accumulate a layer's vectors, after RoPE; `there` is False for padding.
 
         Raises:
-            ValueError: an infinity or a NaN among them, or other heads or dimensions.
+            ValueError: the vectors contain an infinity or NaN, or have other heads or dimensions.
         """
         self._found = None
         try:
@@ -79,7 +79,7 @@ class Calibration:
             raise ValueError(f"layer {layer}: {error}") from None
 
     def state(self) -> dict[str, Tensor]:
-        """The moments of what was seen, by layer, and the tokens."""
+        """Return the accumulated moments, stacked over layers, and the token counts."""
         found = {
             name: torch.stack([getattr(layer, name).total for layer in self._layers])
             for name in ("query", "key", "value")
@@ -87,14 +87,14 @@ class Calibration:
         return found | {"tokens": torch.tensor([layer.key.rows for layer in self._layers])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state; everything added after it gives the same bits as without a break.
+        """Resume from a state; the results are bitwise those of an uninterrupted run.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state belongs to another model.
         """
         mine = {name: tensor.shape for name, tensor in self.state().items()}
         if {name: tensor.shape for name, tensor in state.items()} != mine:
-            raise ValueError("the state is of a model with other sizes; start anew")
+            raise ValueError("the state is of a model with other sizes; start over")
         group, self._found = self.shape.group, None
         self._layers = [
             LayerStatistics(
@@ -114,23 +114,23 @@ class Calibration:
         ]
 
     def statistics(self) -> Statistics:
-        """What was seen, with the singular values that follow.
+        """Return the accumulated statistics with their singular values.
 
         Raises:
-            ValueError: nothing was, or some layers saw more tokens than others.
+            ValueError: no tokens were accumulated, or some layers have more than others.
         """
         counts = {layer.key.rows for layer in self._layers}
         if len(counts) > 1:
             raise ValueError(
-                f"layers have seen from {min(counts)} to {max(counts)} tokens; show each of them "
-                "all tokens first"
+                f"layers have seen from {min(counts)} to {max(counts)} tokens; feed all layers "
+                "the same tokens first"
             )
         if self._found is None:
             self._found = Statistics.of(tuple(self._layers))
         return self._found
 
     def dimensions(self, removal: float) -> dict[str, float]:
-        """The median dimensions per head that a removal rate leaves (Eq. 6)."""
+        """Return the median dimensions per head at a removal rate (Eq. 6)."""
         found = self.statistics()
         both = {"Q-K": found.key, "V-O": found.value}
         return {
@@ -139,15 +139,15 @@ class Calibration:
         }
 
     def rates(self, count: int) -> tuple[float, ...]:
-        """Shares of the cache that `zack` can remove, rising; at most `count`."""
+        """Return the shares of the cache that `zack` can remove, ascending; at most `count`."""
         found = self.statistics()
         return levels(found.key, found.value, count, MULTIPLE)
 
     def write(self, path: Path, facts: Calibrated) -> None:
-        """Write the statistics, whole or not at all.
+        """Write the statistics atomically.
 
         Raises:
-            ValueError: nothing was seen yet.
+            ValueError: no tokens were accumulated.
         """
         found, shape = self.statistics(), self.shape
         head = Facts(

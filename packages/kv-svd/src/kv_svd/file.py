@@ -1,4 +1,4 @@
-"""What calibration found out about a model, as a file that the policies of this package read."""
+"""The file of calibration statistics that the policies of this package read."""
 
 import os
 from functools import lru_cache
@@ -22,30 +22,30 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The head of a file of statistics: which model, which text, which sizes."""
+    """The header of a statistics file: model, text and sizes."""
 
-    model: str  # its name, for people
+    model: str  # display name
     fingerprint: str  # of its weights, settings and tokenizer
-    text: str  # name of the text that was read
+    text: str  # name of the calibration text
     digest: str  # of that text
     tokens: Count
     layers: Count
-    heads: Count  # KV heads of a layer
-    group: Count  # query heads of a KV head
+    heads: Count  # KV heads per layer
+    group: Count  # query heads per KV head
     key_dim: Count
     value_dim: Count
     output_rows: Count  # rows behind the moments of the output projection, per KV head
-    together: Count  # KV heads side by side in the moments of keys and values
-    rate: Annotated[float, Meta(ge=0, lt=1)] | None = None  # what a search found for `zack`
-    max_loss: float | None = None  # the loss that was allowed in it
-    tasks: tuple[str, ...] = ()  # those it was allowed on
+    together: Count  # KV heads concatenated in the moments of keys and values
+    rate: Annotated[float, Meta(ge=0, lt=1)] | None = None  # found by a search for `zack`
+    max_loss: float | None = None  # the allowed loss of the search
+    tasks: tuple[str, ...] = ()  # the tasks the loss was measured on
 
 
 def save(path: Path, facts: Facts, statistics: Statistics) -> None:
-    """Write statistics whole or not at all.
+    """Write statistics atomically.
 
     Raises:
-        ValueError: the facts tell other sizes than the statistics have.
+        ValueError: the sizes in the facts differ from those of the statistics.
     """
     tensors = {
         name: torch.stack([getattr(layer, name).total for layer in statistics]) for name in _PARTS
@@ -56,36 +56,36 @@ def save(path: Path, facts: Facts, statistics: Statistics) -> None:
 
 
 def load_facts(path: Path) -> Facts:
-    """Read the head of a file; quick, and quicker the second time.
+    """Load the header of a file; cached.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or no file of statistics.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or is not a statistics file.
     """
     return _facts(stamp(path))
 
 
 def load(path: Path) -> tuple[Facts, Statistics]:
-    """Read a file; of the last two that were read, a file that did not change is read once.
+    """Load a file; the last two files are cached until they change.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or no file of statistics.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or is not a statistics file.
     """
     return _load(stamp(path))
 
 
 class Stamp(NamedTuple):
-    """What changes when a file does."""
+    """Identity of a file's content, as a cache key."""
 
     path: Path
     changed: int  # ns
     size: int  # bytes
-    inode: int  # another one where the file was replaced
+    inode: int  # changes if the file is replaced
 
 
 def stamp(path: Path) -> Stamp:
-    """Look at a file without reading it; of one that is missing, reading says so."""
+    """Return a file's stamp without reading it; a missing file fails when it is read."""
     path = Path(os.path.abspath(path))
     try:
         found = path.stat()
@@ -109,11 +109,11 @@ def _load(file: Stamp) -> tuple[Facts, Statistics]:
         if found is None or found.dtype != torch.float64 or tuple(found.shape) != shape:
             had = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
             raise ValueError(
-                f"{path}: statistics do not have the sizes that are told of them: {name} should be "
-                f"float64 of {shape}, and there is {had}; calibrate again"
+                f"{path}: statistics do not match the sizes in the header: {name} should be "
+                f"float64 of {shape}, found {had}; calibrate again"
             )
         if not found.isfinite().all():
-            raise ValueError(f"{path}: {name} holds an infinity or a NaN; calibrate again")
+            raise ValueError(f"{path}: {name} contains an infinity or NaN; calibrate again")
     return facts, _statistics(facts, tensors)
 
 
@@ -121,7 +121,7 @@ def _decode(path: Path, text: str) -> Facts:
     try:
         return decode(text, Facts)
     except ValueError as error:
-        raise ValueError(f"{path} does not tell what it holds: {error}; calibrate again") from None
+        raise ValueError(f"{path} has an invalid header: {error}; calibrate again") from None
 
 
 def _statistics(facts: Facts, tensors: dict[str, Tensor]) -> Statistics:
@@ -136,7 +136,7 @@ def _statistics(facts: Facts, tensors: dict[str, Tensor]) -> Statistics:
 
 
 def _rows(facts: Facts) -> dict[str, int]:
-    """Rows behind the moments of a head, by their name."""
+    """Return the rows behind the moments of a head, by name."""
     return {
         "query": facts.tokens * facts.group,
         "key": facts.tokens,
@@ -146,14 +146,14 @@ def _rows(facts: Facts) -> dict[str, int]:
 
 
 def _shapes(facts: Facts, path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that facts tell of.
+    """Return the tensor shapes that the facts imply.
 
     Raises:
         ValueError: the facts contradict each other.
     """
     if facts.heads % facts.together or facts.output_rows % facts.group:
         raise ValueError(
-            f"{path}: statistics do not have the sizes that are told of them: {facts.heads} KV "
+            f"{path}: statistics do not match the sizes in the header: {facts.heads} KV "
             f"heads, {facts.together} together, with {facts.output_rows} output rows for a group "
             f"of {facts.group}; calibrate again"
         )
@@ -170,12 +170,12 @@ def _shapes(facts: Facts, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check(facts: Facts, statistics: Statistics, tensors: dict[str, Tensor], path: Path) -> None:
-    """Refuse facts that tell other sizes than the statistics have."""
+    """Raise if the sizes in the facts differ from those of the statistics."""
     rows = _rows(facts)
     right = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(facts, path)
     right &= all(getattr(layer, name).rows == rows[name] for layer in statistics for name in _PARTS)
     if not right:
         raise ValueError(
-            f"{path}: statistics of {statistics.tokens} tokens do not have the sizes that are told "
-            f"of them: {facts}"
+            f"{path}: statistics of {statistics.tokens} tokens do not match the sizes in the "
+            f"header: {facts}"
         )

@@ -1,8 +1,9 @@
-"""Finding a basis per KV head from samples, after ZACK (Zhang et al., 2024, arXiv 2408.04107).
+"""Fitting of a basis per KV head to samples, after ZACK (Zhang et al., 2024, arXiv 2408.04107).
 
-A head's keys share a basis with the queries that meet them, and its values with the slices of the
-output projection that read them (section 4.2). The basis holds the right singular vectors of both
-stacked; they are the eigenvectors of the sum of x xᵀ over all rows, so samples are only added up.
+A head's keys share a basis with the queries of their group, and its values with the slices of the
+output projection that multiply them (section 4.2). The basis holds the right singular vectors of
+both stacked; they are the eigenvectors of the sum of x xᵀ over all rows, so samples are only
+accumulated.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kv_policy import HeadBasis
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of rows per KV head: the sum of x xᵀ. Moments of disjoint samples add up."""
+    """Second moments of rows per KV head: the sum of x xᵀ. Disjoint samples are additive."""
 
     total: Float64[Tensor, "H D D"]
     rows: int  # per head
@@ -28,27 +29,27 @@ class Moments:
         return cls(wide.mT @ wide, x.shape[1])
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Moments of both samples together.
+        """Return the moments of both samples combined.
 
         Raises:
-            ValueError: they are of other heads or dimensions.
+            ValueError: heads or dimensions differ.
         """
         if self.total.shape != other.total.shape:
             raise ValueError(
-                f"moments of shape {tuple(self.total.shape)} and {tuple(other.total.shape)} do not "
-                "add up; heads and dimensions must be the same"
+                f"moments of shape {tuple(self.total.shape)} and {tuple(other.total.shape)} cannot "
+                "be added; heads and dimensions must be equal"
             )
         return Moments(self.total + other.total, self.rows + other.rows)
 
     def blocks(self, parts: int) -> "Moments":
-        """Moments of each of `parts` equal pieces of a row: what several heads side by side hold.
+        """Return the moments of each of `parts` equal pieces of a row, such as concatenated heads.
 
         Raises:
-            ValueError: rows cannot be cut into that many equal pieces.
+            ValueError: rows cannot be split into that many equal pieces.
         """
         heads, dim, _ = self.total.shape
         if parts < 1 or dim % parts:
-            raise ValueError(f"rows of {dim} numbers cannot be cut into {parts} equal pieces")
+            raise ValueError(f"rows of {dim} numbers cannot be split into {parts} equal pieces")
         grid = self.total.unflatten(2, (parts, -1)).unflatten(1, (parts, -1))
         own = grid.diagonal(dim1=1, dim2=3).movedim(-1, 1)
         return Moments(own.reshape(heads * parts, dim // parts, dim // parts), self.rows)
@@ -57,31 +58,31 @@ class Moments:
 def of_tokens(
     x: Float[Tensor, "B H L D"], there: Bool[Tensor, "B L"] | None = None, together: int = 1
 ) -> Moments:
-    """Moments of a batch of keys (after RoPE) or values.
+    """Return the moments of a batch of keys (after RoPE) or values.
 
     Args:
         x: keys or values.
-        there: False where there is padding, which is left out.
-        together: heads whose vectors are laid side by side, as one of so many times D dimensions.
+        there: False for padding, which is ignored.
+        together: heads whose vectors are concatenated into one of `together` times D dimensions.
 
     Raises:
-        ValueError: the heads cannot be taken so many at a time.
+        ValueError: `together` does not divide the heads.
     """
     if together < 1 or x.shape[1] % together:
-        raise ValueError(f"{x.shape[1]} heads cannot be taken {together} at a time; give a divisor")
+        raise ValueError(f"{x.shape[1]} heads cannot be grouped by {together}; choose a divisor")
     side_by_side = x.unflatten(1, (-1, together)).transpose(2, 3).flatten(3)
     return Moments.of(_rows(side_by_side, there))
 
 
 def of_queries(q: Float[Tensor, "B H G L D"], there: Bool[Tensor, "B L"] | None = None) -> Moments:
-    """Moments of the queries of each KV head's group, to be added to those of its keys."""
+    """Return the moments of the queries of each KV head's group, to be added to its keys'."""
     if there is not None:
         there = there[:, None].expand(-1, q.shape[2], -1).flatten(1)
     return Moments.of(_rows(q.flatten(2, 3), there))
 
 
 def of_output(o_proj: Float[Tensor, "hidden QD"], heads: int, dim: int) -> Moments:
-    """Moments of the output projection's slices, to be added to those of each KV head's values.
+    """Return the moments of the output projection's slices, to be added to each KV head's values'.
 
     Args:
         o_proj: weight of the projection, columns by query head and dimension.
@@ -89,7 +90,7 @@ def of_output(o_proj: Float[Tensor, "hidden QD"], heads: int, dim: int) -> Momen
         dim: dimensions of a value.
 
     Raises:
-        ValueError: the columns are no multiple of heads times dimensions.
+        ValueError: the number of columns is not a multiple of heads times dimensions.
     """
     if o_proj.shape[1] % (heads * dim):
         raise ValueError(
@@ -107,31 +108,31 @@ def _rows(x: Float[Tensor, "B H L D"], there: Bool[Tensor, "B L"] | None) -> Flo
 
 @dataclass(frozen=True)
 class Directions:
-    """Where heads' vectors are stored: directions by falling importance, and how important."""
+    """Directions of stored heads in descending order of importance, with singular values."""
 
     matrix: Float64[Tensor, "H D E"]  # of a stored head, one block of rows per head in it
     singular: Float64[Tensor, "H2 E"]
     dual: Float64[Tensor, "H D E"] | None = None  # None: the matrix, whose columns are orthonormal
-    together: int = 1  # heads stored as one
+    together: int = 1  # KV heads stored as one
 
 
 def rotation(moments: Moments, together: int = 1) -> Directions:
-    """Give the right singular vectors and singular values of each head's stacked rows.
+    """Return the right singular vectors and singular values of each head's stacked rows.
 
-    Of a vector and its negative, the one whose largest element is positive is taken, so equal
-    moments give equal directions. Values under about 1e-8 of a head's greatest are rounding.
+    The sign of a vector makes its largest element positive, so equal moments give equal directions.
+    Values under about 1e-8 of a head's greatest are rounding errors.
 
     Args:
         moments: of the rows.
-        together: heads that lie side by side in each row.
+        together: heads concatenated in each row.
 
     Raises:
-        ValueError: there are no samples, or an infinity or a NaN among them.
+        ValueError: there are no samples, or they contain an infinity or NaN.
     """
     if moments.rows == 0:
-        raise ValueError("a basis cannot be fitted to no samples; add some tokens first")
+        raise ValueError("a basis cannot be fitted without samples; add some tokens first")
     if not moments.total.isfinite().all():
-        raise ValueError("the samples hold an infinity or a NaN; leave out what is padding")
+        raise ValueError("the samples contain an infinity or NaN; mask padding")
     values, vectors = torch.linalg.eigh(moments.total)
     matrix = vectors.flip(-1)
     matrix = matrix * positive(matrix)
@@ -140,21 +141,21 @@ def rotation(moments: Moments, together: int = 1) -> Directions:
 
 
 def positive(columns: Float64[Tensor, "H D E"]) -> Float64[Tensor, "H 1 E"]:
-    """Signs that make the largest element of every column positive."""
+    """Return the signs that make the largest element of every column positive."""
     return columns.gather(1, columns.abs().argmax(1, keepdim=True)).sign()
 
 
 def ranks(
     singular: Float64[Tensor, "*heads D"], removal: int | float, multiple: int = 1
 ) -> Int[Tensor, "*heads"]:
-    """Dimensions that each head keeps at a removal rate shared by all (ZACK Eq. 6).
+    """Return the dimensions that each head keeps at a common removal rate (ZACK Eq. 6).
 
-    It is the fewest with which the singular values left out sum to at most `removal` of the head's
-    sum, and at least one.
+    Each is the smallest number with which the omitted singular values sum to at most `removal` of
+    the head's sum, and at least one.
 
     Args:
-        singular: falling singular values; of any heads and layers together.
-        removal: share of their sum that may go, from 0 to below 1.
+        singular: descending singular values; of any heads and layers.
+        removal: share of their sum to remove, from 0 to below 1.
         multiple: ranks are rounded up to a multiple of this where kernels want it (ZACK: 16).
 
     Raises:
@@ -163,7 +164,7 @@ def ranks(
     if not 0 <= removal < 1:
         raise ValueError(f"the removal rate is {removal}; it must be at least 0 and below 1")
     if multiple < 1:
-        raise ValueError(f"ranks cannot be multiples of {multiple}; give 1 or more")
+        raise ValueError(f"ranks cannot be multiples of {multiple}; use 1 or more")
     left_out = singular.flip(-1).cumsum(-1).flip(-1)  # with d dimensions kept: element d
     kept = (left_out > removal * left_out[..., :1]).sum(-1).clamp(min=1)
     return ((kept + multiple - 1) // multiple * multiple).clamp(max=singular.shape[-1])
@@ -172,7 +173,7 @@ def ranks(
 def basis(
     found: Directions, rank: Int[Tensor, " H2"], dtype: torch.dtype = torch.float32
 ) -> HeadBasis:
-    """Cut each stored head's directions to its rank; no wider than the greatest rank."""
+    """Truncate each stored head's directions to its rank, with the width of the greatest rank."""
     width = int(rank.max())
     kept = torch.arange(width, device=rank.device) < rank[:, None]
     kept = kept.repeat_interleave(found.together, 0)[:, None]

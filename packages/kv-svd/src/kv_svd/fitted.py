@@ -1,4 +1,4 @@
-"""What the policies of this package share: they are fitted to statistics in a file."""
+"""Base of policies fitted to a file of statistics."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ from kv_svd.file import Facts, load_facts
 
 @dataclass(frozen=True)
 class Fitted(Part, ABC):
-    """A policy that is a basis, found from the statistics that `kv-serve calibrate zack` wrote."""
+    """A policy that supplies a basis, fitted to statistics from `kv-serve calibrate zack`."""
 
     amounts: ClassVar[tuple[str, ...]] = ("rate", "removal")
     amount_of: ClassVar[str] = "dimensions"
 
-    file: Annotated[str, Meta(min_length=1, description="what kv-serve calibrate zack wrote")]
+    file: Annotated[str, Meta(min_length=1, description="output of kv-serve calibrate zack")]
 
     def __post_init__(self) -> None:
-        """Check the parameters, and that there is such a file.
+        """Check the parameters and that the file exists.
 
         Raises:
-            NotCalibratedError: there is no such file.
-            ValueError: a parameter is refused, or the file is damaged or of another kind.
+            NotCalibratedError: the file does not exist.
+            ValueError: a parameter is refused, or the file is damaged or has another format.
         """
         super().__post_init__()
         try:
@@ -46,35 +46,35 @@ class Fitted(Part, ABC):
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:
-        """Keep a share of the dimensions: what is left of 100% is the rate."""
+        """Return the rate that keeps a share of the dimensions."""
         return {"rate": float((100 - Decimal(repr(share.amount))) / 100)}
 
     @property
     def path(self) -> Path:
-        """Where the statistics are."""
+        """Path of the statistics."""
         return Path(self.file)
 
     @property
     def facts(self) -> Facts:
-        """What the file tells of its model and its text."""
+        """Header of the statistics file."""
         return load_facts(self.path)
 
     @property
     def basis(self) -> Basis:
-        """This policy is a basis."""
+        """This policy."""
         return self
 
     @property
     def fitted_to(self) -> str:
-        """Fingerprint of the model that was calibrated."""
+        """Fingerprint of the calibrated model."""
         return self.facts.fingerprint
 
     def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
-        """Give the maps of one layer, cut to the heads of `shape`.
+        """Return the maps of one layer, restricted to the heads of `shape`.
 
         Raises:
-            ValueError: the shape has other layers, heads or dimensions than the model that was
-                calibrated, or its heads are not whole groups of those that are stored together.
+            ValueError: layers, heads or dimensions differ from the calibrated model, or the heads
+                split a group that is stored together.
         """
         self._expect(layer, shape)
         key, value = self.maps(layer)
@@ -86,7 +86,7 @@ class Fitted(Part, ABC):
 
     @abstractmethod
     def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
-        """The maps of a layer's keys and values, for all heads of the model; None: none."""
+        """Return the maps of a layer's keys and values, for all heads; None: unprojected."""
 
     def _expect(self, layer: int, shape: CacheShape) -> None:
         facts = self.facts
@@ -98,28 +98,28 @@ class Fitted(Part, ABC):
         ):
             if here != fitted:
                 raise ValueError(
-                    f"{self.name}: {self.file} is of a model with {fitted} {what}, and this cache "
-                    f"has {here}; calibrate for its model"
+                    f"{self.name}: {self.file} is of a model with {fitted} {what}, but this cache "
+                    f"has {here}; calibrate its own model"
                 )
         last = shape.first_head + shape.kv_heads - 1
         if last >= facts.heads:
             raise ValueError(
-                f"{self.name}: {self.file} is of a model with {facts.heads} KV heads, and this "
-                f"cache holds heads {shape.first_head} to {last}; calibrate for its model"
+                f"{self.name}: {self.file} is of a model with {facts.heads} KV heads, but this "
+                f"cache has heads {shape.first_head} to {last}; calibrate its own model"
             )
         if not 0 <= layer < facts.layers:
             raise ValueError(
-                f"{self.name}: there is no layer {layer}; {self.file} has {facts.layers}, from 0"
+                f"{self.name}: layer {layer} not found; {self.file} has {facts.layers}, from 0"
             )
 
 
 def _cut(maps: HeadBasis, heads: slice, name: str) -> HeadBasis:
-    """The maps of some heads, which must be whole groups of those stored together."""
+    """Return the maps of some heads, which must not split a group stored together."""
     together = maps.together
     if heads.start % together or heads.stop % together:
         raise ValueError(
             f"{name}: {together} heads are stored together, and heads {heads.start} to "
-            f"{heads.stop - 1} are no whole groups of them; use as many devices as leave groups "
+            f"{heads.stop - 1} split such a group; use a number of devices that keeps groups "
             "whole, or fewer heads together"
         )
     return HeadBasis(

@@ -1,7 +1,7 @@
-"""Tensors and facts in a safetensors file, written whole or not at all, with checksums.
+"""Tensors and facts in a safetensors file, written atomically, with checksums.
 
-The facts and their checksum are in the file's header, so they are read and checked without the
-tensors; the tensors' checksum is one of the facts.
+The facts and their checksum are in the file's header, so they can be read and verified without the
+tensors; the checksum of the tensors is part of the header.
 """
 
 import hashlib
@@ -17,45 +17,45 @@ from kv_policy.files import write_whole
 
 
 def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file; one that is there is replaced only when all is written.
+    """Write a file atomically.
 
     Args:
         path: the file, commonly `*.safetensors`.
         form: name and version of the format.
-        facts: text of any kind, which can be read without the tensors.
+        facts: any text, readable without the tensors.
         tensors: on the CPU.
 
     Raises:
-        OSError: it cannot be written; what was there is unchanged.
+        OSError: writing failed; an existing file is unchanged.
     """
     names = {name: tensor.contiguous() for name, tensor in tensors.items()}
     known = f"{checksum(names)} {facts}"
-    header = {form: f"{_sha256(known)} {known}"}  # one entry, since the order of two is by chance
+    header = {form: f"{_sha256(known)} {known}"}  # one entry: the order of several is random
     write_whole(path, to_bytes(names, header))
 
 
 def read_facts(path: Path, form: str) -> str:
-    """Read the facts alone.
+    """Read only the facts.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or of another format.
     """
     return _open(path, form, tensors=False)[0]
 
 
 def read(path: Path, form: str) -> tuple[str, dict[str, Tensor]]:
-    """Read facts and tensors, and check every byte of both.
+    """Read facts and tensors, and verify every byte of both.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or of another format.
     """
     return _open(path, form, tensors=True)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(to_bytes({name: tensors[name]}))
@@ -66,8 +66,8 @@ def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tenso
     command = calibrate_command("zack", str(path))
     if path.suffix == ".partial":
         raise ValueError(
-            f"{path} holds what an unfinished calibration has learnt; run the same `kv-serve "
-            f"calibrate zack` again, which resumes from it, and give {path.with_suffix('')}"
+            f"{path} holds the state of an unfinished calibration; run the same `kv-serve "
+            f"calibrate zack` again, which resumes from it, and use {path.with_suffix('')}"
         )
     try:
         path.stat()
@@ -84,14 +84,14 @@ def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tenso
             names = file.keys() if tensors else []
             found = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from None
     if form not in header:
         other = ", ".join(map(repr, sorted(header))) or "something else"
-        raise ValueError(f"{path} holds no {form!r}, but {other}; calibrate again with `{command}`")
+        raise ValueError(f"{path} has no {form!r}, but {other}; calibrate again with `{command}`")
     whole, _, known = header[form].partition(" ")
     sums, _, facts = known.partition(" ")
     if whole != _sha256(known) or (tensors and sums != checksum(found)):
-        raise ValueError(f"{path} is damaged: its checksum does not fit; calibrate again")
+        raise ValueError(f"{path} is damaged: its checksum does not match; calibrate again")
     return facts, found
 
 

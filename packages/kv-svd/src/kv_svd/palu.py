@@ -1,4 +1,4 @@
-"""Palu's low-rank latents of groups of heads."""
+"""Palu: low-rank latents shared by groups of heads."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,15 +13,15 @@ from kv_svd.statistics import LayerStatistics
 
 @dataclass(frozen=True)
 class Palu(Ranked):
-    """Store one latent vector for several KV heads: what they have in common is stored once.
+    """Store one latent vector for several KV heads, so their common part is stored once.
 
     The paper factors a projection W with a whitening S Sᵀ = E[x xᵀ] of its inputs. The left
     singular vectors of W S are the eigenvectors of W S Sᵀ Wᵀ = E[(W x)(W x)ᵀ], the second moments
-    of the outputs, so statistics of a group's keys, or values, laid side by side are all it takes.
+    of the outputs, so statistics of a group's concatenated keys, or values, are sufficient.
 
-    Here they are different from the paper in two ways: keys are those after RoPE, where the paper
-    factors them before it and rebuilds them at every step, and ranks go by singular values, where
-    the paper's go by Fisher information.
+    This implementation differs from the paper in two ways: keys are taken after RoPE, where the
+    paper factors them before it and reconstructs them at every step, and ranks are chosen by
+    singular values, where the paper uses Fisher information.
     """
 
     name: ClassVar[str] = "palu"
@@ -30,22 +30,22 @@ class Palu(Ranked):
     together: Annotated[int, Meta(ge=1, description="KV heads that share one latent")] = 4
 
     def __post_init__(self) -> None:
-        """Check that the file has statistics of so many heads side by side.
+        """Check that the file has statistics of as many concatenated heads.
 
         Raises:
-            ValueError: as the base, or the file was calibrated with another number of heads.
+            ValueError: see the base class, or the file has another number of heads together.
         """
         super().__post_init__()
         if self.facts.together % self.together:
             raise ValueError(
-                f"palu: together={self.together} needs statistics of so many heads side by side, "
-                f"and {self.file} was calibrated with {self.facts.together}; calibrate with "
+                f"palu: together={self.together} needs statistics of so many concatenated heads, "
+                f"but {self.file} was calibrated with {self.facts.together}; calibrate with "
                 f"--together {self.together}"
             )
 
     @property
     def capabilities(self) -> Capabilities:
-        """Heads can be split between devices only where that leaves groups whole."""
+        """Heads can be sharded only if groups are kept whole."""
         return Capabilities(splits_heads=self.together == 1)
 
     @property
@@ -54,7 +54,7 @@ class Palu(Ranked):
         return self.together
 
     def directions(self, layer: LayerStatistics) -> tuple[Directions, Directions]:
-        """The right singular vectors of a group's keys side by side, and of its values."""
+        """Return the right singular vectors of a group's concatenated keys, and of its values."""
         parts = layer.together // self.together
         key, value = layer.key.blocks(parts), layer.value.blocks(parts)
         return rotation(key, self.together), rotation(value, self.together)

@@ -1,4 +1,4 @@
-"""Policies that keep of every head the directions that matter most."""
+"""Policies that keep the most important directions of each head."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -31,34 +31,36 @@ Rate = Annotated[float, Meta(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class Ranked(Fitted):
-    """Directions by falling importance, of which each head keeps as many as its rank says."""
+    """Directions in descending order of importance, truncated to each head's rank."""
 
     rate: Annotated[Rate | None, Meta(description="share of the cache to remove")] = None
     removal: Annotated[
-        Rate | None, Meta(description="instead: share of each head's singular values to remove")
+        Rate | None, Meta(description="share of each head's singular values to remove, not rate")
     ] = None
     ranks: Annotated[
-        Literal["adaptive", "uniform"], Meta(description="each head its own, or all alike")
+        Literal["adaptive", "uniform"], Meta(description="per head, or equal for all heads")
     ] = "adaptive"
-    multiple: Annotated[int, Meta(ge=1, description="ranks are multiples of this")] = MULTIPLE
+    multiple: Annotated[int, Meta(ge=1, description="ranks are rounded to multiples of this")] = (
+        MULTIPLE
+    )
 
     def __post_init__(self) -> None:
-        """Check the parameters against each other and the file.
+        """Check the parameters against each other and against the file.
 
         Raises:
-            ValueError: as the base, or a rate beside a removal, none of them, or one that cannot
-                be reached.
+            ValueError: see the base class, or both or none of rate and removal are given, or the
+                rate is too high.
         """
         super().__post_init__()
         if self.rate is not None and self.removal is not None:
             raise ValueError(
-                f"{self.name}: rate={self.rate} and removal={self.removal} were given; each of "
-                "them says the ranks, so give one"
+                f"{self.name}: rate={self.rate} and removal={self.removal} were given; both set "
+                "the ranks, so use one"
             )
         if self.removal is not None and self.ranks == "uniform":
             raise ValueError(
-                f"{self.name}: removal={self.removal} gives each head a rank of its own; with "
-                "ranks=uniform say keep=..., or a rate"
+                f"{self.name}: removal={self.removal} gives each head its own rank; with "
+                "ranks=uniform use keep=..., or a rate"
             )
         rate = self.found_rate(self.facts) if self._asked is None else self.rate
         dims = self.facts.key_dim * self.joined, self.facts.value_dim * self.joined
@@ -66,7 +68,7 @@ class Ranked(Fitted):
             raise ValueError(
                 f"{self.name}: a rate of {rate} cannot be reached: with ranks of a multiple of "
                 f"{self.multiple}, heads of {dims[0]} and {dims[1]} dimensions give up at most "
-                f"{greatest_rate(*dims, self.multiple):.4f}, so keep at least "
+                f"{self.multiple}, heads of {dims[0]} and {dims[1]} dimensions can drop at most "
                 f"{ceil(1e4 * (1 - greatest_rate(*dims, self.multiple))) / 100:g}%"
             )
 
@@ -76,20 +78,20 @@ class Ranked(Fitted):
 
     @property
     def joined(self) -> int:
-        """KV heads that are stored as one."""
+        """KV heads stored as one."""
         return 1
 
     @property
     def allotment(self) -> Allotment:
-        """The ranks of all layers and heads, what they remove, and what rounding them costs."""
+        """Ranks of all layers and heads, the resulting rate, and the cost of rounding."""
         return _allotted(self, stamp(self.path))
 
     @abstractmethod
     def directions(self, layer: LayerStatistics) -> tuple[Directions, Directions]:
-        """All directions of a layer's keys and values, by falling importance."""
+        """Return all directions of a layer's keys and values, in descending importance."""
 
     def spectra(self, statistics: Statistics) -> Spectra:
-        """Singular values that ranks go by, of keys and values, by layer and stored head."""
+        """Return the singular values that determine the ranks, by layer and stored head."""
         pairs = [self.directions(layer) for layer in statistics]
         return (
             torch.stack([key.singular for key, _ in pairs]),
@@ -97,7 +99,7 @@ class Ranked(Fitted):
         )
 
     def singular_values(self) -> dict[str, Float64[Tensor, "N H D"]]:
-        """What ranks go by, of keys and of values; named by the file and what else it follows from.
+        """Return the singular values behind the ranks; the name includes file and parameters.
 
         See `kv_policy.Spectral`.
         """
@@ -107,10 +109,10 @@ class Ranked(Fitted):
         return {f"{whose}, keys": key, f"{whose}, values": value}
 
     def found_rate(self, facts: Facts) -> float:
-        """The rate to use where none was given.
+        """Return the rate to use if none was given.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the policy has no default rate.
         """
         raise ValueError(
             f"{self.name} needs keep=... (the share of the dimensions to keep), or rate=... or "
@@ -118,7 +120,7 @@ class Ranked(Fitted):
         )
 
     def allot(self, statistics: Statistics) -> Allotment:
-        """Turn the rate into ranks."""
+        """Convert the rate to ranks."""
         key, value = self.spectra(statistics)
         if self.removal is not None:
             return at_removal(key, value, self.removal, self.multiple)
@@ -127,13 +129,13 @@ class Ranked(Fitted):
         return find(key, value, rate, self.multiple)
 
     def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
-        """The maps of a layer's keys and values, for all heads of the model."""
+        """Return the maps of a layer's keys and values, for all heads of the model."""
         return _found(self, stamp(self.path))[layer]
 
 
 @lru_cache(maxsize=4)
 def _found(policy: Ranked, file: Stamp) -> tuple[tuple[HeadBasis, HeadBasis], ...]:
-    """The maps of all layers; a server makes many caches of one policy."""
+    """Return the maps of all layers; cached, as a server makes many caches of one policy."""
     allotment = policy.allotment
     pairs = [policy.directions(layer) for layer in load(file.path)[1]]
     return tuple(

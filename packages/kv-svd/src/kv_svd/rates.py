@@ -1,4 +1,4 @@
-"""From one rate for the whole cache to the dimensions of every head (ZACK, section 5.2)."""
+"""Conversion of one rate for the whole cache to the ranks of all heads (ZACK, section 5.2)."""
 
 from dataclasses import dataclass
 from math import floor
@@ -12,26 +12,26 @@ from kv_svd.fit import ranks
 
 Spectra: TypeAlias = tuple[Float64[Tensor, "N H D"], Float64[Tensor, "N H Dv"]]
 
-MULTIPLE: Final = 16  # of ranks, unless a policy is told otherwise; rates are searched for with it
-_STEPS = 60  # halvings of the removal rate: beyond what float64 tells apart
+MULTIPLE: Final = 16  # default multiple of ranks; calibration searches rates with it
+_STEPS = 60  # bisection steps for the removal rate: beyond float64 resolution
 
 
 @dataclass(frozen=True)
 class Allotment:
-    """The dimensions that keys and values of each head keep, and what that removes."""
+    """The dimensions that keys and values of each head keep, and the resulting rate."""
 
     key: Int[Tensor, "N H"]
     value: Int[Tensor, "N H"]
-    removal: float | None  # share of the singular values that may go; None: ranks are all alike
-    rate: float  # share of the cache's numbers that is removed
-    unrounded: float  # the same before ranks were rounded to a multiple
+    removal: float | None  # share of the singular values to remove; None: uniform ranks
+    rate: float  # removed share of the cache's numbers
+    unrounded: float  # the rate before ranks were rounded to a multiple
 
     @property
     def cost_of_rounding(self) -> float:
-        """Share of the cache that is kept for the sake of round ranks.
+        """Share of the cache kept because ranks are rounded.
 
-        Adaptive ranks are rounded up, so it is never negative for them. Uniform ranks are rounded
-        down, and a negative cost says that rounding removes more than was asked for.
+        Adaptive ranks are rounded up, so the cost is never negative. Uniform ranks are rounded
+        down; a negative cost means that rounding removes more than requested.
         """
         return self.unrounded - self.rate
 
@@ -42,10 +42,10 @@ def at_removal(
     removal: int | float,
     multiple: int = 1,
 ) -> Allotment:
-    """Let every head drop the dimensions whose singular values sum to at most `removal` of its sum.
+    """Drop each head's dimensions whose singular values sum to at most `removal` of its sum.
 
     Args:
-        key: falling singular values of queries and keys, by layer and KV head.
+        key: descending singular values of queries and keys, by layer and KV head.
         value: of values and the output projection.
         removal: from 0 to below 1, shared by all heads and by keys and values (Eq. 6).
         multiple: ranks are rounded up to a multiple of this.
@@ -69,14 +69,14 @@ def at_rate(
     rate: int | float,
     multiple: int = 1,
 ) -> Allotment:
-    """Find the ranks that remove at least `rate` of the cache, by the least removal that does.
+    """Find the ranks of the least removal rate that removes at least `rate` of the cache.
 
-    This is the paper's F_p, from an overall rate to the ranks of all heads. What a removal rate
-    removes never falls as it grows, so it is found by halving.
+    This is the paper's F_p, from an overall rate to the ranks of all heads. The removed share is
+    monotonic in the removal rate, so it is found by bisection.
 
     Raises:
-        ValueError: the rate is out of range, or more than ranks of at least one dimension, or one
-            `multiple`, allow.
+        ValueError: the rate is out of range, or too high for ranks of at least one dimension, or
+            one `multiple`.
     """
     _expect_rate(rate)
     low, high = 0.0, 1 - 2**-40
@@ -86,7 +86,7 @@ def at_rate(
     if most.rate < rate:
         raise ValueError(
             f"a rate of {rate} cannot be reached: with ranks of a multiple of {multiple}, heads "
-            f"of {key.shape[-1]} and {value.shape[-1]} dimensions give up at most {most.rate:.4f}"
+            f"of {key.shape[-1]} and {value.shape[-1]} dimensions can drop at most {most.rate:.4f}"
         )
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -103,19 +103,19 @@ def uniform(
     rate: int | float,
     multiple: int = 1,
 ) -> Allotment:
-    """Let all heads keep the same ranks, of keys and values in proportion, that remove the rate.
+    """Return equal ranks for all heads, with keys and values in proportion, that remove `rate`.
 
     Ranks are rounded down to a multiple, and are at least one `multiple` (or all dimensions of
-    heads with fewer), so at least the rate is removed.
+    smaller heads), so at least the rate is removed.
 
     Args:
-        key: singular values of queries and keys, by layer and KV head; only their sizes count.
+        key: singular values of queries and keys, by layer and KV head; only their shape is used.
         value: of values and the output projection.
         rate: share of the cache to remove, from 0 to below 1.
         multiple: ranks are multiples of this.
 
     Raises:
-        ValueError: the rate is out of range, or more than one `multiple` allows.
+        ValueError: the rate is out of range, or too high for ranks of at least one `multiple`.
     """
     _expect_rate(rate)
     dims = key.shape[-1], value.shape[-1]
@@ -131,13 +131,13 @@ def uniform(
     if found.rate < rate - 1e-9:
         raise ValueError(
             f"a rate of {rate} cannot be reached with ranks of at least {multiple}: heads of "
-            f"{dims[0]} and {dims[1]} dimensions give up at most {found.rate:.4f}"
+            f"{dims[0]} and {dims[1]} dimensions can drop at most {found.rate:.4f}"
         )
     return found
 
 
 def greatest_rate(key_dim: int, value_dim: int, multiple: int = 1) -> float:
-    """The rate at which every head keeps one `multiple` of dimensions, or all if it has fewer."""
+    """Return the rate at which heads keep one `multiple` of dimensions, or all if fewer."""
     left = min(key_dim, multiple) + min(value_dim, multiple)
     return 1 - left / (key_dim + value_dim)
 
@@ -148,12 +148,12 @@ def levels(
     count: int,
     multiple: int = 1,
 ) -> tuple[float, ...]:
-    """Rates that adaptive ranks give, rising and spread over all there are; at most `count`.
+    """Return rates that adaptive ranks reach, ascending and spread out; at most `count`.
 
-    Each is rounded down to four digits, and `at_rate` gives at least that. There are none for heads
-    that have no more dimensions than `multiple`.
+    Each is rounded down to four digits, and `at_rate` removes at least that. The result is empty
+    for heads with no more dimensions than `multiple`.
     """
-    # Of most * count / count the last digit may be too great to be reached.
+    # The last digit of most * count / count may exceed the reachable rate.
     most = greatest_rate(key.shape[-1], value.shape[-1], multiple)
     found = {
         floor(at_rate(key, value, asked, multiple).rate * 10000) / 10000

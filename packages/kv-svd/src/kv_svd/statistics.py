@@ -1,4 +1,4 @@
-"""What a model's heads are like: second moments of all their vectors, layer by layer."""
+"""Statistics of a model's heads: second moments of all their vectors, layer by layer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from kv_svd.fit import Moments, of_queries, of_tokens, rotation
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Second moments of one layer: of what is stored, and of what meets it."""
+    """Second moments of one layer: of stored vectors, and of those they are multiplied with."""
 
     query: Moments  # after RoPE, summed over a KV head's group: H of D
-    key: Moments  # after RoPE, `together` heads side by side
-    value: Moments  # the same of values
-    output: Moments  # of the output projection's slices, which read the values: H of Dv
+    key: Moments  # after RoPE, `together` heads concatenated
+    value: Moments  # the same for values
+    output: Moments  # of the output projection's slices, which multiply the values: H of Dv
 
     @property
     def together(self) -> int:
-        """KV heads that lie side by side in the moments of keys and values."""
+        """KV heads concatenated in the moments of keys and values."""
         return len(self.query.total) // len(self.key.total)
 
     @property
@@ -41,10 +41,10 @@ class LayerStatistics:
         value: Float[Tensor, "B H L Dv"],
         there: Bool[Tensor, "B L"] | None = None,
     ) -> "LayerStatistics":
-        """These statistics and those of some more tokens, after RoPE; `there` leaves out padding.
+        """Return these statistics with more tokens, after RoPE; `there` is False for padding.
 
         Raises:
-            ValueError: an infinity or a NaN among the tokens, or other heads or dimensions.
+            ValueError: the vectors contain an infinity or NaN, or have other heads or dimensions.
         """
         more = {
             "query": of_queries(query, there),
@@ -54,8 +54,8 @@ class LayerStatistics:
         for name, moments in more.items():
             if not moments.total.isfinite().all():
                 raise ValueError(
-                    f"the {name} vectors hold an infinity or a NaN; mark padding, and load the "
-                    "model in a dtype that it computes well in"
+                    f"the {name} vectors contain an infinity or NaN; mask padding, and load the "
+                    "model in a numerically stable dtype"
                 )
             more[name] = Moments(moments.total.cpu(), moments.rows)
         return LayerStatistics(
@@ -67,22 +67,22 @@ class LayerStatistics:
 
 
 def nothing_seen(group: int, key_dim: int, output: Moments, together: int = 1) -> LayerStatistics:
-    """Statistics of a layer before the first token.
+    """Return the statistics of a layer before the first token.
 
     Args:
-        group: query heads of a KV head.
+        group: query heads per KV head.
         key_dim: dimensions of a key.
         output: moments of the output projection's slices, one per KV head, from `of_output`.
-        together: heads that lie side by side in the moments of keys and values.
+        together: heads concatenated in the moments of keys and values.
 
     Raises:
-        ValueError: the heads cannot be taken so many at a time, or a size is below 1.
+        ValueError: `together` does not divide the heads, or a size is below 1.
     """
     heads, value_dim, _ = output.total.shape
     if min(group, key_dim) < 1:
         raise ValueError(f"group={group} and key_dim={key_dim} were given; both must be at least 1")
     if together < 1 or heads % together:
-        raise ValueError(f"{heads} KV heads cannot be taken {together} at a time; give a divisor")
+        raise ValueError(f"{heads} KV heads cannot be grouped by {together}; choose a divisor")
 
     def empty(count: int, dim: int) -> Moments:
         return Moments(torch.zeros(count, dim, dim, dtype=torch.float64), 0)
@@ -98,7 +98,7 @@ def nothing_seen(group: int, key_dim: int, output: Moments, together: int = 1) -
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics of all layers, and the singular values that ZACK goes by."""
+    """The statistics of all layers, and the singular values that ZACK uses."""
 
     layers: tuple[LayerStatistics, ...]
     key: Float64[Tensor, "N H D"]  # singular values of queries and keys stacked
@@ -106,7 +106,7 @@ class Statistics:
 
     @classmethod
     def of(cls, layers: "tuple[LayerStatistics, ...]") -> "Statistics":
-        """Find the singular values; falling, by layer and KV head."""
+        """Compute the singular values; descending, by layer and KV head."""
         return cls(
             layers,
             torch.stack([rotation(layer.query + layer.keys).singular for layer in layers]),
@@ -115,14 +115,14 @@ class Statistics:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were seen."""
+        """Tokens accumulated."""
         return self.layers[0].key.rows
 
     @property
     def together(self) -> int:
-        """KV heads that lie side by side in the moments of keys and values."""
+        """KV heads concatenated in the moments of keys and values."""
         return self.layers[0].together
 
     def __iter__(self) -> Iterator[LayerStatistics]:
-        """The layers, in order."""
+        """Iterate over the layers in order."""
         return iter(self.layers)

@@ -1,4 +1,4 @@
-"""Keys and values each in a basis of their own, without regard to what meets them."""
+"""Plain SVD of keys and of values, ignoring queries and the output projection."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,8 +12,8 @@ from kv_svd.statistics import LayerStatistics
 class SvdKV(Ranked):
     """Keep the directions in which keys, and values, are largest: an SVD of each alone.
 
-    What it lacks beside `zack` is the pairing: a direction in which keys are large is kept though
-    no query ever looks there.
+    Unlike `zack` it ignores queries: a direction with large keys is kept even if no query has a
+    component in it.
     """
 
     name: ClassVar[str] = "svd-kv"
@@ -23,5 +23,5 @@ class SvdKV(Ranked):
     )
 
     def directions(self, layer: LayerStatistics) -> tuple[Directions, Directions]:
-        """The right singular vectors of keys, and of values."""
+        """Return the right singular vectors of keys, and of values."""
         return rotation(layer.keys), rotation(layer.values)

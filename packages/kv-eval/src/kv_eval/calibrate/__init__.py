@@ -1,1 +1,1 @@
-"""Finding a policy's settings for a model: what they cost in answers, and what they save."""
+"""Calibration of a policy's settings for a model: their cost in answers, their saving in bytes."""

@@ -1,4 +1,4 @@
-"""Reading a text for a calibrator: in windows, with what was learnt kept on disk in between."""
+"""Collecting a calibrator's statistics from a text in windows, with checkpoints on disk."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,40 +19,40 @@ from kv_transformers import passing
 if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
-LEAST_TOKENS: Final = 4096  # fewer leave directions to chance
+LEAST_TOKENS: Final = 4096  # with fewer, directions are random
 WINDOW: Final = 2048
-EVERY: Final = 2  # windows after which the state is written
+EVERY: Final = 2  # windows between checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How much of a text is read, and how."""
+    """How much of a text is read, and in which windows."""
 
     tokens: int = 16384
-    window: int | None = None  # None: 2048, or what the model reads if that is less
-    together: int = 1  # KV heads whose vectors are looked at side by side
+    window: int | None = None  # None: 2048, or the model's context length if smaller
+    together: int = 1  # KV heads whose vectors are concatenated
 
     def __post_init__(self) -> None:
-        """Refuse too few tokens.
+        """Check the values.
 
         Raises:
             ValueError: fewer than 4096 tokens, or a number that is out of range.
         """
         if self.tokens < LEAST_TOKENS:
             raise ValueError(
-                f"{self.tokens:,} tokens are too few for a basis that holds for other texts; give "
+                f"{self.tokens:,} tokens are too few for a basis that holds for other texts; use "
                 f"at least {LEAST_TOKENS:,}"
             )
         if self.window is not None and self.window < 2:
-            raise ValueError(f"a window of {self.window} tokens was given; give at least 2")
+            raise ValueError(f"a window of {self.window} tokens was given; use at least 2")
         if self.together < 1:
-            raise ValueError(f"{self.together} heads together were asked for; give at least 1")
+            raise ValueError(f"{self.together} heads together were requested; use at least 1")
 
     def window_of(self, loaded: "LoadedModel") -> int:
-        """Tokens of a window for this model.
+        """Return the tokens per window for this model.
 
         Raises:
-            ValueError: more than the model reads.
+            ValueError: the window exceeds the model's context length.
         """
         limit = getattr(loaded.model.config, "max_position_embeddings", None)
         if self.window is None:
@@ -64,10 +64,10 @@ class Reading:
         return self.window
 
     def windows(self, loaded: "LoadedModel", text: Text) -> tuple[Int[Tensor, "1 L"], ...]:
-        """Cut the beginning of a text into windows, each begun as the tokenizer begins texts.
+        """Split the beginning of a text into windows, each with the tokenizer's prefix tokens.
 
         Raises:
-            ValueError: the text is too short, or the window longer than the model reads.
+            ValueError: the text is too short, or the window exceeds the model's context length.
         """
         start = text_start(loaded.tokenizer)
         size = self.window_of(loaded) - len(start)
@@ -81,11 +81,11 @@ class Reading:
                 return tuple(found)
         raise ValueError(
             f"the text {text.name} has {self.tokens - room:,} tokens and {self.tokens:,} were "
-            f"asked for; give a longer text, or fewer tokens (at least {LEAST_TOKENS:,})"
+            f"requested; use a longer text, or fewer tokens (at least {LEAST_TOKENS:,})"
         )
 
     def identity(self, loaded: "LoadedModel", text: Text) -> dict[str, object]:
-        """Everything that the result depends on."""
+        """Return everything that the result depends on."""
         return {
             **subject(loaded, text),
             "tokens": self.tokens,
@@ -100,18 +100,18 @@ def collect(
     windows: Sequence[Int[Tensor, "1 L"]],
     partial: Partial,
 ) -> Iterator[int]:
-    """Read the windows that are not read yet; give the tokens read so far, after each.
+    """Read the remaining windows; yield the tokens read so far after each.
 
-    Only the model's body runs, without the logits, and nothing of a window is kept.
+    Only the model's body runs, without the logits, and no window is kept in memory.
 
     Args:
         loaded: the model.
-        calibrator: sees every layer's queries, keys and values.
-        windows: what there is to read.
-        partial: says where to go on, and keeps the state every few windows.
+        calibrator: receives every layer's queries, keys and values.
+        windows: all windows.
+        partial: holds the position to resume from, and saves the state every few windows.
 
     Raises:
-        ValueError: the model is of a kind that cannot be calibrated, or not finite.
+        ValueError: the model cannot be calibrated, or its vectors are not finite.
     """
     from kv_transformers.collecting import CollectingCache
 

@@ -1,4 +1,4 @@
-"""The settings of LeanKV that calibration tries (section 7.2 of the paper)."""
+"""The LeanKV settings that calibration tries (section 7.2 of the paper)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,19 +40,20 @@ def grid(
     group: Literal["max", "mean"] = "max",
     last: int | None = 64,
 ) -> tuple[Setting, ...]:
-    """Give all settings, the cheapest pruning last, and none that contradicts itself.
+    """Return all valid combinations, with the most pruning last.
 
-    A token below the low threshold is below the high one too, so pairs of thresholds the other way
-    round are left out; where nothing is stored in low precision, only the high one is tried.
+    A token below the low threshold is below the high one too, so pairs with a higher low threshold
+    are omitted; without a low-precision format only the high threshold varies.
 
     Raises:
-        ValueError: a threshold that is no share of 1, or lists that leave nothing to try.
+        ValueError: a threshold is not between 0 and 1, or no combination is left.
     """
     for name, shares in (("t_high", t_high), ("t_low", t_low)):
         for share in shares:
             if not 0 <= share <= 1:
                 raise ValueError(
-                    f"{name}={share} is no share of a head's attention; give 0 to 1, or 0% to 100%"
+                    f"{name}={share} is not a share of a head's attention; use 0 to 1, or 0% to "
+                    "100%"
                 )
     found = tuple(
         Setting(high, low, above, below, window, group, last)
@@ -62,12 +63,10 @@ def grid(
         if below <= above
     )
     if not found:
-        raise ValueError(
-            "there is nothing to try: every t_low is above every t_high, or a list is empty"
-        )
+        raise ValueError("no setting to try: every t_low is above every t_high, or a list is empty")
     return found
 
 
 def _value(text: str) -> str:
-    """A value in a text form, where commas and plus signs mean something else."""
+    """Escape a value for a text form, where commas and plus signs are separators."""
     return text.replace(",", "\\,").replace("+", "\\+")

@@ -1,4 +1,4 @@
-"""What a policy loses against the full cache, and whether that is more than was allowed."""
+"""The loss of a policy against the full cache, and whether it exceeds the allowed loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from statistics import fmean, stdev
 from typing import Final
 
 LOWER_IS_BETTER: Final = frozenset({"nll"})
-LEAST_SAMPLES: Final = 5  # with fewer, a standard error says nothing, and nothing is noise
+LEAST_SAMPLES: Final = 5  # with fewer, a standard error is meaningless, and noise counts as 0
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is lost on a task, positive where the policy is worse, and what of it may be noise."""
+    """The loss on a task, positive if the policy is worse, and its noise level."""
 
     mean: float
     noise: float
@@ -24,30 +24,30 @@ class Loss:
         return self.mean / abs(self.full) if self.full else 0.0
 
     def within(self, allowed: float) -> bool:
-        """Whether no more is lost than this share of the full cache's score, or than noise."""
+        """Return whether the loss is at most this share of the full cache's score, or noise."""
         return self.mean <= max(allowed * abs(self.full), self.noise) + 1e-9
 
 
 def loss(scores: Sequence[float], full: Sequence[float], task: str) -> Loss:
     """Compare a policy's scores with those of the full cache on the same samples.
 
-    Samples are compared in pairs, so how hard a prompt is does not blur the difference. Of nats,
-    three standard errors of the mean difference are noise, as in LeanKV's paper, which calls a
+    Samples are compared in pairs, so the difficulty of a prompt cancels out. For nats, the noise
+    level is three standard errors of the mean difference, as in LeanKV's paper, which calls a
     setting performance-neutral within three standard deviations of the full cache's own results.
-    Of right answers it is one, of the differences or of the full cache's own scores, whichever is
-    less: where the full cache is always right, nothing that is lost is noise.
+    For correct answers it is one standard error, of the differences or of the full cache's own
+    scores, whichever is smaller: if the full cache is always right, no loss counts as noise.
 
     Args:
-        scores: of the policy, one a sample.
+        scores: of the policy, one per sample.
         full: of the full cache, in the same order.
-        task: of nll less is better, of others more.
+        task: lower is better for nll, higher for the others.
 
     Raises:
-        ValueError: no samples, or not as many of both.
+        ValueError: no samples, or different numbers of them.
     """
     if not scores or len(scores) != len(full):
         raise ValueError(
-            f"{len(scores)} scores are compared with {len(full)} of the full cache; give one of "
+            f"{len(scores)} scores are compared with {len(full)} of the full cache; pass one of "
             "each for every sample"
         )
     sign = 1.0 if task in LOWER_IS_BETTER else -1.0
@@ -62,5 +62,5 @@ def loss(scores: Sequence[float], full: Sequence[float], task: str) -> Loss:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Standard error of a mean."""
+    """Return the standard error of a mean."""
     return stdev(values) / sqrt(len(values))

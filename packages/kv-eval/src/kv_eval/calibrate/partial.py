@@ -1,4 +1,4 @@
-"""What an unfinished calibration has learnt, in a file to go on from."""
+"""Checkpoints of an unfinished calibration."""
 
 import hashlib
 import os
@@ -16,11 +16,11 @@ from kv_policy import Calibrator
 from kv_policy.decoding import decode
 from kv_policy.files import set_aside, write_whole
 
-MAGIC: Final = b"kv-serve calibration 2 "  # then a checksum of all that follows
+MAGIC: Final = b"kv-serve calibration 2 "  # followed by a checksum of the rest
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the state depends on, the windows that were read, and the seconds that took."""
+    """Settings of the state, the number of windows read, and the seconds spent."""
 
     settings: dict[str, object]
     windows: int
@@ -28,13 +28,13 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Partial:
-    """The state of a calibrator after some windows, written whole or not at all.
+    """The state of a calibrator after some windows, written atomically.
 
     The file is a line with a checksum of the rest, a line of JSON, and safetensors.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
-        """Begin with nothing; the settings say what the state depends on."""
+        """Start empty; the settings are those that the state depends on."""
         self.path = path
         self.windows = 0
         self.seconds = 0.0
@@ -43,10 +43,10 @@ class Partial:
         )
 
     def resume(self, calibrator: Calibrator) -> str:
-        """Go on from the file if it is undamaged and of the same settings; else set it aside.
+        """Resume from the file if it is intact and its settings match; else rename it aside.
 
         Returns:
-            A sentence that says what was done; empty if there is no file.
+            A sentence about the outcome; empty if the file does not exist.
 
         Raises:
             ValueError: the file cannot be read or renamed, or is a folder.
@@ -58,7 +58,7 @@ class Partial:
         except OSError as error:
             raise ValueError(
                 f"the state in {self.path} cannot be read: {error.strerror}; move it away to start "
-                "anew, or make it readable to resume from it"
+                "over, or make it readable to resume from it"
             ) from None
         try:
             head, found = read_state(data)
@@ -68,7 +68,7 @@ class Partial:
                 if head.settings.get(key) != self._settings.get(key)
             ]
             if changed:
-                raise ValueError(f"it is of other settings: {'; '.join(changed)}")
+                raise ValueError(f"its settings differ: {'; '.join(changed)}")
             calibrator.restore(found)
         except (ValueError, SafetensorError) as error:
             try:
@@ -79,17 +79,16 @@ class Partial:
                     f"{refused.strerror}; move it away"
                 ) from None
             return (
-                f"{self.path} cannot be resumed: {error}. It is set aside as {aside}. "
-                "Starting anew."
+                f"{self.path} cannot be resumed: {error}. It is renamed to {aside}. Starting over."
             )
         self.windows, self.seconds = head.windows, head.seconds
-        return f"Going on from {self.path}, where {calibrator.tokens:,} tokens are read."
+        return f"Resuming from {self.path} after {calibrator.tokens:,} tokens."
 
     def save(self, calibrator: Calibrator) -> None:
-        """Write the state; the file that is there is replaced only when all is written.
+        """Write the state atomically.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: writing failed.
         """
         head = msgspec.json.encode(Head(self._settings, self.windows, self.seconds))
         body = head + b"\n" + to_bytes(calibrator.state())
@@ -97,8 +96,8 @@ class Partial:
             write_whole(self.path, MAGIC + _checksum(body) + b"\n" + body)
         except OSError as error:
             raise ValueError(
-                f"the state in {self.path} cannot be written: {error.strerror}; what an earlier "
-                "window left there is unchanged"
+                f"the state in {self.path} cannot be written: {error.strerror}; the previous "
+                "checkpoint is unchanged"
             ) from error
 
     def remove(self) -> None:
@@ -107,21 +106,21 @@ class Partial:
 
 
 def is_partial(data: bytes) -> bool:
-    """Whether a file's bytes begin as those of an unfinished calibration do."""
+    """Return whether a file's bytes are a checkpoint of a calibration."""
     return data.startswith(MAGIC)
 
 
 def read_state(data: bytes) -> tuple[Head, dict[str, Tensor]]:
-    """Read the bytes of a file, if none was changed.
+    """Parse the bytes of a checkpoint and verify its checksum.
 
     Raises:
-        ValueError: the bytes are damaged or something else; the message is a clause.
+        ValueError: the bytes are damaged or not a checkpoint; the message is a clause.
     """
     first, _, body = data.partition(b"\n")
     if not first.startswith(MAGIC):
-        raise ValueError("it is of an earlier version, or no state of a calibration")
+        raise ValueError("it is from an earlier version, or not a calibration state")
     if first != MAGIC + _checksum(body):
-        raise ValueError("it is damaged: its checksum does not fit")
+        raise ValueError("it is damaged: its checksum does not match")
     head, _, tensors = body.partition(b"\n")
     return decode(head, Head), from_bytes(tensors)
 

@@ -1,4 +1,4 @@
-"""The frontier as a picture."""
+"""The plot of the frontier."""
 
 from collections.abc import Sequence
 from io import BytesIO
@@ -12,18 +12,18 @@ from kv_policy.installing import install_command
 
 
 def missing() -> str | None:
-    """Say why no picture can be drawn, if so."""
+    """Return why a plot cannot be drawn; None if it can."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        return f"drawing needs matplotlib: `{install_command(MATPLOTLIB)}`, or leave --plot out"
+        return f"plots need matplotlib: `{install_command(MATPLOTLIB)}`, or omit --plot"
     return None
 
 
 def draw(
     path: Path, points: Sequence[Point[Setting]], chosen: Point[Setting] | None, title: str
 ) -> None:
-    """Draw all settings, bytes against loss, with the frontier as a line; write a PNG file."""
+    """Plot all settings, bytes against loss, with the frontier as a line, as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -42,7 +42,7 @@ def draw(
     axes.grid(alpha=0.3)
     axes.legend()
     made = BytesIO()
-    figure.savefig(made, format="png")  # a Figure of its own draws without a display
+    figure.savefig(made, format="png")  # a standalone Figure needs no display
     write_whole(path, made.getvalue())
 
 

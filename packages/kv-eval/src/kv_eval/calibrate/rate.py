@@ -1,4 +1,4 @@
-"""The greatest rate of a policy that loses no more than allowed, found by halving."""
+"""Bisection for the highest rate of a policy within an allowed loss."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from kv_transformers.from_text import FULL, MakeCache, make_cache
 if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
-LEVELS: Final = 63  # six halvings
+LEVELS: Final = 63  # six bisection steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +27,47 @@ class Rate:
 
     @property
     def spec(self) -> str:
-        """The policy's text form, as `parse` gives it back."""
+        """The policy's canonical text form."""
         file = re.sub(r"[\\+,]|^\s|\s\Z", r"\\\g<0>", str(self.file))
         return f"{self.policy}:file={file},rate={self.rate}"
 
 
 @dataclass
 class RateSearch:
-    """Rates that could be, of which half are left after each one that is tried.
+    """Bisection over candidate rates.
 
-    A greater rate is taken to lose no less: tasks of few samples may say otherwise by chance, and
-    then the rate that is found is one that was tried and good, not always the greatest there is.
+    A higher rate is assumed to lose no less. With few samples this may not hold by chance; the
+    result is then a rate that was tried and passed, but not always the highest such rate.
     """
 
     policy: str
-    file: Path  # what calibration wrote
-    levels: tuple[float, ...]  # rates that can be had, rising
-    samples: Search[Rate]  # tasks and their samples; its settings are not used
-    allowed: float  # share of the full cache's score that each task may lose
+    file: Path  # the output of calibration
+    levels: tuple[float, ...]  # candidate rates, ascending
+    samples: Search[Rate]  # tasks and their samples; its settings are ignored
+    allowed: float  # loss allowed per task, as a share of the full cache's score
     tried: list[Point[Rate]] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """Samples to finish at most, those of the full cache left out."""
+        """Maximum number of samples to run, without those of the full cache."""
         return len(self.levels).bit_length() * len(self.samples.tasks) * self.samples.samples
 
     @property
     def found(self) -> Point[Rate] | None:
-        """The greatest rate that was tried and good."""
+        """The highest rate that passed."""
         good = [point for point in self.tried if point.within(self.allowed)]
         return max(good, key=lambda point: point.setting.rate, default=None)
 
     def run(
         self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache = make_cache
     ) -> Iterator[Finished]:
-        """Try rates until no two are left; give each sample as it is there.
+        """Try rates until the search converges; yield each sample when it is finished.
 
         Raises:
-            TaskError: a task cannot be made, or is longer than the model reads.
-            ValueError: the policy is refused for this model.
+            TaskError: a task cannot be created, or exceeds the model's context length.
+            ValueError: the policy does not support this model.
         """
-        low, high = 0, len(self.levels)  # what is below low is good, from high on it is not
+        low, high = 0, len(self.levels)  # below low all pass, from high on all fail
         while low < high:
             middle = (low + high) // 2
             setting = Rate(self.policy, self.file, self.levels[middle])

@@ -1,4 +1,4 @@
-"""Running settings on tasks, and choosing among them."""
+"""Evaluation of settings on tasks, and the choice among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Tried(Protocol):
-    """A setting that can be tried."""
+    """A setting to evaluate."""
 
     @property
     def spec(self) -> str:
@@ -36,11 +36,11 @@ S = TypeVar("S", bound=Tried)
 
 @dataclass(frozen=True, slots=True)
 class Point(Generic[S]):
-    """One setting: what it loses on each task, and what it holds."""
+    """One setting with its loss on each task and its bytes."""
 
     setting: S
     losses: Mapping[str, Loss]
-    ratio: float  # bytes held after the prompts over those of the full cache
+    ratio: float  # cache bytes after the prompts over those of the full cache
 
     @property
     def worst(self) -> float:
@@ -48,13 +48,13 @@ class Point(Generic[S]):
         return max(found.share for found in self.losses.values())
 
     def within(self, allowed: float) -> bool:
-        """Whether no task loses more than that share, or than noise."""
+        """Return whether the loss on every task is within that share, or within noise."""
         return all(found.within(allowed) for found in self.losses.values())
 
 
 @dataclass(frozen=True)
 class Search(Generic[S]):
-    """Settings, and the samples they are tried on."""
+    """Settings, and the samples to evaluate them on."""
 
     settings: tuple[S, ...]
     tasks: tuple[TaskName, ...]
@@ -84,23 +84,23 @@ class Search(Generic[S]):
 
     @property
     def total(self) -> int:
-        """Samples to finish, those of the full cache included."""
+        """Number of samples to run, including those of the full cache."""
         return (1 + len(self.settings)) * len(self.tasks) * self.samples
 
     def run(
         self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache = make_cache
     ) -> Iterator[Finished]:
-        """Finish every sample; those that the journal has are not run again."""
+        """Run every sample that the journal does not have yet."""
         for plan in self.plans:
             yield from run(loaded, plan, text, journal, make)
 
     @property
     def baseline(self) -> "Search[S]":
-        """The same samples under the full cache alone."""
+        """The same samples with the full cache alone."""
         return replace(self, settings=())
 
     def unanswered(self, journal: Journal) -> str | None:
-        """Name a task that the full cache scores 0 on, where nothing could be lost."""
+        """Return a task on which the full cache scores 0, so that no loss can show."""
         for plan in self.plans:
             for task, where in plan.pairs:
                 done = [journal.get(FULL, task, where, i) for i in range(self.samples)]
@@ -109,7 +109,7 @@ class Search(Generic[S]):
         return None
 
     def points(self, journal: Journal) -> tuple[Point[S], ...]:
-        """Sum up a journal that has every sample."""
+        """Summarize a journal that has every sample."""
         return tuple(self._point(setting, journal) for setting in self.settings)
 
     def _point(self, setting: S, journal: Journal) -> Point[S]:
@@ -128,7 +128,7 @@ class Search(Generic[S]):
 
 
 def frontier(points: Sequence[Point[S]]) -> list[Point[S]]:
-    """The points that no other beats in bytes and in loss, fewest bytes first."""
+    """Return the points that no other beats in bytes and loss, fewest bytes first."""
     best = float("inf")
     found = []
     for point in sorted(points, key=lambda p: (p.ratio, p.worst)):
@@ -139,7 +139,7 @@ def frontier(points: Sequence[Point[S]]) -> list[Point[S]]:
 
 
 def choose(points: Sequence[Point[S]], allowed: float) -> Point[S] | None:
-    """The point of fewest bytes that loses no more than that; None if all lose more."""
+    """Return the point with the fewest bytes within the allowed loss; None if there is none."""
     good = [point for point in points if point.within(allowed)]
     return min(good, key=lambda p: (p.ratio, p.worst), default=None)
 
@@ -147,7 +147,7 @@ def choose(points: Sequence[Point[S]], allowed: float) -> Point[S] | None:
 def write_profile(
     path: Path, point: Point[Setting], model: str, fingerprint: str, max_loss: float, length: int
 ) -> None:
-    """Write what `leankv:profile=FILE` loads, whole or not at all."""
+    """Write a profile for `leankv:profile=FILE` atomically."""
     data = {
         "format": "leankv profile 1",
         "model": model,

@@ -1,4 +1,4 @@
-"""`kv-serve calibrate`: find a policy's settings for a model, and write them to a file."""
+"""`kv-serve calibrate`: find a policy's settings for a model and write them to a file."""
 
 import os
 from pathlib import Path
@@ -45,7 +45,7 @@ NOTHING_FOUND = 1
 
 @app.callback()
 def _start() -> None:
-    """Find a policy's settings for a model, by measuring what they cost on tasks."""
+    """Find a policy's settings for a model, by measuring their cost on tasks."""
 
 
 app.command("zack")(zack)
@@ -54,18 +54,18 @@ app.command("zack")(zack)
 @app.command("leankv")
 def leankv(
     out_file: Annotated[
-        Path, typer.Option("--out", help="Where the profile goes, for leankv:profile=FILE.")
+        Path, typer.Option("--out", help="Output file of the profile, for leankv:profile=FILE.")
     ],
     model: ModelOption = None,
     task: Annotated[
         list[Task] | None,
-        typer.Option(help="What may not get worse; by default needle, multikey and nll."),
+        typer.Option(help="Tasks to measure the loss on; by default needle, multikey and nll."),
     ] = None,
     max_loss: Annotated[
         str,
         typer.Option(
-            help="What a task may lose: 0 for nothing beyond noise, 0.05 or 5% for 5 % of the full "
-            "cache's score."
+            help="Allowed loss per task: 0 for nothing beyond noise, 0.05 or 5% for 5 % of the "
+            "full cache's score."
         ),
     ] = "0",
     pair: Annotated[
@@ -76,36 +76,34 @@ def leankv(
         ),
     ] = None,
     t_high: Annotated[
-        str, typer.Option(help="Shares of attention below which a token is not stored high.")
+        str, typer.Option(help="Shares of attention not stored in the high format.")
     ] = "0.5%,1%,5%,10%,20%",
     t_low: Annotated[
         str, typer.Option(help="Shares of attention that are pruned.")
     ] = "0,0.1%,0.5%,1%",
     window: Annotated[int, typer.Option(min=0, help="Newest tokens, kept raw.")] = 64,
     last: Annotated[
-        int, typer.Option(min=0, help="Queries of a prompt that are watched; 0: all.")
+        int, typer.Option(min=0, help="Last queries of a prompt to observe; 0: all.")
     ] = 64,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 2000,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of numbers, places and windows.")] = 0,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 2000,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of numbers, depths and windows.")] = 0,
     continuation: Annotated[
         int, typer.Option(min=1, help="Tokens that nll scores after each prompt.")
     ] = 64,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="A UTF-8 text that prompts are cut from; by default Python's own help topics."
-        ),
+        typer.Option(help="A UTF-8 text to cut prompts from; by default Python's own help topics."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where a picture goes, as a PNG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Output file of a plot, as PNG.")] = None,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
 ) -> None:
-    """Try LeanKV's formats and thresholds, and write the cheapest that loses no more than asked.
+    """Try LeanKV's formats and thresholds, and write the cheapest within the allowed loss.
 
-    A prompt is read once for several settings. Each finished sample is kept in FILE.partial at
-    once: a run that was interrupted goes on from there when it is started again.
+    A prompt is read once for several settings. Each finished sample is saved in FILE.partial at
+    once: run the same command again to resume after an interruption.
     """
     from kv_eval.calibrate.grid import PAIRS, grid
     from kv_eval.calibrate.plot import missing
@@ -138,7 +136,7 @@ def leankv(
     if plot is not None:
         check_writable(plot, "--plot")
         if os.path.realpath(plot) == os.path.realpath(out_file):
-            refuse(f"--plot and --out both name {plot}; give the picture a file of its own")
+            refuse(f"--plot and --out both name {plot}; use another file for the plot")
         reason = missing()
         if reason is not None:
             refuse(reason)
@@ -176,18 +174,18 @@ def _calibrate(
         if hopeless is not None:
             refuse(
                 f"the full cache answers none of {search.samples} samples of {hopeless} right, so "
-                "nothing can be lost there; leave that task out, or give shorter prompts"
+                "no loss can be measured; remove that task, or use shorter prompts"
             )
         _run(loaded, search, text, journal, make)
     except KeyboardInterrupt:
         remark(
-            f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
-            "command again to go on from there."
+            f"Interrupted. {len(journal)} samples are finished and saved in {partial}; run the "
+            "same command again to resume."
         )
         raise typer.Exit(INTERRUPTED) from None
     points = search.points(journal)
     chosen = choose(points, allowed)
-    kept = f"; the samples are kept in {partial}, and the same command resumes from them"
+    kept = f"; the samples are saved in {partial}, and the same command resumes from them"
     if plot is not None:
         with writing(plot, kept):
             draw(plot, points, chosen, f"leankv on {loaded.name}")
@@ -197,13 +195,13 @@ def _calibrate(
         journal.remove()
     _show(points, chosen)
     if plot is not None:
-        remark(f"Drawn in {plot}.")
+        remark(f"Plot written to {plot}.")
     if chosen is None:
         nearest = min(points, key=lambda p: p.worst)
         err().print(
             f"No setting loses {allowed:.1%} or less on every task; the nearest loses "
-            f"{nearest.worst:.1%} and holds {nearest.ratio:.1%}. Allow more, or try other formats. "
-            f"Nothing is written; the samples are kept in {partial}.",
+            f"{nearest.worst:.1%} and keeps {nearest.ratio:.1%} of the bytes. Allow more, or try "
+            f"other formats. No profile is written; the samples are saved in {partial}.",
             soft_wrap=True,
         )
         raise typer.Exit(NOTHING_FOUND)
@@ -218,7 +216,7 @@ def _run(
     make: "MakeCache",
 ) -> None:
     with refusing(ValueError), progress() as shown:
-        bar = shown.add_task("making the samples", total=search.total)
+        bar = shown.add_task("creating the samples", total=search.total)
         for entry in search.run(loaded, text, journal, make):
             shown.update(bar, advance=1, description=entry.task)
 
@@ -256,7 +254,7 @@ def _pair(text: str) -> tuple[str, str]:
     high, slash, low = text.partition("/")
     if not (high and slash and low):
         raise ValueError(
-            f"--pair {text} is no pair of formats; write the high and the low one with a slash "
+            f"--pair {text} is not a pair of formats; write the high and the low one with a slash "
             "between, such as k8v4/k4v2 or k8v4/drop"
         )
     return high, low

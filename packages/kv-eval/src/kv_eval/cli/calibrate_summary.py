@@ -1,4 +1,4 @@
-"""What a calibration found, as a table or as JSON."""
+"""The summary of a calibration, as a table or as JSON."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ REMOVALS: Final = (0.01, 0.05, 0.1)  # of singular values
 def show(
     calibrator: "Calibrator", facts: "Calibrated", seconds: float, path: Path, as_json: bool
 ) -> None:
-    """Print tokens, seconds, the dimensions that heads need, the rate if any, and bytes."""
+    """Print tokens, seconds, median dimensions, the rate if any, and bytes."""
     size = path.stat().st_size
     dimensions = {removal: calibrator.dimensions(removal) for removal in REMOVALS}
     if as_json:

@@ -1,4 +1,4 @@
-"""`kv-serve calibrate zack`: learn a model's statistics from a text, and a rate from tasks."""
+"""`kv-serve calibrate zack`: collect a model's statistics, and search a rate on tasks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 NOTHING_FOUND: Final = 1
 POLICY: Final = "zack"
-ENOUGH: Final = 16384  # tokens; benchmarks/zack_quality.py has what fewer lose
+ENOUGH: Final = 16384  # tokens; benchmarks/zack_quality.py measures the loss with fewer
 
 
 def zack(
     out_file: Annotated[
-        Path, typer.Option("--out", help="Where the statistics go, for zack:file=FILE.")
+        Path, typer.Option("--out", help="Output file of the statistics, for zack:file=FILE.")
     ],
     model: ModelOption = None,
     text: Annotated[
@@ -57,19 +57,19 @@ def zack(
     window: Annotated[
         int | None,
         typer.Option(
-            help="Tokens read at once; by default 2048, or what the model reads if that is less.",
+            help="Tokens per window; by default 2048, or the model's context length if smaller.",
             show_default=False,
         ),
     ] = None,
     together: Annotated[
         int,
-        typer.Option(help="KV heads side by side in the statistics, for policies such as palu."),
+        typer.Option(help="KV heads concatenated in the statistics, for policies such as palu."),
     ] = 1,
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="Also find the greatest rate at which no task loses more: 1% or 0.01 of the full "
-            "cache's score, or what may be noise.",
+            help="Also search the highest rate at which no task loses more: 1% or 0.01 of the full "
+            "cache's score, or noise.",
             show_default=False,
         ),
     ] = None,
@@ -79,26 +79,26 @@ def zack(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="With --max-loss: tokens of a prompt, 2000 unless said."),
+        typer.Option(min=2, help="With --max-loss: tokens per prompt (default 2000)."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="With --max-loss: prompts of a task, 10 unless said.")
+        int | None, typer.Option(min=1, help="With --max-loss: prompts per task (default 10).")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="With --max-loss: of the prompts, 0 unless said.")
+        int | None, typer.Option(min=0, help="With --max-loss: seed of the prompts (default 0).")
     ] = None,
     continuation: Annotated[
-        int | None, typer.Option(min=1, help="With --max-loss: tokens nll scores, 64 unless said.")
+        int | None, typer.Option(min=1, help="With --max-loss: tokens scored by nll (default 64).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
 ) -> None:
-    """Read a text, and write what zack, svd-kv, kq-svd, palu and think need to know of the model.
+    """Read a text, and write the statistics for zack, svd-kv, kq-svd, palu and think.
 
-    What was learnt is kept in FILE.partial every few windows: a run that was interrupted goes on
-    from there when it is started again.
+    The state is saved in FILE.partial every few windows: run the same command again to resume after
+    an interruption.
     """
     from kv_eval.calibrate.collect import Reading
     from kv_eval.tasks import default_text, read_text
@@ -115,7 +115,7 @@ def zack(
     check_writable(out_file, "--out")
     if tokens < ENOUGH:
         remark(
-            f"{tokens:,} tokens are few; from about {ENOUGH:,} on, more of the same text change "
+            f"{tokens:,} tokens are few; beyond about {ENOUGH:,}, more of the same text changes "
             "bases little."
         )
     expect_backend(backend)
@@ -136,15 +136,13 @@ def zack(
 def _samples(
     task: list[Task] | None, sizes: dict[str, int | None], allowed: float | None
 ) -> "Search[Rate]":
-    """Which samples a rate is searched on, if it is."""
+    """Return the samples of a rate search, if there is one."""
     from kv_eval.calibrate.search import Search
 
     given = {name: size for name, size in sizes.items() if size is not None}
     if allowed is None and (task or given):
         names = ", ".join(f"--{name}" for name in (["task"] if task else []) + list(given))
-        raise ValueError(
-            f"{names} was given without --max-loss; say what the tasks may lose, such as 1%"
-        )
+        raise ValueError(f"{names} was given without --max-loss; set the allowed loss, such as 1%")
     named = task or [Task.NEEDLE, Task.MULTIKEY, Task.NLL]
     return Search((), tuple(dict.fromkeys(t.value for t in named)), **given)
 
@@ -178,10 +176,10 @@ def _collect(
             for done in collect(loaded, calibrator, windows, partial):
                 shown.update(bar, completed=done)
     except KeyboardInterrupt:
-        kept = f"is kept in {partial.path}" if partial.path.exists() else "is not kept yet"
+        kept = f"is saved in {partial.path}" if partial.path.exists() else "is not saved yet"
         remark(
-            f"Interrupted. What was learnt from whole windows {kept}; run the same command again "
-            "to go on."
+            f"Interrupted. The state after whole windows {kept}; run the same command again "
+            "to resume."
         )
         raise typer.Exit(INTERRUPTED) from None
     return calibrator, partial.seconds
@@ -193,7 +191,7 @@ def _write(
     from kv_policy import Calibrated
 
     facts = Calibrated(loaded.name, loaded.fingerprint, text.name, text.digest)
-    with writing(path, f"; what was learnt is kept in {_partial(path)}"):
+    with writing(path, f"; the collected state is saved in {_partial(path)}"):
         calibrator.write(path, facts)
     return facts
 
@@ -231,14 +229,14 @@ def _search(
         if hopeless is not None:
             refuse(
                 f"the full cache answers none of {samples.samples} samples of {hopeless} right, so "
-                f"nothing can be lost there; leave that task out, or give shorter prompts. {path} "
+                f"no loss can be measured; remove that task, or use shorter prompts. {path} "
                 "is written, without a rate"
             )
         _run(search.run(loaded, text, journal, make), search.total)
     except KeyboardInterrupt:
         remark(
-            f"Interrupted. {path} is written, without a rate. {len(journal)} samples are kept in "
-            f"{journal.path}; run the same command again to go on from there."
+            f"Interrupted. {path} is written, without a rate. {len(journal)} samples are saved in "
+            f"{journal.path}; run the same command again to resume."
         )
         raise typer.Exit(INTERRUPTED) from None
     journal.remove()
@@ -250,13 +248,13 @@ def _with_rate(
 ) -> "Calibrated":
     if not search.levels:
         remark(
-            f"No rate can be tried: heads as small as this model's give up nothing to {POLICY} as "
-            f"it is by default. {path} is written, without a rate."
+            f"No rate can be tried: heads as small as this model's have no dimensions to remove "
+            f"for {POLICY} by default. {path} is written, without a rate."
         )
         return facts
     if search.found is None:
         least = min(search.tried, key=lambda point: point.worst, default=None)
-        nearest = "" if least is None else f"; the least that was tried loses {least.worst:.1%}"
+        nearest = "" if least is None else f"; the lowest loss tried is {least.worst:.1%}"
         remark(
             f"No rate loses {search.allowed:.1%} or less on every task{nearest}. {path} is "
             "written, without a rate."
@@ -268,14 +266,14 @@ def _with_rate(
         max_loss=search.allowed,
         tasks=tuple(search.samples.tasks),
     )
-    with writing(path, "; it stays as it was, without the rate"):
+    with writing(path, "; it is unchanged, without the rate"):
         calibrator.write(path, found)
     return found
 
 
 def _run(entries: "Iterable[object]", total: int) -> None:
     with refusing(ValueError), progress() as shown:
-        bar = shown.add_task("making the samples", total=total)
+        bar = shown.add_task("creating the samples", total=total)
         for entry in entries:
             shown.update(bar, advance=1, description=getattr(entry, "task", ""))
 

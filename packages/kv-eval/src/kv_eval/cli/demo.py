@@ -1,4 +1,4 @@
-"""`kv-serve demo`: a real model answering from compressed caches, in a table."""
+"""`kv-serve demo`: a real model with compressed caches, in a table."""
 
 import shlex
 import shutil
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kv_eval.demo import Demo
 
-WIDTH: Final = 100  # columns that the demo fills at most
+WIDTH: Final = 100  # maximum width of the output, in columns
 
 
 def demo(
@@ -24,7 +24,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Use a much shorter prompt.")] = False,
     backend: BackendOption = "auto",
 ) -> None:
-    """Watch SmolLM2 find a hidden number and chat, from a full cache and four compressed ones."""
+    """Let SmolLM2 find a hidden number and chat, with a full cache and four compressed ones."""
     if json is not None:
         check_writable(json)
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,7 +43,7 @@ def demo(
     width = min(console.width, WIDTH)
     console.print(
         f"The number {show.sample.answers[0]} is hidden in a text of {show.sample.length:,} "
-        "tokens, and SmolLM2 is asked for it. Then a chat, both turns in one cache: "
+        "tokens, and SmolLM2 is asked for it. Then a chat, both turns with one cache: "
         f"{' '.join(TURNS)}\n",
         highlight=False,
         width=width,
@@ -63,13 +63,13 @@ def demo(
             report.write(json)
     timed = served.instructions is not None
     console.print(_table(report, timed=timed), width=width)
-    held = "KV bytes: held by the cache after the long prompt, with pages, windows and tables."
+    held = "KV bytes: cache bytes after the long prompt, including pages, windows and tables."
     if timed:
-        ms = f"ms: for each token generated behind it; compressed caches attend by {served}."
+        ms = f"ms: per token generated after it; compressed caches attend by {served}."
         console.print(f"{held} {ms}", style="dim", highlight=False, width=width)
     else:
-        # Beside torch's own attention over a full cache these would say nothing of a kernel.
-        left_out = f"Times are left out, as no native code attends here but {served}."
+        # Next to torch's attention over a full cache, times would tell nothing about a kernel.
+        left_out = f"Times are omitted: no native kernel attends here, but {served}."
         console.print(f"{held} {left_out}", style="dim", highlight=False, width=width)
         if backend == AUTO and loaded.model.device.type == "cpu":
             console.print(f"To do: {remedy('cpu')}", highlight=False, soft_wrap=True, markup=False)
@@ -79,7 +79,7 @@ def demo(
 
 
 def next_commands(program: str) -> tuple[str, ...]:
-    """Give three commands to go on with, as they can be typed where the demo was called."""
+    """Return three example commands, as they can be typed where the demo was called."""
     from kv_eval.demo import CHOSEN
 
     policies = ("--policy", "k8v4,k4v2")
@@ -94,7 +94,7 @@ def next_commands(program: str) -> tuple[str, ...]:
 
 
 def _program() -> str:
-    """Name this program as it was typed: alone where the path finds it, else as it was called."""
+    """Return the program name as typed: bare if on the path, else as called."""
     typed = sys.argv[0]
     found = shutil.which(Path(typed).name)
     absolute = Path(typed).is_absolute()

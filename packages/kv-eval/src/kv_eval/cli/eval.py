@@ -1,4 +1,4 @@
-"""`kv-serve eval`: what policies cost in answers and save in bytes, as a JSON file."""
+"""`kv-serve eval`: the cost of policies in answers and their saving in bytes, as a JSON file."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -45,7 +45,7 @@ class Task(StrEnum):
 
 
 class Where(StrEnum):
-    """Where the question stands: inside the compressed prompt, or after it."""
+    """Position of the question: inside the compressed prompt, or after it."""
 
     AWARE = "aware"
     AGNOSTIC = "agnostic"
@@ -53,7 +53,7 @@ class Where(StrEnum):
 
 
 class Host(StrEnum):
-    """What runs the model."""
+    """The engine that runs the model."""
 
     TRANSFORMERS = "transformers"
     VLLM = "vllm"
@@ -63,22 +63,22 @@ def evaluate(
     policy: Annotated[
         list[str],
         typer.Option(
-            help="Policies to compare, between commas or as repeated options, for example "
+            help="Policies to compare, separated by commas or as repeated options, for example "
             "k8v4,snapkv:budget=1024,window=32+k8v4. A comma starts the next policy when no `=` "
-            "follows before the next comma, `+` or `:`. Choices between braces stand for a policy "
+            "follows before the next comma, `+` or `:`. Choices in braces expand to one policy "
             "each: 'kv-compress:keep={50,25}%+k8v4'. `full`, transformers' own cache, is always "
-            "run, and may stand alone."
+            "run, and may be the only one."
         ),
     ],
-    json: Annotated[Path, typer.Option(help="Where the result goes.")],
+    json: Annotated[Path, typer.Option(help="Output file of the result.")],
     task: Annotated[
         list[Task] | None,
         typer.Option(
             help="needle: find one number hidden in a text. multikey: one of four. passkey: one in "
-            "a text that says the same over and over. variable-tracking: which variables got a "
-            "value through others. common-words: the ten most frequent words of a list. nll: nats "
-            "per token of a true continuation. agreement: share of greedy tokens equal to the full "
-            "cache's. May be repeated."
+            "a text that repeats itself. variable-tracking: which variables got a value through "
+            "others. common-words: the ten most frequent words of a list. nll: nats per token of a "
+            "true continuation. agreement: share of greedy tokens equal to the full cache's. May "
+            "be repeated."
         ),
     ] = None,
     model: ModelOption = None,
@@ -94,20 +94,16 @@ def evaluate(
         Host,
         typer.Option(
             help="What runs the model: transformers, or vllm, with an engine for each policy. "
-            "There `full` is vLLM's own cache, and bytes are those of the blocks that are held."
+            "Under vllm, `full` is vLLM's own cache, and bytes are those of the allocated blocks."
         ),
     ] = Host.TRANSFORMERS,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 2000,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Prompts of each task, setting and seed.")
-    ] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of numbers, places and windows.")] = 0,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 2000,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts per task, setting and seed.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of numbers, depths and windows.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="A UTF-8 text that prompts are cut from; by default Python's own help topics."
-        ),
+        typer.Option(help="A UTF-8 text to cut prompts from; by default Python's own help topics."),
     ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Samples that run together in nll and agreement.")
@@ -124,20 +120,20 @@ def evaluate(
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(min=0, help="Examples before a question of lm-eval; else the task's own."),
+        typer.Option(min=0, help="Examples before a question of lm-eval; by default the task's."),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="TASK=FILE: a JSON or JSON-lines file of a task's documents, in place of a "
+            help="TASK=FILE: a JSON or JSON-lines file with a task's documents, instead of a "
             "download by lm-eval. May be repeated."
         ),
     ] = None,
     tasks_folder: Annotated[
-        Path | None, typer.Option(help="A folder that describes more tasks for lm-eval.")
+        Path | None, typer.Option(help="A folder with more task definitions for lm-eval.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Put prompts of lm-eval into the model's chat template.")
+        bool, typer.Option(help="Apply the model's chat template to prompts of lm-eval.")
     ] = False,
     allow_code: Annotated[
         bool, typer.Option(help="Let tasks of lm-eval run the code that the model writes.")
@@ -148,8 +144,8 @@ def evaluate(
 ) -> None:
     """Measure policies on tasks, beside the full cache, and write a JSON file.
 
-    The same options give the same samples. Each finished sample is kept in FILE.partial at once: a
-    run that was interrupted goes on from there when it is started again.
+    The same options give the same samples. Each finished sample is saved in FILE.partial at once:
+    run the same command again to resume after an interruption.
     """
     from kv_eval.evaluate.harness_tasks import Harness, expect_installed, read_data
     from kv_eval.evaluate.plan import SETTINGS, Plan
@@ -157,7 +153,7 @@ def evaluate(
     from kv_eval.tasks import default_text, read_text
 
     if not task and not lm_eval:
-        refuse("name what to measure: --task, as in --task needle, or --lm-eval TASK")
+        refuse("no task given; use --task, as in --task needle, or --lm-eval TASK")
     with reading_policy(model):
         plan = Plan(
             policies=read_specs(policy),
@@ -188,11 +184,11 @@ def evaluate(
     if host is Host.VLLM:
         if backend != "auto" or device is not None:
             refuse(
-                "--backend and --device are for transformers; vLLM attends by its own backend and "
-                "finds its device, so leave them out with --host vllm"
+                "--backend and --device are for transformers; vLLM uses its own backend and "
+                "finds its device, so remove them with --host vllm"
             )
         if harness.tasks:
-            refuse("--lm-eval is for transformers; lm-eval has a vLLM of its own")
+            refuse("--lm-eval is for transformers; lm-eval has its own vLLM support")
         expect_vllm()
         loaded = load_model(model, dtype, "cpu")  # for its tokenizer and its identity
         finish(loaded, [_samples(loaded, plan, source, host, None)], json, None)
@@ -209,7 +205,7 @@ def evaluate(
 def _samples(
     loaded: "LoadedModel", plan: "Plan", text: "Text", host: Host, make: "MakeCache | None"
 ) -> SampleRun:
-    """Samples of our own tasks; where nothing makes caches they are for vLLM."""
+    """Return the run of our own tasks; without `make` it is for vLLM."""
     from kv_eval.evaluate import runner, under_vllm
     from kv_eval.evaluate.report import kept, rows
 
@@ -231,7 +227,7 @@ def _samples(
 def _documents(
     loaded: "LoadedModel", harness: "Harness", policies: tuple[str, ...], make: "MakeCache"
 ) -> SampleRun:
-    """Documents of lm-eval's tasks."""
+    """Return the run of lm-eval's tasks."""
     from kv_eval.evaluate.harness_tasks import run
     from kv_eval.evaluate.provenance import model_identity
     from kv_eval.evaluate.report import harness_rows

@@ -1,4 +1,4 @@
-"""Running an evaluation from a terminal: a bar, what is kept when it ends early, and a table."""
+"""An evaluation in a terminal: the progress bar, interruption, and the table of results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """Samples to be finished.
+    """Samples to run.
 
     Attributes:
-        settings: what they follow from.
-        total: how many there are; None where nobody knows before they are made.
-        run: finishes them, those that the journal has at once; it may tell what it is at.
-        rows: sums up a journal that has them all.
-        kept: gives the tokens that heads keep, by policy.
-        policies: what is compared.
+        settings: everything the samples depend on.
+        total: number of samples; None if unknown in advance.
+        run: runs the samples, skipping those in the journal; calls back with its progress.
+        rows: summarizes a complete journal.
+        kept: returns the tokens kept per head, by policy.
+        policies: the policies to compare.
     """
 
     settings: Mapping[str, str | int]
@@ -42,7 +42,7 @@ class SampleRun:
 def finish(
     loaded: "LoadedModel", works: Sequence[SampleRun], path: Path, served: "Serving | None"
 ) -> None:
-    """Finish all samples, write the JSON file, and show its rows as a table."""
+    """Run all samples, write the JSON file, and print its rows as a table."""
     from kv_eval.evaluate.journal import open_journal
     from kv_eval.evaluate.machine import machine
     from kv_eval.evaluate.provenance import commit
@@ -52,7 +52,7 @@ def finish(
     code, under = commit(), versions()
     partial = path.with_name(path.name + ".partial")
     settings = {name: value for work in works for name, value in work.settings.items()}
-    with refusing(ValueError):  # before hours are spent
+    with refusing(ValueError):  # fail early
         singular = spectra([spec for work in works for spec in work.policies])
     measured = {"commit": code, "versions": under, "attention": str(served)}
     with refusing(ValueError):
@@ -63,8 +63,8 @@ def finish(
         _run(works, journal)
     except KeyboardInterrupt:
         remark(
-            f"Interrupted. {len(journal)} samples are finished and kept in {partial}; run the same "
-            "command again to go on from there."
+            f"Interrupted. {len(journal)} samples are finished and saved in {partial}; run the "
+            "same command again to resume."
         )
         raise typer.Exit(INTERRUPTED) from None
     found = tuple(row for work in works for row in work.rows(journal))
@@ -80,7 +80,7 @@ def finish(
         spectra=singular,
     )
     with writing(
-        path, f"; the samples are kept in {partial}, and the same command resumes from them"
+        path, f"; the samples are saved in {partial}, and the same command resumes from them"
     ):
         report.write(path)
     journal.remove()
@@ -92,7 +92,7 @@ def _run(works: Sequence[SampleRun], journal: "Journal") -> None:
     totals = [work.total for work in works]
     total = None if None in totals else sum(each for each in totals if each is not None)
     with refusing(ValueError), progress() as shown:
-        bar = shown.add_task("making the samples", total=total)
+        bar = shown.add_task("creating the samples", total=total)
 
         def tell(words: str) -> None:
             shown.update(bar, description=words)

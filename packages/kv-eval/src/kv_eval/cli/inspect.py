@@ -1,4 +1,4 @@
-"""`kv-serve inspect`: what a policy keeps of a prompt, token by token."""
+"""`kv-serve inspect`: the tokens of a prompt that a policy keeps."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,12 +33,12 @@ def inspect(
         str,
         typer.Option(
             "--policy",
-            help="How the cache is compressed, for example snapkv:budget=64,window=16+k8v4. See "
+            help="Compression of the cache, for example snapkv:budget=64,window=16+k8v4. See "
             "`kv-serve policies`.",
         ),
     ],
     prompt: Annotated[
-        str | None, typer.Argument(help="The text that the model reads, as it is.")
+        str | None, typer.Argument(help="The text that the model reads, unmodified.")
     ] = None,
     file: Annotated[
         Path | None,
@@ -47,18 +47,18 @@ def inspect(
     model: ModelOption = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Put the text into the chat template, as generate does."),
+        typer.Option("--chat", help="Apply the chat template to the text, as generate does."),
     ] = False,
     place: Annotated[
         str | None,
         typer.Option(
-            help="Show how many heads hold a token in this place, such as k8v4 or `raw window`, "
-            "and not how many hold it at all."
+            help="Count the heads that hold a token in this place, such as k8v4 or `raw window`, "
+            "instead of those that hold it at all."
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Where the numbers go.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Output file of the numbers.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Where a page goes that shows a layer and head of choice.")
+        Path | None, typer.Option(help="Output file of a page with a choice of layer and head.")
     ] = None,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
@@ -66,8 +66,8 @@ def inspect(
 ) -> None:
     """Show which tokens of a prompt a policy keeps, and in which format, over the text.
 
-    The model reads the prompt once over a compressed cache. On a screen with colours the text is
-    shaded by how many heads keep a token; in a pipe or a file it is a table of tokens.
+    The model reads the prompt once with a compressed cache. In a terminal with colours, tokens are
+    shaded by how many heads keep them; in a pipe or a file the output is a table of tokens.
     """
     text = _text(prompt, file)
     spec = _spec(policy, model)
@@ -93,7 +93,7 @@ def inspect(
         from kv_eval.inspection.page import page
 
         made.append((html, page(found)))
-    write_all(made)  # before anything is printed: a reader such as `head` may close the pipe
+    write_all(made)  # before any output: a reader such as `head` may close the pipe
     show(found, shaded)
 
 
@@ -118,10 +118,10 @@ def _inspected(
 
 def _text(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
-        refuse(f"PROMPT and --file {file} are both given; give the text by one of them")
+        refuse(f"PROMPT and --file {file} are both given; use one of them")
     text = (prompt or "") if file is None else read_prompt(file)
     if not text.strip():
-        refuse("the prompt is empty; give a text as PROMPT, or a file with --file")
+        refuse("the prompt is empty; pass a text as PROMPT, or a file with --file")
     return text
 
 
@@ -138,8 +138,8 @@ def _spec(policy: str, model: str | None) -> str:
 
     if policy.strip() == FULL:
         refuse(
-            f"`{FULL}` is transformers' own cache: every head keeps every token as it is, so there "
-            "is nothing to show; name a policy, such as k8v4 or snapkv:budget=64,window=16"
+            f"`{FULL}` is transformers' own cache: every head keeps every token unchanged, so no "
+            "token is dropped; name a policy, such as k8v4 or snapkv:budget=64,window=16"
         )
     with reading_policy(model):
         return str(parse(policy))
@@ -148,9 +148,9 @@ def _spec(policy: str, model: str | None) -> str:
 def _check_length(loaded: "LoadedModel", tokens: int) -> None:
     limit = longest(loaded)
     if not tokens:
-        refuse(f"the tokenizer of {loaded.name} finds no token in the prompt; give another text")
+        refuse(f"the tokenizer of {loaded.name} finds no token in the prompt; use another text")
     if limit is not None and tokens > limit:
         refuse(
-            f"the prompt has {tokens:,} tokens and the model {loaded.name} reads {limit:,}; give a "
+            f"the prompt has {tokens:,} tokens and the model {loaded.name} reads {limit:,}; use a "
             "shorter one"
         )

@@ -1,4 +1,4 @@
-"""What `kv-serve inspect` prints: the text with its tokens shaded, or a table of them, and sums."""
+"""Output of `kv-serve inspect`: the text with shaded tokens, or a table of them, and totals."""
 
 from typing import Final
 
@@ -11,24 +11,24 @@ from rich.text import Text
 from kv_eval.inspection.record import LEVELS, Inspection, Token, level
 from kv_transformers.cli.console import out
 
-SHADES: Final = (  # of tokens that no head keeps, that some keep, and that all keep
+SHADES: Final = (  # of tokens by the share of heads that keep them
     ("no head", "dim"),
     ("under a third", "#1b1f24 on #d5f1ed"),
     ("under two thirds", "#1b1f24 on #93d8cd"),
     ("under all", "#1b1f24 on #4bb3a5"),
     ("all heads", "bold #ffffff on #0b6b63"),
 )
-HEADS: Final = 16  # columns of a table, at most
+HEADS: Final = 16  # maximum columns of a table
 _BREAK: Final = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
 _STRANGE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def show(found: Inspection, place: int | None = None) -> None:
-    """Print all of it on standard output; tokens by the heads that hold them, maybe in one place.
+    """Print the inspection; tokens by the heads that hold them, optionally in one place.
 
     Args:
-        found: what was kept.
-        place: of `found.places`; None: any.
+        found: the inspection.
+        place: index in `found.places`; None: any.
     """
     console = out()
     title = f"{found.policy} on {found.model}: {len(found.tokens):,} tokens"
@@ -48,14 +48,14 @@ def show(found: Inspection, place: int | None = None) -> None:
 
 
 def shade(share: float) -> int:
-    """Give the number of the shade of a share of heads, in `SHADES`."""
+    """Return the index in `SHADES` for a share of heads."""
     if share in (0.0, 1.0):
         return len(SHADES) - 1 if share else 0
     return 1 + int(3 * share)
 
 
 def shaded(found: Inspection, place: int | None = None) -> Text:
-    """Write the prompt, each token shaded by the share of heads that hold it."""
+    """Return the prompt, each token shaded by the share of heads that hold it."""
     written = Text()
     for token in found.tokens:
         style = Style.parse(SHADES[shade(found.share(token, place))][1])
@@ -71,7 +71,7 @@ def _say(console: Console, line: str) -> None:
 
 
 def _printable(piece: str) -> str:
-    """The same without what a terminal would obey."""
+    """Replace characters that a terminal would interpret."""
     return "".join(c if c.isprintable() or c == "\t" else _STRANGE for c in piece)
 
 
@@ -130,7 +130,7 @@ def _places(found: Inspection) -> Table:
 
 
 def _layers(found: Inspection, console: Console) -> Table:
-    """Tokens kept per layer: of each head, or of the least, the mean and the most of many."""
+    """Return the tokens kept per layer: of each head, or minimum, mean and maximum of many."""
     table = Table(box=None, padding=(0, 2, 0, 0), title="tokens kept", title_justify="left")
     table.add_column("layer", justify="right")
     wide = found.heads > min(HEADS, (console.width - 7) // 9)

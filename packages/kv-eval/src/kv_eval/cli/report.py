@@ -1,4 +1,4 @@
-"""`kv-serve report`: results of evaluations as a page, and as pictures."""
+"""`kv-serve report`: evaluation results as a page, and as pictures."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,18 +14,18 @@ def report(
         list[Path],
         typer.Argument(metavar="FILE", help="Results of `kv-serve eval`, all of one model."),
     ],
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="Output file of the page.")] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(help="Where the frontier goes as a PNG file, for documents.")
+        Path | None, typer.Option(help="Output file of the frontier as PNG, for documents.")
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(help="Where the frontier goes as an SVG file, for documents.")
+        Path | None, typer.Option(help="Output file of the frontier as SVG, for documents.")
     ] = None,
 ) -> None:
-    """Write a page of what policies cost in answers and save in bytes.
+    """Write a page with the cost of policies in answers and their saving in bytes.
 
-    The page is one HTML file that fetches nothing, with the frontier of quality against bytes held,
-    the seconds, tables, and how to run it again.
+    The page is one self-contained HTML file with the frontier of quality against bytes, times,
+    tables, and the commands to reproduce it.
     """
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}
@@ -44,7 +44,7 @@ def report(
     from kv_eval.report.page import page
     from kv_eval.report.picture import picture
 
-    made = [(out, page(sources))]  # all of it, before anything is written
+    made = [(out, page(sources))]  # render everything before writing anything
     if png is not None:
         made.append((png, picture(sources, "png")))
     if svg is not None:

@@ -1,11 +1,11 @@
-"""Shares on the command line."""
+"""Parsing of shares on the command line."""
 
 
 def share(name: str, text: str) -> float:
-    """Read 0.05 or 5%; `name` is the option it was given as.
+    """Parse 0.05 or 5%; `name` is the option, for messages.
 
     Raises:
-        ValueError: it is no number from 0 to 1.
+        ValueError: the text is not a number from 0 to 1.
     """
     piece = text.strip()
     try:
@@ -13,5 +13,5 @@ def share(name: str, text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise ValueError(f"{name} {text} is no share; give 0 to 1, or 0% to 100%")
+        raise ValueError(f"{name} {text} is not a share; use 0 to 1, or 0% to 100%")
     return share

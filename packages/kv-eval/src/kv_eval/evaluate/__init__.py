@@ -1,1 +1,1 @@
-"""Measuring what a compressed cache costs in answers and saves in bytes."""
+"""Evaluation of compressed caches: their cost in answers, their saving in bytes."""

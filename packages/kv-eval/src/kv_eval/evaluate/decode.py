@@ -1,4 +1,4 @@
-"""Running a model over a cache: reading tokens, answering greedily, measuring surprise."""
+"""Running a model with a cache: prefill, greedy decoding, and log-likelihoods."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def read(
     model: "PreTrainedModel", cache: "Cache", tokens: Int[Tensor, "B L"]
 ) -> Float[Tensor, "B V"]:
-    """Let the cache take in tokens in one forward pass; give the logits after the last ones."""
+    """Run one forward pass over tokens; return the logits after the last ones."""
     out = model(
         input_ids=tokens.to(model.device), **passing(model, cache), use_cache=True, logits_to_keep=1
     )
@@ -32,10 +32,10 @@ def answer(
     count: int,
     ends: Collection[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Generate up to `count` tokens per sequence greedily, from the logits after what is cached.
+    """Generate up to `count` tokens per sequence greedily, from the logits after the cached tokens.
 
-    A sequence ends before a token of `ends`. The last tokens are not put into the cache, since
-    nothing comes after them.
+    A sequence ends before a token of `ends`. The last tokens are not added to the cache, since no
+    step follows.
     """
     steps: list[Tensor] = []
     stops = torch.tensor(sorted(ends), device=logits.device)
@@ -56,10 +56,10 @@ def nats(
     logits: Float[Tensor, "B V"],
     targets: Int[Tensor, "B L"],
 ) -> Float[Tensor, " B"]:
-    """Give each sequence's mean negative log-likelihood of its targets, in nats per token.
+    """Return each sequence's mean negative log-likelihood of its targets, in nats per token.
 
-    The targets are fed token by token, as they come in generation, so what is compressed at once
-    is compressed here too.
+    The targets are fed token by token, as in generation, so per-step compression takes effect here
+    too.
     """
     targets = targets.to(logits.device)
     total = torch.zeros(len(targets), dtype=torch.float64, device=logits.device)
@@ -71,7 +71,7 @@ def nats(
 
 
 def ends_of(model: "PreTrainedModel") -> frozenset[int]:
-    """The tokens at which a model's answer ends."""
+    """Return the tokens that end a model's answer."""
     config = model.generation_config
     ends = config.eos_token_id if config is not None else None
     if ends is None:

@@ -1,7 +1,7 @@
-"""A model over compressed caches as lm-eval (EleutherAI's harness) asks models.
+"""The lm-eval (EleutherAI's harness) model interface for compressed caches.
 
-A context is read into a policy's cache up to its last token and compressed; that token and whatever
-comes after it are computed from what was kept.
+A context is read into a policy's cache up to its last token and compressed; that token and later
+ones are computed from the compressed cache.
 """
 
 import time
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from kv_transformers.models import LoadedModel
 
-NEW_TOKENS = 256  # of an answer, where a task does not say
+NEW_TOKENS = 256  # per answer, unless a task sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request took: tokens of its context, bytes held after it, and seconds."""
+    """Cost of one request: context tokens, cache bytes after the context, and seconds."""
 
     length: int
     kv_bytes: int
@@ -38,7 +38,7 @@ class Asked:
 
 
 class CompressedLM(TemplateLM):
-    """A loaded model whose contexts go through the cache of one policy, one request at a time."""
+    """A loaded model whose contexts use the cache of one policy, one request at a time."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class CompressedLM(TemplateLM):
         make: MakeCache,
         done: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
-        """Take a model.
+        """Wrap a model.
 
         Args:
             loaded: the model and its tokenizer.
             spec: the policy's text, or `full`.
-            make: what makes an empty cache.
-            done: told of every request when it has been answered.
+            make: creates an empty cache.
+            done: called with every request once it is answered.
         """
         super().__init__()
         self.tokenizer = loaded.tokenizer
@@ -61,20 +61,20 @@ class CompressedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text, which stands before one without a context."""
+        """The end-of-text token, used as the context of a text without one."""
         ends = sorted(ends_of(self._loaded.model))
         found = self._loaded.tokenizer.bos_token_id
         return int(ends[0] if found is None else found)
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which lm-eval keeps requests."""
+        """The key under which lm-eval caches requests."""
         return self._loaded.name.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Write a conversation as the model's template has it."""
+        """Render a conversation with the model's template."""
         return str(
             self._loaded.tokenizer.apply_chat_template(
                 chat_history,
@@ -85,7 +85,7 @@ class CompressedLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Encode a text, with the model's own special tokens if nothing is said of them."""
+        """Encode a text, by default with the model's own special tokens."""
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids: list[int] = self._loaded.tokenizer.encode(string, **given)
         return ids
@@ -93,20 +93,20 @@ class CompressedLM(TemplateLM):
     def generate_until(
         self, requests: "Sequence[Instance]", disable_tqdm: bool = False
     ) -> list[str]:
-        """Answer greedily, up to the first of the texts that a request wants to end at.
+        """Answer greedily, up to the first stop string of a request.
 
         Raises:
-            TaskError: a request wants samples, or does not fit into what the model reads.
+            TaskError: a request wants sampling, or exceeds the model's context length.
         """
         return [self._generated(*request.args) for request in requests]
 
     def loglikelihood_rolling(
         self, requests: "Sequence[Instance]", disable_tqdm: bool = False
     ) -> list[float]:
-        """Give the log-likelihood of texts, each token over the cache of those before it.
+        """Return the log-likelihood of texts, each token given the cache of those before it.
 
         Raises:
-            TaskError: a text is longer than the model reads.
+            TaskError: a text exceeds the model's context length.
         """
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         return [self._continued([self.eot_token_id], ids)[0] for ids in texts]
@@ -119,7 +119,7 @@ class CompressedLM(TemplateLM):
     def _generated(self, context: str, wanted: dict[str, Any]) -> str:
         if wanted.get("do_sample") or wanted.get("temperature", 0) > 0:
             raise TaskError(
-                "a task wants its answers sampled; policies are compared on greedy ones"
+                "a task wants its answers sampled; policies are compared with greedy ones only"
             )
         until = wanted.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
@@ -142,7 +142,7 @@ class CompressedLM(TemplateLM):
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
     def _continued(self, context: list[int], rest: list[int]) -> tuple[float, bool]:
-        """The log-likelihood of tokens, and whether each is the likeliest."""
+        """Return the log-likelihood of tokens, and whether each is the most likely."""
         began, total, greedy = time.perf_counter(), 0.0, True
         cache, logits, size = self._read(context, len(rest))
         for i, token in enumerate(rest):
@@ -156,12 +156,12 @@ class CompressedLM(TemplateLM):
     def _read(
         self, ids: list[int], more: int
     ) -> tuple["Cache", Float[Tensor, " V"], tuple[int, int]]:
-        """Compress a context but its last token, then feed that; also what is held in between."""
+        """Compress a context without its last token, then feed that; also return the bytes."""
         limit = getattr(self._loaded.model.config, "max_position_embeddings", None)
         if limit is not None and len(ids) + more > limit:
             raise TaskError(
-                f"a request of {len(ids):,} tokens with {more:,} to come does not fit into the "
-                f"{limit:,} that {self._loaded.name} reads; take a shorter task or another model"
+                f"a request of {len(ids):,} tokens with {more:,} new ones exceeds the context "
+                f"length {limit:,} of {self._loaded.name}; use a shorter task or another model"
             )
         cache = self._make(self._loaded.model, self._spec)
         if len(ids) > 1:

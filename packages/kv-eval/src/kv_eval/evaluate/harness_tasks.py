@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, run under every policy, as finished samples beside those of our own tasks."""
+"""Tasks of lm-eval for every policy, as finished samples like those of our own tasks."""
 
 import json
 import os
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from kv_eval.evaluate.harness import Asked
     from kv_transformers.models import LoadedModel
 
-PREFIX: Final = "lm-eval:"  # of the names of such tasks in a result
-AWARE: Final = "aware"  # questions stand where the task's own prompt has them, inside
-WITHOUT: Final = "leave --data out, or name a task that a YAML file describes"
+PREFIX: Final = "lm-eval:"  # of these tasks' names in a result
+AWARE: Final = "aware"  # the question is inside the task's own prompt
+WITHOUT: Final = "remove --data, or name a task that a YAML file describes"
 
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """Which tasks of lm-eval are asked, and how.
+    """Selection and options of lm-eval tasks.
 
     Attributes:
-        tasks: names that lm-eval knows.
-        samples: how many documents of each, from its first on.
-        shots: examples before each question; None for what the task says.
+        tasks: names of lm-eval tasks.
+        samples: number of documents per task, from the first on.
+        shots: examples before each question; None for the task's default.
         seed: of the choice of examples.
-        data: files that documents are read from, in place of a download, by task.
-        folder: where more tasks are described; None for lm-eval's own alone.
-        chat: whether prompts are put into the model's chat template.
-        code: whether a task may run what the model writes.
+        data: local files with documents, instead of a download, by task.
+        folder: a folder with more task definitions; None for lm-eval's own.
+        chat: whether to apply the model's chat template to prompts.
+        code: whether a task may run code that the model writes.
     """
 
     tasks: tuple[str, ...]
@@ -53,7 +53,7 @@ class Harness:
     code: bool = False
 
     def identity(self) -> dict[str, str | int]:
-        """What results depend on."""
+        """Return everything that results depend on."""
         from importlib.metadata import version
 
         files = {task: str(path) for task, path in (self.data or {}).items()}
@@ -68,23 +68,22 @@ class Harness:
 
 
 def expect_installed() -> None:
-    """Refuse where there is no lm-eval.
+    """Raise if lm-eval is not installed.
 
     Raises:
-        TaskError: it is not installed.
+        TaskError: lm-eval is not installed.
     """
     if find_spec("lm_eval") is None:
         raise TaskError(
-            "lm-eval is not installed, and it is what asks such tasks: "
-            f"`{install_command(LM_EVAL)}`"
+            f"lm-eval is not installed, but these tasks need it: `{install_command(LM_EVAL)}`"
         )
 
 
 def read_data(given: Iterable[str], tasks: Iterable[str]) -> dict[str, Path]:
-    """Read which task's documents are in which file, from `TASK=FILE`.
+    """Parse the files of tasks' documents from `TASK=FILE`.
 
     Raises:
-        TaskError: one is not of that form, names no task that is asked, or a file that is not.
+        TaskError: a text is not of that form, its task is not selected, or its file is missing.
     """
     asked, found = set(tasks), {}
     for each in given:
@@ -95,7 +94,7 @@ def read_data(given: Iterable[str], tasks: Iterable[str]) -> dict[str, Path]:
             raise TaskError(f"--data {each} is for the task {task}, which --lm-eval does not name")
         path = Path(name)
         if not os.path.isfile(path):
-            raise TaskError(f"--data {each}: there is no file {path}")
+            raise TaskError(f"--data {each}: file {path} not found")
         found[task] = path.resolve()
     return found
 
@@ -108,14 +107,14 @@ def run(
     make: MakeCache,
     tell: Callable[[str], None] = lambda words: None,
 ) -> Iterator[Finished]:
-    """Ask every task under every policy; give the samples of a task when all are there.
+    """Run every task with every policy; yield the samples of a task once all are finished.
 
-    What the journal has of a task under a policy is given at once, and not run again. `tell` gets
-    to know what is being done.
+    Results of a task and policy in the journal are yielded at once and not run again. `tell` is
+    called with the current progress.
 
     Raises:
-        TaskError: lm-eval is not installed or has no task of a name, it cannot be read, or a score
-            of it is none of single documents.
+        TaskError: lm-eval is not installed, a task is unknown or cannot be read, or a metric is not
+            per document.
     """
     manager = _manager(harness, tell)
     for task in harness.tasks:
@@ -128,19 +127,19 @@ def run(
 
 
 def _manager(harness: Harness, tell: Callable[[str], None]) -> "TaskManager":
-    """What finds the tasks; lm-eval's own, thousands of files, are read if one of them is asked."""
+    """Return the task manager; load lm-eval's thousands of task files only if needed."""
     from lm_eval.tasks import TaskManager
 
     if harness.folder is not None:
         found = TaskManager(include_path=str(harness.folder), include_defaults=False)
         if {*harness.tasks} <= {*found.all_tasks}:
             return found
-    tell("reading what tasks lm-eval has")
+    tell("reading the task list of lm-eval")
     found = TaskManager(include_path=None if harness.folder is None else str(harness.folder))
     unknown = [task for task in harness.tasks if task not in found.all_tasks]
     if unknown:
         raise TaskError(
-            f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists what there is"
+            f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all tasks"
         )
     return found
 
@@ -182,16 +181,16 @@ def _asked(
             torch_random_seed=harness.seed,
             fewshot_random_seed=harness.seed,
         )
-    except OSError as error:  # all that a hub and files fail with
+    except OSError as error:  # raised by the hub and by files
         raise TaskError(
             f"lm-eval cannot read {task} or its documents: {type(error).__name__}: {error}; a "
-            f"local file of them can be named, as in --data {task}=FILE"
+            f"local file can be used instead, as in --data {task}=FILE"
         ) from error
     return _finished(task, spec, found, took)
 
 
 def _load(task: str, harness: Harness, manager: "TaskManager") -> list["Task"]:
-    """A task and its documents, or all those of a group."""
+    """Load a task with its documents, or all tasks of a group."""
     path = (harness.data or {}).get(task)
     with TemporaryDirectory() as folder:
         name = task if path is None else _of_file(task, path, manager, Path(folder))
@@ -199,24 +198,24 @@ def _load(task: str, harness: Harness, manager: "TaskManager") -> list["Task"]:
     for each in found:
         if each.get_config("unsafe_code") and not harness.code:
             raise TaskError(
-                f"{task} runs the code that the model writes; --allow-code lets it, which is best "
-                "done in a container"
+                f"{task} runs code that the model writes; --allow-code permits it, preferably in a "
+                "container"
             )
         if harness.shots and each.get_config("num_fewshot") == 0:
-            raise TaskError(f"{task} is always asked without examples; leave --shots out")
+            raise TaskError(f"{task} is always asked without examples; remove --shots")
         if path is not None and each.fewshot_cfg.samples is None:
-            # lm-eval keeps a document out of its own examples only if both are of one split
+            # lm-eval excludes a document from its own examples only if both are of one split
             each.fewshot_cfg.split = each.get_config("test_split")
     return found
 
 
 def _of_file(task: str, path: Path, manager: "TaskManager", folder: Path) -> str:
-    """Describe a task again, with all of its splits in one file; where it is described."""
+    """Write a task definition with all splits in one file; return its path."""
     entry = manager.task_index[task]
     if entry.kind.name == "PY_TASK":
-        raise TaskError(f"{task} is written in Python and may find documents itself; {WITHOUT}")
+        raise TaskError(f"{task} is written in Python and may load documents itself; {WITHOUT}")
     if entry.kind.name != "TASK":
-        raise TaskError(f"{task} is a group of tasks, which no single file is about; {WITHOUT}")
+        raise TaskError(f"{task} is a group of tasks, which needs several files; {WITHOUT}")
     splits = dict.fromkeys(("train", "validation", "test", "dev"), str(path))
     again = {
         "include": str(entry.yaml_path),
@@ -227,16 +226,16 @@ def _of_file(task: str, path: Path, manager: "TaskManager", folder: Path) -> str
         "dataset_kwargs": {"data_files": splits},
     }
     file = folder / "task.yaml"
-    file.write_text(json.dumps(again))  # which is YAML
+    file.write_text(json.dumps(again))  # JSON is valid YAML
     return str(file)
 
 
 def _finished(
     task: str, spec: str, found: dict[str, Any], took: "Sequence[Asked]"
 ) -> list[Finished]:
-    """One sample for each document and each figure that lm-eval has of it.
+    """Return one sample for each document and metric.
 
-    A document may be several requests, so bytes and seconds are means over all of the task's.
+    A document may need several requests, so bytes and seconds are means over the task.
     """
     if not took:
         raise TaskError(f"lm-eval found no documents of {task}")
@@ -271,6 +270,6 @@ def _number(task: str, metric: str, value: object) -> float:
     if isinstance(value, bool | int | float):
         return float(value)
     raise TaskError(
-        f"{metric} of {task} is a figure of all documents together, not of each; such tasks cannot "
-        "be compared sample by sample (for perplexity there is the task nll)"
+        f"{metric} of {task} is a metric over all documents, not per document; such tasks cannot "
+        "be compared sample by sample (for perplexity use the task nll)"
     )

@@ -1,4 +1,4 @@
-"""How far a mean over samples may be from the truth: intervals that hold it 95 times of 100."""
+"""95 % confidence intervals of means over samples."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -12,14 +12,13 @@ Interval = tuple[float, float]
 
 
 def of_mean(scores: Sequence[float]) -> Interval | None:
-    """Give the 95 % interval of a mean; None where a single figure says nothing of the others.
+    """Return the 95 % interval of a mean; None for a single score that is not 0 or 1.
 
-    Where every score is 0 or 1 it is Wilson's (1927), which does not shrink to nothing when all are
-    alike; otherwise the percentile bootstrap (Efron, 1979), from resamples that are always the
-    same.
+    If every score is 0 or 1 it is Wilson's (1927), which does not collapse when all are equal;
+    otherwise the percentile bootstrap (Efron, 1979), with fixed resamples.
 
     Raises:
-        ValueError: there are no scores.
+        ValueError: no scores.
     """
     _expect(scores)
     if _decided(scores):
@@ -28,13 +27,13 @@ def of_mean(scores: Sequence[float]) -> Interval | None:
 
 
 def of_change(scores: Sequence[float], before: Sequence[float]) -> Interval | None:
-    """Give the 95 % interval of the mean change, sample by sample, from `before` to `scores`.
+    """Return the 95 % interval of the mean change, sample by sample, from `before` to `scores`.
 
-    Where all are 0 or 1 it is that of Agresti and Min (2005) for matched proportions: one half more
-    is counted of each of the four pairs there can be. Otherwise it is the bootstrap of changes.
+    If all are 0 or 1 it is that of Agresti and Min (2005) for matched proportions: one half is
+    added to each of the four possible pairs. Otherwise it is the bootstrap of changes.
 
     Raises:
-        ValueError: there are no scores, or not as many of both.
+        ValueError: no scores, or different numbers of them.
     """
     _expect(scores)
     changes = [new - old for new, old in zip(scores, before, strict=True)]
@@ -47,7 +46,7 @@ def _wilson(right: float, count: int) -> Interval:
     share, extra = right / count, NORMAL**2 / count
     middle = (share + extra / 2) / (1 + extra)
     half = NORMAL * sqrt(share * (1 - share) / count + extra / (4 * count)) / (1 + extra)
-    # The share is inside; where it is an end, rounding must not put it out.
+    # The interval contains the share; rounding must not exclude it at an end.
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 

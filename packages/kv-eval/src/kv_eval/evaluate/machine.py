@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int | float]:
-    """Name the system, the processor, its cores, the memory in GiB, and the GPU if there is one."""
+    """Return the system, processor, cores, memory in GiB, and the GPU if there is one."""
     import torch
 
     found: dict[str, str | int | float] = {

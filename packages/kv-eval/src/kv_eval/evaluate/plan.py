@@ -1,4 +1,4 @@
-"""What an evaluation asks: which tasks, in which settings, of which samples."""
+"""The plan of an evaluation: tasks, settings and samples."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
@@ -29,24 +29,24 @@ WITHOUT_QUESTION: Final = frozenset({"nll", "agreement"})
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every figure that the samples of an evaluation follow from."""
+    """All parameters that determine the samples of an evaluation."""
 
     policies: tuple[str, ...]  # canonical, `full` first
     tasks: tuple[TaskName, ...]
     settings: tuple[Setting, ...]
-    length: int = 2000  # tokens of the prompt
-    samples: int = 10  # of each seed
+    length: int = 2000  # tokens per prompt
+    samples: int = 10  # per seed
     seed: int = 0  # the first one
     seeds: int = 1
-    batch: int = 4  # samples that run together in tasks where all are equally long
+    batch: int = 4  # samples that run together in tasks with prompts of equal length
     continuation: int = 256  # tokens scored by nll
-    split: bool = True  # whether a question may come after a prompt that has been compressed
+    split: bool = True  # whether a question may follow a compressed prompt
 
     def __post_init__(self) -> None:
-        """Check the counts, and that every task has a setting to run in.
+        """Check the counts, and that every task has a setting.
 
         Raises:
-            ValueError: with a sentence, where one is out of range or a task would not run at all.
+            ValueError: a value is out of range, or a task would not run at all.
         """
         for name in ("length", "samples", "seeds", "batch", "continuation"):
             if getattr(self, name) < 1:
@@ -57,38 +57,38 @@ class Plan:
             if task in WITHOUT_QUESTION:
                 raise ValueError(
                     f"{task} has no question that could be inside the prompt, so it has no setting "
-                    "`aware`; ask for `agnostic` or `both`"
+                    "`aware`; use `agnostic` or `both`"
                 )
             raise ValueError(
-                f"{task} can only be asked with its question inside the prompt here, as prompts "
-                "are read to their end before they are compressed; ask for `aware` or `both`"
+                f"{task} needs its question inside the prompt here, as prompts are read to their "
+                "end before they are compressed; use `aware` or `both`"
             )
 
     @property
     def pairs(self) -> tuple[tuple[TaskName, Setting], ...]:
-        """Tasks with the settings they run in, in order."""
+        """Tasks with their settings, in order."""
         return tuple((task, setting) for task in self.tasks for setting in self.settings_of(task))
 
     @property
     def each(self) -> int:
-        """Samples of a task in a setting, those of all seeds together."""
+        """Samples per task and setting, over all seeds."""
         return self.samples * self.seeds
 
     def settings_of(self, task: TaskName) -> tuple[Setting, ...]:
-        """The settings asked for that a task has; one without a question is always agnostic."""
+        """Return the requested settings of a task; one without a question is always agnostic."""
         if task in WITHOUT_QUESTION:
             return tuple(s for s in self.settings if s == "agnostic")
         return tuple(s for s in self.settings if self.split or s == "aware")
 
     def batch_of(self, task: TaskName) -> int:
-        """Samples that run together: where prompts differ in length, one at a time."""
+        """Return the batch size: 1 for tasks with prompts of different lengths."""
         return self.batch if task in WITHOUT_QUESTION else 1
 
     def made(self, loaded: "LoadedModel", text: Text) -> tuple[tuple[Sample, ...], ...]:
-        """Make the samples of every pair of task and setting.
+        """Create the samples of every pair of task and setting.
 
         Raises:
-            TaskError: one cannot be made, or takes more tokens than the model reads.
+            TaskError: a sample cannot be created, or exceeds the model's context length.
         """
         work = tuple(self.samples_of(loaded, text, *pair) for pair in self.pairs)
         for samples in work:
@@ -98,9 +98,9 @@ class Plan:
     def samples_of(
         self, loaded: "LoadedModel", text: Text, task: TaskName, setting: Setting
     ) -> tuple[Sample, ...]:
-        """Make the samples of a task, those of one seed after those of another.
+        """Create the samples of a task, seed by seed.
 
-        Equal plans, texts and tokenizers give equal ones.
+        Equal plans, texts and tokenizers give equal samples.
 
         Raises:
             TaskError: the length does not fit the wording, the text or the model.
@@ -111,7 +111,7 @@ class Plan:
         )
 
     def identity(self, loaded: "LoadedModel", text: Text) -> dict[str, str | int]:
-        """Everything but policies, tasks and settings that a sample's result depends on."""
+        """Return everything but policies, tasks and settings that a sample's result depends on."""
         return {
             **subject(loaded, text),
             "length": self.length,
@@ -149,6 +149,6 @@ def _expect_readable(loaded: "LoadedModel", samples: tuple[Sample, ...]) -> None
     longest = max(s.length + len(s.target_ids) + s.new_tokens for s in samples)
     if limit is not None and longest > limit:
         raise TaskError(
-            f"{samples[0].task} at this length takes up to {longest:,} tokens with what comes "
-            f"after the prompt; the model {loaded.name} reads {limit:,}, so ask for fewer"
+            f"{samples[0].task} at this length takes up to {longest:,} tokens with its "
+            f"continuation; the model {loaded.name} reads {limit:,}, so use a smaller length"
         )

@@ -1,4 +1,4 @@
-"""What a result was measured with: the commit of this code, the model and the text."""
+"""Provenance of a result: the commit of this code, the model and the text."""
 
 import subprocess
 from importlib.metadata import version
@@ -13,9 +13,9 @@ _OWN: Final = Path(__file__).resolve()
 
 
 def commit(file: Path = _OWN) -> str:
-    """Name the commit that `file` is tracked in, `-dirty` behind it if the tree differs from it.
+    """Return the commit of the checkout that tracks `file`, with `-dirty` if the tree differs.
 
-    Where the file is in no checkout, or there is no git, this is the installed version instead.
+    If the file is not in a checkout, or git is missing, return the installed version instead.
     """
     folder = str(file.parent)
     tracked = _git(folder, "ls-files", "--error-unmatch", file.name)
@@ -26,7 +26,7 @@ def commit(file: Path = _OWN) -> str:
 
 
 def model_identity(loaded: "LoadedModel") -> dict[str, str | int]:
-    """Name the model that a result is about, its numbers and its device."""
+    """Return the identity of the model, its dtype and its device."""
     return {
         "model": loaded.name,
         "fingerprint": loaded.fingerprint,
@@ -36,7 +36,7 @@ def model_identity(loaded: "LoadedModel") -> dict[str, str | int]:
 
 
 def subject(loaded: "LoadedModel", text: "Text") -> dict[str, str | int]:
-    """Name the model and the text that a result is about."""
+    """Return the identity of the model and the text."""
     return model_identity(loaded) | {"text": f"{text.name} {text.digest}"}
 
 

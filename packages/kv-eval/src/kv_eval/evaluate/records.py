@@ -1,4 +1,4 @@
-"""Lines in a file, each with a checksum, to which a long run adds what it has finished."""
+"""A file of lines with checksums, to which a long run appends its finished records."""
 
 import hashlib
 import os
@@ -12,20 +12,20 @@ import msgspec
 from kv_policy.decoding import decode
 from kv_policy.files import set_aside, write_whole
 
-MAGIC: Final = b"kv-serve journal 2 "  # what the file begins with
+MAGIC: Final = b"kv-serve journal 2 "  # start of the file
 _SUM: Final = 32  # hexadecimal digits of a line's checksum
 
 
 class RecordsError(ValueError):
-    """Such a file cannot be read or written; the message says why, and what is kept."""
+    """A records file cannot be read or written; the message has the reason and what is kept."""
 
 
 class Records:
-    """What a run has finished: the first line holds its settings, every other one a record.
+    """Finished records of a run: the first line holds its settings, every other one a record.
 
-    Each begins with a checksum of itself and of the settings, so that a line that was damaged, cut
-    off or copied from a file of other settings is never taken for a record. A record is on the
-    disk when `append` returns.
+    Each line starts with a checksum of itself and of the settings, so that a line that is damaged,
+    truncated or copied from a file with other settings is never accepted as a record. A record is
+    on disk when `append` returns.
 
     Attributes:
         path: the file.
@@ -33,17 +33,17 @@ class Records:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
-        """Begin without records; `start` and `resume` are the ways to make one with a file."""
+        """Start without records; use `start` or `resume` to create one with a file."""
         self.path = path
         self.lines: list[bytes] = []
         self._settings = msgspec.json.encode(dict(settings), order="deterministic")
 
     @classmethod
     def start(cls, path: Path, settings: Mapping[str, object]) -> "Records":
-        """Begin a new file; one that is there is set aside under another name.
+        """Start a new file; an existing one is renamed aside.
 
         Raises:
-            RecordsError: it cannot be written.
+            RecordsError: the file cannot be written.
         """
         records = cls(path, settings)
         with _writing(path):
@@ -60,25 +60,25 @@ class Records:
         settings: Mapping[str, object],
         known: Callable[[bytes], bool] = lambda line: True,
     ) -> tuple["Records", str]:
-        """Go on with a file; what is wrong with it, if anything is, comes as sentences.
+        """Resume a file; also return sentences about its defects, if any.
 
-        Every record whose line is undamaged is kept. A file with a damaged line, of other settings
-        or of another kind is set aside under a name that did not exist, and a new one is written.
+        Every record on an intact line is kept. A file with a damaged line, with other settings or
+        of another kind is renamed aside to a new name, and a new one is written.
 
         Args:
             path: the file.
-            settings: what the records follow from.
+            settings: everything the records depend on.
             known: whether a line, without its checksum, is a record.
 
         Raises:
-            RecordsError: it cannot be read or written, or is a folder.
+            RecordsError: the file cannot be read or written, or is a folder.
         """
         try:
             data = path.read_bytes()
         except OSError as error:
             raise RecordsError(
                 f"the samples in {path} cannot be read: {error.strerror}; move it away to start "
-                "anew, or make it readable to resume from it"
+                "over, or make it readable to resume from it"
             ) from None
         records = cls(path, settings)
         wrong = records.take(data, known)
@@ -87,16 +87,16 @@ class Records:
         with _writing(path):
             aside = set_aside(path)
             records._write()
-        return records, f"{path} {wrong}. It is set aside as {aside}."
+        return records, f"{path} {wrong}. It is renamed to {aside}."
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Keep records, on the disk and here; none of them holds the end of a line.
+        """Append records, on disk and in memory; a record must not contain a line break.
 
         Raises:
-            RecordsError: they cannot be written; those of earlier calls are kept.
+            RecordsError: writing failed; earlier records are kept.
         """
         count = "1 sample is" if len(self.lines) == 1 else f"{len(self.lines)} samples are"
-        with _writing(self.path, f"; {count} kept there, and the same command resumes from it"):
+        with _writing(self.path, f"; {count} saved there, and the same command resumes from it"):
             file = os.open(self.path, os.O_RDWR | os.O_APPEND)
             try:
                 _put(file, b"".join(map(self._sealed, lines)))
@@ -109,11 +109,11 @@ class Records:
         self.path.unlink(missing_ok=True)
 
     def take(self, data: bytes, known: Callable[[bytes], bool] = lambda line: True) -> str:
-        """Take the records of a file's bytes; say what is wrong with it, as a predicate, if so."""
+        """Take the records of a file's bytes; return the defect as a predicate, or empty."""
         first, *rest = data.split(b"\n")
         if not first.startswith(MAGIC) and first.startswith(b"{"):
-            return "is of an earlier version, whose samples have no checksums"
-        whole = rest[-1:] == [b""]  # the last line, too, ends as a line does
+            return "is from an earlier version, whose samples have no checksums"
+        whole = rest[-1:] == [b""]  # the last line must end with a line break
         found = [self._read(line, known) for line in (rest[:-1] if whole else rest)]
         lines = [line for line in found if line is not None]
         damaged = found.count(None) + (not whole and None not in found[-1:])
@@ -124,7 +124,7 @@ class Records:
                 return f"has samples of other settings: {_differences(asked, wanted)}"
             damaged += 1
             if not lines:
-                return "is no journal of an evaluation, or its first line is damaged"
+                return "is not an evaluation journal, or its first line is damaged"
         self.lines = lines
         lines_are = "1 damaged line" if damaged == 1 else f"{damaged} damaged lines"
         return f"has {lines_are}" if damaged else ""
@@ -145,7 +145,7 @@ class Records:
 
 
 def is_journal(data: bytes) -> bool:
-    """Whether a file's bytes begin as those of such a file do."""
+    """Return whether a file's bytes are a journal."""
     return data.startswith(MAGIC)
 
 
@@ -160,7 +160,7 @@ def _writing(path: Path, kept: str = "") -> Iterator[None]:
 
 
 def _put(file: int, data: bytes) -> None:
-    """Write lines to the end of a file and to the disk, behind a line that was left unfinished."""
+    """Append lines to a file and sync it; first terminate an unfinished line."""
     if os.fstat(file).st_size:
         os.lseek(file, -1, os.SEEK_END)
         if os.read(file, 1) != b"\n":
@@ -172,7 +172,7 @@ def _put(file: int, data: bytes) -> None:
 
 
 def _checksum(*parts: bytes) -> bytes:
-    """Of a sample's line: of the settings first, so that it fits to no others."""
+    """Return the checksum of a line; the settings come first, so that it fits no others."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
@@ -180,7 +180,7 @@ def _checksum(*parts: bytes) -> bytes:
 
 
 def _settings_of(first: bytes) -> dict[str, object] | None:
-    """The settings in a first line; None if it is damaged or something else."""
+    """Return the settings in a first line; None if it is damaged or something else."""
     found, _, settings = first.removeprefix(MAGIC).partition(b" ")
     if not first.startswith(MAGIC) or found != _checksum(settings):
         return None

@@ -1,4 +1,4 @@
-"""What an evaluation found, as rows and as a JSON file."""
+"""Results of an evaluation, as rows and as a JSON file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,17 +19,17 @@ from kv_transformers.from_text import FULL
 SOME: Final = msgspec.Meta(min_length=1)
 Natural = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
-Whole = Annotated[float, msgspec.Meta(gt=0)]  # what others are shares of
+Whole = Annotated[float, msgspec.Meta(gt=0)]  # a divisor of shares
 Amounts = Annotated[tuple[Amount, ...], SOME]
-Layers = Annotated[tuple[Amounts, ...], SOME]  # per layer and KV head an amount
-Spectra = Annotated[tuple[Annotated[tuple[Amounts, ...], SOME], ...], SOME]  # and here several
+Layers = Annotated[tuple[Amounts, ...], SOME]  # an amount per layer and KV head
+Spectra = Annotated[tuple[Annotated[tuple[Amounts, ...], SOME], ...], SOME]  # several of them
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One policy on one task: means over the samples, and the seconds all of them took.
+    """One policy on one task: means over the samples, and their total seconds.
 
-    Intervals hold the true mean 95 times of 100, as `kv_eval.evaluate.intervals` says; there is
-    none of a single figure.
+    Intervals are 95 % confidence intervals, see `kv_eval.evaluate.intervals`; a single score has
+    none.
     """
 
     policy: str
@@ -39,40 +39,40 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     samples: Natural  # of all seeds
     seed: int  # the first of them
     seeds: Natural = 1
-    score: float  # share of right answers or of equal tokens; for nll nats per token
+    score: float  # share of correct answers or of equal tokens; for nll nats per token
     full_score: float
     score_interval: Interval | None = None
     change_interval: Interval | None = None  # of score - full_score, sample by sample
-    kv_bytes: Amount  # held after the prompt
+    kv_bytes: Amount  # cache bytes after the prompt
     full_bytes: Whole
-    seconds: Amount  # 0: nobody measured them
+    seconds: Amount  # 0: not measured
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The JSON file of an evaluation.
 
-    Fields with a default are left out of the file where nothing else is known, and files that were
-    written before there was such a field can be read.
+    Fields equal to their default are omitted from the file, and files written before a field
+    existed remain readable.
 
     Attributes:
-        model: the name that it was asked for by.
-        commit: what `kv_eval.evaluate.provenance.commit` says of the code.
+        model: the name used to load it.
+        commit: of the code, see `kv_eval.evaluate.provenance.commit`.
         versions: of Python and of the packages that a result may depend on.
-        settings: what the samples follow from: the model's fingerprint, its numbers and device, the
-            text, lengths and seeds, as `kv_eval.evaluate.plan.Plan.identity` gives them.
-        machine: what it was measured on, as `kv_eval.evaluate.machine.machine` says.
-        attention: what attended over compressed caches.
+        settings: everything the samples depend on: the model's fingerprint, dtype and device, the
+            text, lengths and seeds, see `kv_eval.evaluate.plan.Plan.identity`.
+        machine: where it was measured, see `kv_eval.evaluate.machine.machine`.
+        attention: backend of the compressed caches.
         rows: one for each task, setting and policy.
-        kept: tokens that a policy's cache holds after the prompt, mean over the samples: for each
-            layer, for each of its KV heads. Layers may differ in heads.
-        spectra: singular values that ranks of bases go by, for each layer, for each of its heads
-            as they are stored, the greatest first; by what they are of.
+        kept: tokens in a policy's cache after the prompt, mean over the samples: for each layer,
+            for each of its KV heads. Layers may differ in heads.
+        spectra: singular values that determine the ranks of bases, for each layer, for each stored
+            head, in descending order; by name.
     """
 
     model: str
     commit: str
     versions: Mapping[str, str]
-    settings: Mapping[str, str | int] = {}  # msgspec gives every report a fresh one
+    settings: Mapping[str, str | int] = {}  # msgspec copies it for each report
     machine: Mapping[str, str | int | float] = {}
     attention: Serving | None = None
     rows: tuple[Row, ...]
@@ -80,12 +80,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spectra: Mapping[str, Spectra] = {}
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def rows(plan: Plan, journal: Journal) -> tuple[Row, ...]:
-    """Sum up a journal that has every sample of the plan, in the plan's order."""
+    """Summarize a journal that has every sample of the plan, in the plan's order."""
     return tuple(
         _row(
             _samples(plan, journal, spec, *pair),
@@ -100,7 +100,7 @@ def rows(plan: Plan, journal: Journal) -> tuple[Row, ...]:
 
 
 def harness_rows(harness: Harness, policies: Sequence[str], journal: Journal) -> tuple[Row, ...]:
-    """Sum up a journal that has every task of lm-eval: a row for each of its figures and policy."""
+    """Summarize a journal of lm-eval tasks: a row for each metric and policy."""
     found = []
     for task in harness.tasks:
         full = journal.of(FULL, f"{PREFIX}{task}:")
@@ -113,9 +113,9 @@ def harness_rows(harness: Harness, policies: Sequence[str], journal: Journal) ->
 
 
 def kept(plan: Plan, journal: Journal) -> dict[str, Layers]:
-    """Give the tokens that each policy's cache holds after a prompt, mean over all samples.
+    """Return the tokens in each policy's cache after a prompt, mean over all samples.
 
-    Policies of which nobody counted them are left out.
+    Policies without counts are omitted.
     """
     found = {}
     for spec in plan.policies:
@@ -130,7 +130,7 @@ def kept(plan: Plan, journal: Journal) -> dict[str, Layers]:
 
 
 def spectra(policies: Sequence[str]) -> dict[str, Spectra]:
-    """Give the singular values of policies' bases, in five digits; of a basis shared by some, once.
+    """Return the singular values of the policies' bases, to five digits; shared bases once.
 
     Raises:
         ValueError: a policy is refused, or its file is damaged.

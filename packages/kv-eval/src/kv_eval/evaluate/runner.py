@@ -1,6 +1,6 @@
-"""Running samples under caches, one batch after another, and keeping each result.
+"""Running samples with caches, batch by batch, and saving each result.
 
-A prompt is read once for several policies; each then answers by itself.
+A prompt is read once for several policies; each cache then answers separately.
 """
 
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kv_transformers.models import LoadedModel
 
-TOGETHER: Final = 8  # caches of one prompt that are held at the same time
+TOGETHER: Final = 8  # caches of one prompt in memory at the same time
 
 
 def run(
@@ -33,20 +33,20 @@ def run(
     make: MakeCache = make_cache,
     together: int = TOGETHER,
 ) -> Iterator[Finished]:
-    """Finish every sample under every cache, `full` before the others; give each as it is there.
+    """Run every sample with every cache, `full` before the others; yield each when finished.
 
-    Policies share a prompt's forward pass, `together` of them at a time, and its seconds; their
-    caches are all held at once.
+    Policies share a prompt's forward pass and its seconds, `together` of them at a time; their
+    caches are all in memory at once.
 
-    Samples that the journal has are given at once and not run again.
+    Samples in the journal are yielded at once and not run again.
 
     Raises:
-        TaskError: a task cannot be made from the plan, or is longer than the model reads.
-        ValueError: a policy is refused for this model.
+        TaskError: a task cannot be created from the plan, or exceeds the context length.
+        ValueError: a policy does not support this model.
     """
     work = plan.made(loaded, text)
     for spec in plan.policies:
-        make(loaded.model, spec)  # whatever is refused is refused before the first sample
+        make(loaded.model, spec)  # refuse unsupported policies before the first sample
     for samples in work:
         size = plan.batch_of(samples[0].task)
         for start in range(0, len(samples), size):
@@ -63,13 +63,13 @@ def run(
 
 
 def _together(policies: Sequence[str], together: int) -> list[Sequence[str]]:
-    """`full` alone, since others are measured by it, then policies whose caches stand together."""
+    """Return groups: `full` alone, as the baseline, then policies that share a pass."""
     rest = [policies[i : i + together] for i in range(1, len(policies), together)]
     return [policies[:1], *rest]
 
 
 def _known(journal: Journal, spec: str, samples: Sequence[Sample], start: int) -> list[Finished]:
-    """What the journal has of a batch, if it has all of it."""
+    """Return the journal's entries of a batch if it is complete, else an empty list."""
     found = [journal.get(spec, s.task, s.setting, start + i) for i, s in enumerate(samples)]
     done = [entry for entry in found if entry is not None]
     return done if len(done) == len(samples) else []
@@ -83,7 +83,7 @@ def _finish(
     journal: Journal,
     make: MakeCache,
 ) -> Iterator[list[Finished]]:
-    """Run samples of equal lengths together, and give the results of one cache after another."""
+    """Run samples of equal lengths together; yield the results of one cache after another."""
     if not specs:
         return
     began = time.perf_counter()
@@ -91,7 +91,7 @@ def _finish(
     read_prompt(loaded.model, caches, torch.tensor([s.prompt_ids for s in samples]))
     shared = (time.perf_counter() - began) / len(specs)
     references = [journal.get(FULL, s.task, s.setting, start + i) for i, s in enumerate(samples)]
-    caches.reverse()  # each is let go of once it has answered
+    caches.reverse()  # each is freed once it has answered
     for spec in specs:
         yield _ask(loaded, spec, caches.pop(), start, samples, references, shared)
 
@@ -105,7 +105,7 @@ def _ask(
     references: Sequence[Finished | None],
     shared: float,
 ) -> list[Finished]:
-    """Ask a cache that has read the prompts; `shared` is its part of the seconds that took."""
+    """Query a cache that has read the prompts; `shared` is its share of the prefill seconds."""
     model, first = loaded.model, samples[0]
     began = time.perf_counter() - shared
     size = held(cache)

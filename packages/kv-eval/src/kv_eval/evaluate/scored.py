@@ -1,4 +1,4 @@
-"""What was said for a sample, as a finished sample with its score."""
+"""Scoring of a sample's output."""
 
 import math
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a policy's cache led to, and what it took.
+    """The output of a policy's cache, and its cost.
 
     Attributes:
-        tokens: what was generated.
-        nats: per token of the sample's targets; None where it has none.
-        kv_bytes: held after the prompt.
-        full_bytes: what an uncompressed cache takes for it.
-        seconds: of reading the prompt and answering.
-        kept: tokens after the prompt, by layer and KV head; empty where nobody counted them.
+        tokens: generated tokens.
+        nats: per token of the sample's targets; None without targets.
+        kv_bytes: cache bytes after the prompt.
+        full_bytes: of an uncompressed cache.
+        seconds: for reading the prompt and answering.
+        kept: tokens kept after the prompt, by layer and KV head; empty if not counted.
     """
 
     tokens: tuple[int, ...]
@@ -43,12 +43,12 @@ def finished(
     """Score a sample.
 
     Args:
-        loaded: whose tokenizer reads the answer.
-        policy: what the cache was compressed by.
+        loaded: the model, whose tokenizer decodes the answer.
+        policy: text of the cache's policy.
         number: of the sample in its task and setting.
-        sample: what was asked.
-        said: what came of it.
-        reference: the same sample under the full cache; None if this is it.
+        sample: the sample.
+        said: its output.
+        reference: the same sample with the full cache; None if this is it.
 
     Raises:
         FloatingPointError: the score is not finite.
@@ -56,7 +56,7 @@ def finished(
     score = _score(loaded, sample, said, said.tokens if reference is None else reference.tokens)
     if not math.isfinite(score):
         raise FloatingPointError(
-            f"{policy} gave a score of {score} on {sample.task}: the model's output is not finite"
+            f"the score of {policy} is {score} on {sample.task}: the model's output is not finite"
         )
     return Finished(
         policy=policy,

@@ -1,7 +1,7 @@
 """One forward pass over a prompt for several compressed caches.
 
-Over an empty cache a prompt attends to itself alone, so what the model computes depends on the
-policy's basis and on nothing else of it; what is stored does.
+With an empty cache a prompt attends to itself alone, so the model's computation depends only on the
+basis of a policy; the stored tokens depend on the rest.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def read_prompt(
     model: "PreTrainedModel", caches: Sequence["Cache"], tokens: Int[Tensor, "B L"]
 ) -> None:
-    """Let empty caches take in the same prompt, compressed ones of equal basis in one forward pass.
+    """Prefill empty caches with the same prompt, in one forward pass per basis.
 
     Args:
         model: the model of all caches.
-        caches: compressed caches, and others, which get a pass of their own.
+        caches: compressed caches, and others, which get separate passes.
         tokens: the prompt.
     """
     from kv_transformers import CompressedCache

@@ -1,4 +1,4 @@
-"""Which caches an evaluation compares: policies by their text form, and `full`."""
+"""The caches of an evaluation: policies by their text form, and `full`."""
 
 import re
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ _CHOICE = re.compile(r"(?<!\\)\{([^{}]*)(?<!\\)\}")
 
 
 def split_specs(text: str) -> list[str]:
-    """Split a list of text forms at the commas that stand between two of them.
+    """Split a list of text forms at the commas between them.
 
-    A comma starts a new text form when what follows, up to the next `+`, `:`, `,` or the end, holds
-    no `=`: then it is a policy's name, else one more parameter of the policy before. A comma
-    behind a backslash belongs to a value, as in `parse`, and one between braces to a choice, as in
+    A comma starts a new text form if the text up to the next `+`, `:`, `,` or the end has no `=`:
+    then it is a policy's name, else another parameter of the previous policy. A comma after a
+    backslash belongs to a value, as in `parse`, and one in braces to a choice, as in
     `expand`.
 
     >>> split_specs("full,snapkv:budget=1024,window=32+k8v4,k4v2")
@@ -34,20 +34,20 @@ def split_specs(text: str) -> list[str]:
 
 
 def expand(spec: str) -> list[str]:
-    """Give every text form that a grid stands for: one for each choice between braces.
+    """Return every text form of a grid: one for each choice in braces.
 
-    A brace behind a backslash belongs to a value.
+    A brace after a backslash belongs to a value.
 
     >>> expand("kv-compress:keep={50,25}%+k{8,4}v4")[1:]
     ['kv-compress:keep=50%+k4v4', 'kv-compress:keep=25%+k8v4', 'kv-compress:keep=25%+k4v4']
 
     Raises:
-        ValueError: a brace has no other, or stands inside of others.
+        ValueError: a brace is unbalanced or nested.
     """
     pieces = _CHOICE.split(spec)
     if any(_OPENS.search(text) or _CLOSES.search(text) for text in pieces[::2]):
         raise ValueError(
-            f"{spec!r} has a brace without its other; write choices as in keep={{50,25}}%, or a "
+            f"{spec!r} has an unbalanced brace; write choices as in keep={{50,25}}%, or a "
             "backslash before a brace that belongs to a value"
         )
     choices = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]
@@ -55,20 +55,19 @@ def expand(spec: str) -> list[str]:
 
 
 def read_specs(texts: Iterable[str]) -> tuple[str, ...]:
-    """Read lists of text forms into canonical ones, `full` first, whether it was named or not.
+    """Parse lists of text forms into canonical ones, with `full` first, given or not.
 
-    Grids stand for all their policies.
+    Grids are expanded.
 
     Raises:
-        ValueError: an empty piece, a policy that is named twice, or whatever `parse` refuses.
+        ValueError: an empty item, a policy that is given twice, or any error of `parse`.
     """
     found = [FULL]
     for text in texts:
         for spec in (one for grid in split_specs(text) for one in expand(grid)):
             if not spec:
                 raise ValueError(
-                    f"{text!r} has an empty place where a policy should be; write names between "
-                    "commas, for example k8v4,k4v2"
+                    f"{text!r} has an empty item; separate names by commas, for example k8v4,k4v2"
                 )
             canonical = read_spec(spec)
             if canonical == FULL:

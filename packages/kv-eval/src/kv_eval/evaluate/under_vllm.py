@@ -1,8 +1,8 @@
-"""The samples of an evaluation under vLLM: one engine for each policy, one sample at a time.
+"""Samples of an evaluation in vLLM: one engine per policy, one sample at a time.
 
-vLLM reads a prompt to its end before any of it is compressed, so a question stands inside the
-prompt, and the token after the prompt comes from an uncompressed cache; all others come from what
-was kept. `full` is vLLM's own cache.
+vLLM reads a prompt to its end before compressing it, so a question must be inside the prompt, and
+the token after the prompt is computed with an uncompressed cache; all others are computed with the
+compressed cache. `full` is vLLM's own cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
 Numbered = tuple[int, Sample]
-ROOM = 512  # tokens beside those of a prompt that has not been compressed yet
+ROOM = 512  # extra tokens beside an uncompressed prompt
 
 
 def run(loaded: "LoadedModel", plan: Plan, text: Text, journal: Journal) -> Iterator[Finished]:
-    """Finish every sample under every policy, `full` before the others; give each as it is there.
+    """Run every sample with every policy, `full` before the others; yield each when finished.
 
-    Samples that the journal has are given at once and not run again.
+    Samples in the journal are yielded at once and not run again.
 
     Args:
-        loaded: the model, whose tokenizer makes the samples.
-        plan: of questions inside their prompts.
-        text: where prompts are cut from.
-        journal: takes every sample as it is finished.
+        loaded: the model, whose tokenizer creates the samples.
+        plan: a plan with questions inside their prompts.
+        text: source of the prompts.
+        journal: receives every finished sample.
 
     Raises:
-        TaskError: a task cannot be made from the plan, or is longer than the model reads.
+        TaskError: a task cannot be created from the plan, or exceeds the context length.
         ValueError: vLLM refuses a policy for this model.
-        RuntimeError: an engine ended before it had answered.
+        RuntimeError: an engine exited before it had answered.
     """
     from kv_eval.vllm.asking import replies
 
@@ -60,7 +60,7 @@ def run(loaded: "LoadedModel", plan: Plan, text: Text, journal: Journal) -> Iter
 
 
 def raw_token_bytes(loaded: "LoadedModel") -> int:
-    """Bytes that keys and values of one token take in all layers, uncompressed."""
+    """Return the bytes of one token's keys and values in all layers, uncompressed."""
     from kv_transformers import cache_shape
 
     shape = cache_shape(loaded.model)

@@ -1,4 +1,4 @@
-"""What a cache holds of each token, and what is left of a prompt under a policy."""
+"""Inspection of a cache: where each token of a prompt is stored under a policy."""
 
 from kv_runtime import NOWHERE, Holding, Place, holding
 

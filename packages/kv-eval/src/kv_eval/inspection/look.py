@@ -1,4 +1,4 @@
-"""Letting a model read a prompt over a compressed cache, and looking at what the cache holds."""
+"""Inspection of a compressed cache after a model has read a prompt."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kv_transformers import CompressedCache
     from kv_transformers.models import LoadedModel
 
-_PARTS: Final = (  # of a MemoryReport, which add up to its total
+_PARTS: Final = (  # of a MemoryReport; their sum is its total
     *("vector_bytes", "score_bytes", "position_bytes", "unfilled_bytes", "spare_bytes"),
     *("window_bytes", "table_bytes", "basis_bytes"),
 )
@@ -26,23 +26,23 @@ _PARTS: Final = (  # of a MemoryReport, which add up to its total
 def inspected(
     loaded: "LoadedModel", cache: "CompressedCache", prompt: Sequence[Piece], served: Serving
 ) -> Inspection:
-    """Let a model read a prompt over an empty cache, and write down what is held then.
+    """Read a prompt with an empty cache, and record the cache's contents.
 
     Args:
-        loaded: the model, folded for the cache's policy or not.
-        cache: empty, and of this model.
+        loaded: the model, with or without a folded basis.
+        cache: an empty cache of this model.
         prompt: its tokens; at least one.
-        served: what attends.
+        served: the attention backend.
 
     Raises:
-        ValueError: the policy holds tokens in more ways than the file has characters for.
+        ValueError: the policy has more places than the file has characters for.
     """
     read(loaded.model, cache, torch.tensor([[piece.id for piece in prompt]]))
     found, memory = holding(cache.runtime), cache.memory()
     if len(found.places) > len(DIGITS):
         raise ValueError(
-            f"{cache.policy} holds tokens in {len(found.places)} ways, and at most {len(DIGITS)} "
-            "can be written down"
+            f"{cache.policy} stores tokens in {len(found.places)} places; at most {len(DIGITS)} "
+            "can be recorded"
         )
     layers, _, heads, _ = found.place.shape
     return Inspection(
@@ -85,7 +85,7 @@ def _tokens(found: Holding, prompt: Sequence[Piece]) -> tuple[Token, ...]:
 
 
 def _written(place: UInt8[Tensor, "N H L"]) -> tuple[tuple[str, ...], ...]:
-    """A text for each layer and head, with a character for each token."""
+    """Return a text for each layer and head, with one character per token."""
     letters = torch.full((NOWHERE + 1,), ord(NOT_HELD), dtype=torch.uint8)
     letters[: len(DIGITS)] = torch.tensor(list(DIGITS.encode()), dtype=torch.uint8)
     shown = letters[place.cpu().long()]

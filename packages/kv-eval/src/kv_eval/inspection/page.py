@@ -1,4 +1,4 @@
-"""The page of `kv-serve inspect`: what was kept, shown over the text of the prompt."""
+"""The page of `kv-serve inspect`: the prompt with its kept tokens."""
 
 from typing import Final
 
@@ -27,10 +27,10 @@ _BYTES: Final = (
 
 
 def page(found: Inspection) -> bytes:
-    """Write the page, as UTF-8.
+    """Return the page as UTF-8.
 
-    Without a script it shows the mean over layers and heads, and every number; the script adds a
-    choice of a layer and a head, and sorting.
+    Without JavaScript it shows the mean over layers and heads, and every number; the script adds
+    the choice of a layer and a head, and sorting.
     """
     sections = (
         Section("text", "The prompt", _text(found)),
@@ -63,7 +63,7 @@ def _text(found: Inspection) -> Markup:
 
 
 def _shades() -> Markup:
-    """The legend of shades."""
+    """Return the legend of shades."""
     samples = (tag("span", {"class": f"t s{i}"}, text(_BLANK)) for i in range(0, LEVELS + 1, 2))
     return tag(
         "p",
@@ -75,7 +75,7 @@ def _shades() -> Markup:
 
 
 def _names(found: Inspection) -> tuple[Markup, ...]:
-    """The legend of places, for when one head is shown."""
+    """Return the legend of places, shown with a single head."""
 
     def item(looks: str, name: Markup) -> Markup:
         sample = {"class": f"t {looks}", "aria-hidden": "true"}

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, each with the part of the text that it stands for."""
+"""The tokens of a prompt, each with its part of the text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Piece:
     """A token of a prompt.
 
     Attributes:
-        id: its number in the model's vocabulary.
-        text: what it stands for; empty where that is nothing, such as of a token that begins every
-            prompt, and of the later bytes of a character that takes several tokens.
-        shown: the text, or what is shown where there is none.
+        id: its id in the model's vocabulary.
+        text: its part of the prompt; empty for tokens without text, such as a token that starts
+            every prompt, or later bytes of a character that takes several tokens.
+        shown: the text, or a placeholder.
     """
 
     id: int
@@ -28,15 +28,15 @@ class Piece:
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool) -> tuple[Piece, ...]:
-    """Cut a text into a model's tokens.
+    """Tokenize a text.
 
-    Their texts, joined, are the text again, where the tokenizer says which characters a token is
-    of. One that does not (written in Python, without offsets) is asked what each token alone says.
+    The texts of the tokens, joined, are the whole text if the tokenizer returns offsets. For one
+    that does not (a slow tokenizer) each token is decoded separately.
 
     Args:
         tokenizer: the model's.
         text: the prompt.
-        special: whether to add the tokens that the model wants around a text.
+        special: whether to add the model's special tokens around the text.
     """
     if tokenizer.is_fast:
         found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -53,10 +53,10 @@ def pieces(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool) ->
 
 
 def cut(text: str, ends: Sequence[int]) -> tuple[str, ...]:
-    """Cut a text where tokens end; the pieces, joined, are the text.
+    """Split a text where tokens end; the pieces, joined, are the text.
 
-    What lies between two tokens goes to the later one, and what follows the last one to that. A
-    token that ends where an earlier one does, as special tokens and later bytes do, gets nothing.
+    Text between two tokens belongs to the later one, and text after the last token to the last. A
+    token that ends where an earlier one does, such as special tokens and later bytes, is empty.
 
     >>> cut("a  b ", [1, 0, 4])
     ('a', '', '  b ')

@@ -1,4 +1,4 @@
-"""What is written down of a prompt under a policy: the JSON file of `kv-serve inspect`."""
+"""The JSON file of `kv-serve inspect`: the stored tokens of a prompt under a policy."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final
@@ -8,9 +8,9 @@ import msgspec
 from kv_eval.evaluate.report import SOME
 from kv_runtime import Kind, Serving
 
-DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"  # a place's number, in `Inspection.held`
+DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"  # index of a place, in `Inspection.held`
 NOT_HELD: Final = "."
-LEVELS: Final = 10  # shades between what no head keeps and what all keep
+LEVELS: Final = 10  # shades from no head to all heads
 Count = Annotated[int, msgspec.Meta(ge=0)]
 _BESIDE: Final = {
     "unfilled_bytes": "places in pages without a token",
@@ -21,21 +21,21 @@ _BESIDE: Final = {
 
 
 def level(share: float) -> int:
-    """Give the shade of a share: the first and the last are those of none and of all alone."""
+    """Return the shade of a share; the first and last are only for 0 and 1."""
     if share in (0.0, 1.0):
         return LEVELS * int(share)
     return min(LEVELS - 1, max(1, int(LEVELS * share + 0.5)))
 
 
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
-    """A way in which tokens are held.
+    """A place where tokens are stored.
 
     Attributes:
-        name: its format's, such as `k8v4`.
-        kind: `tier`; `waiting`, raw until a block of the tier before is full; or `window`, the
+        name: its format, such as `k8v4`.
+        kind: `tier`; `waiting`, raw until a block of the previous tier is full; or `window`, the
             newest tokens, raw.
-        tokens: held there, over all layers and heads.
-        bytes: that these take, with their scores and positions; of a window all of it.
+        tokens: stored there, over all layers and heads.
+        bytes: of these tokens, with scores and positions; for a window, its whole size.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A token of the prompt.
 
     Attributes:
-        id: in the model's vocabulary.
-        text: the part of the prompt that it stands for; joined, these are the prompt.
-        name: what is shown of a token without text.
-        held: for each place, how many heads of all layers hold it there; the others hold it not.
+        id: its id in the model's vocabulary.
+        text: its part of the prompt; joined, these are the prompt.
+        name: shown for a token without text.
+        held: number of heads over all layers that store the token, per place.
     """
 
     id: Count
@@ -61,30 +61,30 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def shown(self) -> str:
-        """Its text, or its name where it has none."""
+        """The text, or the name if the text is empty."""
         return self.text or self.name
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy kept of a prompt.
+    """The stored tokens of a prompt under a policy.
 
-    Heads are KV heads as they are stored: a basis may store several together as one.
+    Heads are stored KV heads: a basis may store several together as one.
 
     Attributes:
-        model: the name that it was asked for by.
+        model: the name used to load it.
         policy: its canonical text.
-        attention: what attended.
-        versions: of Python and of the packages that this may depend on.
+        attention: the attention backend.
+        versions: of Python and of the packages that results depend on.
         layers: of the model.
-        heads: that are stored of each layer.
-        kv_bytes: held after the prompt.
-        full_bytes: that an uncompressed cache takes for the same tokens.
-        memory: what `kv_bytes` is the sum of, by name.
-        places: ways in which tokens are held.
+        heads: stored heads per layer.
+        kv_bytes: cache bytes after the prompt.
+        full_bytes: of an uncompressed cache for the same tokens.
+        memory: the parts of `kv_bytes`, by name.
+        places: where tokens are stored.
         tokens: of the prompt, in order.
-        kept: tokens held, for each layer, for each of its heads.
-        held: for each layer, for each of its heads a text of a character per token: the number of
-            the place where the token is, counted from 0 (then `a` is 10), or `.`: it is not held.
+        kept: stored tokens, for each layer, for each of its heads.
+        held: for each layer, for each of its heads a text with one character per token: the index
+            of the token's place (digits, then letters from `a` for 10), or `.` if not stored.
     """
 
     model: str
@@ -103,7 +103,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> int:
-        """Heads of all layers together: as many at most hold a token."""
+        """Heads over all layers: the maximum number of heads that hold a token."""
         return self.layers * self.heads
 
     @property
@@ -113,20 +113,20 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missing(self) -> int:
-        """How often a head does not hold a token."""
+        """Number of (head, token) pairs that are not stored."""
         return self.streams * len(self.tokens) - sum(place.tokens for place in self.places)
 
     @property
     def beside(self) -> dict[str, int]:
-        """Bytes that are no token's, nor of the raw window, by what they are."""
+        """Bytes of neither tokens nor the raw window, by name."""
         return {words: self.memory[name] for name, words in _BESIDE.items()}
 
     def share(self, token: Token, place: int | None = None) -> float:
-        """The share of all heads that hold a token, anywhere or in one place."""
+        """Return the share of all heads that hold a token, anywhere or in one place."""
         return (sum(token.held) if place is None else token.held[place]) / self.streams
 
     def facts(self, token: Token) -> str:
-        """Say which share of all heads holds a token where."""
+        """Return the shares of all heads that hold a token, by place."""
         counts = [*token.held, self.streams - sum(token.held)]
         names = [*(place.name for place in self.places), "not kept"]
         return ", ".join(
@@ -136,5 +136,5 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def encoded(self) -> bytes:
-        """Give the JSON file."""
+        """Return the JSON file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

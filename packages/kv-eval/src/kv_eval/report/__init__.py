@@ -1,1 +1,1 @@
-"""The results of evaluations, as a page that needs nothing else and as pictures."""
+"""Evaluation results as a self-contained page and as pictures."""

@@ -1,4 +1,4 @@
-"""Points between two axes, as an SVG that needs no script."""
+"""Scatter charts as SVG without scripts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from kv_eval.report.labels import Box, Spot, spots
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 from kv_eval.report.scale import Axis
 
-WIDTH: Final = 400.0  # units of the picture; a page scales it to the width that there is
+WIDTH: Final = 400.0  # units of the picture; a page scales it to its width
 HEIGHT: Final = 300.0
 PLOT: Final[Box] = (50.0, 30.0, 388.0, 256.0)
-SHAPES: Final = (  # by file; "" is a circle
+SHAPES: Final = (  # one per file; "" is a circle
     "",
     "M-4.2,-4.2H4.2V4.2H-4.2Z",
     "M0,-6L6,0L0,6L-6,0Z",
@@ -26,13 +26,13 @@ class Mark:
     """A point.
 
     Attributes:
-        x: its value on the axis below.
-        y: its value on the axis to the left.
-        kind: of the file that it is from; its shape and colour.
-        filled: whether it stands out.
-        label: short, shown beside it.
-        name: what is shown first when it is pointed at.
-        facts: what is shown then.
+        x: value on the horizontal axis.
+        y: value on the vertical axis.
+        kind: index of its file; determines shape and colour.
+        filled: whether it is highlighted.
+        label: short text beside it.
+        name: title of its tooltip.
+        facts: lines of its tooltip.
     """
 
     x: float
@@ -56,12 +56,12 @@ def chart(
     """Draw points.
 
     Args:
-        title: read out in place of the picture.
-        marks: the points; the first lies at the bottom.
-        x: the axis below.
-        y: the axis to the left.
-        line: values that a line joins.
-        rule: a value of the axis to the left that a line across marks.
+        title: read by screen readers.
+        marks: the points; the first is drawn at the bottom.
+        x: the horizontal axis.
+        y: the vertical axis.
+        line: values joined by a line.
+        rule: a value on the vertical axis marked by a horizontal line.
     """
     places = [spot(mark.x, mark.y, x, y) for mark in marks]
     found = spots(places, [mark.label for mark in marks], PLOT)
@@ -105,7 +105,7 @@ def shape(kind: int) -> Markup:
 
 
 def colour(kind: int) -> str:
-    """Give the class that colours a file's points."""
+    """Return the CSS class that colours a file's points."""
     return f"k{kind % len(SHAPES)}"
 
 
@@ -156,12 +156,12 @@ def _words(anchor: str, x: float, y: float, words: str) -> Markup:
 
 
 def spot(right: float, up: float, x: Axis, y: Axis) -> Spot:
-    """Give where the values of a point are in the picture."""
+    """Return the position of a point's values in the picture."""
     return x.place(right, PLOT[0], PLOT[2]), y.place(up, PLOT[3], PLOT[1])
 
 
 def key(kinds: Sequence[str]) -> Markup:
-    """List what shape is which file's; nothing where there is but one."""
+    """Return the legend of files; nothing for a single file."""
     if len(kinds) < 2:
         return NOTHING
     box = {"class": "swatch", "viewBox": "-8 -8 16 16", "aria-hidden": "true"}

@@ -1,4 +1,4 @@
-"""A page in one file that fetches nothing: its head, sections, style and script."""
+"""A self-contained page: its head, sections, style and script."""
 
 import base64
 import hashlib
@@ -9,7 +9,7 @@ from typing import Final
 
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 
-STYLES: Final = ("page.css", "parts.css", "media.css")  # the last ones change the first
+STYLES: Final = ("page.css", "parts.css", "media.css")  # later ones override earlier ones
 SCRIPT: Final = "page.js"
 
 
@@ -18,9 +18,9 @@ class Section:
     """A part of a page.
 
     Attributes:
-        name: its `id`, which links name.
-        title: its head.
-        content: what is in it; a section without any is left out.
+        name: its `id`, for links.
+        title: its heading.
+        content: its content; an empty section is omitted.
     """
 
     name: str
@@ -36,14 +36,14 @@ def frame(
     style: Markup = NOTHING,
     script: Markup = NOTHING,
 ) -> bytes:
-    """Write a page, as UTF-8. Its own policy forbids all other scripts and styles, and the network.
+    """Return a page as UTF-8. Its own policy forbids other scripts and styles, and the network.
 
     Args:
-        title: what stands above it.
-        about: what it is about, below the title.
-        sections: in their order.
-        style: what it needs beside the styles of every page.
-        script: likewise; it may use what is in the script of every page.
+        title: heading of the page.
+        about: subject, below the title.
+        sections: in order.
+        style: styles in addition to those of every page.
+        script: scripts likewise; they may use the script of every page.
     """
     there = [section for section in sections if section.content]
     styles = join(*(own("kv_eval.report", name) for name in STYLES), style)
@@ -71,7 +71,7 @@ def frame(
 
 
 def own(package: str, name: str) -> Markup:
-    """Read a file of a package of ours, which is markup as it is."""
+    """Load a file of our packages, which is trusted markup."""
     return Markup(files(package).joinpath(name).read_text("utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""What was measured as points, and which of them no other is better than."""
+"""Measurements as points, and the Pareto frontier among them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ class Point:
     """One policy of one file on one task.
 
     Attributes:
-        number: of the policy of that file, from 1; the same all over the page.
-        source: of the file, from 0.
-        row: what was measured.
+        number: of the policy of that file, from 1; the same throughout the page.
+        source: index of the file, from 0.
+        row: the measurements.
         best: whether it is on the frontier of its panel.
-        times: seconds over those of `full` in the same file, task, setting and length; None where
+        times: seconds over those of `full` in the same file, task, setting and length; None if
+            either was not measured.
             either was not measured.
     """
 
@@ -33,18 +34,18 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Bytes held, as a share of the full cache's."""
+        """Cache bytes as a share of the full cache's."""
         return share(self.row)
 
     @property
     def quality(self) -> float:
-        """The score; for a loss, what it is over the full cache's."""
+        """The score; for a loss, the difference to the full cache's."""
         return quality(self.row)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """All that can be compared with each other: one task, in one setting, at one length."""
+    """Comparable points: one task, in one setting, at one length."""
 
     task: str
     setting: str
@@ -53,36 +54,36 @@ class Panel:
 
     @property
     def lower(self) -> bool:
-        """Whether a lower score is the better one."""
+        """Whether lower scores are better."""
         return self.task in LOWER
 
     @property
     def frontier(self) -> tuple[Point, ...]:
-        """The points that no other is better than, from fewest bytes to most."""
+        """The Pareto-optimal points, from fewest bytes to most."""
         sign = 1 if self.lower else -1
         best = [point for point in self.points if point.best]
         return tuple(sorted(best, key=lambda p: (p.share, sign * p.quality)))
 
 
 def share(row: Row) -> float:
-    """Bytes held, as a share of the full cache's."""
+    """Return the cache bytes as a share of the full cache's."""
     return row.kv_bytes / row.full_bytes
 
 
 def quality(row: Row) -> float:
-    """The score; for a loss, what it is over the full cache's."""
+    """Return the score; for a loss, the difference to the full cache's."""
     return row.score - row.full_score if row.task in LOWER else row.score
 
 
 def pareto(places: Sequence[Place], *, lower: bool) -> tuple[bool, ...]:
-    """Say of each place whether it is on the frontier.
+    """Return for each point whether it is on the frontier.
 
-    It is unless another one holds no more and is no worse, and is better in one of both. Of equal
-    ones all are, or none is.
+    A point is, unless another one has no more bytes and no worse quality, and is better in one of
+    them. Equal points are all on it, or none is.
 
     Args:
-        places: shares of bytes held, and qualities.
-        lower: whether a lower quality is the better one.
+        places: shares of bytes, and qualities.
+        lower: whether lower qualities are better.
     """
     sign = 1 if lower else -1
     found = [(held, sign * quality) for held, quality in places]
@@ -92,7 +93,7 @@ def pareto(places: Sequence[Place], *, lower: bool) -> tuple[bool, ...]:
 
 
 def panels(sources: Sequence[Source]) -> tuple[Panel, ...]:
-    """Bring the rows of all files together by what they can be compared in, in their order."""
+    """Group the rows of all files by comparability, in their order."""
     groups: dict[tuple[str, str, int], list[tuple[int, Row]]] = {}
     for i, source in enumerate(sources):
         for row in source.report.rows:
@@ -105,7 +106,7 @@ def panels(sources: Sequence[Source]) -> tuple[Panel, ...]:
 
 
 def numbered(sources: Sequence[Source]) -> dict[tuple[int, str], int]:
-    """Number the policies of every file, by file and name, from 1 in their order."""
+    """Number the policies of every file by file and name, from 1 in their order."""
     named = ((i, row.policy) for i, source in enumerate(sources) for row in source.report.rows)
     return {key: number for number, key in enumerate(dict.fromkeys(named), start=1)}
 

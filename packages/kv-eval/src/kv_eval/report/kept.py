@@ -1,4 +1,4 @@
-"""Tokens that each head of each layer keeps, as a heat map."""
+"""Tokens kept by each head of each layer, as a heat map."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -19,11 +19,11 @@ _ABOUT = (
     "for each of its KV heads. The stronger the colour, the more; the strongest is the most that "
     "one head of that policy keeps."
 )
-Held: TypeAlias = Sequence[Sequence[str]]  # of each layer and head, where its tokens are
+Held: TypeAlias = Sequence[Sequence[str]]  # for each layer and head, the places of its tokens
 
 
 def kept(sources: Sequence[Source]) -> Markup:
-    """Draw a map for each policy of each file that says it; nothing if none does."""
+    """Draw a map for each policy of each file with counts; nothing if there is none."""
     several = len(sources) > 1
     found = [
         (f"{policy} ({source.name})" if several else policy, layers)
@@ -41,9 +41,9 @@ def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None 
     Args:
         name: of the policy.
         layers: for each layer its heads' tokens.
-        form: of the numbers, as Python's formats are written.
-        held: for each layer and head what a script is to know of it, as `data-held` of its cell;
-            `data-layer` and `data-head` stand beside it.
+        form: format of the numbers, in Python's format syntax.
+        held: for each layer and head data for a script, as `data-held` of its cell; `data-layer`
+            and `data-head` are added.
     """
     most = max(len(heads) for heads in layers)
     columns = [Column("layer"), *(Column(f"head {head}") for head in range(most))]
@@ -70,13 +70,13 @@ def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None 
 
 
 def heat(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = None) -> Markup:
-    """Draw amounts, one cell each; what has most is opaque.
+    """Draw amounts, one cell each; the greatest is opaque.
 
     Args:
-        name: read out in place of the picture.
+        name: read by screen readers.
         layers: for each layer its heads' amounts, none negative.
-        form: of the amounts, as Python's formats are written.
-        held: as of `kept_by`.
+        form: format of the amounts, in Python's format syntax.
+        held: see `kept_by`.
     """
     most = max(map(max, layers)) or 1.0
     wide = max(len(heads) for heads in layers)
@@ -110,7 +110,7 @@ def heat(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = N
 
 
 def _cell(at: tuple[int, int], looks: tuple[float, float], amount: str, held: str | None) -> Markup:
-    """Draw a cell of some width and opacity at a layer and head."""
+    """Draw a cell with a width and opacity at a layer and head."""
     (layer, head), (size, part) = at, looks
     return tag(
         "rect",
@@ -139,7 +139,7 @@ def _summary(layers: Layers, form: str) -> Markup:
 
 
 def _some(count: int, most: int) -> range:
-    """Give as many of 0 to `count` - 1, at equal distances, as there is room for."""
+    """Return at most `most` of 0 to `count` - 1, at equal distances."""
     return range(0, count, -(-count // most))
 
 

@@ -1,4 +1,4 @@
-"""Where short labels go beside points, so that they cover neither points nor each other."""
+"""Placement of short labels beside points, without covering points or each other."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -8,19 +8,19 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 CHARACTER: Final = 6.5  # width, in units of the picture
 HEIGHT: Final = 9.0
-REACH: Final = 5.0  # of a point, from its middle
+REACH: Final = 5.0  # radius of a point
 _DIRECTIONS: Final = ((1, 0), (0, -1), (-1, 0), (0, 1), (1, -1), (-1, -1), (-1, 1), (1, 1))
 
 
 def spots(points: Sequence[Spot], labels: Sequence[str], inside: Box) -> tuple[Spot, ...]:
-    """Give the middle of each label: the nearest free place beside its point.
+    """Return the centre of each label: the nearest free position beside its point.
 
-    A label that finds none within some steps is put to the right of its point all the same.
+    A label without a free position within some steps is placed to the right of its point.
 
     Args:
-        points: middles, in units of the picture.
+        points: centres, in units of the picture.
         labels: one for each point.
-        inside: what labels must not leave.
+        inside: bounds of the labels.
     """
     taken = [_box(point, 2 * REACH, 2 * REACH) for point in points]
     found: list[Spot] = []

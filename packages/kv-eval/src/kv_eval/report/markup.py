@@ -1,10 +1,10 @@
-"""HTML that is written by functions: what is not `Markup` is escaped before it is in a page."""
+"""HTML from functions: everything that is not `Markup` is escaped."""
 
 from collections.abc import Mapping
 from html import escape
 from typing import Final, NewType
 
-Markup = NewType("Markup", str)  # type checkers keep plain text out of where markup is wanted
+Markup = NewType("Markup", str)  # lets type checkers reject plain text as markup
 Value = str | float | int | None
 
 NOTHING: Final = Markup("")
@@ -12,7 +12,7 @@ _VOID: Final = frozenset({"meta", "br"})
 
 
 def text(value: str) -> Markup:
-    """Escape a text, so that it is shown as it is."""
+    """Escape a text."""
     return Markup(escape(value))
 
 
@@ -21,9 +21,9 @@ def tag(name: str, attributes: Mapping[str, Value] | None = None, *content: Mark
 
     Args:
         name: of the element.
-        attributes: by name; values are escaped, numbers are rounded to hundredths, and what is None
-            is left out.
-        content: what is inside, one behind the other.
+        attributes: by name; values are escaped, numbers are rounded to hundredths, and None is
+            omitted.
+        content: child elements in order.
     """
     given = {key: value for key, value in (attributes or {}).items() if value is not None}
     written = "".join(f' {key}="{escape(_value(value))}"' for key, value in given.items())
@@ -33,7 +33,7 @@ def tag(name: str, attributes: Mapping[str, Value] | None = None, *content: Mark
 
 
 def join(*pieces: Markup) -> Markup:
-    """Put one behind the other."""
+    """Concatenate markup."""
     return Markup("".join(pieces))
 
 

@@ -1,4 +1,4 @@
-"""The page of results: what is on it, and in which order."""
+"""The page of results and its sections."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,13 +16,13 @@ TITLE: Final = "Quality against bytes held"
 
 
 def page(sources: Sequence[Source]) -> bytes:
-    """Write the page of one or more files of one model, as UTF-8.
+    """Return the page of one or more files of one model, as UTF-8.
 
-    Without a script it has every picture, table and number; the script adds sorting, and what a
-    point says when it is pointed at.
+    Without JavaScript it has every picture, table and number; the script adds sorting and tooltips
+    of points.
 
     Args:
-        sources: as `read` gives them.
+        sources: from `read`.
     """
     found, names = panels(sources), tuple(source.name for source in sources)
     sections = (

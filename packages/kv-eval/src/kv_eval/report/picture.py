@@ -23,24 +23,24 @@ COLOURS: Final = ("#0b6b63", "#b3410e", "#5b3fa6", "#1f5fb4", "#a01f6a", "#6a5b0
 
 
 def missing() -> str | None:
-    """Say why no picture can be drawn, if so."""
+    """Return why no picture can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
         command = install_command(MATPLOTLIB)
-        return f"--png and --svg need matplotlib: `{command}`, or leave them out"
+        return f"--png and --svg need matplotlib: `{command}`, or omit them"
     return None
 
 
 def picture(sources: Sequence[Source], form: Form) -> bytes:
-    """Draw the frontier of every task and setting, with what the numbers stand for below.
+    """Draw the frontier of every task and setting, with the legend of numbers below.
 
     The same files give the same bytes.
 
     Args:
-        sources: as `read` gives them.
+        sources: from `read`.
         form: of the file.
 
     Raises:
-        ImportError: matplotlib is not installed; `missing` says so first.
+        ImportError: matplotlib is not installed; check `missing` first.
     """
     from matplotlib import rc_context, rcParams
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def picture(sources: Sequence[Source], form: Form) -> bytes:
     below = 0.165 * long + 0.2  # inches
     with rc_context():
         rcParams["text.parse_math"] = False  # a name may have a $
-        rcParams["svg.hashsalt"] = "kv-serve"  # else every file has other names inside
+        rcParams["svg.hashsalt"] = "kv-serve"  # else the ids differ in every file
         figure = Figure(figsize=(6 * columns, 4 * rows + below), layout="constrained")
         upper, lower = figure.subfigures(2, 1, height_ratios=[4 * rows, below], squeeze=False).flat
         grid = upper.subplots(rows, columns, squeeze=False)
@@ -69,7 +69,7 @@ def picture(sources: Sequence[Source], form: Form) -> bytes:
             words = "\n".join(names[column * long : (column + 1) * long])
             lower.text(0.02 + column / columns, 0.98, words, va="top", fontsize=9)
         made = io.BytesIO()
-        # A date would make every file differ; a Figure of its own draws without a display.
+        # A date would make every file differ; a standalone Figure needs no display.
         figure.savefig(made, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {})
     return made.getvalue()
 
@@ -92,7 +92,7 @@ def _draw(place: "Axes", panel: Panel) -> None:
             edgecolors=colour,
             facecolors=colour if point.best else "white",
             zorder=3,
-            clip_on=False,  # one may lie on an axis
+            clip_on=False,  # a point may be on an axis
         )
         place.annotate(
             label,

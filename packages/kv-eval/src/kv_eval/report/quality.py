@@ -1,4 +1,4 @@
-"""The section that matters: what is answered, against the bytes that are held."""
+"""The section on quality against cache bytes."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def quality(panels: Sequence[Panel], files: tuple[str, ...]) -> Markup:
 
 
 def axes(panel: Panel) -> tuple[Axis, Axis]:
-    """Give the axes of a panel: of bytes from 0, of shares from 0 to 1, of losses from 0."""
+    """Return the axes of a panel: bytes from 0, shares from 0 to 1, losses from 0."""
     ends = (0.0,) if panel.lower else (0.0, 1.0)
     return (
         axis(HELD, [0.0, *(100 * point.share for point in panel.points)]),
@@ -67,17 +67,17 @@ def _mark(point: Point, panel: Panel, files: tuple[str, ...]) -> Mark:
 
 
 def interval(of: tuple[float, float] | None) -> str:
-    """Write where the true mean is, 95 times of 100; nothing where nobody knows."""
+    """Format a 95 % confidence interval; empty if unknown."""
     return "" if of is None else f"{of[0]:.3f}\N{EN DASH}{of[1]:.3f}"
 
 
 def _unequal(panel: Panel) -> Markup:
-    """Warn where points are not of the same samples."""
+    """Warn if points have different samples."""
     found = {(point.row.samples, point.row.seed): None for point in panel.points}
     if len(found) == 1:
         return NOTHING
     sets = ", ".join(f"{samples:,} of seed {seed}" for samples, seed in found)
-    words = f"Not all points are of the same samples ({sets}): small differences may be theirs."
+    words = f"Points have different samples ({sets}), which may explain small differences."
     return tag("p", {"class": "note"}, text(words))
 
 

@@ -1,4 +1,4 @@
-"""Reading the result files of `kv-serve eval` that go on one page."""
+"""Reading result files of `kv-serve eval` for one page."""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from kv_policy.decoding import decode
 
 
 class ReadError(ValueError):
-    """A file that cannot go on the page; the message is a sentence that names it."""
+    """A file cannot be shown on the page; the message is a sentence that names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A result file: what the page calls it, and what it says."""
+    """A result file: its name on the page, and its content."""
 
     name: str
     report: Report
@@ -26,21 +26,21 @@ class Source:
 def read(paths: Sequence[Path]) -> tuple[Source, ...]:
     """Read result files of one model, in their order.
 
-    A file is called by its name alone where no other has the same, else by its path.
+    A file is shown by its name if that is unique, else by its path.
 
     Raises:
-        ReadError: a file cannot be read, is no result of `kv-serve eval` or has no rows; two are
-            the same file or of different models; or there is none.
+        ReadError: a file cannot be read, is not a result of `kv-serve eval` or has no rows; two are
+            the same file or of different models; or no file is given.
     """
     if not paths:
-        raise ReadError("there is no file to report on; name what `kv-serve eval --json` wrote")
+        raise ReadError("no file is given; name the output of `kv-serve eval --json`")
     reports = [_read(path) for path in paths]
     for i, path in enumerate(paths):
         if os.path.realpath(path) in map(os.path.realpath, paths[:i]):
-            raise ReadError(f"the file {path} is named twice; name each file once")
+            raise ReadError(f"the file {path} is given twice; name each file once")
         if reports[i].model != reports[0].model:
             raise ReadError(
-                f"{path} is of the model {reports[i].model}, and {paths[0]} is of "
+                f"{path} is of the model {reports[i].model}, but {paths[0]} is of "
                 f"{reports[0].model}; a page compares policies on one model, so make a page of each"
             )
     names = [path.name for path in paths]
@@ -66,12 +66,12 @@ def _read(path: Path) -> Report:
         report = decode(data, Report)
     except ValueError as error:
         raise ReadError(
-            f"{path} is no result of `kv-serve eval`: {error}; give a file that its option --json "
-            "named, of a run that finished"
+            f"{path} is not a result of `kv-serve eval`: {error}; use the --json output of a run "
+            "that finished"
         ) from None
     if not report.rows:
         raise ReadError(
-            f"{path} has no rows, so nothing was measured; give the result of a run of "
+            f"{path} has no rows, so nothing was measured; use the result of a run of "
             "`kv-serve eval` with at least one task"
         )
     return report

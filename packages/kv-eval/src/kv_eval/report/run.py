@@ -1,4 +1,4 @@
-"""What was run, so that it can be run again."""
+"""The section with the commands that reproduce the results."""
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,21 +10,18 @@ from kv_eval.report.markup import Markup, join, tag, text
 from kv_eval.report.read import Source
 from kv_transformers.from_text import FULL
 
-_OPTIONS: Final = ("host", "batch", "continuation")  # that settings name as the command does
-_SAID: Final = frozenset({"model", "length", "samples", "seed", "seeds"})  # in other places
-_ABOUT = (
-    "A text other than the default, and numbers or a device that were asked for, have to be named "
-    "as well."
-)
+_OPTIONS: Final = ("host", "batch", "continuation")  # settings with the names of options
+_SAID: Final = frozenset({"model", "length", "samples", "seed", "seeds"})  # shown elsewhere
+_ABOUT = "Add a text other than the default, and a dtype or device that was requested explicitly."
 
 
 def run(sources: Sequence[Source]) -> Markup:
-    """Say of every file what was run, on what, and how to run it again."""
+    """Describe for every file what was run, on what, and how to reproduce it."""
     return join(*map(_file, sources), tag("p", {"class": "note"}, text(_ABOUT)))
 
 
 def commands(report: Report) -> tuple[str, ...]:
-    """Write the commands that measure a report's rows, one for each length, samples and seeds.
+    """Return the commands that measure a report's rows, one for each length, samples and seeds.
 
     >>> from kv_eval.evaluate.report import Report, Row
     >>> row = Row(policy="k8v4", task="nll", setting="agnostic", length=9, samples=2, seed=0,
@@ -61,7 +58,7 @@ def _command(report: Report, rows: Sequence[Row]) -> str:
 
 def _file(source: Source) -> Markup:
     report = source.report
-    served = "not said" if report.attention is None else str(report.attention)
+    served = "unknown" if report.attention is None else str(report.attention)
     facts = {
         "model": report.model,
         "commit": report.commit,

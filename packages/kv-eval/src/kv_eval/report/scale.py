@@ -1,4 +1,4 @@
-"""Axes: from values to places, and where the ticks stand."""
+"""Axes: positions of values, and ticks."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ class Axis:
     """A linear axis.
 
     Attributes:
-        label: what it shows, and which direction is better.
-        ticks: values in rising order, at least two; the first and the last are its ends.
-        decimals: of the ticks' numbers.
-        unit: written behind them.
+    label: the quantity, and which direction is better.
+    ticks: values in ascending order, at least two; the first and the last are its ends.
+    decimals: of the ticks' numbers.
+    unit: written after them.
     """
 
     label: str
@@ -25,24 +25,24 @@ class Axis:
     unit: str = ""
 
     def place(self, value: float, start: float, end: float) -> float:
-        """Give where a value is when the axis' ends are at `start` and `end`."""
+        """Return the position of a value if the axis spans `start` to `end`."""
         low, high = self.ticks[0], self.ticks[-1]
         return start + (end - start) * (value - low) / (high - low)
 
     def number(self, tick: float) -> str:
-        """Write a tick's number."""
+        """Format a tick's number."""
         return f"{tick:,.{self.decimals}f}{self.unit}".replace("-", MINUS)
 
 
 def axis(label: str, values: Sequence[float], *, unit: str = "", count: int = 5) -> Axis:
-    """Make an axis from about `count` round steps that has room for all values.
+    """Create an axis of about `count` round steps that covers all values.
 
     Raises:
-        ValueError: there are no values, or one is not finite.
+        ValueError: no values, or one is not finite.
     """
     low, high = min(values), max(values)
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"an axis cannot go from {low} to {high}")
+        raise ValueError(f"an axis cannot span {low} to {high}")
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):
         low, high = low - 0.05 * max(abs(low), 1e-3), high + 0.05 * max(abs(high), 1e-3)
     step = _round_step((high - low) / count)
@@ -53,6 +53,6 @@ def axis(label: str, values: Sequence[float], *, unit: str = "", count: int = 5)
 
 
 def _round_step(raw: float) -> float:
-    """Give the least of 1, 2, 5 times a power of ten that is not below."""
+    """Return the least of 1, 2, 5 times a power of ten that is not below."""
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))

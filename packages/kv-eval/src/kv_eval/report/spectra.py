@@ -1,4 +1,4 @@
-"""Singular-value spectra: how fast they fall, head by head."""
+"""Spectra of singular values, head by head."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kv_eval.report.read import Source
 from kv_eval.report.scale import Axis, axis
 from kv_eval.report.table import Column, number, table
 
-FLOOR: Final = 1e-4  # what is smaller is drawn there
+FLOOR: Final = 1e-4  # smaller values are drawn here
 SHARES: Final = (0.9, 0.99)
 _ABOUT = (
     "Singular values over the greatest one of the same head. Every thin line is a head; the thick "
@@ -22,7 +22,7 @@ _ABOUT = (
 
 
 def spectra(sources: Sequence[Source]) -> Markup:
-    """Draw the spectra of each file that has some; nothing if none has."""
+    """Draw the spectra of each file that has some; nothing if there are none."""
     several = len(sources) > 1
     found = [
         (f"{name} ({source.name})" if several else name, layers)
@@ -41,10 +41,10 @@ def relative(values: Amounts) -> tuple[float, ...]:
 
 
 def dimensions(values: Amounts, share: float) -> int:
-    """Count the greatest values whose squares sum to at least a share of all squares' sum.
+    """Count the greatest values whose squares sum to at least a share of the total.
 
     Args:
-        values: the greatest first.
+        values: in descending order.
         share: above 0, at most 1.
     """
     sums = list(accumulate(value**2 for value in relative(values)))

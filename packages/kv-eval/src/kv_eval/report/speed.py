@@ -1,4 +1,4 @@
-"""What policies take in time, against the bytes that are held."""
+"""The section on time against cache bytes."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from kv_eval.report.table import Column, number, table, word
 from kv_eval.report.words import HELD, TIMES, facts, name, title
 
 _ABOUT = (
-    "Seconds are of all samples of a task, prompts included, over those of full in the same file. "
-    "They were measured one after the other on a machine that may have had other work, so small "
-    "differences say little. The line marks full; points that are filled above are so here."
+    "Seconds are over all samples of a task, prompts included, relative to full in the same file. "
+    "They were measured one after the other on a machine that may have had other load, so small "
+    "differences mean little. The line marks full; points that are filled above are filled here."
 )
 
 
 def speed(panels: Sequence[Panel], files: tuple[str, ...]) -> Markup:
-    """Draw seconds of every panel that has more than those of `full`; nothing if none has."""
+    """Draw the seconds of every panel with more than `full`; nothing if there are none."""
     shown = tuple(map(_panel, panels, [files] * len(panels)))
     if not any(shown):
         return NOTHING

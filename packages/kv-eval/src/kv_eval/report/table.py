@@ -1,4 +1,4 @@
-"""Tables whose columns a script can sort by."""
+"""Tables with columns that a script can sort."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kv_eval.report.scale import MINUS
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's head, and whether numbers stand in it."""
+    """A column's heading, and whether it holds numbers."""
 
     name: str
     number: bool = True
@@ -17,36 +17,36 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows, and what it is sorted by; None comes last in both directions."""
+    """Text and sort key of a cell; None sorts last in both directions."""
 
     shown: str
     value: str | float | int | None
 
 
 def word(shown: str) -> Cell:
-    """Make a cell of text."""
+    """Return a cell of text."""
     return Cell(shown, shown)
 
 
 def number(value: float | int | None, form: str) -> Cell:
-    """Make a cell of a number in a format of Python's; a dash where there is none."""
+    """Return a cell of a number in a Python format; a dash for None."""
     return Cell("\N{EN DASH}", None) if value is None else Cell(minus(format(value, form)), value)
 
 
 def minus(shown: str) -> str:
-    """Write the sign that is as wide as a plus."""
+    """Replace hyphens by minus signs, which are as wide as a plus."""
     return shown.replace("-", MINUS)
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> Markup:
-    """Write a table in a box of its own, which scrolls where the page is narrower.
+    """Return a table in its own box, which scrolls if the page is narrower.
 
-    Heads carry `data-sort`, number or text, and cells `data-value`, what they are sorted by.
+    Headings have `data-sort`, number or text, and cells `data-value`, the sort key.
 
     Args:
-        title: read out before the table, and of the box.
-        columns: the heads.
-        rows: as many cells each.
+        title: read by screen readers, before the table and for the box.
+        columns: the headings.
+        rows: cells in the order of the columns.
     """
     body = (
         tag("tr", None, *(_cell(c, cell) for c, cell in zip(columns, row, strict=True)))
@@ -72,7 +72,7 @@ def _head(column: Column) -> Markup:
 
 def _cell(column: Column, cell: Cell) -> Markup:
     value = "" if cell.value is None else cell.value
-    shown = value if isinstance(value, str) else repr(value)  # sorted by all its digits
+    shown = value if isinstance(value, str) else repr(value)  # sort by all digits
     return tag("td", {"class": _class(column), "data-value": shown}, text(cell.shown))
 
 

@@ -1,4 +1,4 @@
-"""How tasks, settings and numbers are said."""
+"""Texts for tasks, settings and numbers."""
 
 from typing import Final
 
@@ -15,22 +15,22 @@ TIMES: Final = "seconds, over those of full (lower is better)"
 
 
 def score_axis(task: str) -> str:
-    """Say what the axis of a task's quality shows, and which direction is better."""
+    """Return the label of a task's quality axis, with the better direction."""
     return _SCORES.get(task, "score (higher is better)")
 
 
 def title(panel: Panel) -> str:
-    """Name a panel."""
+    """Return the title of a panel."""
     return f"{panel.task}, {panel.setting}, {panel.length:,} tokens"
 
 
 def name(point: Point, files: tuple[str, ...]) -> str:
-    """Name a point by its policy, and by its file where there are several."""
+    """Return a point's policy, with its file if there are several."""
     return f"{point.row.policy} ({files[point.source]})" if len(files) > 1 else point.row.policy
 
 
 def facts(point: Point, *, loss: bool) -> tuple[str, ...]:
-    """Say what was measured of a point."""
+    """Return the measurements of a point as text."""
     row = point.row
     unit = " nats per token" if loss else ""
     samples = "1 sample" if row.samples == 1 else f"{row.samples:,} samples"

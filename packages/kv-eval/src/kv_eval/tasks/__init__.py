@@ -1,4 +1,4 @@
-"""What a compressed cache is asked: prompts that hide answers, and windows of plain text."""
+"""Evaluation tasks: prompts with hidden answers, and windows of plain text."""
 
 from kv_eval.tasks.counting import common_words
 from kv_eval.tasks.hidden import multikey, needle, passkey, variable_tracking

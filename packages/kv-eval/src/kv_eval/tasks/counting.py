@@ -1,4 +1,4 @@
-"""Counting: the words that stand most often in a list.
+"""Counting: the most frequent words of a list.
 
 The idea is common words extraction (RULER, arXiv:2404.06654); the wording is our own. Unlike a
 needle, the answer is spread over the whole prompt.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 INTRO = "Below is a numbered list of words. Some words stand in it far more often than the others."
 QUESTION = "Which {count} words stand most often in the list?"
 OPENING = "The {count} words that stand most often in the list are:"
-RARE = 3  # times that other words stand there, as in RULER
-TOKENS_OF_WORD = 8  # that a word and a number before it take at most
+RARE = 3  # occurrences of other words, as in RULER
+TOKENS_OF_WORD = 8  # maximum tokens of a word and its number
 WORD_LETTERS = range(4, 10)
 
 
@@ -33,29 +33,29 @@ def common_words(
     common: int = 10,
     often: int = 30,
 ) -> tuple[Sample, ...]:
-    """Prompts that are lists of words, in which `common` of them stand `often` times and others 3.
+    """Create prompts that list words: `common` of them occur `often` times, others 3 times.
 
-    The score is the share of the common words that the answer has. The words are those of the
-    text; how many rare ones there are follows from the length.
+    The score is the share of the common words in the answer. The words are taken from the text; the
+    number of rare ones follows from the length.
 
     Args:
-        tokenizer: The model's; its chat template is used where it has one.
-        text: Whose words they are: plain ones of 4 to 9 letters.
-        length: Tokens of prompt and question; a prompt falls short by a few words at most.
-        samples: How many prompts.
-        setting: Whether the question is in the compressed prompt or comes after it.
+        tokenizer: The model's; its chat template is used if it has one.
+        text: Source of the words: plain ones of 4 to 9 letters.
+        length: Tokens of prompt and question; a prompt is at most a few words shorter.
+        samples: Number of prompts.
+        setting: Whether the question is in the compressed prompt or follows it.
         seed: Of the words and of their order.
-        common: How many words stand often, at least 1.
-        often: How often they do, more than 3 times.
+        common: Number of frequent words, at least 1.
+        often: Their number of occurrences, more than 3.
 
     Raises:
-        TaskError: a number is out of range, the length leaves no room for the common words, or the
-            text has too few words for it.
+        TaskError: a number is out of range, the length is too small for the common words, or the
+            text has too few words.
     """
     if common < 1 or often <= RARE:
         raise TaskError(
-            f"common={common}, often={often}: common-words asks for at least 1 word, that stands"
-            f" more than {RARE} times"
+            f"common={common}, often={often}: common-words needs at least 1 word with more than"
+            f" {RARE} occurrences"
         )
     words = sorted({word for word in _words(text) if len(word) in WORD_LETTERS})
     if len(words) <= common:

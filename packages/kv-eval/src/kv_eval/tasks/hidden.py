@@ -1,4 +1,4 @@
-"""Retrieval: sentences hidden in a long text, of which one or all are asked for.
+"""Retrieval: sentences hidden in a long text, with a question about one or all of them.
 
 The ideas are the needle-in-a-haystack test (Kamradt, 2023), its variant with several keyed needles
 and variable tracking (RULER, arXiv:2404.06654), and passkey retrieval (Mohtashami and Jaggi,
@@ -39,7 +39,7 @@ PASS_QUESTION = "What is the pass key?"
 PASS_ANSWER = "The pass key is"
 NOISE = "The road is long. The rain falls. The clouds go by. We walk there and we walk back again."
 
-LETTERS = "BCDFGHJKLMNPQRSTVWXZ"  # no vowels, so that no name is a word
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ"  # without vowels, so that no name is a word
 NAME_LETTERS = 4
 TRACK_INTRO = (
     "Assignments to variables are hidden in the text below. Follow them and remember them."
@@ -48,7 +48,7 @@ TRACK_FIRST = "VAR {name} = {number}."
 TRACK_NEXT = "VAR {name} = VAR {before}."
 TRACK_QUESTION = "Which variables have the value {number}, directly or through other variables?"
 TRACK_ANSWER = "The variables that have the value {number} are"
-TOKENS_OF_NAME = 8  # that a name and a comma take at most
+TOKENS_OF_NAME = 8  # maximum tokens of a name and a comma
 
 
 def needle(
@@ -60,20 +60,20 @@ def needle(
     setting: Setting,
     seed: int = 0,
 ) -> tuple[Sample, ...]:
-    """Prompts with one seven-digit number each, at depths spread evenly from start to end.
+    """Create prompts with one seven-digit number each, at depths spread evenly from start to end.
 
-    The same seed hides the same numbers in the same places for both settings.
+    The same seed hides the same numbers at the same positions for both settings.
 
     Args:
-        tokenizer: The model's; its chat template is used where it has one.
-        text: Where the haystack is cut from, at a random sentence.
-        length: Tokens of prompt and question; a prompt falls short by at most a word.
-        samples: How many prompts.
-        setting: Whether the question is in the compressed prompt or comes after it.
-        seed: Of the numbers and of the places in the text.
+        tokenizer: The model's; its chat template is used if it has one.
+        text: Source of the haystack, cut at a random sentence.
+        length: Tokens of prompt and question; a prompt is at most a word shorter.
+        samples: Number of prompts.
+        setting: Whether the question is in the compressed prompt or follows it.
+        seed: Of the numbers and of the positions in the text.
 
     Raises:
-        TaskError: the length leaves no room for the wording, or the text is too short for it.
+        TaskError: the length is too small for the wording, or the text is too short.
     """
     haystack = Haystack.of(text)
     puzzles = []
@@ -96,9 +96,9 @@ def multikey(
     seed: int = 0,
     keys: int = 4,
 ) -> tuple[Sample, ...]:
-    """Prompts with several numbers, each under a word of its own, one of which is asked for.
+    """Create prompts with several numbers, each under its own keyword, and a question about one.
 
-    The numbers stand in equal parts of the text, one a part; which one is asked goes round.
+    The numbers are in equal parts of the text, one per part; the questions rotate over them.
 
     Args:
         tokenizer: As for `needle`.
@@ -107,7 +107,7 @@ def multikey(
         samples: As for `needle`.
         setting: As for `needle`.
         seed: As for `needle`.
-        keys: How many numbers, 2 to 8.
+        keys: Number of numbers, 2 to 8.
 
     Raises:
         TaskError: as for `needle`, or `keys` is out of range.
@@ -144,7 +144,7 @@ def passkey(
     setting: Setting,
     seed: int = 0,
 ) -> tuple[Sample, ...]:
-    """Prompts with one number, said twice, in a text that repeats a few sentences over and over.
+    """Create prompts with one number, stated twice, in a text that repeats a few sentences.
 
     Args:
         tokenizer: As for `needle`.
@@ -154,7 +154,7 @@ def passkey(
         seed: Of the numbers.
 
     Raises:
-        TaskError: the length leaves no room for the wording.
+        TaskError: the length is too small for the wording.
     """
     haystack = Haystack.of(Text("of passkey", (NOISE,) * max(length, 1)))
     puzzles = []
@@ -176,10 +176,10 @@ def variable_tracking(
     seed: int = 0,
     hops: int = 4,
 ) -> tuple[Sample, ...]:
-    """Prompts in which a variable gets a number and others get it from one another; all are asked.
+    """Create prompts in which a number is passed on between variables; the question is for all.
 
-    The assignments stand in equal parts of the text, in order, and the score is the share of the
-    `hops + 1` names that the answer has.
+    The assignments are in equal parts of the text, in order, and the score is the share of the
+    `hops + 1` names in the answer.
 
     Args:
         tokenizer: As for `needle`.
@@ -188,13 +188,13 @@ def variable_tracking(
         samples: As for `needle`.
         setting: As for `needle`.
         seed: As for `needle`.
-        hops: How often the value is handed on, at least 1.
+        hops: How often the value is passed on, at least 1.
 
     Raises:
         TaskError: as for `needle`, or `hops` is out of range.
     """
     if hops < 1:
-        raise TaskError(f"hops={hops}: variable-tracking hands a value on at least once")
+        raise TaskError(f"hops={hops}: variable-tracking needs at least 1 hop")
     haystack = Haystack.of(text)
     puzzles = []
     for i in range(samples):
@@ -237,17 +237,17 @@ def _hiding(
 
 
 def _number(random_: random.Random) -> str:
-    """Digits that all differ: a small model that copies 1474787 loses its place, with any cache."""
+    """Return distinct digits: small models lose their place in 1474787, with any cache."""
     return "".join(random_.sample("123456789", DIGITS))
 
 
 def _spread(random_: random.Random, count: int) -> list[float]:
-    """Depths in equal parts of a text, one a part and never at the edge of it."""
+    """Return depths in equal parts of a text, one per part and never at its edge."""
     return [(j + 0.1 + 0.8 * random_.random()) / count for j in range(count)]
 
 
 def _names(random_: random.Random, count: int) -> tuple[str, ...]:
-    """Names that all differ."""
+    """Return distinct names."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(random_.sample(LETTERS, NAME_LETTERS))] = None

@@ -1,4 +1,4 @@
-"""A prompt of a wanted number of tokens, with sentences hidden in a haystack of text."""
+"""Prompts of a given number of tokens, with sentences hidden in a haystack of text."""
 
 import bisect
 import random
@@ -17,9 +17,9 @@ _MARK = "THE-MESSAGE-STANDS-HERE"
 
 @dataclass(frozen=True, slots=True)
 class PromptFrame:
-    """What stands around the user's message, and how a text that starts with it is encoded.
+    """The text around the user's message, and the encoding of a text that starts with it.
 
-    With a chat template it is the template's own; without one an empty line parts message and
+    It is that of the chat template; without one an empty line separates message and
     answer.
     """
 
@@ -30,10 +30,10 @@ class PromptFrame:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "PromptFrame":
-        """The frame of one user message, up to where the assistant begins to answer.
+        """Return the frame of one user message, up to the start of the assistant's answer.
 
         Raises:
-            TaskError: the chat template does not repeat a user's message as it is.
+            TaskError: the chat template does not contain the user's message verbatim.
         """
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\n", chat=False)
@@ -41,15 +41,15 @@ class PromptFrame:
             [{"role": "user", "content": _MARK}],
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=False,  # templates that know no thinking ignore it
+            enable_thinking=False,  # ignored by templates without thinking
         )
         head, mark, tail = str(rendered).partition(_MARK)
         if not mark or not tail:
-            raise TaskError("the tokenizer's chat template does not show the user's message")
+            raise TaskError("the tokenizer's chat template omits the user's message")
         return cls(tokenizer, head, tail, chat=True)
 
     def encode(self, start: str, rest: str = "") -> tuple[list[int], list[int]]:
-        """Encode a text from its first token on, and what follows it."""
+        """Encode a text from its first token on, and the rest separately."""
         tokenizer = self.tokenizer
         first = tokenizer.encode(start, add_special_tokens=not self.chat)
         return first, tokenizer.encode(rest, add_special_tokens=False) if rest else []
@@ -57,7 +57,7 @@ class PromptFrame:
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """Words, and the places among them where a sentence begins."""
+    """Words, and the positions where sentences begin."""
 
     name: str
     words: tuple[str, ...]
@@ -65,7 +65,7 @@ class Haystack:
 
     @classmethod
     def of(cls, text: Text) -> "Haystack":
-        """The words of a text and where its sentences begin."""
+        """Return the words of a text and the starts of its sentences."""
         words: list[str] = []
         starts: list[int] = []
         for piece in text.pieces():
@@ -74,12 +74,12 @@ class Haystack:
         return cls(text.name, tuple(words), tuple(starts))
 
     def choose(self, random_: random.Random, room: int) -> int:
-        """A sentence to begin with that leaves `room` words, or the first when none does."""
+        """Return the start of a sentence followed by `room` words, or the first if none is."""
         last = bisect.bisect_right(self.starts, len(self.words) - room)
         return self.starts[random_.randrange(max(last, 1))]
 
     def with_hidden(self, begin: int, count: int, hidden: Sequence[tuple[float, str]]) -> str:
-        """Join `count` words from `begin` on with each sentence at the start nearest its depth."""
+        """Join `count` words from `begin`, with each sentence at the start nearest its depth."""
         places = [self._near(begin, begin + count, depth) for depth, _ in hidden]
         parts: list[str] = []
         at = begin
@@ -98,9 +98,9 @@ class Haystack:
 
 
 def fit(cost: Callable[[int], int], room: int, available: int) -> int:
-    """The largest count of words, at most `available`, whose prompt costs at most `room` tokens.
+    """Return the largest count of words, at most `available`, whose prompt fits in `room` tokens.
 
-    `cost` must not fall as the count grows; -1 stands for a frame that alone costs more.
+    `cost` must not fall as the count grows; -1 means that the frame alone does not fit.
     """
     if cost(0) > room:
         return -1

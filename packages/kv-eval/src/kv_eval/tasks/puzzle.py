@@ -1,4 +1,4 @@
-"""A question about a long prompt whose answer is known, at a wanted number of tokens."""
+"""Questions with known answers about long prompts of a given number of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SLACK = 16  # tokens that the last prompt of a text may fall short of its length
+SLACK = 16  # tokens by which the last prompt of a text may be shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """What is asked about what, before it is known how much of that the length has room for.
+    """A question about a body of text whose size is chosen later to fit the length.
 
     Attributes:
-        intro: Said before the body.
-        body: The text that a count of words makes; more words never take fewer tokens.
-        available: The greatest count that `body` takes.
-        source: What the words are from, for messages.
-        question: Asked at the end.
-        opening: How the model's answer begins.
-        answers: What is to be found in the rest of it.
-        depth: Where the answer stands, from 0 at the start of the body to 1 at its end.
-        new_tokens: How many tokens the answer may have.
+        intro: Text before the body.
+        body: Returns the text with a given number of words; more words never take fewer tokens.
+        available: The maximum number of words of `body`.
+        source: Name of the source of the words, for messages.
+        question: Text at the end.
+        opening: Start of the model's answer.
+        answers: Expected in the rest of the answer.
+        depth: Position of the answer, from 0 at the start of the body to 1 at its end.
+        new_tokens: Maximum tokens of the answer.
     """
 
     intro: str
@@ -48,11 +48,11 @@ def posed(
     length: int,
     setting: Setting,
 ) -> tuple[Sample, ...]:
-    """Make puzzles into samples whose prompt and question have `length` tokens, or a word less.
+    """Turn puzzles into samples whose prompt and question have `length` tokens, or a word less.
 
     Raises:
-        TaskError: there are none, the length leaves no room for the wording, or a body is too
-            short for it.
+        TaskError: there are no puzzles, the length is too small for the wording, or a body is too
+            short.
     """
     if not puzzles:
         raise TaskError(f"samples=0: {task} needs at least 1")
@@ -75,14 +75,14 @@ def _sample(
     if count < 0:
         raise TaskError(
             f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
-            " tokenizer; ask for more"
+            " tokenizer; use a greater length"
         )
     prompt, rest = encode(count)
     total = len(prompt) + len(rest)
     if count == puzzle.available and total < length - SLACK:
         raise TaskError(
-            f"the text {puzzle.source} gives a prompt of {total} tokens, fewer than"
-            f" length={length}; give a longer text"
+            f"the text {puzzle.source} is enough for a prompt of {total} tokens, fewer than"
+            f" length={length}; use a longer text"
         )
     if setting == "aware":
         prompt, rest = [*prompt, *rest[:-1]], rest[-1:]

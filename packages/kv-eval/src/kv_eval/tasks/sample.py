@@ -1,4 +1,4 @@
-"""What a task hands to an evaluator: token ids to compress, ids to feed after, what is right."""
+"""Samples of a task: token ids to compress, token ids to feed afterwards, expected answers."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,28 +16,27 @@ TaskName = Literal[
 
 
 class TaskError(ValueError):
-    """A task that cannot be made from what was given; the message says what would be right."""
+    """A task cannot be created from its arguments; the message has the valid range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt and what is asked of the model after it.
+    """One prompt and its question.
 
-    An evaluator feeds `prompt_ids` and lets the cache compress them, feeds `question_ids`, which is
-    never empty, so that every token it then scores was computed from the compressed cache, and goes
-    on by the task: it teacher-forces `target_ids` when there are any, and otherwise generates
-    `new_tokens` tokens greedily.
+    An evaluator feeds `prompt_ids`, which the cache compresses, then `question_ids`, which is never
+    empty, so that every scored token is computed from the compressed cache. It then teacher-forces
+    `target_ids` if there are any, and otherwise generates `new_tokens` tokens greedily.
 
     Attributes:
-        task: Which task made it.
-        setting: `aware` when the question is part of `prompt_ids`, `agnostic` when it comes after.
+        task: The task that created it.
+        setting: `aware` if the question is part of `prompt_ids`, `agnostic` if it follows.
         prompt_ids: Token ids whose keys and values are compressed.
-        question_ids: Token ids fed after that; the last one predicts the first token of the answer.
+        question_ids: Token ids fed afterwards; the last one predicts the answer's first token.
         target_ids: The true continuation, for `nll`; empty otherwise.
-        answers: The numbers or words to be found in the generated text; the score is the share of
-            them that are. Empty where there is no such answer.
-        depth: Where the answer stands, from 0 at the start of the text to 1 at its end.
-        new_tokens: How many tokens to generate at most; 0 for `nll`.
+        answers: Numbers or words expected in the generated text; the score is the share found.
+            Empty for tasks without such answers.
+        depth: Position of the answer, from 0 at the start of the text to 1 at its end.
+        new_tokens: Maximum number of generated tokens; 0 for `nll`.
         stop: Whether generation ends at the model's end-of-text token.
     """
 
@@ -52,7 +51,7 @@ class Sample:
     stop: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a sample that leaves nothing to compress or nothing to predict from."""
+        """Check that there are tokens to compress and to predict from."""
         if not self.prompt_ids or not self.question_ids:
             raise TaskError(
                 "a sample needs at least one token to compress and one to feed after it"

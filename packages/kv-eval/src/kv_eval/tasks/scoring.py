@@ -1,4 +1,4 @@
-"""How an answer, a continuation or a text is scored: pure functions."""
+"""Scoring of answers and continuations: pure functions."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ _SEPARATOR = re.compile(r"(?<=\d)[,_\u00a0 ](?=\d{3}(?!\d))")
 
 
 def found(generated: str, answer: str) -> bool:
-    """Whether the whole number or word stands in the generated text.
+    """Return whether the generated text contains the whole number or word.
 
-    Thousands separators of a number are ignored, and whether letters of a word are capital ones.
+    Thousands separators of a number and the letter case of a word are ignored.
     """
     edge = r"\d" if answer.isdigit() else r"\w"
     plain = re.compile(rf"(?<!{edge}){re.escape(answer)}(?!{edge})", re.IGNORECASE)
@@ -21,28 +21,28 @@ def found(generated: str, answer: str) -> bool:
 
 
 def found_share(generated: str, answers: Sequence[str]) -> float:
-    """The share of the answers that stand in the generated text, from 0 to 1.
+    """Return the share of the answers found in the generated text, from 0 to 1.
 
     Raises:
-        ValueError: there is no answer.
+        ValueError: no answers.
     """
     if not answers:
-        raise ValueError("a share of answers needs at least one of them")
+        raise ValueError("a share of answers needs at least one answer")
     return sum(found(generated, answer) for answer in answers) / len(answers)
 
 
 def nats_per_token(logits: Float[Tensor, "L V"], targets: Int[Tensor, " L"]) -> float:
-    """The mean negative log-likelihood of the targets, in nats, computed in float64.
+    """Return the mean negative log-likelihood of the targets, in nats, computed in float64.
 
     Args:
-        logits: Of each target's predecessor, any float dtype.
+        logits: At each target's predecessor, in any float dtype.
         targets: Token ids.
     """
     return float(torch.nn.functional.cross_entropy(logits.double(), targets.long()))
 
 
 def agreement_share(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """The share of the reference's tokens that stand at the same place in `tokens`, from 0 to 1.
+    """Return the share of the reference's tokens that `tokens` has at the same index.
 
     Raises:
         ValueError: the reference is empty.

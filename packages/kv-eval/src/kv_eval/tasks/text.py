@@ -1,4 +1,4 @@
-"""The text that prompts are cut from: a file, or what every Python installation has."""
+"""The source text of prompts: a file, or text that every Python installation has."""
 
 import hashlib
 import re
@@ -7,26 +7,26 @@ from pathlib import Path
 
 from kv_eval.tasks.sample import TaskError
 
-LONGEST_PIECE = 60  # words; a text without full stops still offers places for a needle
+LONGEST_PIECE = 60  # words; a text without full stops still has positions for a needle
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A named text, as paragraphs of words that single spaces part."""
+    """A named text, as paragraphs of words separated by single spaces."""
 
     name: str
     paragraphs: tuple[str, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse a text without words."""
+        """Check that the text has words."""
         if not self.paragraphs:
-            raise TaskError(f"the text {self.name} holds no words; give one that does")
+            raise TaskError(f"the text {self.name} has no words; use another text")
 
     @property
     def body(self) -> str:
-        """The paragraphs, one a line."""
+        """The paragraphs, one per line."""
         return "\n".join(self.paragraphs)
 
     @property
@@ -35,7 +35,7 @@ class Text:
         return hashlib.sha256(self.body.encode()).hexdigest()[:16]
 
     def pieces(self) -> tuple[tuple[str, ...], ...]:
-        """The text as sentences of words; a sentence above 60 words is cut into several."""
+        """Return the text as sentences of words; a sentence above 60 words is split."""
         found: list[tuple[str, ...]] = []
         for paragraph in self.paragraphs:
             for sentence in _SENTENCE.split(paragraph):
@@ -50,7 +50,7 @@ def read_text(path: str | Path) -> Text:
     """Read a UTF-8 file, one paragraph between blank lines.
 
     Raises:
-        TaskError: the file is missing, is not UTF-8, or holds no words.
+        TaskError: the file is missing, is not UTF-8, or has no words.
     """
     path = Path(path)
     try:
@@ -64,9 +64,9 @@ def read_text(path: str | Path) -> Text:
 
 
 def default_text() -> Text:
-    """The prose of the help topics that CPython carries for its `help()`, about 30,000 tokens.
+    """Return the prose of CPython's `help()` topics, about 30,000 tokens.
 
-    It differs a little between versions of Python, which the name says.
+    It differs slightly between versions of Python; the name contains the version.
 
     Raises:
         TaskError: this Python was installed without `pydoc_data`.
@@ -75,7 +75,7 @@ def default_text() -> Text:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise TaskError(
-            "this Python lacks pydoc_data, where the default text is from; name a text file"
+            "this Python lacks pydoc_data, the source of the default text; pass a text file"
         ) from error
     import sys
 

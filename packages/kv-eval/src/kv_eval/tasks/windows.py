@@ -1,4 +1,4 @@
-"""Plain text: nats per token of its true continuation, and agreement on a generated one."""
+"""Windows of plain text: nats per token of the true continuation, and agreement of greedy ones."""
 
 import random
 from typing import TYPE_CHECKING
@@ -19,19 +19,19 @@ def nll(
     seed: int = 0,
     continuation: int = 256,
 ) -> tuple[Sample, ...]:
-    """Windows of text: `length` tokens of prompt, then the true continuation to be teacher-forced.
+    """Create windows of text: `length` prompt tokens, then the true continuation to force.
 
-    The prompt's last token is fed after the compression, so that all of the continuation is
-    predicted from the compressed cache. Windows are spread evenly over the text and overlap only
-    where it is too short for all of them.
+    The prompt's last token is fed after compression, so that all of the continuation is predicted
+    from the compressed cache. Windows are spread evenly over the text and overlap only if it is too
+    short for all of them.
 
     Args:
         tokenizer: The model's.
-        text: Where the windows are cut from.
+        text: Source of the windows.
         length: Tokens of the prompt, at least 2.
-        samples: How many windows.
+        samples: Number of windows.
         seed: Shifts the windows.
-        continuation: Tokens that are scored, at least 1.
+        continuation: Scored tokens, at least 1.
 
     Raises:
         TaskError: the text is shorter than one window, or a number is out of range.
@@ -60,13 +60,13 @@ def agreement(
     seed: int = 0,
     new_tokens: int = 64,
 ) -> tuple[Sample, ...]:
-    """Windows of text to be continued greedily for `new_tokens` tokens, past any end of text.
+    """Create windows of text to continue greedily for `new_tokens` tokens, past any end of text.
 
     Args:
         tokenizer: The model's.
-        text: Where the windows are cut from.
+        text: Source of the windows.
         length: Tokens of the prompt, at least 2.
-        samples: How many windows.
+        samples: Number of windows.
         seed: Shifts the windows.
         new_tokens: Tokens to generate and compare, at least 1.
 
@@ -109,7 +109,7 @@ def _windows(
     if room < 0:
         raise TaskError(
             f"the text {text.name} has {len(ids)} tokens, fewer than the {size} of one window of"
-            f" {task} at length={length}; give a longer text or a smaller length"
+            f" {task} at length={length}; use a longer text or a smaller length"
         )
     stride = room / samples
     shift = random.Random(f"{task} {seed}").random() * stride
@@ -118,7 +118,7 @@ def _windows(
 
 
 def text_start(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The beginning-of-text token, where the tokenizer puts one before every text."""
+    """Return the beginning-of-text token, if the tokenizer prepends one to every text."""
     bos = tokenizer.bos_token_id
     first = tokenizer.encode("a")[:1]
     return first if bos is not None and first == [bos] else []

@@ -1,4 +1,4 @@
-"""Samples of an evaluation, asked of an engine of vLLM in a process of its own."""
+"""Running samples of an evaluation in a vLLM engine in a separate process."""
 
 import os
 import time
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
     from kv_eval.vllm.usage import Usage
 
-# The engine is in the process that asks, which is not to answer for a server.
+# The engine runs in the calling process, without a server.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine is started with.
+    """Settings of an engine.
 
     Attributes:
         model: a name or folder that vLLM can serve.
-        dtype: in which numbers it computes, as vLLM names them.
-        policy: text of what compresses; None for vLLM's own cache.
-        kv_bytes: what it may take for keys and values.
+        dtype: vLLM's name of the dtype.
+        policy: text of the policy; None for vLLM's own cache.
+        kv_bytes: memory for keys and values.
         longest: tokens of the longest request with its answer.
     """
 
@@ -42,7 +42,7 @@ class Engine:
     longest: int
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for vLLM; a prompt is read in one step, and nothing is shared with another."""
+        """Return arguments for vLLM: prefill in one step, no prefix caching."""
         from kv_eval.vllm.forcing import Forced
 
         return {
@@ -61,14 +61,14 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for a sample.
+    """The reply to a sample.
 
     Attributes:
-        tokens: what was generated, without what ended it.
-        nats: per token of the sample's targets; None where it has none.
-        kv_bytes: of the blocks held after the prompt was read and compressed, and a token or two
-            more, as vLLM counts blocks.
-        seconds: from asking to the end.
+        tokens: generated tokens, without the end token.
+        nats: per token of the sample's targets; None without targets.
+        kv_bytes: of the blocks allocated after the prompt was read and compressed, and one or two
+            more tokens, as vLLM counts blocks.
+        seconds: from the request to its end.
     """
 
     tokens: tuple[int, ...]
@@ -78,13 +78,13 @@ class Reply:
 
 
 def replies(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
-    """Start an engine, and give the reply to one sample after another as it comes.
+    """Start an engine, and yield the replies to the samples in order.
 
-    The process ends with the iteration, whoever ends it.
+    The process ends with the iteration, even if that is abandoned.
 
     Raises:
-        ValueError: vLLM, or the policy, refuses the model or the settings.
-        RuntimeError: the process ended before all were answered.
+        ValueError: vLLM or the policy refuses the model or the settings.
+        RuntimeError: the process exited before all samples were answered.
     """
     context = get_context("spawn")
     mine, its = context.Pipe(duplex=False)
@@ -98,8 +98,8 @@ def replies(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
             except EOFError:
                 process.join()
                 raise RuntimeError(
-                    f"vLLM ended with status {process.exitcode} under "
-                    f"{engine.policy or 'its own cache'}; what it said stands above"
+                    f"vLLM exited with status {process.exitcode} under "
+                    f"{engine.policy or 'its own cache'}; see its output above"
                 ) from None
             if isinstance(reply, str):
                 raise ValueError(reply)
@@ -112,7 +112,7 @@ def replies(engine: Engine, samples: Sequence[Sample]) -> Iterator[Reply]:
 
 def _answer_all(engine: Engine, samples: Sequence[Sample], pipe: Connection) -> None:
     os.environ |= ALONE
-    with suppress(BrokenPipeError, KeyboardInterrupt):  # nobody waits for more
+    with suppress(BrokenPipeError, KeyboardInterrupt):  # the reader has stopped
         try:
             for reply in _answered(engine, samples):
                 pipe.send(reply)
@@ -169,9 +169,9 @@ def _reply(output: "RequestOutput", sample: Sample, kv_bytes: int, seconds: floa
         ended = answer.finish_reason == "stop"
         return Reply(tokens[:-1] if ended else tokens, None, kv_bytes, seconds)
     if tokens != sample.target_ids:
-        raise RuntimeError("vLLM did not generate what it was told to")
+        raise RuntimeError("vLLM did not generate the forced tokens")
     if answer.logprobs is None:
-        raise RuntimeError("vLLM gave no log-probabilities")
+        raise RuntimeError("vLLM returned no log-probabilities")
     pairs = zip(answer.logprobs, sample.target_ids, strict=True)
     nats = -mean(each[token].logprob for each, token in pairs)
     return Reply((), nats, kv_bytes, seconds)

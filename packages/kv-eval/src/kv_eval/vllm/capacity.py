@@ -1,4 +1,4 @@
-"""How many tokens vLLM says it can hold."""
+"""The token capacity that vLLM reports."""
 
 import argparse
 import json
@@ -20,17 +20,17 @@ def token_capacity(
     max_model_len: int | None = None,
     block_size: int | None = None,
 ) -> int:
-    """Start vLLM in a process of its own and give the "KV cache size" that it reports, in tokens.
+    """Start vLLM in a separate process and return the "KV cache size" that it reports, in tokens.
 
     Args:
         model_folder: a model that vLLM can serve.
         policy: its text; None for vLLM's own cache.
-        kv_bytes: what vLLM may take for keys and values.
+        kv_bytes: memory for keys and values.
         max_model_len: tokens of the longest request; None for the model's own.
-        block_size: tokens of a block; None for vLLM's own.
+        block_size: tokens per block; None for vLLM's default.
 
     Raises:
-        RuntimeError: vLLM is not installed or did not start; the message ends with what it said.
+        RuntimeError: vLLM is not installed or did not start; the message ends with its output.
     """
     options: dict[str, Any] = {
         "model": str(model_folder),
@@ -53,7 +53,7 @@ def token_capacity(
             check=False,
         )
         if run.returncode or not answer.exists():
-            raise RuntimeError(f"vLLM did not start with {given}; it said:\n{run.stdout[-2000:]}")
+            raise RuntimeError(f"vLLM did not start with {given}; output:\n{run.stdout[-2000:]}")
         return int(answer.read_text())
 
 

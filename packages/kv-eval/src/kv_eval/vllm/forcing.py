@@ -1,4 +1,4 @@
-"""Texts given to vLLM as if it had generated them, token by token."""
+"""Teacher forcing in vLLM, token by token."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from kv_serve.vllm.names import FORCED
 
 
 class Forced(AdapterLogitsProcessor):
-    """Lets a request generate the tokens that its extra arguments name.
+    """Make a request generate the tokens in its extra arguments.
 
-    vLLM's log-probabilities are those before any such processor, so they say how likely the model
-    held each token over what is cached by then. Those of a prompt would not: a prompt is compressed
-    when it has been read.
+    vLLM's log-probabilities are computed before such a processor, so they are the model's
+    likelihoods of each token given the cache at that step. Those of a prompt would not be: a prompt
+    is compressed after it has been read.
     """
 
     def is_argmax_invariant(self) -> bool:
-        """It changes which token is taken."""
+        """Return False: the processor changes the chosen token."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        """Give what puts the next token above all others; None for requests that name none."""
+        """Return a function that forces the next token; None for requests without forced tokens."""
         tokens = (params.extra_args or {}).get(FORCED)
         if tokens is None:
             return None

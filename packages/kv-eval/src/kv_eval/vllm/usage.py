@@ -1,4 +1,4 @@
-"""How many bytes of keys and values vLLM says are held, after each of its steps."""
+"""Bytes of keys and values in use, as vLLM reports them after each step."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Usage(StatLoggerBase):
-    """Keeps the share of blocks in use of the last step; vLLM makes one through `Usage.into`."""
+    """Records the share of blocks in use at the last step; vLLM creates it via `Usage.into`."""
 
     def __init__(self, vllm_config: "VllmConfig", engine_index: int = 0) -> None:
-        """Start at nothing."""
+        """Start at 0."""
         self.share = 0.0
 
     @classmethod
     def into(cls, made: "list[Usage]") -> "Callable[[VllmConfig, int], Usage]":
-        """Give what vLLM calls to make one, which puts it into the list."""
+        """Return a factory for vLLM that appends each instance to the list."""
 
         def make(config: "VllmConfig", index: int) -> Usage:
             made.append(cls(config, index))
@@ -35,18 +35,18 @@ class Usage(StatLoggerBase):
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take in one step; the arguments are vLLM's."""
+        """Record one step; the arguments are vLLM's."""
         if scheduler_stats is not None:
             self.share = scheduler_stats.kv_cache_usage
 
     def log_engine_initialized(self) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def pool_bytes(engine: "LLMEngine") -> int:
-    """Give the bytes of all blocks that requests can have, of an engine in this process.
+    """Return the bytes of all blocks available to requests, of an engine in this process.
 
-    vLLM keeps one block to itself.
+    vLLM reserves one block.
     """
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     allocated = sum(int(tensor.size) for tensor in config.kv_cache_tensors)

@@ -1,7 +1,7 @@
-"""Conformance checks that anybody runs on a policy or codec of their own.
+"""Conformance checks for third-party policies and codecs.
 
-Each raises AssertionError with a sentence that says which law of the contract does not hold. They
-need nothing beyond kv_policy, use seeds, and take a moment.
+Each raises AssertionError with a sentence that names the violated law of the contract. They depend
+on kv_policy alone, use fixed seeds, and run quickly.
 """
 
 from kv_policy.testing.codecs import check_codec

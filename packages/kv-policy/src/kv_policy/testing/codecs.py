@@ -13,13 +13,13 @@ _BLOCKS = 12
 def check_codec(codec: Codec) -> None:
     """Check a codec against the contract.
 
-    Blocks take exactly `sum(parts)` bytes; what comes back is within `bound`; a block's bytes
+    Blocks take exactly `sum(parts)` bytes; decoded vectors are within `bound`; a block's bytes
     depend on that block alone, whatever the others hold, infinities and NaN included; an empty
-    batch works; bytes are read wherever they lie in memory; and `layout`, where there is one,
+    batch works; decoding accepts any memory layout of the bytes; and `layout`, if not None,
     describes the bytes fully.
 
     Raises:
-        AssertionError: a law does not hold; the message says which.
+        AssertionError: a law is violated; the message names it.
     """
     law(isinstance(codec, Codec), f"{codec!r} lacks a member of the Codec protocol")
     law(codec.dim >= 1 and codec.block >= 1, "dim and block must be at least 1")
@@ -61,7 +61,7 @@ def _check_batch(codec: Codec, kind: str, x: Float[Tensor, "n S D"]) -> None:
     before = x.clone()
     data = _encode(codec, kind, x)
     law(equal(x, before), f"encode changed its input ({kind} vectors)")
-    law(equal(data, codec.encode(x)), f"encode gave other bytes the second time ({kind} vectors)")
+    law(equal(data, codec.encode(x)), f"encode returns other bytes when repeated ({kind} vectors)")
     alone = torch.cat([codec.encode(block[None]) for block in x])
     law(
         equal(data, alone),
@@ -70,7 +70,7 @@ def _check_batch(codec: Codec, kind: str, x: Float[Tensor, "n S D"]) -> None:
     back = _decode(codec, kind, data)
     law(
         equal(back, torch.cat([codec.decode(row[None]) for row in data])),
-        f"bytes decoded alone give another block than in a batch ({kind} vectors)",
+        f"bytes decoded alone differ from the same bytes decoded in a batch ({kind} vectors)",
     )
     _check_error(codec, kind, x, back)
     if codec.layout is not None:
@@ -79,7 +79,7 @@ def _check_batch(codec: Codec, kind: str, x: Float[Tensor, "n S D"]) -> None:
 
 def _encode(codec: Codec, kind: str, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
     data = works(f"encode failed on {kind} vectors", codec.encode, x)
-    law(data.dtype == torch.uint8, f"encode gives {data.dtype}; it must give uint8")
+    law(data.dtype == torch.uint8, f"encode returns {data.dtype}; it must return uint8")
     expected = (x.shape[0], sum(codec.parts))
     law(
         tuple(data.shape) == expected,
@@ -94,7 +94,7 @@ def _decode(codec: Codec, kind: str, data: UInt8[Tensor, "n N"]) -> Float[Tensor
     expected = (data.shape[0], codec.block, codec.dim)
     law(
         tuple(back.shape) == expected and back.is_floating_point(),
-        f"decode gave {back.dtype} of shape {tuple(back.shape)}; floats of {expected} are right",
+        f"decode returns {back.dtype} of shape {tuple(back.shape)}; expected floats of {expected}",
     )
     return back
 
@@ -105,19 +105,19 @@ def _check_error(
     bound = works(f"bound failed on {kind} vectors", codec.bound, x)
     law(
         bound.shape == x.shape and bool((bound >= 0).all()),
-        f"bound must give a number of at least 0 for every element ({kind} vectors)",
+        f"bound must return a number of at least 0 for every element ({kind} vectors)",
     )
     if kind in ("normal", "constant", "zero"):
         law(
             bool(bound.isfinite().all()),
-            f"the bound of {kind} vectors is infinite: it says nothing",
+            f"the bound of {kind} vectors is infinite",
         )
     error = (back.double() - x.double()).abs()
     excess = (error - bound.double()).where(bound.isfinite(), torch.tensor(0.0).double())
     law(
         bool((excess <= 0).all()),
-        f"decode(encode(x)) is off by {excess.nan_to_num(torch.inf).max():.3g} more than bound(x) "
-        f"says for {kind} vectors",
+        f"decode(encode(x)) exceeds bound(x) by {excess.nan_to_num(torch.inf).max():.3g} "
+        f"for {kind} vectors",
     )
 
 
@@ -132,7 +132,7 @@ def _check_layout(
     parts = rows * layout.stride, records * layout.parts[1]
     law(
         layout.dim == codec.dim and rows % layout.tokens == 0 and codec.parts == parts,
-        f"the layout has {layout.dim} dimensions, {layout.tokens} tokens that share scales and so "
+        f"the layout has {layout.dim} dimensions, {layout.tokens} tokens that share scales and "
         f"parts {parts}; the codec has {codec.dim}, blocks of {rows} and parts {codec.parts}",
     )
     dims = torch.arange(codec.dim)
@@ -147,7 +147,7 @@ def _check_layout(
     slack = 2**-22 * (product.abs() + zero.abs())  # fused or not
     law(
         bool(((product + zero - back.float()).abs() <= slack).all()),
-        f"decode does not give code * scale + zero of its own layout ({kind} vectors)",
+        f"decode does not return code * scale + zero of its own layout ({kind} vectors)",
     )
 
 
@@ -165,12 +165,12 @@ def _check_leaks(codec: Codec, x: Float[Tensor, "n S D"]) -> None:
     data, expected = _encode(codec, "infinite and NaN", odd), codec.encode(x)
     law(
         equal(data[clean], expected[clean]),
-        "an infinity or a NaN in one block changes the bytes of another",
+        "an infinity or a NaN in one block changes the bytes of another block",
     )
     back = _decode(codec, "infinite and NaN", data)
     law(
         equal(back[clean], codec.decode(expected)[clean]),
-        "an infinity or a NaN in one block changes what another decodes to",
+        "an infinity or a NaN in one block changes the decoded vectors of another block",
     )
 
 
@@ -179,7 +179,7 @@ def _check_views(codec: Codec, x: Float[Tensor, "n S D"]) -> None:
     spread = torch.stack([x, -x], dim=-1).flatten(-2)[..., ::2]
     law(
         equal(data, works("encode failed on strided vectors", codec.encode, spread)),
-        "encode gives other bytes for the same vectors with other strides",
+        "encode returns other bytes for the same vectors with other strides",
     )
     page = torch.zeros(len(x), data.shape[1] + 3, dtype=torch.uint8)
     page[:, 1 : 1 + data.shape[1]] = data
@@ -188,5 +188,5 @@ def _check_views(codec: Codec, x: Float[Tensor, "n S D"]) -> None:
         back = works("decode failed on bytes inside a page", codec.decode, inside)
         law(
             equal(back, codec.decode(data[: len(rows)])),
-            "decode gives other vectors for the same bytes inside a page",
+            "decode returns other vectors for the same bytes inside a page",
         )

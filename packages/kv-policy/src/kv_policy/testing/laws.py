@@ -1,4 +1,4 @@
-"""Saying that a law is broken."""
+"""Assertions for the laws of the contract."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -16,7 +16,7 @@ def law(holds: bool, sentence: str) -> None:
 
 
 def works(sentence: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Give what the call returns, and turn an error into an AssertionError."""
+    """Return the call's result, and turn an exception into an AssertionError."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
@@ -24,7 +24,7 @@ def works(sentence: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same in shape, dtype and every element, NaN like NaN."""
+    """Return whether shape, dtype and every element are equal, with NaN equal to NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     same = a == b

@@ -29,21 +29,21 @@ _SHAPE: Final = CacheShape(
 def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
     """Check a policy against the contract.
 
-    Its text form parses back to an equal policy. Its selector is pure, treats every sequence by
-    itself, ignores padding, keeps what it protects, stays within the budget and never sends a token
-    back to an earlier tier; its formats hold as many tiers as they say, each a pair of codecs that
-    pass `check_codec`; its basis fits the heads; and its capabilities are true as far as can be
-    seen.
+    Its text form parses back to an equal policy. Its selector is pure, treats every sequence
+    independently, ignores padding, keeps protected tokens, stays within the budget and never moves
+    a token to an earlier tier; its formats match its number of tiers, and their codecs pass
+    `check_codec`; its basis fits the heads; and its capabilities are true as far as they can be
+    tested.
 
     Args:
         policy: the policy, alone or composed.
-        shape: the cache to try it on; give one where the policy is made for particular sizes.
+        shape: the cache shape to test with; set it if the policy is made for particular sizes.
 
     Raises:
-        AssertionError: a law does not hold; the message says which.
+        AssertionError: a law is violated; the message names it.
     """
     law(isinstance(policy, KVPolicy), f"{policy!r} lacks a member of the KVPolicy protocol")
-    law(isinstance(policy.capabilities, Capabilities), "capabilities must give a Capabilities")
+    law(isinstance(policy.capabilities, Capabilities), "capabilities must be a Capabilities")
     selector, formats, basis = policy.selector, policy.formats, policy.basis
     law(
         selector is not None or formats is not None or basis is not None,
@@ -64,11 +64,11 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
 def _check_text(policy: KVPolicy) -> None:
     text = str(policy)
     for part in policy.parts if isinstance(policy, Composed) else (policy,):
-        name, options = works(f"{part} cannot be read back", read, str(part))
+        name, options = works(f"{part} cannot be parsed", read, str(part))
         if isinstance(part, Part):
             law(name == part.name, f"{part} does not start with its name, {part.name}")
-            again = works(f"the parameters of {part} cannot be read back", part.from_text, options)
-            law(again == part, f"reading {part} gives {again!r}, not the equal of {part!r}")
+            again = works(f"the parameters of {part} cannot be parsed", part.from_text, options)
+            law(again == part, f"parsing {part} returns {again!r}, which is not equal to {part!r}")
     selector = policy.selector
     whole = selector is None or complete(selector).tiers == 1 or policy.formats is not None
     parts = policy.parts if isinstance(policy, Composed) else (policy,)
@@ -77,8 +77,8 @@ def _check_text(policy: KVPolicy) -> None:
     names = {*known, *(each.name for each in extra)}
     if whole and {read(piece)[0] for piece in split(text, "+")} <= names:
         parsed = works(f"the text {text} is refused", parse, text, extra)
-        law(parsed == policy, f"parsing {text} gives {parsed!r}, which is not equal to {policy!r}")
-        law(str(parsed) == text, f"parsing {text} gives the text {parsed}")
+        law(parsed == policy, f"parsing {text} returns {parsed!r}, not equal to {policy!r}")
+        law(str(parsed) == text, f"parsing {text} returns a policy with the text {parsed}")
 
 
 def _check_formats(formats: Formats, shape: CacheShape) -> None:
@@ -87,16 +87,16 @@ def _check_formats(formats: Formats, shape: CacheShape) -> None:
     bound = works(f"bind failed for {shape}", formats.bind, shape)
     law(
         isinstance(bound, tuple) and all(isinstance(tier, TokenFormat) for tier in bound),
-        f"bind gave {bound!r}; it must give a tuple of TokenFormat",
+        f"bind returns {bound!r}; it must return a tuple of TokenFormat",
     )
     law(
         len(bound) == formats.tiers,
-        f"bind gave {len(bound)} formats and tiers says {formats.tiers}",
+        f"bind returns {len(bound)} formats and tiers is {formats.tiers}",
     )
     for tier in bound:
         law(
             (tier.key.dim, tier.value.dim) == (shape.key_dim, shape.value_dim),
-            f"bind gave codecs for {tier.key.dim} and {tier.value.dim} dimensions; keys have "
+            f"bind returns codecs for {tier.key.dim} and {tier.value.dim} dimensions; keys have "
             f"{shape.key_dim} and values {shape.value_dim}",
         )
         check_codec(tier.key)
@@ -115,7 +115,7 @@ def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
             law(
                 maps.matrix.shape[:2] == (shape.kv_heads, dim),
                 f"layer {layer}'s {facet} basis has shape {tuple(maps.matrix.shape)}; "
-                f"{shape.kv_heads} heads of {dim} dimensions are right",
+                f"expected {shape.kv_heads} heads of {dim} dimensions",
             )
             if part is None:
                 continue
@@ -129,11 +129,11 @@ def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
                     for mine, theirs in ((shared.matrix, maps.matrix), (shared.dual, maps.dual))
                     if mine is not None and theirs is not None
                 ),
-                f"layer {layer}'s {facet} basis of a shard of the heads differs from the whole's",
+                f"layer {layer}'s {facet} basis differs between a shard of the heads and the whole",
             )
 
 
 def _bind(basis: Basis, layer: int, shape: CacheShape) -> LayerBasis:
     bound = works(f"bind failed for layer {layer} of {shape}", basis.bind, layer, shape)
-    law(isinstance(bound, LayerBasis), f"bind gave {bound!r}; it must give a LayerBasis")
+    law(isinstance(bound, LayerBasis), f"bind returns {bound!r}; it must return a LayerBasis")
     return bound

@@ -1,4 +1,4 @@
-"""The law of a selector whose scores go on as means over queries, or as sums."""
+"""The law of a selector whose scores are running means or sums over queries."""
 
 import torch
 
@@ -9,23 +9,22 @@ from kv_policy.testing.views import DrawnTokens
 
 
 def check_running(selector: CompleteSelector, tokens: DrawnTokens) -> None:
-    """Check that scores of stored tokens are the mean or the sum that they are said to be.
+    """Check that scores of stored tokens equal the declared running mean or sum.
 
     Args:
-        selector: who says so, or that they are none.
-        tokens: what it sees when a token has arrived in each sequence.
+        selector: the selector; nothing is checked if its `running` is None.
+        tokens: its view when one token has arrived in each sequence.
     """
     running = selector.running
     if running is None:
         return
     law(
         selector.observe.generated,
-        "running says how scores go on while generating; then observe must have generated=True",
+        "running updates scores during generation, so observe must have generated=True",
     )
     law(
         isinstance(running, RunningSum) or selector.observe.skip == 1,
-        "running says that scores are means over the queries after a token; then observe must "
-        "have skip=1",
+        "running is a mean over the queries after a token, so observe must have skip=1",
     )
     for layer in range(tokens.shape.layers):
         view = tokens.layer(layer)
@@ -37,6 +36,6 @@ def check_running(selector: CompleteSelector, tokens: DrawnTokens) -> None:
         found = selector.score(view)[stored]
         law(
             bool(torch.isclose(found, want[stored], rtol=1e-4, atol=1e-6).all()),
-            "score of a stored token, of which a generated query was observed, is not what "
-            "running says",
+            "score of a stored token, for which a generated query was observed, differs from "
+            "running",
         )

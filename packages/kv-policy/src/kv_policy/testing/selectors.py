@@ -37,8 +37,8 @@ _EVERY = slice(0, None)
 
 
 def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
-    """Check what a selector says of itself, its scores, its plans and its steps."""
-    selector = works("what the selector says of itself cannot be asked", complete, of)
+    """Check a selector's members, scores, plans and steps."""
+    selector = works("the selector's members cannot be read", complete, of)
     _check_answers(selector)
     for seed, stored in enumerate((0.0, 0.5, 0.9)):
         tokens = after_prompt(selector, shape, stored, seed)
@@ -54,16 +54,16 @@ def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
 
 
 def _check_answers(selector: CompleteSelector) -> None:
-    law(0 < selector.tiers < NOBODY, f"tiers is {selector.tiers}; 1 to {NOBODY - 1} are right")
+    law(0 < selector.tiers < NOBODY, f"tiers is {selector.tiers}; it must be 1 to {NOBODY - 1}")
     law(
         selector.budget is None or isinstance(selector.budget, Budget),
         f"budget is {selector.budget!r}; it must be a Budget, or None for a rule of its own",
     )
-    law(isinstance(selector.observe, Observe), "observe must give an Observe")
+    law(isinstance(selector.observe, Observe), "observe must be an Observe")
     law(selector.protected >= 0, f"protected is {selector.protected}; it must be 0 or more")
-    law(isinstance(selector.replan, Replan), "replan must give a Replan")
-    law(selector.scope in ("layer", "model"), f"scope is {selector.scope!r}; say layer or model")
-    law(selector.decode in ("grow", "step"), f"decode is {selector.decode!r}; say grow or step")
+    law(isinstance(selector.replan, Replan), "replan must be a Replan")
+    law(selector.scope in ("layer", "model"), f"scope is {selector.scope!r}; use layer or model")
+    law(selector.decode in ("grow", "step"), f"decode is {selector.decode!r}; use grow or step")
     law(
         selector.reads <= {"keys", "values", "queries"},
         f"reads is {set(selector.reads)}; it may hold keys, values and queries",
@@ -72,22 +72,22 @@ def _check_answers(selector: CompleteSelector) -> None:
         selector.budget is None
         or selector.budget.unit != "tokens"
         or selector.budget.amount >= selector.protected,
-        f"the budget of {selector.budget} tokens is below the {selector.protected} it protects",
+        f"the budget of {selector.budget} tokens is below the {selector.protected} protected",
     )
 
 
 def _layer_score(selector: CompleteSelector, view: LayerView) -> Float[Tensor, "B H L"]:
     score = works(
-        "score failed on a view that holds just what the selector says it observes and reads",
+        "score failed on a view with only what the selector observes and reads",
         selector.score,
         view,
     )
     law(
         score.shape == view.position.shape and score.is_floating_point(),
-        f"score gave {score.dtype} of shape {tuple(score.shape)}; floats of shape "
-        f"{tuple(view.position.shape)} are right",
+        f"score returns {score.dtype} of shape {tuple(score.shape)}; expected floats of shape "
+        f"{tuple(view.position.shape)}",
     )
-    law(not score[view.position >= 0].isnan().any(), "score gave a token NaN")
+    law(not score[view.position >= 0].isnan().any(), "score is NaN for a token")
     return score.float()
 
 
@@ -106,8 +106,8 @@ def _gauges(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N
         lead = view.position.shape[:-1]
         law(
             head_stats.shape == lead and head_stats.is_floating_point(),
-            f"head_stats gave {head_stats.dtype} of shape {tuple(head_stats.shape)}; floats of "
-            f"shape {tuple(lead)} are right",
+            f"head_stats returns {head_stats.dtype} of shape {tuple(head_stats.shape)}; expected "
+            f"floats of shape {tuple(lead)}",
         )
         found.append(head_stats)
     return torch.stack(found).float()
@@ -121,7 +121,7 @@ def _check_scores(
     for name, held in _held(tokens):
         law(equal(before[name], held), f"score changed the view's {name}")
     there = tokens.position >= 0
-    law(equal(score[there], _scores(selector, tokens)[there]), "score differs the second time")
+    law(equal(score[there], _scores(selector, tokens)[there]), "score differs on a second call")
     law(
         bool((((score == torch.inf) & there).sum(-1) <= selector.protected).all()),
         f"score is infinite for more tokens of a head than the {selector.protected} protected",
@@ -135,7 +135,7 @@ def _check_scores(
 
 
 def _held(tokens: DrawnTokens) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that views show, by name."""
+    """Yield the tensors of the views, by name."""
     for field in dataclasses.fields(tokens):
         held = getattr(tokens, field.name)
         if isinstance(held, Tensor):
@@ -152,7 +152,7 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Draw
     law(
         selector.observe.generated or not forever.any(),
         "score is infinite for a token that arrives in decoding; without observing generated "
-        "queries it is not scored again, so it would be protected for good",
+        "queries it is never scored again and stays protected",
     )
     if "queries" in selector.reads:
         return  # a host then scores one layer at a time
@@ -161,17 +161,17 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Draw
     law(
         bool(torch.isclose(stacked, score, rtol=1e-4, atol=1e-6)[there].all()),
         "score of a view of several layers differs from the scores of each layer alone; in "
-        "decoding a row may be of any layer, which is layer[row]",
+        "decoding the layer of a row is layer[row]",
     )
 
 
 def _parts(tokens: DrawnTokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:
     count, heads = len(tokens.length), tokens.shape.kv_heads
-    parts = [(torch.arange(count).flip(0), _EVERY, "change when sequences trade places")]
-    alone = "of a sequence depend on the other sequences, or on how much padding it has"
+    parts = [(torch.arange(count).flip(0), _EVERY, "change when sequences are reordered")]
+    alone = "of a sequence depend on the other sequences, or on its padding"
     parts += [(torch.tensor([b]), _EVERY, alone) for b in range(count)]
     if able.splits_heads and heads > 1:
-        differ = "of a shard of the heads differ from the whole's, though splits_heads is said"
+        differ = "of a shard of the heads differ from the whole's, though splits_heads is True"
         half = heads // 2
         parts += [(torch.arange(count), s, differ) for s in (slice(0, half), slice(half, heads))]
     return parts
@@ -190,8 +190,8 @@ def _plans(
         plan = works("plan failed", selector.plan, view)
         law(
             plan.shape == view.score.shape and plan.dtype == torch.uint8,
-            f"plan gave {plan.dtype} of shape {tuple(plan.shape)}; uint8 of shape "
-            f"{tuple(view.score.shape)} is right",
+            f"plan returns {plan.dtype} of shape {tuple(plan.shape)}; expected uint8 of shape "
+            f"{tuple(view.score.shape)}",
         )
         plans.append(plan)
     return torch.cat(plans)
@@ -204,28 +204,28 @@ def _check_plan(
     score: Float[Tensor, "N B H L"],
 ) -> None:
     plan = _plans(selector, tokens, score)
-    law(equal(plan, _plans(selector, tokens, score)), "plan differs the second time")
+    law(equal(plan, _plans(selector, tokens, score)), "plan differs on a second call")
     there = tokens.position >= 0
     kept = plan != DROP
     law(
         bool((plan[kept] < selector.tiers).all()),
         f"plan sends tokens to a tier other than 0 to {selector.tiers - 1} and DROP ({DROP})",
     )
-    law(not (kept & ~there).any(), "plan keeps a place that holds no token (position -1)")
+    law(not (kept & ~there).any(), "plan keeps an empty slot (position -1)")
     stored = there & ~tokens.fresh
     law(
         bool((plan >= tokens.tier)[stored].all()),
-        "plan sends a stored token back to an earlier tier than it is in",
+        "plan moves a stored token to an earlier tier than its own",
     )
     law(
         bool(kept[there & (score == torch.inf)].all()),
-        "plan drops a token whose score is infinite: a protected one",
+        "plan drops a protected token, whose score is infinite",
     )
     if selector.budget is not None:
         _check_budget(selector, tokens, kept)
     law(
         able.shortens or not (there & ~kept).any(),
-        "plan drops tokens, and the capabilities say shortens=False",
+        "plan drops tokens, but the capabilities have shortens=False",
     )
     for sequences, heads, sentence in _parts(tokens, able):
         part, pick = tokens.cut(sequences, heads)
@@ -249,16 +249,16 @@ def _check_step(
     selector: CompleteSelector, able: Capabilities, shape: CacheShape, seed: int
 ) -> None:
     view = decoding_step(selector, shape, seed)
-    step = works("step failed, though decode says 'step'", selector.step, view)
+    step = works("step failed, though decode is 'step'", selector.step, view)
     for name in ("candidate", "victim", "target"):
         tier = getattr(step, name)
         law(
             tier.shape == view.candidate.shape and tier.dtype == torch.uint8,
-            f"a step's {name} is {tier.dtype} of shape {tuple(tier.shape)}; uint8 of shape "
-            f"{tuple(view.candidate.shape)} is right",
+            f"a step's {name} is {tier.dtype} of shape {tuple(tier.shape)}; expected uint8 of "
+            f"shape {tuple(view.candidate.shape)}",
         )
     again = selector.step(view)
-    law(_same_step(step, again), "step differs the second time")
+    law(_same_step(step, again), "step differs on a second call")
     tiers = selector.tiers
     placed, moved = step.candidate != DROP, step.victim != NOBODY
     law(
@@ -273,11 +273,11 @@ def _check_step(
     held = view.count.gather(0, victim[None])[0] > 0
     law(bool(held[moved].all()), "a step takes its victim from an empty tier")
     later = (step.target > step.victim) & ((step.target < tiers) | (step.target == DROP))
-    law(bool(later[moved].all()), "a step moves its victim to no later tier, nor to DROP")
+    law(bool(later[moved].all()), "a step moves its victim neither to a later tier nor to DROP")
     lost = moved & (step.target == DROP)
     law(
         able.shortens or not (lost | ~placed).any(),
-        "step drops tokens, and the capabilities say shortens=False",
+        "step drops tokens, but the capabilities have shortens=False",
     )
     # Where one part evicts and another sorts, steps only sort: the evictor acts when it plans.
     if selector.budget is not None and not isinstance(selector.selector, SortedSelector):
@@ -293,15 +293,15 @@ def _check_step(
             found = Step(step.candidate[rows], step.victim[rows], step.target[rows])
             law(
                 _same_step(found, alone),
-                "a step of several layers differs from the step of each alone, though scope says "
-                "'layer'; a row is of the layer first_layer + its index",
+                "a step of several layers differs from the step of each alone, though scope is "
+                "'layer'; the layer of a row is first_layer + its index",
             )
     if able.splits_heads and shape.kv_heads > 1:
         heads = slice(shape.kv_heads // 2, shape.kv_heads)
         part = selector.step(cut_step(view, sequences, heads))
         law(
             _same_step(_cut(step, sequences, heads), part),
-            "a step of a shard of the heads differs from the whole's, though splits_heads is said",
+            "a step of a shard of the heads differs from the whole's, though splits_heads is True",
         )
 
 
@@ -312,7 +312,7 @@ def _check_step_budget(view: StepView, placed: Tensor, lost: Tensor) -> None:
     most = (view.budget * before[:, 0].numel()).maximum(before.sum((0, 2)))
     law(
         bool((each | (after.sum((0, 2)) <= most)).all()),
-        "a step lets a sequence grow beyond its budget",
+        "a step makes a sequence grow beyond its budget",
     )
 
 
@@ -322,7 +322,7 @@ def _cut(step: Step, sequences: Tensor, heads: slice) -> Step:
 
 
 def _same_step(a: Step, b: Step) -> bool:
-    moved = a.victim != NOBODY  # a target without a victim means nothing
+    moved = a.victim != NOBODY  # without a victim the target is ignored
     target = Step(a.candidate, a.victim, torch.where(moved, a.target, b.target))
     pairs = zip(dataclasses.astuple(target), dataclasses.astuple(b), strict=True)
     return all(equal(x, y) for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Made-up ragged batches, from seeds, for checks of selectors."""
+"""Random ragged batches from seeds, for checks of selectors."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, StepVi
 from kv_policy.lifecycle import Observe
 from kv_policy.shape import CacheShape
 
-_SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond what is protected; the last two are short
+_SPARE = (40, 17, 1, 0)  # tokens of each sequence beyond the protected; the last two are short
 
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Tokens of all layers, each head's own ones in the order of their positions, then padding."""
+    """Tokens of all layers, sorted by position within each head, then padding."""
 
     shape: CacheShape
     length: Int[Tensor, " B"]
@@ -35,10 +35,10 @@ class DrawnTokens:
     generated: bool
     keys: Float[Tensor, "N B H L D"] | None
     values: Float[Tensor, "N B H L Dv"] | None
-    queries: Queries | None  # of every layer alike
+    queries: Queries | None  # the same for every layer
 
     def layer(self, layer: int) -> LayerView:
-        """What `score` sees of a layer."""
+        """Return the `score` view of a layer."""
         return LayerView(
             layer=torch.full_like(self.length, layer),
             shape=self.shape,
@@ -57,7 +57,7 @@ class DrawnTokens:
         )
 
     def stacked(self) -> LayerView:
-        """What `score` sees of all layers at once, one layer's sequences after another's."""
+        """Return the `score` view of all layers at once, layer after layer along the batch."""
         layers = self.shape.layers
 
         def rows(x: Tensor | None) -> Tensor | None:
@@ -84,7 +84,7 @@ class DrawnTokens:
         head_stats: Float[Tensor, "N B H"] | None,
         layers: slice,
     ) -> PlanView:
-        """What `plan` sees of some layers; where there is no token the score is NaN."""
+        """Return the `plan` view of some layers; the score of empty slots is NaN."""
         position = self.position[layers]
         return PlanView(
             shape=self.shape,
@@ -111,7 +111,7 @@ class DrawnTokens:
     def cut(
         self, sequences: Int[Tensor, " S"], heads: slice
     ) -> tuple["DrawnTokens", Callable[[Tensor], Tensor]]:
-        """Give some sequences and heads alone, without spare places, and how a result is cut so."""
+        """Return some sequences and heads without padding, and a function that cuts a result."""
         kept = self.position[:, sequences][:, :, heads] >= 0
         places = max(1, int(kept.sum(-1).max()))
 
@@ -143,7 +143,7 @@ class DrawnTokens:
 
 
 def shard(shape: CacheShape, heads: slice) -> CacheShape:
-    """Give the shape of a range of the heads."""
+    """Return the shape of a range of the heads."""
     kept = range(shape.kv_heads)[heads]
     return dataclasses.replace(shape, kv_heads=len(kept), first_head=shape.first_head + kept.start)
 
@@ -151,10 +151,10 @@ def shard(shape: CacheShape, heads: slice) -> CacheShape:
 def after_prompt(
     selector: CompleteSelector, shape: CacheShape, stored: float, seed: int
 ) -> DrawnTokens:
-    """Make the tokens that a selector sees after a pass over a prompt, or over its end.
+    """Make the tokens that a selector sees after a prefill pass.
 
-    `stored` is the share of each sequence that came before this pass; some of those tokens are gone
-    by now, in every head others. One sequence has a single token and one has none.
+    `stored` is the share of each sequence before this pass; some of those tokens were evicted,
+    different ones in every head. One sequence has a single token and one has none.
     """
     length = torch.tensor([selector.protected + 40, selector.protected + 17, 1, 0])
     return _tokens(selector, selector.observe, shape, length, (length * stored).long(), seed)
@@ -247,7 +247,7 @@ def _observed(
 
 
 def decoding_step(selector: CompleteSelector, shape: CacheShape, seed: int) -> StepView:
-    """Make a decoding step of three sequences, heads empty, below, at and above budget."""
+    """Make a decode step of three sequences, with heads empty, below, at and above budget."""
     generator = torch.Generator().manual_seed(seed)
     budget = max(1, selector.protected) + torch.tensor([0, 5, 60])
     lead = (shape.layers, 3, shape.kv_heads)
@@ -274,7 +274,7 @@ def decoding_step(selector: CompleteSelector, shape: CacheShape, seed: int) -> S
 
 
 def layers_of(view: StepView, layers: slice) -> StepView:
-    """Give the step of some layers alone."""
+    """Return the step of some layers."""
     return dataclasses.replace(
         view,
         first_layer=view.first_layer + layers.start,
@@ -286,7 +286,7 @@ def layers_of(view: StepView, layers: slice) -> StepView:
 
 
 def cut_step(view: StepView, sequences: Int[Tensor, " S"], heads: slice) -> StepView:
-    """Give the step of some sequences and heads alone."""
+    """Return the step of some sequences and heads."""
 
     def pick(x: Tensor) -> Tensor:
         return x[..., sequences, :][..., heads]
