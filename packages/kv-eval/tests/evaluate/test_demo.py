@@ -101,7 +101,8 @@ def test_times_are_shown_for_native_code_alone(
     monkeypatch.setattr("kv_eval.tasks.default_text", lambda: text)
     monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
     monkeypatch.setattr(demo, "caches", lambda length: ("raw",))
-    absent = replace(all_backends()["cpu"], installed=False)
+    backends = import_module("kv_runtime.backends").all_backends()
+    absent = replace(backends["cpu"], installed=False)
     monkeypatch.setattr("kv_runtime.backends.all_backends", lambda: {"cpu": absent})
     for served, shown in ((native, True), (Serving("torch"), False)):
         make = partial(make_cache, backend="torch")
