@@ -1,10 +1,13 @@
-"""How the code is laid out, and how long a decode step takes beside the code before.
+"""The layout of the code, and the time of a decode step before and after a change of it.
 
-Rows of kind `package` count files and lines of a package's sources, and the longest chain of
-imports in them. Rows of kind `decode` are steps of a batch of 8 sequences of 8,192 tokens over all
-layers of a cache, by the code of this checkout and by that of another environment, in turn. `--old`
-names the Python of that environment; without it nothing is timed. The minutes of CI are those that
-the last whole `.ci/run` of this checkout, or of the one that `--ci` names, noted.
+Rows of kind `package` count the files and lines of a package's sources, and the longest chain of
+imports in them; `--before` names a checkout to count too. Rows of kind `decode` time steps of a
+batch of 8 sequences of 8,192 tokens over all layers of a cache with the code of this checkout and
+that of another environment in turn; `--old` names the Python of that environment, and without it
+nothing is timed. Rows of kind `variant` time steps of this checkout with one implementation in
+place of two: tiers of one rank group for heads that are alike, and a recent window in pages; the
+variant `same` changes nothing and shows the noise. The minutes of CI are those that the last whole
+`.ci/run` of this checkout, or of the one that `--ci` names, recorded.
 """
 
 import argparse
@@ -12,7 +15,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,8 +25,28 @@ import _result
 ROOT = Path(__file__).resolve().parent.parent
 SEQUENCES, TOKENS, LAYERS, STEPS = 8, 8192, 4, 4
 POLICIES = ("k8v4", "kv-compress:keep=25%+k8v4")
+WINDOWED = "k4v4:window=128"  # also has a recent window
 
-# What a process that times steps does: a policy starts a cache, an empty line some steps.
+# One implementation in place of two, applied to the code of this checkout.
+VARIANTS = {
+    "same": "",
+    "rank_groups": """
+import kv_paging
+from kv_policy import Raw
+from kv_runtime.layout import Layout
+Layout.tiers = lambda self, pool, sequences: kv_paging.PerHeadRankTiers(
+    pool, self.pages, torch.tensor(self.kind), sequences,
+    raw=[Raw().bind(each)[0] for each in self.shapes],
+)
+""",
+    "paged_window": """
+from kv_runtime.layout import Layout
+usual = Layout.raw_window
+Layout.raw_window = lambda *arguments: usual(*arguments[:5], True)
+""",
+}
+
+# The program of a timing process: a policy starts a cache, an empty line runs some steps.
 WORKER = """
 import sys, time, torch
 from kv_policy import CacheShape, parse
@@ -32,6 +55,7 @@ try:
 except ImportError:
     from kv_serve.tiered import TieredCache as Cache
 torch.set_num_threads(1)
+{change}
 shape = CacheShape({layers}, 3, 3, 64, 64, torch.bfloat16)
 draw = torch.Generator().manual_seed(0)
 def run(length):
@@ -56,10 +80,10 @@ for line in sys.stdin:
 class Worker:
     """A process that times decode steps by the code of one environment."""
 
-    def __init__(self, python: str, *, tokens: int) -> None:
-        """Start it."""
+    def __init__(self, python: str, *, tokens: int, change: str = "") -> None:
+        """Start it; `change` is Python that replaces parts of the code first."""
         sizes = {"layers": LAYERS, "sequences": SEQUENCES, "steps": STEPS}
-        code = WORKER.format(tokens=tokens, **sizes)
+        code = WORKER.format(tokens=tokens, change=change, **sizes)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen((python, "-c", code), stdin=pipe, stdout=pipe, text=True)
 
@@ -81,30 +105,57 @@ class Worker:
 
 
 def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
-    """Time steps by both, turn by turn."""
+    """Time steps of the code before and of this checkout."""
     workers = {"old": Worker(old, tokens=tokens), "new": Worker(sys.executable, tokens=tokens)}
+    for row in in_turn(workers, POLICIES, rounds):
+        yield {
+            "kind": "decode",
+            "policy": row["policy"],
+            "sequences": SEQUENCES,
+            "tokens": tokens,
+            "layers": LAYERS,
+            "new_ms": row["ms"],
+            "old_ms": row["base_ms"],
+            "new_over_old": row["ratio"],
+            "quartiles": row["quartiles"],
+        }
+
+
+def variants(rounds: int, tokens: int) -> Iterator[dict[str, object]]:
+    """Time steps of this checkout with one implementation in place of two."""
+    for name, change in VARIANTS.items():
+        policies = (WINDOWED,) if name == "paged_window" else (*POLICIES, WINDOWED)
+        workers = {
+            "base": Worker(sys.executable, tokens=tokens),
+            name: Worker(sys.executable, tokens=tokens, change=change),
+        }
+        for row in in_turn(workers, policies, rounds):
+            yield {"kind": "variant", "variant": name, **row}
+
+
+def in_turn(
+    workers: Mapping[str, Worker], policies: Sequence[str], rounds: int
+) -> Iterator[dict[str, object]]:
+    """Time steps of two processes in turn, the first of which is the base of the ratio."""
+    base, other = workers
     try:
-        for policy in POLICIES:
+        for policy in policies:
             for worker in workers.values():
                 worker.ask(policy)
             seconds: dict[str, list[float]] = {name: [] for name in workers}
             for i in range(rounds + 2):
-                turn = [*workers] if i % 2 else [*reversed(workers)]  # who is second is slower
+                turn = [*workers] if i % 2 else [*workers][::-1]  # the second one is slower
                 for name in turn:
                     taken = workers[name].ask()
                     if i >= 2:
                         seconds[name].append(taken)
-            pairs = zip(seconds["new"], seconds["old"], strict=True)
+            pairs = zip(seconds[other], seconds[base], strict=True)
             low, middle, high = quantiles((new / old for new, old in pairs), n=4)
             yield {
-                "kind": "decode",
                 "policy": policy,
-                "sequences": SEQUENCES,
-                "tokens": tokens,
-                "layers": LAYERS,
-                "new_ms": 1000 * median(seconds["new"]),
-                "old_ms": 1000 * median(seconds["old"]),
-                "new_over_old": middle,
+                "ms": 1000 * median(seconds[other]),
+                "base_ms": 1000 * median(seconds[base]),
+                "ratio": middle,
                 "quartiles": [low, high],
             }
     finally:
@@ -112,11 +163,11 @@ def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
             worker.end()
 
 
-def modules() -> dict[str, Path]:
-    """Find all source files, by module."""
+def modules(root: Path) -> dict[str, Path]:
+    """Find all source files of a checkout, by module."""
     found = {}
-    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts[3:]
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        parts = path.relative_to(root).with_suffix("").parts[3:]
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -137,8 +188,8 @@ def _imported(path: Path, paths: Mapping[str, Path]) -> Iterator[str]:
                 yield node.module
 
 
-def circles(graph: Mapping[str, set[str]]) -> int:
-    """Count the groups of files that import each other, directly or through others."""
+def circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    """Find the groups of files that import each other, directly or through others."""
 
     @cache
     def reached(start: str) -> frozenset[str]:
@@ -149,34 +200,46 @@ def circles(graph: Mapping[str, set[str]]) -> int:
                 waiting.append(other)
         return frozenset(seen)
 
-    groups = {frozenset(b for b in reached(a) if a in reached(b)) for a in graph if a in reached(a)}
-    return len(groups)
+    looped = (a for a in graph if a in reached(a))
+    return [*{frozenset(b for b in reached(a) if a in reached(b)) for a in looped}]
 
 
 def longest_chain(graph: Mapping[str, set[str]]) -> int:
-    """Count the files of the longest chain of imports; there may be no circle."""
+    """Count the files of the longest chain of imports, with all files of a circle in it."""
+    group = {name: frozenset({name}) for name in graph}
+    group |= {name: each for each in circles(graph) for name in each}
 
     @cache
-    def length(name: str) -> int:
-        return 1 + max((length(other) for other in graph[name]), default=0)
+    def length(each: frozenset[str]) -> int:
+        further = {group[other] for name in each for other in graph[name]} - {each}
+        return len(each) + max(map(length, further), default=0)
 
-    return max(map(length, graph))
+    return max(map(length, group.values()))
 
 
 def packages(
-    paths: Mapping[str, Path], graph: Mapping[str, set[str]]
+    paths: Mapping[str, Path], graph: Mapping[str, set[str]], checkout: str = "after"
 ) -> Iterator[dict[str, object]]:
-    """Count files, lines and the longest chain of each package."""
+    """Count files, lines and the longest chain of each package of a checkout."""
     for package in sorted({name.partition(".")[0] for name in paths}):
         own = [name for name in paths if name.partition(".")[0] == package]
         inner = {name: graph[name] & {*own} for name in own}
         yield {
             "kind": "package",
+            "checkout": checkout,
             "package": package.replace("_", "-"),
             "files": len(own),
             "lines": sum(len(paths[name].read_text().splitlines()) for name in own),
-            "longest_chain": 0 if circles(inner) else longest_chain(inner),
+            "longest_chain": longest_chain(inner),
         }
+    yield {
+        "kind": "all packages",
+        "checkout": checkout,
+        "files": len(paths),
+        "lines": sum(len(path.read_text().splitlines()) for path in paths.values()),
+        "longest_chain": longest_chain(graph),
+        "import_circles": len(circles(graph)),
+    }
 
 
 def main() -> None:
@@ -184,27 +247,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--old", metavar="PYTHON", help="of an environment with the code before")
+    parser.add_argument("--before", type=Path, help="checkout of the code before, to count")
     parser.add_argument("--ci", type=Path, default=ROOT, help="checkout whose CI has run")
     arguments = parser.parse_args()
-    paths = modules()
+    paths = modules(ROOT)
     graph = imports(paths)
     rows = list(packages(paths, graph))
-    lines = {str(row["package"]): int(str(row["lines"])) for row in rows}
-    found = circles(graph)
+    lines = {str(row["package"]): int(str(row["lines"])) for row in rows if "package" in row}
     summary = {
         "serve_lines": lines["kv-serve"],
         "largest_share": max(lines.values()) / sum(lines.values()),
-        "import_circles": found,
+        "import_circles": len(circles(graph)),
+        "longest_chain": longest_chain(graph),
     }
-    if not found:
-        summary["longest_chain"] = longest_chain(graph)
     noted = arguments.ci / ".nox" / ".cache" / "ci_seconds"
     if noted.exists():
         summary["ci_minutes"] = float(noted.read_text()) / 60
+    if arguments.before is not None:
+        before = modules(arguments.before)
+        rows += packages(before, imports(before), "before")
+    size = (3, 256) if arguments.quick else (40, TOKENS)
     if arguments.old is not None:
-        decode = list(timed(arguments.old, *((3, 256) if arguments.quick else (40, TOKENS))))
+        decode = list(timed(arguments.old, *size))
         summary["decode_new_over_old"] = median(float(str(row["new_over_old"])) for row in decode)
-        rows += decode
+        rows += [*decode, *variants(*size)]
     print(json.dumps(summary, indent=2))
     for row in rows:
         print(json.dumps(row))

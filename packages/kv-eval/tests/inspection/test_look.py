@@ -26,7 +26,7 @@ def look(loaded: LoadedModel, policy: str, text: str = PROMPT) -> Inspection:
 def test_streaming_is_written_down_exactly(loaded: LoadedModel) -> None:
     found = look(loaded, "streaming:budget=12,sinks=2")
     assert found.policy == "streaming:budget=12,sinks=2"
-    assert (found.layers, found.heads, found.streams) == (2, 2, 4)
+    assert (found.layers, found.heads, found.all_heads) == (2, 2, 4)
     head = "00" + "." * 48 + "0" * 10
     assert found.held == ((head, head), (head, head))
     assert found.kept == ((12, 12), (12, 12))
@@ -55,7 +55,7 @@ def test_leankv_sums_to_what_the_cache_says(loaded: LoadedModel) -> None:
     assert [place.name for place in found.places] == ["k8v4", "k4v2", "raw window"]
     assert all(place.tokens for place in found.places)
     assert found.missing > 0
-    every = found.streams * len(found.tokens)
+    every = found.all_heads * len(found.tokens)
     assert sum(place.tokens for place in found.places) + found.missing == every
     names = ("vector_bytes", "score_bytes", "position_bytes")
     in_pages = sum(found.memory[name] for name in names)

@@ -109,14 +109,14 @@ def _shares(found: Inspection, token: Token, first: float) -> list[str]:
 
 
 def _places(found: Inspection) -> Table:
-    every = found.streams * len(found.tokens)
+    every = found.all_heads * len(found.tokens)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("held as")
     for name in ("tokens per head", "of all", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, tokens: int, nbytes: str) -> None:
-        mean, share = f"{tokens / found.streams:,.1f}", f"{tokens / every:.1%}"
+        mean, share = f"{tokens / found.all_heads:,.1f}", f"{tokens / every:.1%}"
         table.add_row(escape(name), mean, share, nbytes)
 
     for place in found.places:

@@ -1,7 +1,7 @@
 
 // A choice of layer, head and place: the text then shows what these hold, as the map's cells know.
 
-const streams = [...document.querySelectorAll("[data-held]")].map((cell) => ({
+const allHeads = [...document.querySelectorAll("[data-held]")].map((cell) => ({
   cell,
   ...cell.dataset,
 }));
@@ -29,7 +29,7 @@ function chooser(name, first, options) {
   return select;
 }
 
-const numbers = (key) => [...new Set(streams.map((stream) => stream[key]))].map((n) => [n, n]);
+const numbers = (key) => [...new Set(allHeads.map((each) => each[key]))].map((n) => [n, n]);
 const layers = chooser("layer", "all", numbers("layer"));
 const heads = chooser("head", "all", numbers("head"));
 const kinds = placeNames.map((name, i) => [i.toString(36), name]);
@@ -73,9 +73,9 @@ function tally(some) {
 
 function show() {
   hide();
-  const some = streams.filter(({ layer, head }) => fits(layers, layer) && fits(heads, head));
+  const some = allHeads.filter(({ layer, head }) => fits(layers, layer) && fits(heads, head));
   const one = some.length === 1;
-  const all = !one && some.length === streams.length;
+  const all = !one && some.length === allHeads.length;
   tokens.forEach(({ shown, looks, facts }, i) => {
     const marks = looks.split(" ").slice(2); // behind `t` and the shade: what kind of text it is
     let found = [looks.split(" ")[1], facts];
@@ -86,13 +86,13 @@ function show() {
   });
   document.getElementById("places").hidden = !one;
   document.getElementById("shades").hidden = one;
-  for (const stream of streams) {
-    stream.cell.classList.toggle("chosen", !all && some.includes(stream));
+  for (const each of allHeads) {
+    each.cell.classList.toggle("chosen", !all && some.includes(each));
   }
   said.textContent = tally(some);
 }
 
-for (const { cell, layer, head } of streams) {
+for (const { cell, layer, head } of allHeads) {
   cell.addEventListener("click", () => {
     const again = layers.value === layer && heads.value === head;
     layers.value = again ? "" : layer;

@@ -108,8 +108,8 @@ def _tokens(found: Inspection) -> Markup:
         [
             number(i, "d"),
             word(repr(token.shown)),
-            _percent(sum(token.held), found.streams),
-            *(_percent(count, found.streams) for count in token.held),
+            _percent(sum(token.held), found.all_heads),
+            *(_percent(count, found.all_heads) for count in token.held),
         ]
         for i, token in enumerate(found.tokens)
     ]
@@ -127,7 +127,7 @@ def _kept(found: Inspection) -> Markup:
 
 
 def _bytes(found: Inspection) -> Markup:
-    every = found.streams * len(found.tokens)
+    every = found.all_heads * len(found.tokens)
     columns = [Column("held as", number=False), Column("tokens"), Column("% of tokens")]
     columns += [Column("per head"), Column("bytes")]
 
@@ -136,7 +136,7 @@ def _bytes(found: Inspection) -> Markup:
             word(name),
             number(tokens, ",d"),
             number(None if tokens is None else 100 * tokens / every, ".1f"),
-            number(None if tokens is None else tokens / found.streams, ",.1f"),
+            number(None if tokens is None else tokens / found.all_heads, ",.1f"),
             number(nbytes, ",d"),
         ]
 

@@ -102,7 +102,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     held: Annotated[tuple[tuple[str, ...], ...], SOME]
 
     @property
-    def streams(self) -> int:
+    def all_heads(self) -> int:
         """Heads over all layers: the maximum number of heads that hold a token."""
         return self.layers * self.heads
 
@@ -114,7 +114,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def missing(self) -> int:
         """Number of (head, token) pairs that are not stored."""
-        return self.streams * len(self.tokens) - sum(place.tokens for place in self.places)
+        return self.all_heads * len(self.tokens) - sum(place.tokens for place in self.places)
 
     @property
     def beside(self) -> dict[str, int]:
@@ -123,14 +123,14 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
     def share(self, token: Token, place: int | None = None) -> float:
         """Return the share of all heads that hold a token, anywhere or in one place."""
-        return (sum(token.held) if place is None else token.held[place]) / self.streams
+        return (sum(token.held) if place is None else token.held[place]) / self.all_heads
 
     def facts(self, token: Token) -> str:
         """Return the shares of all heads that hold a token, by place."""
-        counts = [*token.held, self.streams - sum(token.held)]
+        counts = [*token.held, self.all_heads - sum(token.held)]
         names = [*(place.name for place in self.places), "not kept"]
         return ", ".join(
-            f"{name} {count / self.streams:.1%}"
+            f"{name} {count / self.all_heads:.1%}"
             for name, count in zip(names, counts, strict=True)
             if count
         )
