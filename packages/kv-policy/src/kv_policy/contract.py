@@ -126,7 +126,7 @@ class Step:
 
     candidate: UInt8[Tensor, "N B H"]  # tier, or DROP
     victim: UInt8[Tensor, "N B H"]  # the tier whose weakest token moves, or NOBODY
-    target: UInt8[Tensor, "N B H"]  # a lower tier than the victim's, or DROP
+    target: UInt8[Tensor, "N B H"]  # a later tier than the victim's, or DROP
 
 
 @runtime_checkable

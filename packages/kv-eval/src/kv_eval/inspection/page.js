@@ -1,5 +1,5 @@
 
-// A choice of layer, head and place: the text then shows what these hold, as the map's cells know.
+// Choice of layer, head and place: the text shows their tokens, from the data of the map's cells.
 
 const allHeads = [...document.querySelectorAll("[data-held]")].map((cell) => ({
   cell,
@@ -10,7 +10,7 @@ const promptBox = document.getElementById("prompt");
 const tokens = [...document.querySelectorAll("#prompt .t")].map((shown) => {
   const [name, facts] = shown.title.split("\n");
   Object.assign(shown.dataset, { name, facts });
-  shown.removeAttribute("title"); // the browser would show it as well
+  shown.removeAttribute("title"); // else the browser shows it too
   return { shown, looks: shown.className, facts };
 });
 
@@ -77,7 +77,7 @@ function show() {
   const one = some.length === 1;
   const all = !one && some.length === allHeads.length;
   tokens.forEach(({ shown, looks, facts }, i) => {
-    const marks = looks.split(" ").slice(2); // behind `t` and the shade: what kind of text it is
+    const marks = looks.split(" ").slice(2); // after `t` and the shade: classes of the kind of text
     let found = [looks.split(" ")[1], facts];
     if (one) found = looksOfOne(some[0].held[i]);
     else if (!all || holds.value !== "") found = looksOfSome(some, i);
@@ -110,10 +110,10 @@ promptBox.addEventListener("pointermove", (event) => {
 promptBox.addEventListener("pointerdown", (event) => {
   const found = event.target.closest(".t");
   if (!found) return;
-  event.stopPropagation(); // or the document would hide it again
+  event.stopPropagation(); // else the document hides it again
   tell(found);
 });
 promptBox.addEventListener("pointerleave", (event) => {
-  if (event.pointerType !== "touch") hide(); // a finger leaves when it is lifted
+  if (event.pointerType !== "touch") hide(); // touch: lifting a finger is a leave event
 });
 show();

@@ -1,9 +1,9 @@
 "use strict";
 
-// Sorting: the head of every column becomes a button.
+// Sorting: the heading of every column becomes a button.
 
 function before(a, b, numbers) {
-  if (a === "" || b === "") return (a === "") - (b === ""); // what is missing comes last
+  if (a === "" || b === "") return (a === "") - (b === ""); // missing values sort last
   return numbers ? Number(a) - Number(b) : a.localeCompare(b, "en", { numeric: true });
 }
 
@@ -31,7 +31,7 @@ for (const head of document.querySelectorAll("th[data-sort]")) {
   head.setAttribute("aria-sort", "none");
 }
 
-// What a point says: when a pointer is near, when it is tapped, and when it has the focus.
+// Tooltips of points: when a pointer is near, on tap, and on focus.
 
 const tip = document.getElementById("tip");
 let told = null;
@@ -77,7 +77,7 @@ function nearest(marks, x, y) {
 for (const picture of document.querySelectorAll("svg.chart, svg.heat")) {
   const marks = [...picture.querySelectorAll(".mark")];
   for (const mark of picture.querySelectorAll("[data-name]")) {
-    mark.querySelector("title").remove(); // the browser would show it as well
+    mark.querySelector("title").remove(); // else the browser shows it too
   }
   const point = (event) => {
     const found = marks.length
@@ -88,11 +88,11 @@ for (const picture of document.querySelectorAll("svg.chart, svg.heat")) {
   };
   picture.addEventListener("pointermove", point);
   picture.addEventListener("pointerdown", (event) => {
-    event.stopPropagation(); // or the document would hide it again
+    event.stopPropagation(); // else the document hides it again
     point(event);
   });
   picture.addEventListener("pointerleave", (event) => {
-    if (event.pointerType !== "touch") hide(); // a finger leaves when it is lifted
+    if (event.pointerType !== "touch") hide(); // touch: lifting a finger is a leave event
   });
   for (const mark of marks) {
     mark.addEventListener("focus", () => tell(mark));
@@ -102,7 +102,7 @@ for (const picture of document.querySelectorAll("svg.chart, svg.heat")) {
 
 document.addEventListener("pointerdown", hide);
 const scrolled = () => {
-  if (told && told === document.activeElement) place(); // reaching it by Tab may have scrolled
+  if (told && told === document.activeElement) place(); // focus by Tab may have scrolled
   else hide();
 };
 document.addEventListener("scroll", scrolled, { capture: true, passive: true });
