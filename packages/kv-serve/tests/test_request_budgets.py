@@ -46,8 +46,8 @@ def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) 
         ("snapkv", True, "kv_budget is True; give tokens per head as 1024"),
         ("snapkv", [64], r"kv_budget is \[64\]; give tokens per head as 1024"),
         ("snapkv:window=36", 35, "a budget of 35 tokens is smaller than the 36 that snapkv"),
-        ("k8v4", 512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
-        ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no meaning"),
+        ("k8v4", 512, "k8v4 keeps every token, so a budget of 512 has no effect"),
+        ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no effect"),
     ],
 )
 def test_a_bad_budget_is_refused_with_a_sentence(policy: str, given: object, sentence: str) -> None:

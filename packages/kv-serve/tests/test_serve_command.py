@@ -76,7 +76,7 @@ def test_a_model_comes_first() -> None:
 
 
 def test_a_model_that_is_nowhere_is_refused() -> None:
-    assert "there is no model './nowhere'" in refused("./nowhere", "--policy", "k8v4")
+    assert "unknown model './nowhere'" in refused("./nowhere", "--policy", "k8v4")
     said = refused("package:no-such-package")
     assert "needs the package 'no-such-package', which is not installed" in said
 

@@ -1,4 +1,4 @@
-"""Which implementation of attention serves a cache, and saying so where a faster one cannot."""
+"""Choice of a cache's attention backend, with a warning if a faster one is unavailable."""
 
 import logging
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from kv_attention.backends import load
 from kv_policy.installing import checkout_of, install_command
 
 AUTO: Final = "auto"
-PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in a package of their own
-COMPILED: Final = ", which compiles it: that takes a C++20 compiler"
+PACKAGES: Final = {"cpu": "kv_cpu"}  # backends in separate packages
+COMPILED: Final = ", which compiles it and needs a C++20 compiler"
 WRITTEN_BY: Final = {"torch": "torch", "reference": "torch", "triton": "triton"}
 
 log = logging.getLogger("kv_runtime")
@@ -22,24 +22,24 @@ log = logging.getLogger("kv_runtime")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What attends: a backend, and the instruction set of its native code, if it has any."""
+    """An attention backend, and the instruction set of its native code, if it has any."""
 
     backend: str
     instructions: str | None = None
 
     def __str__(self) -> str:
-        """As a report writes it."""
+        """Format for reports."""
         return self.backend if self.instructions is None else f"{self.backend} {self.instructions}"
 
 
 def backend_for(device: torch.device | str, name: str = AUTO) -> str:
-    """Give the name of the backend that serves a device.
+    """Return the name of the backend for a device.
 
-    With `auto` this is the fastest that can be used. Where a faster one cannot, the logger
-    `kv_runtime` says once why not, and what to do.
+    With `auto` this is the fastest available one. If a faster one is unavailable, the logger
+    `kv_runtime` reports the reason and the remedy once.
 
     Raises:
-        ValueError: another name, of a backend that there is not or that cannot be used here.
+        ValueError: the backend is unknown or unavailable.
     """
     if name != AUTO:
         check_backend(name, device)
@@ -51,12 +51,12 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
 
 
 def page_kernels(backend: str) -> str | None:
-    """Give the name of what writes the pages that a backend reads; None: the fastest that can."""
+    """Return the page kernels of a backend; None: the fastest available ones."""
     return WRITTEN_BY.get(backend)
 
 
 def expect_known(name: str) -> None:
-    """Refuse a name that cannot be used here on any device.
+    """Raise if a backend is unavailable on every device.
 
     Raises:
         ValueError: as `backend_for`.
@@ -66,7 +66,7 @@ def expect_known(name: str) -> None:
 
 
 def serving(device: torch.device | str, name: str = AUTO) -> Serving:
-    """Say what attends on a device under that name.
+    """Return the backend for a device, with its instruction set.
 
     Raises:
         ValueError: as `backend_for`.
@@ -77,19 +77,19 @@ def serving(device: torch.device | str, name: str = AUTO) -> Serving:
 
 
 def remedy(name: str) -> str:
-    """Say what to do about a backend that cannot be used."""
+    """Return the remedy for an unavailable backend."""
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         distribution = package.replace("_", "-")
-        compiled = checkout_of(distribution) is not None  # a wheel has been
+        compiled = checkout_of(distribution) is not None  # wheels are already compiled
         return f"`{install_command(distribution)}`" + (COMPILED if compiled else "")
-    return "`kv-serve doctor` says what is wrong"
+    return "run `kv-serve doctor` for details"
 
 
 @cache
 def _say(used: str, faster: str, reason: str) -> None:
     log.warning(
-        "attention runs by the backend %r; %r would be faster and cannot be used: %s (%s)",
+        "using the attention backend %r; %r would be faster but is unavailable: %s (%s)",
         used,
         faster,
         reason,

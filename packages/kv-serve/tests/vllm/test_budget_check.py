@@ -79,7 +79,7 @@ def test_what_is_right_goes_through_as_it_came(given: dict[str, object]) -> None
         ("snapkv", asked("much"), "kv_budget: budget 'much' is not understood"),
         ("snapkv", asked("much", prompt=LONG), "kv_budget: budget 'much' is not understood"),
         ("snapkv", asked(8), "a budget of 8 tokens is smaller than the 32 that snapkv protects"),
-        ("k8v4", asked(512), "k8v4 keeps every token, so a budget of 512 has no meaning"),
+        ("k8v4", asked(512), "k8v4 keeps every token, so a budget of 512 has no effect"),
         (None, asked(512), "this server has no policy, so kv_budget has no effect"),
         (
             "snapkv",

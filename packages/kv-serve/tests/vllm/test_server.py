@@ -242,7 +242,7 @@ def test_bad_budgets_are_refused_while_a_stream_goes_on(server: Server, client: 
         (0, "kv_budget: budget is 0 tokens; say a number above 0"),
         ("101%", "a share is at most 100%"),
         (True, "kv_budget is True; give tokens per head as 1024"),
-        (512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
+        (512, "k8v4 keeps every token, so a budget of 512 has no effect"),
     ):
         extra = {"vllm_xargs": {"kv_budget": budget}}
         with pytest.raises(BadRequestError, match=re.escape(sentence)):
