@@ -76,10 +76,10 @@ def test_what_to_do_is_said(native: Native, caplog: pytest.LogCaptureFixture) ->
     wanted = f"{ABSENT} (`{install_command('kv-cpu')}`"
     assert wanted in caplog.messages[0]
     if checkout_of("kv-cpu") is not None:  # and not from wheels
-        assert caplog.messages[0].endswith("`, which compiles it: that takes a C++20 compiler)")
+        assert caplog.messages[0].endswith("`, which compiles it and needs a C++20 compiler)")
     native("its library was not built")
     backend_for("cpu")
-    assert caplog.messages[1].endswith("was not built (`kv-serve doctor` says what is wrong)")
+    assert caplog.messages[1].endswith("was not built (run `kv-serve doctor` for details)")
 
 
 def test_an_explicit_name_is_refused_at_construction(

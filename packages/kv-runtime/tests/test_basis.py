@@ -208,5 +208,5 @@ def test_caches_of_other_bases_or_with_tokens_share_no_prefill() -> None:
         (plain, PolicyCache(parse("raw"), SHAPE)),
         (PolicyCache(parse("raw"), SHAPE), plain),
     ):
-        with pytest.raises(ValueError, match="holds tokens can share no prefill"):
+        with pytest.raises(ValueError, match="holds tokens cannot share a prefill"):
             pair[0].share_prefill([pair[1]])

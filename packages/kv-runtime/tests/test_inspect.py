@@ -151,11 +151,11 @@ def test_sequences_are_looked_up_by_where_they_are() -> None:
 
 def test_an_empty_cache_has_nothing_to_look_at() -> None:
     cache = PolicyCache(parse("k8v4"), SHAPE)
-    with pytest.raises(ValueError, match="holds nothing yet; let a model read a prompt"):
+    with pytest.raises(ValueError, match="the cache is empty; prefill a prompt"):
         holding(cache)
     cache = filled("k8v4", [5], slice(None))
     cache.release()
-    with pytest.raises(ValueError, match="holds nothing yet"):
+    with pytest.raises(ValueError, match="the cache is empty"):
         holding(cache)
 
 

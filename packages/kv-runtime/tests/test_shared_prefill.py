@@ -95,7 +95,7 @@ def test_another_has_a_budget_of_its_own_and_its_own_another_has_not() -> None:
     assert (pages(larger), pages(own)) == ([24 * HEADS // PAGE], [BUDGET * HEADS // PAGE])
     with pytest.raises(ValueError, match="a budget of 3 tokens is smaller than the 4 that"):
         larger.another(Budget(3))
-    with pytest.raises(ValueError, match="keeps every token, so a budget of 24 has no meaning"):
+    with pytest.raises(ValueError, match="keeps every token, so a budget of 24 has no effect"):
         PageReservation("raw").first.another(Budget(24))
 
 
@@ -132,15 +132,15 @@ def test_what_cannot_be_joined_is_refused_and_stays_as_it_was() -> None:
     longer = PolicyCache(parse(SHORT), SHAPE, page_tokens=8, backend="torch")
     room.read(longer, 40)
     held = tokens(mine), tokens(begun), pages(mine)
-    with pytest.raises(ValueError, match="a cache that holds nothing cannot be joined"):
+    with pytest.raises(ValueError, match="an empty cache cannot be joined"):
         mine.join(room.first)
-    with pytest.raises(ValueError, match="a cache that holds nothing cannot be joined"):
+    with pytest.raises(ValueError, match="an empty cache cannot be joined"):
         room.first.join(mine)
-    with pytest.raises(ValueError, match="whose prompts have not ended cannot be joined"):
+    with pytest.raises(ValueError, match="with unfinished prompts cannot be joined"):
         mine.join(begun)
     with pytest.raises(ValueError, match="pool"):
         mine.join(elsewhere)
-    with pytest.raises(ValueError, match="lay out their pages differently"):
+    with pytest.raises(ValueError, match="have different page layouts"):
         mine.join(longer)
     assert (tokens(mine), tokens(begun), pages(mine)) == held
     assert elsewhere.sequences == 1

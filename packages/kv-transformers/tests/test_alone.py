@@ -1,4 +1,4 @@
-"""A row of a batch keeps the tokens that it keeps alone, under every selector that is installed."""
+"""A row of a batch keeps the same tokens as alone, under every installed selector."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OWN = {
 
 
 def selectors() -> list[str]:
-    """Every selector that needs no file, with a budget and a window that short prompts exceed."""
+    """Yield every selector that needs no file, with a budget and a window below the prompts."""
     registry, found = Registry.scan(), []
     for name in registry.claims:
         part = registry.load(name)
@@ -31,7 +31,7 @@ def selectors() -> list[str]:
 
 
 def kept(cache: CompressedCache) -> list[list[tuple[int, int]]]:
-    """Positions and tiers that each stream holds, stream after stream."""
+    """Return the positions and tiers of each layer, sequence and head."""
     batch = cache.runtime.batch
     found: list[list[tuple[int, int]]] = [[] for _ in range(batch.stores[0].length.numel())]
     for tier, store in zip(batch.tiers.tier, batch.stores, strict=True):
@@ -41,8 +41,8 @@ def kept(cache: CompressedCache) -> list[list[tuple[int, int]]]:
     return [sorted(row) for row in found]
 
 
-# Prompts so short that the pools of many tokens are the same, and that hold tokens twice, whose
-# keys have one norm: scores are equal but for rounding, which differs between a batch and a row.
+# Prompts so short that many tokens share a pooling window, and with repeated tokens, whose keys
+# have equal norms: scores are equal up to rounding, which differs between a batch and a row.
 @pytest.mark.parametrize("policy", selectors())
 @torch.no_grad()
 def test_a_batch_keeps_what_each_row_keeps_alone(make, policy: str) -> None:
@@ -53,7 +53,7 @@ def test_a_batch_keeps_what_each_row_keeps_alone(make, policy: str) -> None:
     mask = (torch.arange(width)[None] >= width - lengths[:, None]).long()
     steps = torch.randint(3, 101, (3, 6), generator=draw)
     together = CompressedCache(model, policy, page_tokens=4)
-    # Keys turned by a row's own positions, as a row alone has them: lagkv goes by their channels.
+    # Keys rotated by a row's own positions, as in a single row: lagkv reads their channels.
     own = (mask.cumsum(1) - 1).clamp(min=0)
     model(ids * mask, attention_mask=mask, position_ids=own, **passing(model, together))
     for step in steps[:, :2].split(1, dim=1):

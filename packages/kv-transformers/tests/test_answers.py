@@ -1,4 +1,4 @@
-"""What a selector of somebody else answers, and what is refused of it."""
+"""The return values of a third-party selector, and the checks of them."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -73,7 +73,7 @@ def passes(policy: KVPolicy, sequences: int, key: float = 1.0) -> PolicyCache:
         ("shape", r"theirs scored layer 0 with float32 of shape \(1, 2\); .*\(1, 2, 20\)"),
         ("integers", r"theirs scored layer 0 with int64 of shape \(1, 2, 20\)"),
         ("list", "theirs scored layer 0 with a list; score"),
-        ("nan", r"theirs gave tokens NaN for a score \(in scoring 2 of 2 of this pass\)"),
+        ("nan", r"theirs returned NaN scores \(in scoring 2 of 2 of this pass\)"),
         ("plan", "theirs planned from layer 0 on with int64 of shape"),
     ],
 )
@@ -89,12 +89,12 @@ def test_what_is_right_is_taken_and_nan_of_the_model_is_no_fault_of_the_methods(
 
 @pytest.mark.parametrize("given", [("k8v4", "snapkv"), (None, 3), ("k8v4", None)])
 def test_arguments_that_are_no_model_and_policy_are_refused(given: tuple[object, object]) -> None:
-    with pytest.raises(TypeError, match="a model of transformers and then a policy or its text"):
+    with pytest.raises(TypeError, match="a transformers model and then a policy or its text"):
         expect_order(*given)
 
 
 def test_queries_are_read_in_the_scale_of_the_models_attention() -> None:
-    # Expected attention is of q·k / sqrt(D), so a model with another scale has other queries.
+    # Expected attention uses q·k / sqrt(D), so a model with another scale has rescaled queries.
     kept = []
     for scale, factor in ((0.5, 1.0), (8**-0.5, 0.5 * 8**0.5)):
         shape = replace(SHAPE, rope=Rope((1.0, 0.3, 0.1, 0.01)))
@@ -123,7 +123,7 @@ def test_a_view_says_of_each_row_which_layer_it_is_of() -> None:
 
 
 class Bare:
-    """A selector of nobody's base: the two methods, and nothing else."""
+    """A selector without a base class, with only the two methods."""
 
     def score(self, view: LayerView):
         return torch.zeros_like(view.score)
@@ -147,6 +147,6 @@ class Even(Part):
 
 def test_a_selector_of_two_methods_is_served() -> None:
     cache = passes(Even(), sequences=2)
-    assert cache.memory().tokens.unique().tolist() == [11]  # ten of the prompt, and what came
-    with pytest.raises(ValueError, match="even keeps what its own rule says, so a budget of 9"):
+    assert cache.memory().tokens.unique().tolist() == [11]  # ten of the prompt, and the new ones
+    with pytest.raises(ValueError, match="even keeps tokens by its own rule, so a budget of 9"):
         PolicyCache(Even(), SHAPE, budgets=[Budget(9)])

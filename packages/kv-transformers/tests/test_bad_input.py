@@ -1,4 +1,4 @@
-"""What a cache refuses, and that it says so in a sentence."""
+"""Invalid input of a cache, and the error messages."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_an_unknown_policy_lists_the_installed_ones(make) -> None:
 
 
 def test_a_policy_and_then_a_model_is_told_the_order(make) -> None:
-    # As a user's program has it, where types are not checked while it runs.
+    # As in a user's program, where types are not checked at run time.
     with pytest.raises(TypeError, match=r"write CompressedCache\(model, 'k8v4'\)"):
         expect_order("k8v4", make())
 
@@ -117,14 +117,14 @@ def test_a_used_cache_and_another_prompt(make, policy, options) -> None:
     cache = CompressedCache(model, policy)
     model.generate(torch.arange(3, 23)[None], max_new_tokens=6, **passing(model, cache))
     said = {
-        1: "the cache holds 25 columns of tokens, and the input has none after these",
-        12: "the cache holds 25 columns of tokens, and the input has none after these",
-        19: "holds 25 tokens of a sequence, and the input begins at position 6",
-        25: "holds 25 tokens of a sequence, and the input begins at position 0",
+        1: "the cache holds 25 columns of tokens, but the input has none after them",
+        12: "the cache holds 25 columns of tokens, but the input has none after them",
+        19: "holds 25 tokens of a sequence, but the input begins at position 6",
+        25: "holds 25 tokens of a sequence, but the input begins at position 0",
     }
     for length, message in said.items():
         if options and length > 12:
-            continue  # transformers fails at positions of its own before a cache is asked
+            continue  # transformers fails at its own positions before the cache is called
         ids = torch.arange(30, 30 + length)[None]
         with pytest.raises(ValueError, match=rf"{message}.*call reset\(\).*whole conversation"):
             model.generate(ids, max_new_tokens=2, **options, **passing(model, cache))
@@ -180,7 +180,7 @@ def test_another_batch_in_the_same_cache(make, batch) -> None:
     model = make()
     cache = CompressedCache(model, "k8v4")
     model(**batch((5, 5)), **passing(model, cache))
-    with pytest.raises(ValueError, match="3 sequences and the cache holds 2"):
+    with pytest.raises(ValueError, match="3 sequences, but the cache holds 2"):
         model(torch.ones(3, 1, dtype=torch.long), **passing(model, cache))
 
 

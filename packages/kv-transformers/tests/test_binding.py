@@ -1,4 +1,4 @@
-"""A cache belongs to one model, and a pass that does not attend to it is an error."""
+"""A cache is bound to one model, and a pass that does not attend to it raises."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_a_cache_is_refused_by_any_other_model(kind) -> None:
 
 
 class Around(nn.Module):
-    """A wrapper that calls a method in place of the module, as adapters do."""
+    """A wrapper that calls a method instead of the module, as adapters do."""
 
     def __init__(self, inner: PreTrainedModel) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def jetmoe(layers: int) -> PreTrainedModel:
 
 
 def test_a_model_that_says_it_changes_keys_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="changes keys on their way"):
+    with pytest.raises(UnsupportedModelError, match="changes keys before attention"):
         CompressedCache(jetmoe(2), "raw")
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_says_it_changes_keys_is_refused() -> None:
 @pytest.mark.parametrize("mask", [None, torch.zeros(2, 1, 12, 12)], ids=["none", "of 4 dimensions"])
 @torch.no_grad()
 def test_keys_that_are_changed_after_update_are_noticed(layers, mask, monkeypatch) -> None:
-    """Whoever changes keys loses their mark, in the last layer and the only one, too."""
+    """Changed keys lose their mark, also in the last or only layer."""
     model = llama(num_hidden_layers=layers)
     cache = CompressedCache(model, "raw")
     handed = cache.update
@@ -109,7 +109,7 @@ def test_keys_that_are_changed_after_update_are_noticed(layers, mask, monkeypatc
 
 @torch.no_grad()
 def test_attention_of_a_modules_own_is_noticed() -> None:
-    """Here a layer calls torch instead of the function that its model chose."""
+    """A layer calls torch instead of its model's attention function."""
     model = llama(num_hidden_layers=1)
     cache = CompressedCache(model, "raw")
 
@@ -162,7 +162,7 @@ def test_a_model_that_sets_its_cache_aside_says_so() -> None:
     cache = CompressedCache(model, "raw")
     got = model.generate(row, max_new_tokens=4, **options, **passing(model, cache))
     assert torch.equal(got, want)
-    with pytest.raises(RuntimeError, match="sets its cache aside past 16 tokens"):
+    with pytest.raises(RuntimeError, match="discards its cache past 16 tokens"):
         model.generate(
             row, max_new_tokens=9, **options, **passing(model, CompressedCache(model, "raw"))
         )

@@ -1,4 +1,4 @@
-"""A cache is passed by the name that the transformers at hand has for it."""
+"""A cache is passed by the argument name of the installed transformers."""
 
 import pytest
 from torch import Tensor, nn
@@ -8,21 +8,21 @@ from kv_transformers.cache_argument import passing
 
 
 class Before(nn.Module):
-    """As models were before transformers 5.24."""
+    """A model of transformers before 5.24."""
 
     def forward(self, input_ids: Tensor, past_key_values: DynamicCache | None = None) -> Tensor:
         return input_ids
 
 
 class Since(nn.Module):
-    """As they are since."""
+    """A model of transformers since 5.24."""
 
     def forward(self, input_ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         return input_ids
 
 
 class Around(nn.Module):
-    """A model inside something that hands everything on."""
+    """A wrapper that forwards all arguments."""
 
     def forward(self, *given: object, **named: object) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What a calibrator is shown is what the model attends with."""
+"""A calibrator receives the vectors that the model attends with."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def with_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def by_hand(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values of all layers, from what the projections give, rotated here."""
+    """Return queries, keys and values of all layers, from the projections, rotated here."""
     given: dict[str, list[Tensor]] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -90,11 +90,11 @@ def test_moments_are_those_of_the_vectors_after_rope(make, name: str, together: 
 def test_the_model_computes_what_it_always_does(make, name: str) -> None:
     model = make(name)
     for layer in model.model.layers:
-        layer.self_attn.scaling = 1.3  # as models have it that do not divide by the root of D
+        layer.self_attn.scaling = 1.3  # as in models that do not divide by the root of D
     ids = torch.randint(3, 101, (2, 40))
     expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     cache = CollectingCache(model, started(model))
-    for _ in range(2):  # a pass leaves nothing behind
+    for _ in range(2):  # a pass stores nothing
         out = model.base_model(input_ids=ids, **passing(model.base_model, cache), use_cache=True)
         torch.testing.assert_close(out.last_hidden_state, expected, rtol=1e-4, atol=1e-4)
 
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_finite_is_refused(make) -> None:
 
 
 def test_a_folded_model_is_refused(make) -> None:
-    """At full rank shapes fit, so nothing else would notice that values are coordinates."""
+    """At full rank shapes match, so no other check would detect that values are coordinates."""
     model, ids = make(), torch.randint(3, 101, (1, 9))
     calibrator = started(model)
     before = CollectingCache(model, calibrator)
@@ -175,7 +175,7 @@ def test_output_projections_are_found_layer_by_layer(make, name: str) -> None:
 
 
 class Quantized(nn.Linear):
-    """As libraries for quantization have it: a Linear whose numbers are codes."""
+    """A Linear with integer codes, as in quantization libraries."""
 
     def __init__(self) -> None:
         super().__init__(48, 48, bias=False)
@@ -183,7 +183,7 @@ class Quantized(nn.Linear):
 
 
 class Wrapped(Tensor):
-    """A tensor class of a quantizer."""
+    """A tensor subclass of a quantizer."""
 
 
 def replaced(make, layer: int, projection: nn.Module) -> PreTrainedModel:
@@ -210,7 +210,9 @@ def test_a_quantized_projection_is_refused_by_name(make) -> None:
 
 def test_a_projection_of_other_sizes_is_refused(make) -> None:
     model = replaced(make, 0, nn.Linear(40, 48))
-    with pytest.raises(UnsupportedModelError, match="o_proj reads 40 numbers, and the heads give"):
+    with pytest.raises(
+        UnsupportedModelError, match="o_proj has 40 input features, but the heads have"
+    ):
         output_projections(model, cache_shape(make()))
 
 

@@ -1,4 +1,4 @@
-"""Copies of a cache: several answers from one prompt, each as from a cache of its own."""
+"""Copies of a cache: several answers to one prompt match those of separate caches."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def started(reader: Reader) -> CompressedCache:
 
 
 def answer(reader: Reader, cache: CompressedCache, first: int, count: int = 3) -> Tensor:
-    """The logits of some tokens more in each row, which depend on `first`."""
+    """Return the logits of a few more tokens per row, which depend on `first`."""
     rows = len(MASK)
     ids = torch.cat((IDS, first + torch.arange(rows * count).view(rows, count)), 1)
     mask = torch.cat((MASK, torch.ones(rows, count, dtype=torch.bool)), 1)
@@ -125,7 +125,7 @@ def test_an_empty_cache_inside_other_things(model) -> None:
 def test_what_cannot_be_copied_or_saved_says_what_can(model) -> None:
     cache = CompressedCache(model, "raw")
     model(IDS, **passing(model, cache))
-    with pytest.raises(TypeError, match=r"copy\.deepcopy\(cache\) gives one with pages of its own"):
+    with pytest.raises(TypeError, match=r"copy\.deepcopy\(cache\) creates one with its own pages"):
         copy.copy(cache)
     for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(TypeError, match="save the token ids and the policy's text"):

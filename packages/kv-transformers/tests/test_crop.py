@@ -1,4 +1,4 @@
-"""Columns taken back, whatever of them is padding, and what is said where they are not."""
+"""Removal of the newest columns, with any padding, and the errors if it is impossible."""
 
 import copy
 
@@ -45,14 +45,14 @@ def test_what_is_cropped_leaves_no_trace(model, policy, where) -> None:
         again = torch.cat((mask[:, :keep], torch.ones(3, 3, dtype=torch.bool)), 1)
         fresh = torch.cat((ids[:, :keep], ids[:, -3:]), 1)
         got = reader.read(cropped, fresh, again, keep, keep + 3)
-        # The same passes, as far as they go: what a pass reads of those before it is rounded.
+        # The same passes up to there, as a pass attends to quantized tokens of earlier ones.
         other = read(reader, ids, mask, [*(end for end in ends if end < keep), keep])
         want = reader.read(other, fresh, again, keep, keep + 3)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
 
 
 def read(reader: Reader, ids: Tensor, mask: Tensor, ends: list[int]) -> CompressedCache:
-    """A cache that read columns in passes with these ends."""
+    """Return a cache filled by passes with these end columns."""
     cache, start = reader.cache(), 0
     for end in ends:
         if end > start:

@@ -1,4 +1,4 @@
-"""A policy that was calibrated with a model is used with that model and no other."""
+"""A calibrated policy works only with the model it was calibrated with."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_profile_of_another_model_is_refused(make, tmp_path: Path) -> None:
     make().save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     spec = profile(tmp_path / "found.json", "0123456789abcdef")
-    with pytest.raises(WrongModelError, match="calibrated with the model 0123456789abcdef and"):
+    with pytest.raises(WrongModelError, match="calibrated with the model 0123456789abcdef, but"):
         CompressedCache(model, spec)
 
 
@@ -50,5 +50,5 @@ def test_a_model_without_files_cannot_be_compared(make, tmp_path: Path) -> None:
 
 
 def test_a_budget_has_no_meaning_where_a_rule_of_its_own_decides(make) -> None:
-    with pytest.raises(ValueError, match="its own rule says, so a budget of 64 has no meaning"):
+    with pytest.raises(ValueError, match="by its own rule, so a budget of 64 has no effect"):
         CompressedCache(make(), "leankv:high=raw,low=raw", budgets=[Budget(64)])

@@ -1,4 +1,4 @@
-"""Bases folded into the projections of models, against the same caches without folding."""
+"""Bases folded into models' projections, compared with the same caches without folding."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,7 +31,7 @@ RAGGED = Turned("8365", "2745")
 
 @dataclass(frozen=True)
 class Wide(Part):
-    """A rotation of full rank, of any dimension."""
+    """A rotation of full rank and any dimension."""
 
     name: ClassVar[str] = "wide"
 
@@ -50,7 +50,7 @@ class Wide(Part):
 
 
 def logits(model, cache, ids, mask=None):
-    """Logits of a prompt, and of three more tokens one by one."""
+    """Return the logits of a prompt and of three decode steps."""
     found = []
     with torch.no_grad():
         for part in (ids[:, :-3], *ids[:, -3:].split(1, 1)):
@@ -116,12 +116,12 @@ def test_folded_is_what_is_undone_otherwise(make, batch, policy) -> None:
     with Fold(model, policy):
         folded = CompressedCache(model, policy)
         found = logits(model, folded, *inputs.values())
-    # Integer codes may fall on the other side of a step.
+    # Rounding may change integer codes by one step.
     atol = 1e-5 if policy.formats is None else 0.05
     torch.testing.assert_close(found, want, rtol=1e-3, atol=atol)
     mine, theirs = folded.memory(), plain.memory()
     assert mine.vector_bytes == theirs.vector_bytes
-    assert mine.basis_bytes < theirs.basis_bytes  # values need no maps any more
+    assert mine.basis_bytes < theirs.basis_bytes  # values need no maps when folded
 
 
 def test_projections_are_really_smaller(make) -> None:
@@ -141,7 +141,7 @@ def test_projections_are_really_smaller(make) -> None:
     fold.restore()
     assert [layer.self_attn.v_proj for layer in model.model.layers] == old
     assert folded_by(model) is None
-    fold.restore()  # once is enough, twice no harm
+    fold.restore()  # a second restore is harmless
 
 
 @pytest.mark.parametrize("basis", [FULL, RAGGED, Turned("43", "5", paired=True)], ids=str)
@@ -164,7 +164,7 @@ def test_a_folded_model_serves_caches_of_its_basis_only(make) -> None:
     model, ids = make(), torch.randint(3, 101, (1, 9))
     before = CompressedCache(model, RAGGED)
     with Fold(model, RAGGED):
-        with pytest.raises(ValueError, match=r"folded for turned.* and k8v4 stores vectors"):
+        with pytest.raises(ValueError, match=r"folded for turned.* but k8v4 stores vectors"):
             CompressedCache(model, "k8v4")
         with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
             model(ids, **passing(model, DynamicCache()))
@@ -187,7 +187,7 @@ def test_another_attention_implementation_does_not_go_wrong_silently(make) -> No
         model.set_attn_implementation("eager")
         with pytest.raises(ValueError, match="pass a CompressedCache of that policy"):
             model(ids)
-        model.set_attn_implementation("sdpa")  # models of the tests share a configuration
+        model.set_attn_implementation("sdpa")  # test models share a configuration
 
 
 def test_a_folded_model_keeps_its_hooks(make) -> None:
@@ -197,7 +197,7 @@ def test_a_folded_model_keeps_its_hooks(make) -> None:
 
 
 def test_tied_projections_stay_tied(make) -> None:
-    """New layers are put in their places, so what two layers shared is untouched."""
+    """Folding replaces layers instead of changing them, so shared projections are unaffected."""
     model, inputs = make(), torch.randint(3, 101, (1, 19))
     layers = model.model.layers
     layers[1].self_attn.o_proj = layers[0].self_attn.o_proj
@@ -280,7 +280,7 @@ def test_what_stands_between_projections_is_noticed(basis) -> None:
     ids = torch.randint(3, 101, (1, 19))
     for model, sentence in (
         (clipped, "clips values to 0.05"),
-        (normed, "does something before o_proj"),
+        (normed, "has an operation before o_proj"),
     ):
         before = [p.data_ptr() for p in model.parameters()]
         with pytest.raises(UnsupportedModelError, match=sentence):
@@ -292,7 +292,7 @@ def test_what_stands_between_projections_is_noticed(basis) -> None:
 
 @dataclass(frozen=True)
 class Late(Turned):
-    """No basis for the values of the first layer."""
+    """A basis without values in the first layer."""
 
     def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
         whole = super().bind(layer, shape)
@@ -323,7 +323,7 @@ def test_a_basis_that_changed_since_is_refused(make, monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Changing(Turned):
-    """Equal to itself by its parameters, while what it binds to changes."""
+    """A basis with equal parameters whose bound maps change."""
 
     turn: ClassVar[dict[str, int]] = {"by": 0}
 

@@ -1,4 +1,4 @@
-"""A policy that drops nothing and stores exactly must change nothing."""
+"""A policy that evicts nothing and stores exactly does not change the output."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,7 +14,7 @@ from kv_transformers.cache_argument import passing
 
 @dataclass(frozen=True)
 class Windowed(Part):
-    """Exact storage behind a raw window, so that tokens travel through the ring."""
+    """Exact storage with a raw recent window, so that tokens pass through the ring buffer."""
 
     name: ClassVar[str] = "windowed"
     window: Annotated[int, Meta(ge=0)] = 5

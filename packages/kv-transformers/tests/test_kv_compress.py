@@ -1,4 +1,4 @@
-"""KV-Compress in transformers: in parts and whole, in batches and alone, alone and composed."""
+"""KV-Compress in transformers: chunked and whole prompts, batches, and composed policies."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ PAGE = 4
 
 
 def kept(cache: CompressedCache) -> list[list[int]]:
-    """The positions that each stream holds in any of its stores, stream after stream."""
+    """Return the kept positions of each layer, sequence and head, over all stores."""
     batch = cache.runtime.batch
     found: list[list[int]] = [[] for _ in range(batch.stores[0].length.numel())]
     for store in batch.stores:
@@ -31,7 +31,7 @@ def test_a_prompt_in_parts_keeps_what_the_whole_one_keeps(make, policy, compress
     whole = compressed(model, policy, page_tokens=PAGE)
     expected = model(ids, **passing(model, whole)).logits[:, -1]
     parts = compressed(model, policy, page_tokens=PAGE)
-    # Nothing is let go of before the last part; after that the two agree in every head.
+    # Nothing is evicted before the last chunk; after it both agree in every head.
     for part in ids.split([20, 12, 28], dim=1):
         found = model(part, **passing(model, parts)).logits[:, -1]
     torch.testing.assert_close(found, expected)
@@ -66,7 +66,7 @@ def test_each_request_may_bring_its_own_budget(make, batch, compressed) -> None:
 
 @torch.no_grad()
 def test_eviction_and_a_format_multiply(make, compressed) -> None:
-    model = make("qwen3", torch.bfloat16)  # 10 dimensions: 23 bytes a token instead of 40
+    model = make("qwen3", torch.bfloat16)  # 10 dimensions: 23 bytes per token instead of 40
     ids = torch.randint(3, 101, (1, 96))
     raw = compressed(model, "kv-compress:budget=24")
     both = compressed(model, "kv-compress:budget=24+k8v4")
@@ -84,7 +84,7 @@ def test_eviction_and_leankvs_tiers_multiply(make, compressed) -> None:
     cache = compressed(model, "kv-compress:budget=24+leankv:window=8,t_high=0.5")
     model(ids, **passing(model, cache))
     counts = cache.runtime.batch.tiers.counts()
-    assert int(counts.sum()) <= 24 * 6  # beside the window
+    assert int(counts.sum()) <= 24 * 6  # besides the window
     assert int(counts[0].sum()) > 0
     assert int(counts[1].sum()) > 0
     for _ in range(20):
@@ -97,7 +97,7 @@ def test_generation_is_compressed_again_and_again(make, batch, compressed) -> No
     model = make()
     cache = compressed(model, "kv-compress:budget=16,every=8", page_tokens=PAGE)
     model.generate(**batch((40, 25)), **passing(model, cache), max_new_tokens=41, do_sample=False)
-    # 40 tokens were fed back, so the last of five plans was the last thing that happened
+    # 40 tokens were generated, so the last of five plans has just run
     assert cache.memory().tokens.sum((0, 2)).tolist() == [16 * 6, 16 * 6]
 
 

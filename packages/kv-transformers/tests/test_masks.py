@@ -1,4 +1,4 @@
-"""Masks that a compressed cache would not heed are refused, before anything is stored."""
+"""Masks that a compressed cache does not support raise before anything is stored."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ LATER = {
     "hides a stored column": (mask(14, 0, 1, 5), "hides columns whose tokens"),
     "shows padding": (mask(14, 0), "shows columns that were padding"),
     "is missing": (None, "absence of an attention_mask"),
-    "is of this pass alone": (mask(2), "has 2 columns, and there are 14: 12 that"),
-    "is longer": (mask(20, 0, 1), "has 20 columns, and there are 14"),
+    "is of this pass alone": (mask(2), "has 2 columns instead of 14: 12 that"),
+    "is longer": (mask(20, 0, 1), "has 20 columns instead of 14"),
 }
 
 
@@ -63,7 +63,7 @@ def test_a_column_hidden_in_a_decode_step_or_in_the_users_own_tensor(model) -> N
     for given in (mask(12).bool(), mask(12)):
         cache = CompressedCache(model, "raw")
         model(ROW, attention_mask=given, **passing(model, cache))
-        given[0, 3] = 0  # what the cache remembers is a copy
+        given[0, 3] = 0  # the cache keeps a copy
         more = torch.cat([given, given[:, -1:]], 1)
         with pytest.raises(ValueError, match="hides columns whose tokens"):
             model(ROW[:, :1], attention_mask=more, **passing(model, cache))
@@ -95,15 +95,19 @@ def test_columns_taken_back_may_come_again_as_padding(model) -> None:
 
 
 def test_a_decode_step_that_does_not_wait_is_refused_by_the_next() -> None:
-    """As on a GPU, where the comparison is read a pass later."""
+    """Simulate a GPU, where the comparison is read one pass later."""
     check = MaskCheck(waits=False).after(mask(12).bool(), None, 12)
     check = check.after(mask(13).bool(), mask(12).bool(), 1)
     with pytest.raises(ValueError, match="attention_mask hides"):
-        check.after(mask(15, 4).bool(), mask(13).bool(), 2)  # passes of several columns wait
+        check.after(
+            mask(15, 4).bool(), mask(13).bool(), 2
+        )  # passes of several columns wait for the comparison
     wrong = check.after(mask(14, 4).bool(), mask(13).bool(), 1)
-    with pytest.raises(ValueError, match="of a step before hides"):
+    with pytest.raises(ValueError, match="of an earlier step hides"):
         wrong.after(mask(15, 4).bool(), mask(14).bool(), 1)
-    again = wrong.after(mask(5).bool(), None, 5)  # after reset() there is nothing to compare with
+    again = wrong.after(
+        mask(5).bool(), None, 5
+    )  # after reset() there are no stored columns to compare
     again.after(mask(6).bool(), mask(5).bool(), 1)
 
 
@@ -111,7 +115,7 @@ PLAIN = masking.create_causal_mask
 
 
 def with_mask_function(**more: object) -> object:
-    """The mask of a model that adds a function of its own to the causal one."""
+    """Create the mask of a model that adds its own function to the causal one."""
 
     def made(*args: object, **kwargs: object) -> object:
         return PLAIN(*args, **(kwargs | more))
@@ -171,7 +175,9 @@ def test_a_module_that_is_told_so_by_keyword_is_refused(model, monkeypatch) -> N
 @torch.no_grad()
 def test_what_a_model_asks_of_attention_beside_is_refused(model, option) -> None:
     cache = CompressedCache(model, "raw")
-    with pytest.raises(ValueError, match=rf"\({option}\), which a compressed cache does not do"):
+    with pytest.raises(
+        ValueError, match=rf"\({option}\), which a compressed cache does not support"
+    ):
         model(ROW, **{option: torch.zeros(1, 4, 12, 12)}, **passing(model, cache))
 
 
@@ -179,7 +185,7 @@ def test_what_a_model_asks_of_attention_beside_is_refused(model, option) -> None
 def test_several_sequences_in_a_row_are_refused(model) -> None:
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
     cache = CompressedCache(model, "raw")
-    with pytest.raises(ValueError, match="position_ids go back within a row"):
+    with pytest.raises(ValueError, match="position_ids decrease within a row"):
         model(ROW, position_ids=packed, **passing(model, cache))
     behind = torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])  # as generate counts padding
     model(ROW, attention_mask=mask(12, 0, 1), position_ids=behind, **passing(model, cache))
@@ -241,7 +247,7 @@ def test_pictures_whose_tokens_see_each_other_are_refused_and_text_is_served() -
 
 
 def test_a_prefix_of_embeddings_counts_as_columns(model) -> None:
-    """Embeddings in place of ids, as prompts of adapters are: the mask covers them, too."""
+    """Embeddings instead of ids, like prompts of adapters: the mask covers them too."""
     model = AutoModelForCausalLM.from_config(model.config).eval()
     with torch.no_grad():
         embedded = model.get_input_embeddings()(ROW)

@@ -1,4 +1,4 @@
-"""Bytes: what the cache says it holds is what its parts and its tensors hold."""
+"""The bytes that a cache reports equal those of its parts and its tensors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ POLICIES = [
 
 
 def held(cache: CompressedCache) -> int:
-    """Bytes of every tensor that the cache reaches, each storage counted once."""
+    """Count the bytes of all tensors reachable from the cache, each storage once."""
     found, queue, known = {}, [cache.runtime.batch], set()
     while queue:
         thing = queue.pop()
@@ -64,7 +64,7 @@ def test_the_report_adds_up_and_is_what_tensors_hold(make, batch, policy) -> Non
         assert min(named) >= 0
         assert sum(named) == report.total_bytes
         assert report.pages_held_bytes == cache.runtime.batch.pool.data.numel()
-        # Counters of a few numbers (tokens seen, ends of the free list) are not memory to account.
+        # Small counters (tokens seen, ends of the free list) are not counted.
         assert 0 <= held(cache) - report.total_bytes <= 64
 
 

@@ -1,4 +1,4 @@
-"""Values and outputs between folded projections lie where the ranks say."""
+"""The layout of values and outputs between folded projections follows the ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How layers turn queries, beside what the models themselves do at other positions."""
+"""Detected rotary embeddings, compared with the models' own at other positions."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def made(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTra
 def test_queries_turned_back_do_not_depend_on_where_they_were_asked(config) -> None:
     model = made(config)
     shape = with_ropes(model, cache_shape(model), READS)
-    places = [2, 35, 300]  # none that the probe itself reads
+    places = [2, 35, 300]  # none of the probe's own positions
     asked = _queries(model, shape, places)
     for layer in range(shape.layers):
         rope = shape.rope_of(layer)

@@ -1,4 +1,4 @@
-"""Models that a compressed cache cannot serve are refused when it is made, for the true reason."""
+"""Creating a cache for an unsupported model raises with the right reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,10 +97,10 @@ MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_gr
 REFUSED = {
     "differential attention": (of(DiffLlamaConfig(**SIZES)), r"Attention itself \(lambda_q1, "),
     "a dynamic mask": (of(DogeConfig(**SIZES)), r"parameters of DogeAttention itself \(A\)"),
-    "cross-attention": (mllama, "attends in layer 1 to something else than the layer's own"),
+    "cross-attention": (mllama, "attends in layer 1 to something other than the layer's own"),
     "several stacks": (blt, "is not one stack of layers: its configuration has no num_hidden"),
-    "a recurrence (rwkv)": (of(RwkvConfig(**SMALL)), "keeps a state of a kind of its own"),
-    "a recurrence (xlstm)": (of(xLSTMConfig(**SMALL, num_heads=2)), "keeps a state of a kind of"),
+    "a recurrence (rwkv)": (of(RwkvConfig(**SMALL)), "keeps its own kind of state"),
+    "a recurrence (xlstm)": (of(xLSTMConfig(**SMALL, num_heads=2)), "keeps its own kind of"),
     "a recurrence (mamba)": (of(MambaConfig(**SMALL)), "has no num_attention_heads"),
     "a base without generate": (
         lambda: AutoModel.from_config(xLSTMConfig(**SMALL, num_heads=2)),
@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "an encoder": (t5, "has an encoder; only decoder-only models"),
     "both directions": (bert, "attends in both directions in layer 0"),
-    "windows beside": (of(gemma4()), "has layers of type sliding_attention; the cache serves"),
+    "windows beside": (of(gemma4()), "has layers of type sliding_attention; the cache supports"),
     "shared layers": (of(gemma4(num_kv_shared_layers=2)), "shares keys and values between layers"),
 }
 
@@ -134,7 +134,7 @@ def test_layers_that_are_all_alike_are_served_whatever_their_heads_are_called() 
 def test_heads_that_differ_by_layer_are_refused() -> None:
     model = llama()
     model.config.per_layer_config = {1: {"num_key_value_heads": 4}}
-    with pytest.raises(UnsupportedModelError, match=r"KV heads of several sorts \(2 x 8, 4 x 8\)"):
+    with pytest.raises(UnsupportedModelError, match=r"different KV heads \(2 x 8, 4 x 8\)"):
         CompressedCache(model, "raw")
 
 
@@ -188,8 +188,10 @@ def test_weights_that_are_offloaded_or_not_there() -> None:
 def test_a_model_that_was_moved_since() -> None:
     model = llama()
     cache = CompressedCache(model, "raw")
-    cache._device = torch.device("meta")  # as if it was made there; there is no second device here
-    with pytest.raises(RuntimeError, match="attends on cpu, and this cache was made while it was"):
+    cache._device = torch.device(
+        "meta"
+    )  # as if it was created there, as the test machine has one device
+    with pytest.raises(RuntimeError, match="runs on cpu, but this cache was made while it was"):
         model(IDS, **passing(model, cache))
 
 

@@ -1,4 +1,4 @@
-"""A model that served a compressed cache does everything else as if there had been none."""
+"""Using a compressed cache does not affect a model's other calls."""
 
 import copy
 import threading
@@ -22,7 +22,7 @@ from own_llama import GREEDY, IDS, MASK, SIZES, llama
 
 
 def used(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, after a compressed cache was made for it and used."""
+    """Return the model after a compressed cache was created for it and used."""
     with torch.no_grad():
         model(IDS, **passing(model, CompressedCache(model, "raw")))
     return model
@@ -49,7 +49,7 @@ def test_a_static_cache_answers_as_before() -> None:
 
 @torch.no_grad()
 def test_a_static_cache_gets_a_mask_made_at_its_time() -> None:
-    """Its offset is a tensor that `update` changes, so a mask made late would be another."""
+    """Its offset is a tensor that `update` changes, so a mask created later would differ."""
     model = used(llama())
     full, static = DynamicCache(), StaticCache(model.config, max_cache_len=32)
     for part in (IDS[:, :7], IDS[:, 7:9], IDS[:, 9:]):
@@ -86,7 +86,7 @@ def test_attention_weights_are_given_as_before() -> None:
 
 def test_continuous_batching_finds_its_implementation() -> None:
     model, never = used(llama()), llama()
-    model.init_continuous_batching()  # refuses implementations that it does not know
+    model.init_continuous_batching()  # rejects unknown implementations
     never.init_continuous_batching()  # may change the implementation, depending on the version
     assert model.config._attn_implementation == never.config._attn_implementation
 

@@ -154,8 +154,8 @@ def test_generate_refuses_an_empty_prompt(prompt: list[str]) -> None:
         (("--policy", "snapkv:budget=16"), "smaller than the 32 it protects"),
         (("--policy", "snapkv:budget=lots"), "budget 'lots' is not understood"),
         (("--policy", "k8v4+k4v2"), "keep one of them"),
-        (("--model", "./nothing-here"), "there is no model './nothing-here'"),
-        (("--model", "missing.gguf"), "there is no file missing.gguf"),
+        (("--model", "./nothing-here"), "unknown model './nothing-here'"),
+        (("--model", "missing.gguf"), "file not found: missing.gguf"),
         (("--prompt-file", "missing.txt"), "missing.txt cannot be read"),
         (("--max-new-tokens", "0"), "--max-new-tokens"),
         (("--temperature", "-1"), "--temperature"),
@@ -355,7 +355,7 @@ def test_eval_starts_anew_when_the_settings_changed(
         (("--length", "20"), "for its wording alone"),
         (("--length", "1100"), "reads 1,024, so use a smaller length"),
         (("--json", "."), "is a folder; name a file"),
-        (("--model", "./nothing-here"), "there is no model './nothing-here'"),
+        (("--model", "./nothing-here"), "unknown model './nothing-here'"),
     ],
 )
 def test_eval_refuses(

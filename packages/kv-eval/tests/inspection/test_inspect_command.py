@@ -195,7 +195,7 @@ def test_an_empty_prompt(prompt: list[str]) -> None:
         ((*STREAMING, "--html", "."), "--html . is a folder; name a file"),
         ((*STREAMING, "--json", "a", "--html", "./a"), "--html and --json both name a;"),
         ((*STREAMING, "--backend", "abacus"), "abacus"),
-        ((*STREAMING, "--model", "./nothing-here"), "there is no model './nothing-here'"),
+        ((*STREAMING, "--model", "./nothing-here"), "unknown model './nothing-here'"),
         ((), "Missing option '--policy'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The KV cache of a batch of sequences under a policy; any engine can host it."""
+"""The KV cache of a batch of sequences under a policy, independent of the engine."""
 
 from kv_runtime.accounting import Account, kept_tokens
 from kv_runtime.backends import (

@@ -1,9 +1,8 @@
-"""How many pages tokens can take, and how many of vLLM's blocks pay for them.
+"""Bounds on the pages of a sequence, and the number of vLLM blocks that cover them.
 
-vLLM's block is the unit of account: a request that owns b blocks may hold as many pages as b
-blocks have room for, and they lie anywhere in the memory that vLLM allocated for keys and values.
-So the scheduler's pool says exactly how much memory is left, and no page ever moves because a
-block changes hands.
+vLLM's block is the unit of account: a request that owns b blocks may hold as many pages as fit in b
+blocks, anywhere in the memory that vLLM allocated for keys and values. So the scheduler's pool
+knows exactly how much memory is free, and no page moves when a block changes its owner.
 """
 
 from collections.abc import Iterable
@@ -19,32 +18,32 @@ from kv_runtime.layout import Layout
 
 @dataclass(frozen=True, slots=True, order=True)
 class AlikeRows:
-    """Table rows (of a layer, a sequence and a KV head) that store tokens alike."""
+    """Heads (one layer's KV head of one sequence) with the same storage."""
 
     count: int
-    tokens: int  # of the first tier in a page
-    partial: int  # pages beyond the first tier's that a table row may hold and not fill
-    window: int  # pages of its raw window
+    tokens: int  # tokens of the first tier per page
+    partial: int  # pages beyond the first tier's that a head may fill only partially
+    window: int  # pages of the raw window
 
     def pages(self, tokens: int) -> int:
-        """Count the pages of so many tokens, at most."""
+        """Return the maximum number of pages for `tokens` tokens per head."""
         return self.count * (-(-tokens // self.tokens) + self.partial) if tokens > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The pages of a sequence on one device, and what a block pays for."""
+    """The pages of a sequence on one device, and the pages covered by a block."""
 
     table_rows: tuple[AlikeRows, ...]
-    window: int  # newest tokens, which lie in pages of their own
-    token_bytes: int  # of a token of the first tier, over all layers and heads
+    window: int  # newest tokens, which have separate pages
+    token_bytes: int  # bytes of a token of the first tier, over all layers and heads
     page_bytes: int
-    block_tokens: int  # tokens of a block, as vLLM counts them
-    block_pages: int  # pages that a block pays for
+    block_tokens: int  # tokens per block, as counted by vLLM
+    block_pages: int  # pages covered by a block
 
     @classmethod
     def of(cls, layout: Layout, block_tokens: int) -> "Account":
-        """Read it off the layout of a cache; a block pays for what its tokens take when full."""
+        """Derive the account from a cache's layout; a block covers its tokens in full pages."""
         flat = [kind for layer in layout.kind for kind in layer]
         table_rows = tuple(
             _alike(flat.count(kind), tiers, layout.window_pages(kind))
@@ -62,38 +61,38 @@ class Account:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, over all layers and heads."""
+        """Bytes per block, over all layers and heads."""
         return self.block_pages * self.page_bytes
 
     @property
     def window_pages(self) -> int:
-        """Pages of a sequence's raw windows, however few tokens it has."""
+        """Pages of a sequence's raw windows, which are allocated even for few tokens."""
         return sum(each.count * each.window for each in self.table_rows)
 
     def holding(self, block_bytes: int) -> "Account":
-        """The same with blocks of so many bytes."""
+        """Return the account with blocks of `block_bytes` bytes."""
         return replace(self, block_pages=block_bytes // self.page_bytes)
 
     def pages(self, tokens: int) -> int:
-        """Bound the pages of a sequence whose heads keep so many tokens each, or fewer."""
+        """Return the maximum pages of a sequence with at most `tokens` tokens per head."""
         outside = max(0, tokens - self.window)
         return self.window_pages + sum(each.pages(outside) for each in self.table_rows)
 
     def later(self, held: int, tokens: int) -> int:
-        """Bound the pages of a sequence that holds `held` and then gets so many tokens more.
+        """Return the maximum pages of a sequence with `held` pages after `tokens` more tokens.
 
-        Tokens move only to later tiers, whose pages hold no fewer tokens, so that a row's n new
-        tokens fill no more pages than n of the first tier, and open one page more in each store.
+        Tokens move only to later tiers, whose pages hold no fewer tokens, so a head's n new tokens
+        fill at most as many pages as n tokens of the first tier, plus one partial page per store.
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
     def blocks(self, pages: int) -> int:
-        """Count the blocks that pay for so many pages."""
+        """Return the number of blocks that cover `pages` pages."""
         return max(1, -(-pages // self.block_pages))
 
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
-    """Say how many of a prompt's tokens a head keeps on average; without a budget all of them."""
+    """Return the mean number of prompt tokens kept per head; without a budget, all of them."""
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is None or selector.budget is None:
         return tokens
@@ -115,7 +114,7 @@ def _partial(tiers: tuple[PageLayout, ...]) -> Iterable[int]:
 
 
 def _waiting_pages(layout: PageLayout) -> int:
-    """Pages of the tokens that wait, raw, until they fill a block, and one for the block."""
+    """Return the pages of the raw residual tokens that do not fill a block yet, plus one."""
     raw = layout.format.key.dim + layout.format.value.dim
-    in_page = max(1, layout.nbytes // (4 * raw + 8))  # at most four bytes a number
+    in_page = max(1, layout.nbytes // (4 * raw + 8))  # at most four bytes per element
     return -(-layout.format.block // in_page) + 1

@@ -1,4 +1,4 @@
-"""A layer's attention over everything a batch holds of it, and the fresh tokens."""
+"""A layer's attention over its stored tokens and the new tokens."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,19 +17,19 @@ def attended(
     watch: tuple[Observe, ...],
     backend: str,
 ) -> Attended:
-    """Let the queries of a pass attend, in the space that is stored.
+    """Compute the attention of a pass, on vectors projected into the basis if there is one.
 
     Args:
-        batch: what is held.
+        batch: the stored tokens.
         now: the pass.
-        layer: whose tokens.
+        layer: the layer.
         fresh: queries, keys and values of the pass.
-        scale: of the products of queries and keys.
-        watch: what is observed; the first's result is the main one.
-        backend: who attends.
+        scale: the scale of attention logits.
+        watch: observations to compute; the first is in the main result.
+        backend: the attention backend.
     """
     query, key, value = fresh
-    # Only a prompt's places are looked at: whether all hold a token decides how it is attended.
+    # Padding is only checked in prefill, where it determines the attention kernel.
     new = DenseTokens(key, value, now.position, full=None if now.is_prefill else False)
     by_place = watch[0].skip > 1 or watch[0].gumbel is not None
     places = _places(batch, layer) if by_place else None
@@ -45,7 +45,7 @@ def attended(
 
 
 def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"] | None]:
-    """Positions of what a layer holds in pages."""
+    """Return the positions of a layer's tokens in pages."""
     reads = [store.read_layer(layer).position for _, store in batch.held_stores]
     found = [None if p is None else grid(p, batch.shape.kv_heads) for p in reads]
     raw = batch.held_window

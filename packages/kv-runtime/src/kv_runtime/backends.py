@@ -1,4 +1,4 @@
-"""Which implementation of attention serves a cache, and saying so where a faster one cannot."""
+"""Choice of a cache's attention backend, with a warning if a faster one is unavailable."""
 
 import logging
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from kv_attention import all_backends, check_backend, choose_backend, load_backe
 from kv_policy.installing import checkout_of, install_command
 
 AUTO: Final = "auto"
-COMPILED: Final = ", which compiles it: that takes a C++20 compiler"
+COMPILED: Final = ", which compiles it and needs a C++20 compiler"
 
 log = logging.getLogger("kv_runtime")
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What attends: a backend, and the instruction set of its native code, if it has any."""
+    """An attention backend, and the instruction set of its native code, if it has any."""
 
     backend: str
     instructions: str | None = None
 
     def __str__(self) -> str:
-        """As a report writes it."""
+        """Format for reports."""
         return self.backend if self.instructions is None else f"{self.backend} {self.instructions}"
 
 
 def backend_for(device: torch.device | str, name: str = AUTO) -> str:
-    """Give the name of the backend that serves a device.
+    """Return the name of the backend for a device.
 
-    With `auto` this is the fastest that can be used. Where a faster one cannot, the logger
-    `kv_runtime` says once why not, and what to do.
+    With `auto` this is the fastest available one. If a faster one is unavailable, the logger
+    `kv_runtime` reports the reason and the remedy once.
 
     Raises:
-        ValueError: another name, of a backend that there is not or that cannot be used here.
+        ValueError: the backend is unknown or unavailable.
     """
     if name != AUTO:
         check_backend(name, device)
@@ -47,7 +47,7 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
 
 
 def expect_known(name: str) -> None:
-    """Refuse a name that cannot be used here on any device.
+    """Raise if a backend is unavailable on every device.
 
     Raises:
         ValueError: as `backend_for`.
@@ -57,7 +57,7 @@ def expect_known(name: str) -> None:
 
 
 def serving(device: torch.device | str, name: str = AUTO) -> Serving:
-    """Say what attends on a device under that name.
+    """Return the backend for a device, with its instruction set.
 
     Raises:
         ValueError: as `backend_for`.
@@ -68,18 +68,18 @@ def serving(device: torch.device | str, name: str = AUTO) -> Serving:
 
 
 def remedy(name: str) -> str:
-    """Say what to do about a backend that cannot be used."""
+    """Return the remedy for an unavailable backend."""
     backend = all_backends()[name]
     if not backend.installed:
-        compiled = checkout_of(backend.distribution) is not None  # a wheel has been
+        compiled = checkout_of(backend.distribution) is not None  # wheels are already compiled
         return f"`{install_command(backend.distribution)}`" + (COMPILED if compiled else "")
-    return "`kv-serve doctor` says what is wrong"
+    return "run `kv-serve doctor` for details"
 
 
 @cache
 def _say(used: str, faster: str, reason: str) -> None:
     log.warning(
-        "attention runs by the backend %r; %r would be faster and cannot be used: %s (%s)",
+        "using the attention backend %r; %r would be faster but is unavailable: %s (%s)",
         used,
         faster,
         reason,

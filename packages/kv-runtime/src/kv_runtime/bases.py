@@ -1,4 +1,4 @@
-"""The bases of all layers of a cache: what is stored has coordinates, and heads have dimensions."""
+"""The bases of all layers of a cache, which project vectors to stored coordinates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ from torch.nn.functional import pad
 
 from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis
 
-Folded: TypeAlias = frozenset[Literal["keys", "values"]]  # what a model gives as coordinates
+Folded: TypeAlias = frozenset[Literal["keys", "values"]]  # vectors that a model projects itself
 
 
 @dataclass(frozen=True)
 class Bases:
-    """The maps between a model's vectors and what a cache stores.
+    """The projections between a model's vectors and stored coordinates.
 
-    Coordinates of all layers are as long as the longest and end with zeros where a head keeps
-    fewer. What is `folded` into the model's weights comes as coordinates already, queries with
-    keys, and is left so.
+    Coordinates of all layers have the length of the longest, zero-padded if a head has a lower
+    rank. Vectors whose basis is `folded` into the model's weights, queries together with keys, are
+    already projected and remain unchanged.
     """
 
     key_maps: tuple[HeadBasis | None, ...]  # by layer; None: none, or folded
     value_maps: tuple[HeadBasis | None, ...]
-    stored: CacheShape  # heads that are stored, and dimensions of the longest coordinates
-    key_dims: tuple[tuple[int, ...], ...]  # of each layer and head that is stored
+    stored: CacheShape  # stored heads, and dimensions of the longest coordinates
+    key_dims: tuple[tuple[int, ...], ...]  # rank by layer and stored head
     value_dims: tuple[tuple[int, ...], ...]
     folded: Folded = frozenset()
 
@@ -43,8 +43,8 @@ class Bases:
         together = {layer.together for layer in bound}
         if len(together) > 1:
             raise ValueError(
-                f"layers store {', '.join(map(str, sorted(together)))} KV heads together; a cache "
-                "needs the same number in all"
+                f"layers store {', '.join(map(str, sorted(together)))} KV heads together; all "
+                "layers of a cache need the same number"
             )
         size = together.pop()
         heads = shape.kv_heads // size
@@ -65,7 +65,7 @@ class Bases:
                 key_dim=widths[0],
                 value_dim=widths[1],
                 first_head=shape.first_head // size,
-                rope=None,  # coordinates cannot be turned to other positions
+                rope=None,  # coordinates cannot be rotated to other positions
             ),
             keys,
             values,
@@ -74,7 +74,7 @@ class Bases:
 
     @property
     def kinds(self) -> tuple[tuple[tuple[int, ...], ...], tuple[CacheShape, ...]]:
-        """Say of which kind each head is, and give the shape of each kind, longest first."""
+        """The kind of each head, and the shape of each kind, longest first."""
         pairs = [
             list(zip(keys, values, strict=True))
             for keys, values in zip(self.key_dims, self.value_dims, strict=True)
@@ -85,13 +85,13 @@ class Bases:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the maps."""
+        """Bytes of the projections."""
         maps = (*self.key_maps, *self.value_maps)
         held = [x for m in maps if m is not None for x in (m.matrix, m.dual) if x is not None]
         return sum(x.nbytes for x in held)
 
     def same_as(self, other: "Bases") -> bool:
-        """Whether vectors are stored alike, number by number."""
+        """Return whether all projections are exactly equal."""
         pairs = zip(
             (*self.key_maps, *self.value_maps), (*other.key_maps, *other.value_maps), strict=True
         )
@@ -99,24 +99,24 @@ class Bases:
         return dims and self.folded == other.folded and all(_same(a, b) for a, b in pairs)
 
     def queries(self, layer: int, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
-        """Coordinates of queries."""
+        """Project queries."""
         basis = self.key_maps[layer]
         return _to_width(q if basis is None else basis.project_queries(q), self.stored.key_dim)
 
     def keys(self, layer: int, key: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
-        """Coordinates of keys."""
+        """Project keys."""
         basis = self.key_maps[layer]
         return _to_width(key if basis is None else basis.project(key), self.stored.key_dim)
 
     def values(self, layer: int, value: Float[Tensor, "B H L Dv"]) -> Float[Tensor, "B H2 L R"]:
-        """Coordinates of values."""
+        """Project values."""
         basis = self.value_maps[layer]
         return _to_width(value if basis is None else basis.project(value), self.stored.value_dim)
 
     def undone(
         self, layer: int, out: Float[Tensor, "B H2 G2 L R"], value_dim: int
     ) -> Float[Tensor, "B H G L D"]:
-        """The output in the space of values, unless the output projection reads coordinates."""
+        """Project the output back to values, unless the output projection is folded."""
         basis = self.value_maps[layer]
         if basis is not None:
             return basis.undo(out)
@@ -124,7 +124,7 @@ class Bases:
 
 
 def same_maps(mine: Sequence[LayerBasis], theirs: Sequence[LayerBasis]) -> bool:
-    """Whether all layers have the same maps, number by number."""
+    """Return whether all layers have exactly equal projections."""
     return all(
         _same(a.key, b.key) and _same(a.value, b.value) for a, b in zip(mine, theirs, strict=True)
     )
@@ -144,11 +144,11 @@ def _ranks(basis: HeadBasis | None, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def widened(basis: HeadBasis, width: int) -> HeadBasis:
-    """The same maps with as many columns; those that are added are zero."""
+    """Return the projection with `width` columns, padded with zeros."""
     dual = None if basis.dual is None else _to_width(basis.dual, width)
     return replace(basis, matrix=_to_width(basis.matrix, width), dual=dual)
 
 
 def _to_width(x: Tensor, width: int) -> Tensor:
-    """The same with as many numbers in a vector; what is cut off is zero, as what is added is."""
+    """Pad vectors with zeros, or truncate trailing zeros, to `width` elements."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""The storage of one batch: pool, tiers, raw window, and how many tokens were seen."""
+"""The storage of one batch: pool, tiers, raw window and token counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +30,11 @@ class Batch:
     pool: PagePool
     tiers: Tiers | PerHeadRankTiers
     window: Window | None
-    seen: Int[Tensor, " B"]  # tokens per sequence
-    columns: int = field(default=0)  # columns of the batch, padding included
-    started: bool = field(default=False)  # every sequence has a token
-    shares: bool = field(default=False)  # the pool, with others
-    record: Columns | None = field(default=None)  # of columns; None: the host keeps none
+    seen: Int[Tensor, " B"]  # tokens seen per sequence
+    columns: int = field(default=0)  # columns of the batch, including padding
+    started: bool = field(default=False)  # every sequence has at least one token
+    shares: bool = field(default=False)  # the pool is shared with other batches
+    record: Columns | None = field(default=None)  # which columns hold tokens; None: not recorded
 
     @classmethod
     def allocate(
@@ -48,24 +48,24 @@ class Batch:
         pool: PagePool | None = None,
         window_in_pages: bool = False,
     ) -> "Batch":
-        """Make room for a batch.
+        """Allocate the storage of a batch.
 
         Args:
-            policy: what to keep.
-            layout: of its pages.
+            policy: the policy.
+            layout: the layout of its pages.
             sequences: B.
-            pages: of a pool of its own; None lets that grow as tokens arrive.
-            device: where the batch lives.
-            kernels: who writes and reads the pages of a pool of its own.
-            pool: a pool that is shared with other batches, instead of one of its own.
-            window_in_pages: the raw window lies in the pool, too.
+            pages: size of a private pool; None: it grows as tokens arrive.
+            device: the device of the batch.
+            kernels: page kernels of a private pool.
+            pool: a pool shared with other batches, instead of a private one.
+            window_in_pages: whether the raw window is in the pool, too.
 
         Raises:
             kv_paging.PoolExhausted: a fixed pool is too small for the raw window.
-            ValueError: pages and a pool are given, or the pool's pages are of another size.
+            ValueError: both pages and a pool are given, or the pool's page size differs.
         """
         if pool is not None and pages is not None:
-            raise ValueError(f"a pool and {pages} pages are given; give one, or none to grow")
+            raise ValueError(f"both a pool and {pages} pages were given; give at most one of them")
         shares = pool is not None
         pool = pool or PagePool(
             layout.page_bytes, pages or 0, grows=pages is None, device=device, kernels=kernels
@@ -84,37 +84,37 @@ class Batch:
 
     @property
     def shape(self) -> CacheShape:
-        """What is stored: heads, and the dimensions of the longest vectors."""
+        """The stored shape: heads, and the dimensions of the longest vectors."""
         return self.layout.shape
 
     @property
     def window_size(self) -> int:
-        """Tokens of the raw window."""
+        """Tokens in the raw window."""
         return self.layout.window
 
     @property
     def page_tokens(self) -> Int[Tensor, "K N H"]:
-        """Tokens in a page of each tier, layer and head."""
+        """Tokens per page of each tier, layer and head."""
         return self.layout.page_tokens.to(self.seen.device)
 
     @property
     def stores(self) -> tuple[TokenStore | PerHeadRankStore, ...]:
-        """Where tokens lie, in the order attention sees them; a tier may have two."""
+        """The stores, in the order of attention; a tier may have two."""
         return self.tiers.stores
 
     @property
     def held_stores(self) -> list[tuple[int, TokenStore | PerHeadRankStore]]:
-        """Tier and store, of those that may hold something of a layer that is attended to.
+        """Tiers and stores that may hold tokens of a layer during its attention.
 
-        In the first pass they hold at most what layers before it have just stored.
+        In the first pass they hold at most tokens of earlier layers.
         """
         pairs = zip(self.tiers.tier, self.stores, strict=True)
         return [(tier, store) for tier, store in pairs if self.columns and store.longest]
 
     def views(self, layer: int) -> tuple[list[PagedTokens], list[DenseTokens]]:
-        """Give what a layer holds in pages and beside them, where all heads are alike.
+        """Return a layer's paged and dense tokens, if all heads have the same dimensions.
 
-        Good until the next operation.
+        Valid until the next operation.
         """
         stores = [store for _, store in self.held_stores]
         pages = [store.view(layer) for store in stores if isinstance(store, TokenStore)]
@@ -130,12 +130,12 @@ class Batch:
         fresh: DenseTokens,
         places: Sequence[Int[Tensor, "B H _"] | None] | None,
     ) -> list[HeadGroup] | None:
-        """Give what the heads of a layer hold, by kind, with fresh tokens; None: all are alike.
+        """Return a layer's heads by kind, with the new tokens; None: all are of one kind.
 
         Args:
-            layer: whose heads.
-            fresh: the tokens of the pass, as long as the longest vectors.
-            places: positions of what lies in pages, an entry for each store and window, if needed.
+            layer: the layer.
+            fresh: the tokens of the pass, padded to the longest vectors.
+            places: positions of paged tokens, an entry per store and window, if needed.
         """
         if not isinstance(self.tiers, PerHeadRankTiers):
             return None
@@ -145,11 +145,11 @@ class Batch:
 
     @property
     def held_window(self) -> Window | None:
-        """The raw window, once it holds something."""
+        """The raw window, if it holds tokens."""
         return self.window if self.columns else None
 
     def sizes(self, now: Pass | None = None) -> list[int]:
-        """Tokens of each sequence in all tiers, layers and heads; those of a pass included."""
+        """Count each sequence's tokens in all tiers, layers and heads, plus those of a pass."""
         held = self.tiers.counts().sum((0, 1, 3))
         if now is not None:
             held = held + (now.position >= 0).sum(1) * self.shape.layers * self.shape.kv_heads
@@ -158,18 +158,18 @@ class Batch:
 
     @property
     def a_page_each(self) -> int:
-        """How many pages are one for each table row: each head of each layer of each sequence."""
+        """Number of pages if each head of each layer and sequence has one."""
         return len(self.seen) * self.shape.layers * self.shape.kv_heads
 
     def table_rows(
         self, layers: slice = _ALL, sequences: Int[Tensor, " D"] | slice = _ALL
     ) -> Int[Tensor, " S"]:
-        """Table row ids of sequences in layers, layer after layer; alike in all tiers."""
+        """Return the page table rows of sequences, grouped by layer; equal in all tiers."""
         every = self.stores[0].table_rows(layers).view(-1, len(self.seen), self.shape.kv_heads)
         return every[:, sequences].flatten()
 
     def by_head(self, x: Int[Tensor, "B S"]) -> Int[Tensor, "B H S"]:
-        """One row per KV head."""
+        """Expand to one row per KV head."""
         return x[:, None].expand(-1, self.shape.kv_heads, -1)
 
     def grow(
@@ -179,7 +179,7 @@ class Batch:
         score: Float[Tensor, " S"] | None,
         position: Int[Tensor, " S"],
     ) -> None:
-        """Put one token of each table row into the first tier, but where its position is -1."""
+        """Append one token per head to the first tier, unless its position is -1."""
         absent = position < 0
         kinds = torch.zeros_like(position, dtype=torch.uint8)
         self.tiers.step(
@@ -194,13 +194,13 @@ class Batch:
         )
 
     def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
-        """Make sure of the pages for so many tokens per head, once instead of layer by layer.
+        """Reserve the pages for `tokens` tokens per head, once for all layers.
 
-        The pages that the tiers hold are counted off, those of other batches are not theirs.
+        Pages that the tiers already hold are subtracted, but not those of other batches.
 
         Args:
-            tokens: tokens that the first tier will hold of each sequence.
-            spare: tokens more per head that a growing pool makes room for.
+            tokens: tokens of each sequence in the first tier afterwards.
+            spare: additional tokens per head that a growing pool allocates.
 
         Raises:
             kv_paging.PoolExhausted: a fixed pool is too small for them; nothing has changed.
@@ -211,14 +211,14 @@ class Batch:
         self.pool.reserve(max(0, int(per_head.sum()) - self.tiers.pages_used))
 
     def settle(self) -> None:
-        """Give back what a prompt made room for, unless the pool is fixed or others share it."""
+        """Free the pages that only a prompt needed, unless the pool is fixed or shared."""
         pool = self.pool
         table_rows = sum(store.length.numel() for store in self.tiers.parts)
         if pool.grows and not self.shares and pool.free > pool.used // 64 + table_rows:
             self.tiers.trim(also=self._beside)
 
     def end(self, now: Pass) -> None:
-        """Count what a finished pass brought."""
+        """Update the counts after a finished pass."""
         if self.window is not None:
             self.window.advance(now.position, now.total)
         if now.is_prefill or not self.started:
@@ -229,11 +229,11 @@ class Batch:
             self.record.append(now.position >= 0)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ...: beams, repeats, subsets.
+        """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets.
 
         Raises:
             kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
-            ValueError: a sequence that does not exist, or none; see `release`.
+            ValueError: a sequence does not exist, or `source` is empty; see `release`.
         """
         self.tiers.select(source, also=self._beside)
         if self.window is not None:
@@ -243,12 +243,12 @@ class Batch:
         self.seen = self.seen[source]
 
     def join(self, other: "Batch") -> None:
-        """Let the sequences of a batch over the same pool come after these; it has none then.
+        """Append the sequences of a batch over the same pool, which empties it.
 
-        Pages change their owner, and no byte of one moves.
+        Pages change their owner without being copied.
 
         Raises:
-            ValueError: another layout, pool or sort of window; nothing has changed.
+            ValueError: the layout, pool or window type differs; nothing has changed.
         """
         self.layout.expect_same(other.layout)
         if self.window is not None and other.window is not None:
@@ -262,7 +262,7 @@ class Batch:
         other._forget()
 
     def release(self) -> None:
-        """Let all sequences go, with all pages; there is none then, until others join."""
+        """Remove all sequences and free their pages; others may join later."""
         self.tiers.release()
         if self.window is not None:
             self.window.release()
@@ -270,33 +270,33 @@ class Batch:
 
     def _forget(self) -> None:
         self.seen, self.columns, self.record = self.seen[:0], 0, None
-        self.started = True  # true of every sequence, as there is none
+        self.started = True  # vacuously true
 
     def pages_used(self) -> Int[Tensor, " B"]:
-        """Count the pages of each sequence over all stores, layers and heads, without waiting."""
+        """Count each sequence's pages over all stores, layers and heads, without a device sync."""
         each = [store.sequence_pages() for store in (*self.tiers.parts, *self._beside)]
         return torch.stack(each).sum(0)
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the batch holds; for `PagePool.check`."""
+        """Return the ids of the batch's pages; for `PagePool.check`."""
         return torch.cat([store.pages() for store in (*self.tiers.parts, *self._beside)])
 
     @property
     def unchanging(self) -> tuple[object, ...]:
-        """What copies of a batch share: how pages are laid out, and the code for them."""
+        """The objects that copies of a batch share: page layouts and kernels."""
         stores = (*self.tiers.parts, *self._beside)
         return (self.layout, *(x for s in stores for x in (s.layout, s.kernels)))
 
     @property
     def _beside(self) -> tuple[TokenStore, ...]:
-        """Stores over the pool that are no tier's."""
+        """Stores over the pool that belong to no tier."""
         return () if self.window is None else self.window.stores
 
     def take_back(self, columns: int) -> None:
-        """Forget the newest columns, with the tokens that each sequence has in them.
+        """Remove the newest columns, with each sequence's tokens in them.
 
         Raises:
-            ValueError: there are not so many columns, or none can be taken back.
+            ValueError: there are fewer columns, or removal is not supported.
         """
         if self.record is None or not 0 <= columns <= self.columns:
             raise ValueError(
@@ -309,13 +309,13 @@ class Batch:
         self.started = bool((seen > 0).all())
 
     def memory(self, full_token_bytes: int, basis_bytes: int) -> MemoryReport:
-        """Count what is held, beside an uncompressed cache that takes so much for a token."""
+        """Count the stored bytes, and those of an uncompressed cache with this size per token."""
         basis = basis_bytes, int(self.seen.sum()) * full_token_bytes
         record = 0 if self.record is None else self.record.nbytes
         return MemoryReport.of(self.pool, self.tiers, self.window, *basis, record)
 
 
 def rolls_back(policy: KVPolicy) -> bool:
-    """Whether the newest tokens of a cache can be taken back: all are stored, each alone."""
+    """Return whether the newest tokens can be removed: all are stored, each independently."""
     formats = policy.formats
     return policy.capabilities.rolls_back and not (formats and formats.window)

@@ -1,8 +1,8 @@
-"""A compressed cache for all layers of a model, independent of the host that runs it.
+"""A compressed cache for all layers of a model, independent of the engine that runs it.
 
-Per forward pass the host calls `begin` once and `attend` for every layer in order. Attention reads
-stored pages in place, the raw window, and the fresh tokens; then the fresh tokens are stored as the
-policy says. Nothing keeps an uncompressed copy of what is stored.
+Per forward pass the engine calls `begin` once and `attend` for every layer in order. Attention
+reads stored pages in place, the raw window and the new tokens; then the new tokens are stored by
+the policy. No uncompressed copy of stored tokens is kept.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from kv_runtime.stats import Tally
 
 
 class PolicyCache:
-    """The cache of one batch under one policy."""
+    """The cache of one batch and one policy."""
 
     def __init__(
         self,
@@ -46,29 +46,29 @@ class PolicyCache:
         tally: Tally | None = None,
         careful: bool = False,
     ) -> None:
-        """Check what is asked; memory is taken when the first tokens arrive.
+        """Check the arguments; memory is allocated when the first tokens arrive.
 
         Args:
-            policy: what to keep and how.
-            shape: the model's cache, or a shard of its heads.
-            pages: size of a fixed pool; None lets the pool grow as needed.
-            page_tokens: tokens of the first tier in a page.
+            policy: the policy.
+            shape: the shape of the model's cache, or of a shard of its heads.
+            pages: size of a fixed pool; None: the pool grows as needed.
+            page_tokens: tokens of the first tier per page.
             budgets: a budget per sequence of the batch, None for the policy's own.
-            device: where the cache lives.
-            backend: who attends, and who writes and reads pages; `auto` is the fastest here.
-            folded: what comes as coordinates in the policy's basis, because it is folded into the
-                model's weights; with values the output is given in coordinates too.
-            pool: pages that are shared with other caches; raw windows lie there, too.
-            tally: where plans are counted; caches may share one.
-            careful: a selector that fails about one sequence of several does not keep the others
-                from going on; `failures` says about which.
+            device: the device of the cache.
+            backend: the backend of attention and page kernels; `auto`: the fastest available.
+            folded: vectors already projected into the basis, because it is folded into the model's
+                weights; if values are, so is the output.
+            pool: a page pool shared with other caches; raw windows are in it, too.
+            tally: counts plans; caches may share one.
+            careful: whether a selector's error is isolated to the sequence that causes it, and
+                returned by `failures`.
 
         Raises:
-            ValueError: the policy asks for something this cache cannot do, a budget is below what
-                the policy protects, a size is not positive, or the backend cannot be used here.
+            ValueError: the policy needs something this cache does not support, a budget is below
+                the policy's protected tokens, a size is not positive, or the backend is missing.
         """
         if pages is not None and pages < 1:
-            raise ValueError(f"a pool of {pages} pages holds nothing; give 1 or more, or None")
+            raise ValueError(f"pages is {pages}; give 1 or more, or None")
         checks.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self.selector = None if policy.selector is None else complete(policy.selector)
@@ -82,34 +82,34 @@ class PolicyCache:
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
-        self._followers: tuple[PolicyCache, ...] = ()  # empty caches that keep the next pass too
+        self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
 
     def share_prefill(self, others: "Sequence[PolicyCache]") -> None:
-        """Let empty caches store the next pass of this empty one too, as if they had run it.
+        """Store the next pass of this empty cache in other empty caches, too.
 
-        Over an empty cache a prompt attends to itself alone, so attention depends on the basis of a
+        With an empty cache a prompt attends only to itself, so attention depends on the basis of a
         policy and on nothing else of it.
 
         Args:
-            others: caches of the same shape and of equal bases.
+            others: caches of the same shape with equal bases.
 
         Raises:
-            ValueError: a cache holds tokens, or its basis is another.
+            ValueError: a cache holds tokens, or its basis differs.
         """
         for cache in (self, *others):
             if cache.batch is not None:
-                raise ValueError("a cache that holds tokens can share no prefill; reset it first")
+                raise ValueError("a cache that holds tokens cannot share a prefill; reset it first")
             mine, its = self.bases, cache.bases
             if not (mine is its if mine is None or its is None else mine.same_as(its)):
                 raise ValueError(
                     f"{cache.policy} stores vectors in another basis than {self.policy}, so they "
-                    "can share no prefill"
+                    "cannot share a prefill"
                 )
         self._followers = tuple(others)
 
     def another(self, budget: Budget | None = None) -> "PolicyCache":
-        """Make an empty cache like this one, with the same bases and pool, but for the budget."""
+        """Create an empty cache with the same settings, bases and pool, but its own budget."""
         made = copy(self)
         made._followers, made._budgets = (), None if budget is None else (budget,)
         checks.check_budgets(self.policy, made._budgets)
@@ -117,21 +117,21 @@ class PolicyCache:
         return made
 
     def reset(self) -> None:
-        """Forget everything and give the memory back."""
+        """Clear the cache and free its memory."""
         self.batch: Batch | None = None
         self._keeper: KeepAll | KeepSelected = KeepAll()
         self._pass: Forward | None = None
         self._next_layer = 0
-        self._goes_on = False  # prompts, in a later pass
+        self._goes_on = False  # whether prompts continue in a later pass
 
     @property
     def columns(self) -> int:
-        """Columns of the batch so far, padding included."""
+        """Columns of the batch so far, including padding."""
         return self.batch.columns if self.batch is not None else 0
 
     @property
     def sequences(self) -> int | None:
-        """Sequences held, or None before the first pass."""
+        """Number of sequences, or None before the first pass."""
         return len(self.batch.seen) if self.batch is not None else None
 
     def begin(
@@ -141,14 +141,14 @@ class PolicyCache:
 
         Args:
             valid: which columns hold a token.
-            prompt: whether the tokens are of prompts; None: each sequence reads a prompt unless it
-                had tokens before and brings a single one.
-            more: the prompts go on in a later pass, so every token stays until then.
+            prompt: whether the tokens belong to prompts; None: a sequence with earlier tokens and a
+                single new one decodes, any other is prefilled.
+            more: whether the prompts continue in a later pass; every token is kept until then.
 
         Raises:
-            ValueError: no columns, or another batch size than before.
-            RuntimeError: the pass before this one did not finish.
-            kv_paging.PoolExhausted: a fixed pool is too small; the cache is as it was.
+            ValueError: there are no columns, or the batch size differs from before.
+            RuntimeError: the previous pass did not finish.
+            kv_paging.PoolExhausted: a fixed pool is too small; the cache is unchanged.
         """
         self._expect_no_pass()
         sequences, columns = valid.shape
@@ -192,13 +192,13 @@ class PolicyCache:
         value: Float[Tensor, "B Hv L Dv"],
         scale: float,
     ) -> Float[Tensor, "B Hv Gv L Dv"]:
-        """Attend over everything the layer holds and the fresh tokens, then store those.
+        """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
-        Values and the output are by KV head, or by stored head where values come as coordinates.
+        Values and the output are by KV head, or by stored head if values are already projected.
 
         Raises:
-            RuntimeError: `begin` was not called, or layers come out of order.
-            kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
+            RuntimeError: `begin` was not called, or layers are out of order.
+            kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
         value_dim = value.shape[-1]
@@ -220,7 +220,7 @@ class PolicyCache:
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
 
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
-        """The queries of a pass as selectors see them: q·k / sqrt(D) is the logit."""
+        """Return the queries of a pass, scaled so that q·k / sqrt(D) is the logit."""
         readers = (self, *self._followers)
         selectors = [reader.selector for reader in readers]
         factor = scale * query.shape[-1] ** 0.5
@@ -229,7 +229,7 @@ class PolicyCache:
 
     @property
     def observe(self) -> Observe:
-        """What the pass that has begun has to observe."""
+        """The observations that the current pass needs."""
         if self._pass is not None and self._pass.whole.is_prefill:
             return self._keeper.observe_prompt
         return self._keeper.observe_step
@@ -242,16 +242,16 @@ class PolicyCache:
         result: Attended,
         queries: Queries | None = None,
     ) -> None:
-        """Store a layer's fresh tokens, given what attention over the layer observed.
+        """Store a layer's new tokens, given the observations of its attention.
 
-        `attend` does this itself. Several empty caches of the same basis may share the attention of
-        one prompt, which does not depend on them: one attends, and the others keep what was
-        observed for them of the fresh tokens, which is the last entry of `result`. Keys and values
-        are as they are stored: coordinates, if the policy has a basis.
+        `attend` calls this itself. Several empty caches with the same basis may share the attention
+        of one prompt: one cache attends, and the others call this with the observations of the new
+        tokens, which are the last entry of `result`. Keys and values are projected if the policy
+        has a basis.
 
         Raises:
-            RuntimeError: `begin` was not called, or layers come out of order.
-            kv_paging.PoolExhausted: a fixed pool has no room for the fresh tokens.
+            RuntimeError: `begin` was not called, or layers are out of order.
+            kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
@@ -261,7 +261,7 @@ class PolicyCache:
             keeper.take(batch, part.now, layer, *fresh, *seen)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
-            # Prompts were scored among what was stored then, so they are settled first.
+            # Prompts were scored with the tokens stored at that time, so they are finished first.
             for part in reversed(now.parts):
                 keeper.finish(batch, part.now)
             batch.end(now.whole)
@@ -272,32 +272,31 @@ class PolicyCache:
         now, batch = self._pass, self.batch
         if now is None or batch is None or layer != self._next_layer:
             expected = "a call of begin()" if now is None else f"layer {self._next_layer}"
-            raise RuntimeError(f"layer {layer} attends where {expected} was expected")
+            raise RuntimeError(f"layer {layer} attends, but {expected} was expected")
         return now, batch
 
     def join(self, other: "PolicyCache") -> None:
-        """Let the sequences of another cache over the same pool follow mine; it is left empty.
+        """Append the sequences of another cache over the same pool, which empties it.
 
         Raises:
-            ValueError: the two differ in what they store or where, or some prompt has not ended;
-                nothing has changed.
+            ValueError: the layouts or pools differ, or a prompt is unfinished; nothing has changed.
         """
         if self.batch is None or other.batch is None:
-            raise ValueError("a cache that holds nothing cannot be joined with another")
+            raise ValueError("an empty cache cannot be joined with another")
         if self._goes_on or other._goes_on:
-            raise ValueError("a batch whose prompts have not ended cannot be joined")
-        self.batch.join(other.batch)  # refuses before anything has changed
+            raise ValueError("a batch with unfinished prompts cannot be joined")
+        self.batch.join(other.batch)  # raises before anything has changed
         mine, theirs = self._keeper, other._keeper
         if isinstance(mine, KeepSelected) and isinstance(theirs, KeepSelected):
             mine.join(theirs)
         other.reset()
 
     def failures(self) -> dict[int, Exception]:
-        """Give, once, the sequences that the selector failed about, if the cache is careful."""
+        """Return and clear the selector's errors by sequence, if the cache is careful."""
         return self._keeper.failures() if isinstance(self._keeper, KeepSelected) else {}
 
     def release(self) -> None:
-        """Forget everything and give all pages back to the pool, which others may share."""
+        """Clear the cache and return all pages to the pool, which may be shared."""
         if self.batch is not None:
             self.batch.release()
         self.reset()
@@ -306,16 +305,16 @@ class PolicyCache:
         """Plan sequences now, as the policy does when pages are short.
 
         Args:
-            pages: to free, about, by few sequences, the oldest plan first; where all together
-                would not free so many, none is planned. None: all above their budgets are planned.
+            pages: approximate number of pages to free, with few sequences, oldest plan first; if
+                all together cannot free so many, none is planned. None: all above budget.
 
         Returns:
-            The sequences that were planned; none if the policy never does, see `Replan.short`.
+            The planned sequences; none if the policy does not do this, see `Replan.short`.
         """
         return [] if self.batch is None else self._keeper.compress(self.batch, pages)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ...: beams, repeats, subsets."""
+        """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets."""
         if self.batch is not None:
             source = source.to(self.device)
             self.batch.select(source)
@@ -323,21 +322,21 @@ class PolicyCache:
 
     @property
     def held_columns(self) -> Bool[Tensor, "B T"] | None:
-        """Which columns seen hold a token; None: nothing is held, or the pool is shared."""
+        """Which columns hold a token; None: the cache is empty, or the pool is shared."""
         record = None if self.batch is None else self.batch.record
         return None if record is None or not record.count else record.held
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the newest columns can be taken back."""
+        """Whether the newest columns can be removed."""
         return self._pool is None and rolls_back(self.policy)
 
     def roll_back(self, columns: int) -> None:
-        """Take the newest `columns` columns back, with the tokens that sequences have in them.
+        """Remove the newest `columns` columns, with the sequences' tokens in them.
 
         Raises:
-            RuntimeError: a pass has begun and not ended.
-            ValueError: the policy cannot, the pool is shared, or there are not that many columns.
+            RuntimeError: a pass is unfinished.
+            ValueError: the policy does not support it, the pool is shared, or columns are too few.
         """
         self._expect_no_pass()
         if not self.rolls_back:
@@ -351,17 +350,17 @@ class PolicyCache:
             self.batch.take_back(columns)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PolicyCache":
-        """Copy what is held, into a pool of its own that is as large; policy and bases are shared.
+        """Copy the cache with a private pool of the same size; policy and bases are shared.
 
         Raises:
-            RuntimeError: a pass has begun and not ended.
+            RuntimeError: a pass is unfinished.
             ValueError: the pool is shared with other caches.
         """
         self._expect_no_pass()
         if self._pool is not None:
             raise ValueError(
-                "a cache over a pool that others share cannot be copied; read the prompt again, "
-                "or use select() to repeat its sequences"
+                "a cache over a shared pool cannot be copied; prefill the prompt again, or use "
+                "select() to repeat its sequences"
             )
         made = copy(self)
         made._followers = ()
@@ -371,7 +370,7 @@ class PolicyCache:
         if self.batch is not None:
             shared += self.batch.unchanging
         memo |= {id(self): made} | {id(x): x for x in shared if x is not None}
-        # As what passes store, a copy outlives the inference mode it may be made in.
+        # Like stored tokens, a copy must not consist of inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             made.tally = deepcopy(self.tally, memo)
             made.batch, made._keeper = deepcopy((self.batch, self._keeper), memo)
@@ -382,7 +381,7 @@ class PolicyCache:
             checks.refuse_unfinished(self._next_layer, self.shape.layers)
 
     def memory(self) -> MemoryReport:
-        """Count what is held, by name."""
+        """Count the memory of the cache, by name."""
         basis = 0 if self.bases is None else self.bases.nbytes
         if self.batch is None:
             return MemoryReport.empty(self.layout, basis)

@@ -1,4 +1,4 @@
-"""What a cache refuses of a policy, in sentences."""
+"""Checks of a cache's arguments and inputs."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -8,51 +8,51 @@ from kv_runtime.batch import Batch
 
 
 def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
-    """Refuse a policy that reads what cannot be given.
+    """Raise if a policy reads queries that are unavailable.
 
     Raises:
-        ValueError: it turns queries, and there is no rotary embedding or a basis in the way.
+        ValueError: it rotates queries, but the rotary embedding is unknown or there is a basis.
     """
     if policy.selector is None or "queries" not in complete(policy.selector).reads:
         return
     if policy.basis is not None:
         raise ValueError(
-            f"{policy} turns queries to other positions, and its basis stores keys where that "
-            "cannot be done; leave one of the two out"
+            f"{policy} rotates queries to other positions, but its basis stores keys for which "
+            "this is impossible; omit one of the two"
         )
     if shape.rope is None:
         raise ValueError(
-            f"{policy} turns queries to other positions, which needs the model's rotary embedding, "
-            "and this host does not know it; use kv_serve.CompressedCache with a model of "
-            "transformers, or a policy that reads no queries"
+            f"{policy} rotates queries to other positions, which needs the model's rotary "
+            "embedding, but this engine does not provide it; use kv_serve.CompressedCache with a "
+            "model of transformers, or a policy that reads no queries"
         )
 
 
 def refuse_unfinished(layer: int, layers: int) -> NoReturn:
-    """Refuse a pass that begins before the one before it has ended.
+    """Raise, as the previous forward pass is unfinished.
 
     Raises:
         RuntimeError: always.
     """
     raise RuntimeError(
-        f"the forward pass before this one stopped at layer {layer} of {layers}, so the cache "
-        "holds a part of it; call reset() and start anew"
+        f"the previous forward pass stopped at layer {layer} of {layers}, so the cache "
+        "holds a part of it; call reset() and start again"
     )
 
 
 def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
-    """Refuse a pass over nothing, or that does not go on from what is held.
+    """Raise if a pass is empty or does not match the stored batch.
 
     Raises:
-        ValueError: no columns, or another batch size than before.
+        ValueError: there are no columns, or the batch size differs.
     """
     if columns == 0 or sequences == 0:
-        raise ValueError("the prompt is empty; give at least one sequence of at least one token")
+        raise ValueError("the prompt is empty; pass at least one sequence of at least one token")
     if batch is None:
         return
     if sequences != len(batch.seen):
         raise ValueError(
-            f"the batch has {sequences} sequences and the cache holds {len(batch.seen)}; use one "
+            f"the batch has {sequences} sequences, but the cache holds {len(batch.seen)}; use one "
             "cache per batch, or reset() it"
         )
 
@@ -60,7 +60,7 @@ def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
 def shared_out(
     budgets: Sequence[Budget | None] | None, sequences: int
 ) -> tuple[Budget | None, ...] | None:
-    """Give each sequence its budget; beams of a sequence share theirs.
+    """Return the budget of each sequence; beams of a sequence share one.
 
     Raises:
         ValueError: the sequences are not a multiple of the budgets.
@@ -77,21 +77,21 @@ def shared_out(
 
 
 def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> None:
-    """Refuse budgets of sequences that have no meaning, or cannot be met.
+    """Raise if a budget of a sequence has no effect or cannot be met.
 
     Raises:
-        ValueError: the policy goes by no budget, or protects more than a budget allows.
+        ValueError: the policy has no budget, or protects more tokens than a budget allows.
     """
     selector = None if policy.selector is None else complete(policy.selector)
     for budget in budgets or ():
         if budget is not None and selector is None:
-            raise ValueError(f"{policy} keeps every token, so a budget of {budget} has no meaning")
+            raise ValueError(f"{policy} keeps every token, so a budget of {budget} has no effect")
         if budget is None or selector is None:
             continue
         if selector.budget is None:
             raise ValueError(
-                f"{policy} keeps what its own rule says, so a budget of {budget} has no "
-                "meaning; leave the budget out, or change the policy's parameters"
+                f"{policy} keeps tokens by its own rule, so a budget of {budget} has no "
+                "effect; omit the budget, or change the policy's parameters"
             )
         if budget.unit == "tokens" and budget.amount < selector.protected:
             raise ValueError(

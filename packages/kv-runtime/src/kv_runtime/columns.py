@@ -1,4 +1,4 @@
-"""Which columns of a batch hold a token: to crop by columns, and to compare later masks with."""
+"""Record of the columns that hold a token, for cropping and for checks of later masks."""
 
 import torch
 from jaxtyping import Bool, Int
@@ -6,16 +6,16 @@ from torch import Tensor
 
 
 class Columns:
-    """A row of flags for each sequence, False where a column was padding; appended in place."""
+    """Flags per sequence, False where a column was padding; appended in place."""
 
     def __init__(self, sequences: int, device: torch.device) -> None:
-        """Start without a column."""
+        """Start without columns."""
         self._held = torch.zeros(sequences, 0, dtype=torch.bool, device=device)
         self.count = 0
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
+        """Bytes of the flags."""
         return self._held.numel()
 
     @property
@@ -24,7 +24,7 @@ class Columns:
         return self._held[:, : self.count]
 
     def append(self, held: Bool[Tensor, "B L"]) -> None:
-        """Note the columns of a pass, without waiting for the device."""
+        """Append the columns of a pass, without synchronizing with the device."""
         after = self.count + held.shape[1]
         if after > self._held.shape[1]:
             old, room = self._held, after + max(64, after // 8)
@@ -34,13 +34,13 @@ class Columns:
         self.count = after
 
     def tokens(self, columns: int) -> Int[Tensor, " B"]:
-        """Count the tokens of each sequence in the newest columns."""
+        """Count each sequence's tokens in the newest columns."""
         return self._held[:, self.count - columns : self.count].sum(1)
 
     def drop(self, columns: int) -> None:
-        """Forget the newest columns."""
+        """Remove the newest columns."""
         self.count -= columns
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ..."""
+        """Reorder sequences to source[0], source[1], ..."""
         self._held = self._held[source]

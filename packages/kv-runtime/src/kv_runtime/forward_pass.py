@@ -1,4 +1,4 @@
-"""A forward pass, and the two shapes in which what belongs to a layer's table rows comes."""
+"""A forward pass, and conversion between the two tensor layouts of a layer's heads."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,42 +13,42 @@ from kv_policy import Queries
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass, or a part of one: where its columns stand in their sequences."""
+    """One forward pass, or a part of one, with the positions of its columns."""
 
     position: Int[Tensor, "B L"]  # -1: padding
-    total: Int[Tensor, " B"]  # tokens seen once the pass ends
-    is_prefill: bool = True  # or a part of one; otherwise each sequence brings a token it generated
-    is_partial_prefill: bool = False  # the prompt goes on in a later pass
-    rows: tuple[int, ...] | None = None  # sequences that bring tokens; None: the host takes all
+    total: Int[Tensor, " B"]  # tokens seen after the pass
+    is_prefill: bool = True  # including chunks; otherwise each sequence decodes one token
+    is_partial_prefill: bool = False  # the prompt continues in a later pass
+    rows: tuple[int, ...] | None = None  # sequences with new tokens; None: treated as all
 
     @cached_property
     def before(self) -> Int[Tensor, " B"]:
-        """Tokens that each sequence had before a pass that generates; -1: it brings none."""
+        """Tokens of each sequence before a decode pass; -1: it has no new token."""
         brings = (self.position >= 0).any(1)
         return (self.total - self.position.shape[1]).where(brings, -1)
 
     def over(self, layers: int) -> "Pass":
-        """Let the sequences of so many layers be rows, one layer's after another's."""
+        """Repeat the sequences for `layers` layers, as rows grouped by layer."""
         position, total = self.position.repeat(layers, 1), self.total.repeat(layers)
         return replace(self, position=position, total=total)
 
 
 @dataclass(frozen=True)
 class PassPart:
-    """The sequences of a forward pass that read prompts, or those that generated a token."""
+    """The prefill sequences of a forward pass, or its decoding ones."""
 
     now: Pass  # positions of the other sequences are -1
-    column: Int[Tensor, "B 1"] | None = None  # where the generated tokens are; None: as they lie
+    column: Int[Tensor, "B 1"] | None = None  # column of each decoded token; None: all columns
 
     def vectors(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H _ D"]:
-        """Take this part's columns of keys or values."""
+        """Select this part's columns of keys or values."""
         if self.column is None:
             return x
         at = self.column[:, None, :, None]
         return x.gather(2, at.expand(*x.shape[:2], -1, x.shape[3]))
 
     def queries(self, given: Queries | None) -> Queries | None:
-        """Take this part's columns of the queries."""
+        """Select this part's columns of queries."""
         if self.column is None or given is None:
             return given
         x = given.vectors
@@ -56,7 +56,7 @@ class PassPart:
         return Queries(x.gather(3, at), self.now.position)
 
     def observed(self, result: Attended) -> Attended:
-        """Take this part's columns of what was observed of the fresh tokens, which come last."""
+        """Select this part's columns of the new tokens' observations, which are the last entry."""
         if self.column is None or not result.mass:
             return result
         at = self.column[:, None, :]
@@ -74,15 +74,15 @@ class PassPart:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass as attention takes it, and its parts as they are stored.
+    """A forward pass for attention, and its parts for storage.
 
-    A sequence that had no token before reads a prompt, whatever the number of columns. One that had
-    some and brings a single one generated it, whatever other sequences of the batch do: so each is
-    treated as it would be alone, without padding.
+    A sequence without earlier tokens is prefilled, with any number of columns. A sequence with
+    earlier tokens and a single new one decodes, independent of the other sequences, so each is
+    treated as in an unpadded batch of one.
     """
 
     whole: Pass
-    parts: tuple[PassPart, ...]  # what generated comes before prompts
+    parts: tuple[PassPart, ...]  # decode comes before prefill
 
     @classmethod
     def of(
@@ -94,14 +94,14 @@ class Forward:
         prompt: bool | None,
         more: bool,
     ) -> "Forward":
-        """Say who reads and who generates; the host waits unless all of one column generate.
+        """Split a pass into prefill and decode; the host waits unless one column is all decode.
 
         Args:
             valid: which columns hold a token.
-            seen: tokens of each sequence before.
+            seen: earlier tokens of each sequence.
             started: whether every sequence has had a token.
-            prompt: whether all tokens are of prompts, if the host knows.
-            more: whether prompts go on in a later pass.
+            prompt: whether all tokens belong to prompts, if the engine knows.
+            more: whether prompts continue in a later pass.
         """
         count = valid.long().cumsum(-1)
         position = torch.where(valid, seen[:, None] + count - 1, -1)
@@ -130,10 +130,10 @@ class Forward:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, H, ...] as one row per table row."""
+    """Flatten [B, H, ...] to one row per head."""
     return x.flatten(0, 1)
 
 
 def grid(x: Tensor, heads: int) -> Tensor:
-    """One row per table row as [B, H, ...]; rows of several layers are those of more sequences."""
+    """Reshape one row per head to [B, H, ...]; rows of several layers extend B."""
     return x.reshape(x.shape[0] // heads, heads, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""What the heads of a layer hold, by kind, where their vectors differ in length."""
+"""The tokens of a layer's heads by kind, for heads with different vector lengths."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,16 +22,16 @@ def head_groups(
     fresh: DenseTokens,
     places: Sequence[Int[Tensor, "B H _"] | None] | None,
 ) -> list[HeadGroup]:
-    """Give what a layer's heads hold in stores and window, with fresh tokens, by kind.
+    """Return a layer's tokens in stores and window, with the new tokens, by kind of head.
 
     Args:
-        kinds: which heads are of which kind.
-        shapes: of each kind.
-        stores: those that may hold something.
-        raw: the window, if it holds something.
-        layer: whose heads.
-        fresh: the tokens of the pass, as long as the longest vectors.
-        places: positions of what lies in pages, an entry for each store and window, if needed.
+        kinds: the kind of each head.
+        shapes: the shape of each kind.
+        stores: stores that may hold tokens.
+        raw: the window, if it holds tokens.
+        layer: the layer.
+        fresh: the tokens of the pass, padded to the longest vectors.
+        places: positions of paged tokens, one entry per store and window, if needed.
     """
     found = []
     for kind, shape in enumerate(shapes):

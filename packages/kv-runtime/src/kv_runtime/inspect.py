@@ -1,4 +1,4 @@
-"""Where a cache holds each token: for every layer, sequence and head, by position."""
+"""The location of each token in a cache, by layer, sequence, head and position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +14,21 @@ from kv_runtime.batch import Batch
 from kv_runtime.cache import PolicyCache
 from kv_runtime.window.base import Window
 
-NOWHERE: Final = 255  # where a token is that is not held
+NOWHERE: Final = 255  # location of a token that is not stored
 
 Kind: TypeAlias = Literal["tier", "waiting", "window"]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A way in which tokens are held.
+    """A location of tokens.
 
     Attributes:
-        name: what it is called, by its format.
-        kind: a tier in pages; tokens that wait raw for a block of their tier; or the raw window.
-        nbytes: what its tokens take with their scores and positions; a window counts as a whole,
-            with slots that are empty.
+        name: its name, from its format.
+        kind: a tier in pages; raw residual tokens that wait for a block of their tier; or the raw
+            window.
+        nbytes: bytes of its tokens with their scores and positions; a window counts in full,
+            including empty slots.
     """
 
     name: str
@@ -37,15 +38,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Holding:
-    """Where tokens are, after a forward pass.
+    """The locations of tokens after a forward pass.
 
-    Heads are those that are stored: a basis may put several KV heads together.
+    Heads are stored heads: a basis may store several KV heads together.
 
     Attributes:
-        places: the tiers, best first, each before the tokens that wait for its blocks; then the raw
-            window, where there is one.
-        place: by position, an index into `places`, or NOWHERE where a head does not hold the token
-            or the sequence is not as long.
+        places: the tiers, best first, each followed by its residual tokens; then the raw window, if
+            there is one.
+        place: by position, an index into `places`, or NOWHERE if a head does not hold the token or
+            the sequence is shorter.
     """
 
     places: tuple[Place, ...]
@@ -53,7 +54,7 @@ class Holding:
 
     @property
     def held(self) -> Bool[Tensor, "N B H L"]:
-        """Which tokens are held at all."""
+        """Which tokens are stored."""
         return self.place != NOWHERE
 
     def counts(self) -> Int[Tensor, "P N B H"]:
@@ -63,28 +64,28 @@ class Holding:
 
 
 def holding(cache: PolicyCache) -> Holding:
-    """Look where each token of a cache is; nothing changes, and the host waits for the device.
+    """Locate each token of a cache; nothing changes, and the host synchronizes with the device.
 
-    Pages say the positions of their tokens wherever a policy selects tokens. Where it keeps every
-    token they hold no positions, and need none: tokens lie in their order.
+    Pages store the positions of their tokens if the policy has a selector. If it keeps every token,
+    pages have no positions, as tokens are in order.
 
     Args:
-        cache: `CompressedCache.runtime`, or a cache of another host, between two forward passes.
+        cache: `CompressedCache.runtime`, or the cache of another engine, between forward passes.
 
     Raises:
-        ValueError: the cache holds nothing yet.
+        ValueError: the cache is empty.
     """
     batch = cache.batch
     if batch is None or not len(batch.seen):
-        raise ValueError("the cache holds nothing yet; let a model read a prompt over it first")
+        raise ValueError("the cache is empty; prefill a prompt first")
     places = _places(batch, cache.policy)
     lead = batch.shape.layers, len(batch.seen), batch.shape.kv_heads
     length, table_rows = int(batch.seen.max()), batch.table_rows()
-    # The last column takes what belongs to no token.
+    # The last column collects entries without a token.
     found = torch.full(
         (len(table_rows), length + 1), NOWHERE, dtype=torch.uint8, device=table_rows.device
     )
-    before = torch.zeros_like(table_rows)  # tokens in earlier stores, where pages hold no positions
+    before = torch.zeros_like(table_rows)  # tokens in earlier stores, if pages have no positions
     for i, store in enumerate(batch.stores):
         if not store.longest:
             continue
@@ -103,7 +104,7 @@ def holding(cache: PolicyCache) -> Holding:
 
 
 def tier_names(policy: KVPolicy) -> tuple[str, ...]:
-    """Name the format of each tier; where several have one name, with the tier's number."""
+    """Return the format name of each tier, with the tier's number if names are equal."""
     formats = policy.formats if policy.formats is not None else Raw()
     if isinstance(formats, TieredFormats):
         names = [str(each) for each in formats.each]
@@ -119,7 +120,7 @@ def _places(batch: Batch, policy: KVPolicy) -> tuple[Place, ...]:
     names, tiers = tier_names(policy), batch.tiers.tier
     found = []
     for i, tier in enumerate(tiers):
-        parts = batch.tiers.parts[i :: len(tiers)]  # of all kinds of heads
+        parts = batch.tiers.parts[i :: len(tiers)]  # for all kinds of heads
         nbytes = _tokens_bytes(parts)
         if tier in tiers[:i]:
             found.append(Place(f"{names[tier]}, waiting raw", "waiting", nbytes))
@@ -131,7 +132,7 @@ def _places(batch: Batch, policy: KVPolicy) -> tuple[Place, ...]:
 
 
 def _tokens_bytes(stores: Sequence[TokenStore]) -> int:
-    """Bytes of the tokens in some stores, as `MemoryReport` counts them."""
+    """Count the bytes of tokens in stores, as `MemoryReport` does."""
     total = 0
     for store in stores:
         count, layout = int(store.live.sum()), store.layout
@@ -141,6 +142,6 @@ def _tokens_bytes(stores: Sequence[TokenStore]) -> int:
 
 
 def _window_bytes(window: Window) -> int:
-    """All that a raw window takes, in pages or beside them."""
+    """Count all bytes of a raw window, inside and outside pages."""
     pages = sum(store.pages_used * store.pool.page_bytes for store in window.stores)
     return window.nbytes + pages

@@ -1,4 +1,4 @@
-"""How the pages of a cache are laid out: its kinds of heads, and a layout for each tier of each."""
+"""The page layout of a cache: its kinds of heads, and a layout per kind and tier."""
 
 from dataclasses import dataclass, replace
 
@@ -17,19 +17,19 @@ from kv_runtime.window.ragged import RaggedWindow
 
 @dataclass(frozen=True)
 class Layout:
-    """Pages of equal size, in which heads of the same dimensions hold equally many tokens."""
+    """Pages of equal size; heads with the same dimensions have the same tokens per page."""
 
-    shape: CacheShape  # what is stored; dimensions are those of the longest vectors
-    kind: tuple[tuple[int, ...], ...]  # of each layer and head that is stored
-    shapes: tuple[CacheShape, ...]  # of each kind
-    pages: tuple[tuple[PageLayout, ...], ...]  # of each kind and tier
+    shape: CacheShape  # stored shape, with the dimensions of the longest vectors
+    kind: tuple[tuple[int, ...], ...]  # kind of each layer and stored head
+    shapes: tuple[CacheShape, ...]  # by kind
+    pages: tuple[tuple[PageLayout, ...], ...]  # by kind and tier
     window: int
 
     @classmethod
     def of(
         cls, policy: KVPolicy, shape: CacheShape, bases: Bases | None, page_tokens: int
     ) -> "Layout":
-        """Lay out pages of about `page_tokens` tokens of the first tier of the longest vectors."""
+        """Lay out pages for about `page_tokens` first-tier tokens with the longest vectors."""
         stored = shape if bases is None else bases.stored
         kind: tuple[tuple[int, ...], ...] = ((0,) * stored.kv_heads,) * stored.layers
         shapes: tuple[CacheShape, ...] = (stored,)
@@ -45,49 +45,49 @@ class Layout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Bytes per page."""
         return self.pages[0][0].nbytes
 
     @property
     def page_tokens(self) -> Int[Tensor, "K N H"]:
-        """Tokens in a page of each tier, layer and head."""
+        """Tokens per page of each tier, layer and head."""
         tokens = torch.tensor([[layout.tokens for layout in tiers] for tiers in self.pages])
         return tokens[torch.tensor(self.kind)].permute(2, 0, 1)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token of the first tier takes over all layers and heads."""
+        """Bytes of a token of the first tier, over all layers and heads."""
         return round(sum(self.pages[k][0].token_bytes for layer in self.kind for k in layer))
 
     def tokens_of(self, pages: int) -> int:
-        """About how many tokens of the first tier so many pages hold, whosever they are."""
+        """Estimate the first-tier tokens in `pages` pages, averaged over layers and heads."""
         return pages * int(self.page_tokens[0].sum()) // self.page_tokens[0].numel()
 
     def expect_same(self, other: "Layout") -> None:
-        """Refuse pages that are laid out in another way.
+        """Raise if another layout differs.
 
         Raises:
-            ValueError: they are.
+            ValueError: the layouts differ.
         """
         if self != other:
             raise ValueError(
-                "the batches lay out their pages differently; both need one policy, one shape and "
-                "pages of one size"
+                "the batches have different page layouts; both need the same policy, shape and "
+                "page size"
             )
 
     def window_pages(self, kind: int) -> int:
-        """Pages that a raw window takes for each layer and head of a kind."""
+        """Return the pages of a raw window per layer and head of a kind."""
         if not self.window:
             return 0
         return -(-self.window // self.window_layout(kind).tokens)
 
     def window_layout(self, kind: int) -> PageLayout:
-        """How a page holds raw tokens of a kind's window."""
+        """Return the page layout of raw tokens in a kind's window."""
         (raw,) = Raw().bind(self.shapes[kind])
         return PageLayout.fitted(raw, self.page_bytes, self.pages[kind][0].scores)
 
     def tiers(self, pool: PagePool, sequences: int) -> Tiers | PerHeadRankTiers:
-        """Make empty tiers over a pool."""
+        """Create empty tiers over a pool."""
         raw = [Raw().bind(shape)[0] for shape in self.shapes]
         if len(self.shapes) > 1:
             return PerHeadRankTiers(pool, self.pages, torch.tensor(self.kind), sequences, raw=raw)
@@ -102,10 +102,10 @@ class Layout:
         scores: bool,
         in_pages: bool = False,
     ) -> Window | None:
-        """Make the empty raw window, if there is one; in memory of its own, or the tiers' pool.
+        """Create an empty raw window, if the policy has one; in separate memory or the tiers' pool.
 
         Raises:
-            kv_paging.PoolExhausted: the pool has too few pages for it and may not grow.
+            kv_paging.PoolExhausted: the pool has too few pages for it and cannot grow.
         """
         if not self.window:
             return None

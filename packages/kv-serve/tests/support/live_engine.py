@@ -1,4 +1,4 @@
-"""A small engine of vLLM in the process of the tests, and what its two sides know."""
+"""A small vLLM engine in the test process, with its scheduler and worker state."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 def ends(engine: "LLM") -> tuple["SchedulerState", "Worker"]:
-    """What the scheduler and the worker know, which are in one process here."""
+    """Return the scheduler's and the worker's state, which share this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
@@ -28,7 +28,7 @@ def ends(engine: "LLM") -> tuple["SchedulerState", "Worker"]:
 
 
 def is_empty(engine: "LLM", greedy: Greedy) -> bool:
-    """Whether nothing is held once a step has told the worker who is gone."""
+    """Return whether all pages are free after a step that reports ended requests to the worker."""
     state, worker = ends(engine)
     greedy(engine, [[5]], 1)
     pool = state.manager.block_pool

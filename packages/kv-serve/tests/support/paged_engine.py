@@ -1,4 +1,4 @@
-"""A scheduler and a worker of vLLM's kind without vLLM's: our two ends and a real pool of blocks.
+"""A simulated scheduler and worker: both sides of our connector and vLLM's real block pool.
 
 Needs vLLM, so only tests in a folder named vllm can import it.
 """
@@ -30,13 +30,13 @@ SCALE: Final = 0.4
 
 
 def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> Account:
-    """The account that vLLM's blocks are sized by."""
+    """Return the account that sizes vLLM's blocks."""
     bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
     return Account.of(Layout.of(policy, shape, bases, block_tokens), block_tokens)
 
 
 def manager_of(account: Account, blocks: int, caching: bool = False) -> PagedManager:
-    """Our manager over a pool of so many blocks, of which vLLM keeps one for itself."""
+    """Create our manager over a pool of `blocks` blocks, of which vLLM reserves one."""
     spec = PagedSpec(
         block_size=account.block_tokens,
         num_kv_heads=1,
@@ -55,25 +55,25 @@ def manager_of(account: Account, blocks: int, caching: bool = False) -> PagedMan
 
 
 class Failure(Exception):
-    """What a policy of a test raises about the tokens of one request."""
+    """Raised by a test policy for the tokens of one request."""
 
 
 @dataclass
 class Asked:
-    """A request, with what a cache of its own makes of the same tokens."""
+    """A request, with a separate reference cache of the same tokens."""
 
     request_id: str
     prompt: int
     draw: torch.Generator
     sampling_params: SimpleNamespace
-    num_tokens: int = 0  # of its prompt, and those that were generated
+    num_tokens: int = 0  # prompt and generated tokens
     computed: int = 0
-    told: bool = False  # vLLM has told the workers of it
-    broken: bool = False  # the policy fails about it, in a cache of its own too
+    told: bool = False  # the workers know it
+    broken: bool = False  # the policy fails for it, in the reference cache too
     alone: PolicyCache | None = None
 
     def tokens(self, count: int, shape: CacheShape) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of all layers, by token."""
+        """Return queries, keys and values of all layers, by token."""
 
         def made(heads: int, dim: int) -> Tensor:
             return torch.randn(count, heads, dim, generator=self.draw).to(shape.dtype)
@@ -87,21 +87,21 @@ class Asked:
 
 @dataclass
 class Engine:
-    """Schedules requests as vLLM does: who runs first comes first, and the newest is preempted."""
+    """Schedules requests like vLLM: first come, first served; the newest is preempted."""
 
     policy: KVPolicy
     shape: CacheShape
     blocks: int
     block_tokens: int = 16
-    late: bool = False  # what workers tell comes when the next step has been scheduled already
+    late: bool = False  # reports arrive after the next step is scheduled
     seed: int = 0
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     preemptions: int = 0
     shorts: int = 0
-    compressed: int = 0  # requests, each time
-    failed: list[str] = field(default_factory=list)  # who ended as an error
+    compressed: int = 0  # failed requests, per step
+    failed: list[str] = field(default_factory=list)  # requests that ended with an error
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Engine:
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
         self.state = SchedulerState(self.policy, self.manager)
-        pages = self.blocks * self.account.block_pages + 1  # none to spare, and a scratch page
+        pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
         shape = (pages, self.account.page_bytes)
         self.memory = torch.full(shape, POISON, dtype=torch.uint8)
         pool = PagePool.over(self.memory, poison=True)
@@ -119,7 +119,7 @@ class Engine:
         self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
-        """Let a request wait."""
+        """Add a request to the waiting queue."""
         seed = torch.Generator().manual_seed(self.draw.getrandbits(32))
         extra = None if budget is None else {"kv_budget": budget}
         asked = Asked(name, prompt, seed, SimpleNamespace(extra_args=extra), prompt)
@@ -128,7 +128,7 @@ class Engine:
         return asked
 
     def finish(self, asked: Asked) -> None:
-        """Let a request go: it is answered, or given up."""
+        """Remove a request that is finished or aborted."""
         for queue in (self.running, self.waiting):
             if asked in queue:
                 queue.remove(asked)
@@ -137,7 +137,7 @@ class Engine:
         self.finished.append(asked.request_id)
 
     def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
-        """Schedule, run the worker and take its reports."""
+        """Schedule, run the worker and process its reports."""
         orders = self.state.metadata(self._schedule(left_out, chunk))
         if self.pending is not None:
             self._let_fail()
@@ -268,7 +268,7 @@ class Engine:
     def _alone(
         self, step: RequestStep, brought: Sequence[tuple[Tensor, ...]]
     ) -> list[Tensor] | None:
-        """What the tokens of a step see in a cache that the request has for itself."""
+        """Return the attention of a step's tokens over the request's reference cache."""
         asked = self.turns[step.request]
         assert step.computed == asked.computed
         try:
@@ -301,7 +301,7 @@ class Engine:
         return next(a for a in (*self.running, *self.waiting) if a.request_id == name)
 
     def held(self) -> dict[str, int]:
-        """Pages of every request in the worker."""
+        """Return the pages of every request in the worker."""
         worker = self.worker
         caches = [([name], cache) for name, cache in worker.requests.prefills.items()]
         if worker.requests.decoding is not None:
@@ -314,7 +314,7 @@ class Engine:
         }
 
     def _check_pages(self, reports: WorkerReport, orders: StepMetadata) -> None:
-        """What is told is what is held, and what is held is paid for."""
+        """Assert that reported pages equal held pages, and that blocks cover them."""
         held = self.held()
         assert self.worker.pool.used == sum(held.values())
         failed = set(self.worker.requests.failed)
@@ -327,7 +327,7 @@ class Engine:
             assert pages <= len(self.manager.owned(name)) * self.account.block_pages
 
     def check_blocks(self) -> None:
-        """Every block is free, or somebody's, who is running; once."""
+        """Assert that every block is either free or owned by exactly one running request."""
         pool = self.manager.block_pool
         owned = [b.block_id for a in self.running for b in self.manager.owned(a.request_id)]
         assert len(set(owned)) == len(owned)
@@ -336,7 +336,7 @@ class Engine:
         assert pool.get_num_free_blocks() + len(owned) == self.blocks
 
     def check_empty(self) -> None:
-        """After the last request nothing is held, by anybody, and no page has an owner."""
+        """Assert that all blocks and pages are free after the last request."""
         assert not self.running
         assert not self.waiting
         self.step()

@@ -1,4 +1,4 @@
-"""What transformers generates under a policy, from the weights that vLLM is given as well."""
+"""Reference generation by transformers under a policy, with the weights that vLLM uses."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def by_transformers(
     count: int,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[int]]:
-    """Generate greedily from each prompt alone; without a policy in transformers' own cache."""
+    """Generate greedily from each prompt separately; without a policy, in transformers' cache."""
     from transformers import AutoModelForCausalLM
 
     from kv_transformers import CompressedCache

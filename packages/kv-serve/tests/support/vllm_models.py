@@ -1,4 +1,4 @@
-"""Tests inside vLLM: skipped without one, and the tiny model that they start engines of."""
+"""Helpers of tests inside vLLM: skipping without vLLM, and a tiny model for engines."""
 
 import importlib.util
 import json
@@ -27,12 +27,12 @@ TINY: dict[str, Any] = {
 def skip_without_vllm(
     items: Iterable[pytest.Item], folder: Path, but: Collection[str] = ()
 ) -> None:
-    """Skip tests of a folder, with the reason, without vLLM; and let vLLM warn of what it likes.
+    """Skip the tests of a folder if vLLM is not installed; allow any warning of vLLM.
 
     Args:
-        items: tests that were collected.
-        folder: of the tests that need vLLM.
-        but: files there that need none.
+        items: the collected tests.
+        folder: the folder of tests that need vLLM.
+        but: files there that do not need it.
     """
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
@@ -46,7 +46,7 @@ def skip_without_vllm(
 def write_config(
     folder: Path, architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any
 ) -> None:
-    """Write the configuration of a tiny model; the weights are drawn when it is loaded."""
+    """Write the configuration of a tiny model; its weights are drawn when it is loaded."""
     config = TINY | {"architectures": [architecture], "model_type": kind} | more
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -1,4 +1,4 @@
-"""Engines inside the test process, and tiny models that they refuse or serve."""
+"""Engines in the test process, and tiny models for them."""
 
 import functools
 import gc
@@ -23,13 +23,13 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, where there is no vLLM."""
+    """Skip, with the reason, if vLLM is not installed."""
     skip_without_vllm(items, HERE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_engines() -> None:
-    """Run engines in this process, and compile nothing: starting would take longer than testing."""
+    """Run engines in this process without compilation, which would dominate the test time."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -37,7 +37,7 @@ def _quiet_engines() -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Make the folder of a tiny model; the weights are drawn when it is loaded."""
+    """Create the folder of a tiny model; its weights are drawn when it is loaded."""
 
     def folder(architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any) -> str:
         made = tmp_path_factory.mktemp(kind)
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model with float32 weights, which whoever loads it has in common."""
+    """Return the folder of a tiny model with float32 weights."""
     folder = tmp_path_factory.mktemp("llama")
     write_weights(folder)
     return str(folder)
@@ -57,7 +57,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def statistics(weights: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of statistics of noise, by which a basis can be fitted to those weights."""
+    """Return a file of noise statistics for fitting a basis to those weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def statistics(weights: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Noise for a tiny model: the longest two take several pages, the last some."""
+    """Random prompts for a tiny model: the two longest take several pages."""
     import torch
 
     draw = torch.Generator().manual_seed(5)
@@ -91,7 +91,7 @@ def prompts() -> list[list[int]]:
 
 
 def _forget_connector() -> None:
-    """Let go of the worker's connector, which vLLM keeps for the whole process."""
+    """Release the worker's connector, which vLLM keeps for the whole process."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     ensure_kv_transfer_shutdown()
@@ -99,7 +99,7 @@ def _forget_connector() -> None:
 
 @pytest.fixture(scope="session")
 def start() -> Callable[..., AbstractContextManager["LLM"]]:
-    """Run an engine of any model in this process, one at a time: they share what they close."""
+    """Run engines of any model in this process, one at a time, as they share global state."""
 
     @contextmanager
     def running(
@@ -110,7 +110,7 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
         given = {"enforce_eager": True, "additional_config": named} | options
-        gc.freeze()  # vLLM collects garbage six times as it starts, among all that is imported
+        gc.freeze()  # vLLM runs garbage collection six times at startup, over all imported modules
         try:
             engine = LLM(model, **given)
             try:
@@ -126,7 +126,7 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
 
 @pytest.fixture(scope="session")
 def engine_class() -> "type[Engine]":
-    """A scheduler and a worker without a model; vLLM is imported with it, so late."""
+    """Return the simulated engine without a model; imported lazily, as it imports vLLM."""
     from paged_engine import Engine
 
     return Engine
@@ -134,7 +134,7 @@ def engine_class() -> "type[Engine]":
 
 @pytest.fixture(scope="session")
 def manager_of() -> Callable[..., "PagedManager"]:
-    """Make our manager for a policy and a shape, over so many of vLLM's blocks."""
+    """Create our manager for a policy and a shape, over a number of vLLM's blocks."""
     from paged_engine import account_of, manager_of
 
     account = functools.cache(account_of)
@@ -147,7 +147,7 @@ def manager_of() -> Callable[..., "PagedManager"]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
-    """The folder of the real model."""
+    """Return the folder of the real model."""
     from kv_transformers.models import model_folder
 
     return str(model_folder())
@@ -155,7 +155,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def greedy() -> Callable[..., list[list[int]]]:
-    """Generate greedily from token ids, and give the new ones."""
+    """Generate greedily from token ids, and return the new ones."""
 
     def run(engine: "LLM", prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         from vllm import SamplingParams
@@ -170,7 +170,7 @@ def greedy() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def patterns(smollm2: str) -> list[tuple[list[int], list[int]]]:
-    """Prompts of 168 to 572 tokens, and the 24 that must follow: nothing else comes near them."""
+    """Prompts of 168 to 572 tokens, and the 24 expected next tokens, all predicted clearly."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

@@ -1,4 +1,4 @@
-"""The vLLM that is installed is as we know it, and one that is not is refused by what differs."""
+"""The installed vLLM has the known interfaces; a modified one is rejected with its differences."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
-    """What was found of one vLLM says nothing about the faked ones."""
+    """Clear the cached differences, so that faked interfaces are checked again."""
     from kv_serve.vllm import adapters
 
     adapters.differences.cache_clear()
@@ -22,7 +22,7 @@ def _afresh() -> Iterator[None]:
 
 
 def faked(patch: pytest.MonkeyPatch, name: str, code: str) -> None:
-    """Let a module of vLLM define this instead."""
+    """Replace a definition in a module of vLLM."""
     from kv_serve.vllm import adapters
 
     stock = adapters._module
@@ -75,7 +75,7 @@ def test_it_is_not_as_we_know_an_older_one() -> None:
         (
             "vllm.v1.kv_cache_interface",
             "class FullAttentionSpec:\n def prefix_cacheable(self): ...",
-            "FullAttentionSpec.prefix_cacheable is no property",
+            "FullAttentionSpec.prefix_cacheable is not a property",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_vllm_that_differs_is_refused_by_name(
 
     faked(monkeypatch, module, code)
     with pytest.raises(
-        UnservableError, match=r"is not as kv-serve knows vLLM 0\.30 to 0\.32"
+        UnservableError, match=r"differs from the supported vLLM 0\.30 to 0\.32"
     ) as told:
         check_vllm()
     assert what in str(told.value)

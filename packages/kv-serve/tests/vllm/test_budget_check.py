@@ -1,4 +1,4 @@
-"""The check in front of vLLM's server, with vLLM's own words around it."""
+"""The middleware in front of vLLM's server, whose answers have vLLM's error format."""
 
 import json
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ LONG = "word " * 1000
 
 
 def app(policy: str | None) -> Any:
-    """Give a server that has one route, and answers what it was given."""
+    """Return a server with one route that echoes its input."""
     from fastapi import FastAPI
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
@@ -33,7 +33,7 @@ def app(policy: str | None) -> Any:
 
 
 def sent(policy: str | None, body: bytes, chunk: int = 1 << 20) -> tuple[int, Any]:
-    """Send a body in pieces, and give the status and the answer."""
+    """Send a body in pieces, and return the status and the answer."""
     import asyncio
 
     import httpx
@@ -79,8 +79,8 @@ def test_what_is_right_goes_through_as_it_came(given: dict[str, object]) -> None
         ("snapkv", asked("much"), "kv_budget: budget 'much' is not understood"),
         ("snapkv", asked("much", prompt=LONG), "kv_budget: budget 'much' is not understood"),
         ("snapkv", asked(8), "a budget of 8 tokens is smaller than the 32 that snapkv protects"),
-        ("k8v4", asked(512), "k8v4 keeps every token, so a budget of 512 has no meaning"),
-        (None, asked(512), "this server has no policy, so kv_budget has no meaning"),
+        ("k8v4", asked(512), "k8v4 keeps every token, so a budget of 512 has no effect"),
+        (None, asked(512), "this server has no policy, so kv_budget has no effect"),
         (
             "snapkv",
             {"sampling_params": {"extra_args": {"kv_budget": 0}}},
@@ -120,19 +120,19 @@ def test_of_a_name_that_comes_twice_the_last_counts_as_for_the_server() -> None:
     [
         (
             {"vllm_xargs": {"kv_buget": 512}},
-            "kv_buget is no argument of a request, and would change nothing; did you mean kv_budg",
+            "kv_buget is not a request argument and would have no effect; did you mean kv_budget",
         ),
-        ({"vllm_xargs": {"KV-Budget": 512}}, "KV-Budget is no argument of a request"),
-        ({"vllm_xargs": {"kvbudget": 512}}, "kvbudget is no argument of a request"),
+        ({"vllm_xargs": {"KV-Budget": 512}}, "KV-Budget is not a request argument"),
+        ({"vllm_xargs": {"kvbudget": 512}}, "kvbudget is not a request argument"),
         (
             {"vllm_xargs": {"kv_policy": "k8v4"}},
-            "kv_policy is set for all requests when the engine starts; a request may bring kv_bud",
+            "kv_policy is set for all requests when the engine starts; a request may only set",
         ),
-        ({"kv_budget": 512}, "kv_budget would change nothing here; a request may bring kv_budget"),
+        ({"kv_budget": 512}, "kv_budget has no effect here; a request may set kv_budget"),
         ({"kv_policy": "raw"}, "kv_policy is set for all requests when the engine starts"),
         (
             {"sampling_params": {"kv_budget": 512}},
-            "kv_budget would change nothing here; a request may bring kv_budget, in extra_args of",
+            "kv_budget has no effect here; a request may set kv_budget in extra_args of",
         ),
         (asked(512, use_beam_search=True), "vLLM's beam search drops vllm_xargs, and kv_budget"),
     ],

@@ -1,4 +1,4 @@
-"""What vLLM itself says it can hold is what the bytes of a token make it."""
+"""The capacity that vLLM reports follows from the bytes per token."""
 
 import math
 from collections.abc import Callable
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig
 
 Start = Callable[..., AbstractContextManager["LLM"]]
-CELLS, BLOCK = 2 * 2, 32  # layers and heads of a tiny model, whose heads have 32 dimensions
-STOCK = 128  # bytes of a bfloat16 key and value
+CELLS, BLOCK = 2 * 2, 32  # layers and KV heads of a tiny model with head dimension 32
+STOCK = 128  # bytes of a key and value in bfloat16
 SIZES = {"k8v8": 32 + 32 + 8, "k8v4": 32 + 16 + 8, "k4v2": 16 + 8 + 8}
-# As many bytes as whole blocks of all fill, so that nothing is rounded.
+# A multiple of every block size, so that nothing is rounded.
 WHOLE = CELLS * BLOCK * math.lcm(STOCK, *SIZES.values())
 
 
 def stated(start: Start, model: str, policy: str | None, **options: object) -> "CacheConfig":
-    """What vLLM knows of its cache once an engine has started."""
+    """Return vLLM's cache configuration after an engine has started."""
     named = {"load_format": "dummy", "skip_tokenizer_init": True, **options}
     with start(model, policy, **named) as engine:
         return engine.llm_engine.vllm_config.cache_config
@@ -40,7 +40,7 @@ def test_capacity_is_in_the_ratio_of_bytes_per_token(
 
 
 def test_capacity_is_rounded_down_to_whole_blocks(start: Start, tiny: Callable[..., str]) -> None:
-    given, block = 500_000, 48  # a size that the stock attention does not take
+    given, block = 500_000, 48  # a size that the stock attention does not support
     options = {"kv_cache_memory_bytes": given, "block_size": block, "max_model_len": 500}
     found = stated(start, tiny(), "k8v4", **options)
     blocks = given // (CELLS * block * 56)

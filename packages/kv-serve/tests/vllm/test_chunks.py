@@ -1,4 +1,4 @@
-"""Prompts that the scheduler cuts into pieces and mixes with decoding."""
+"""Prompts that the scheduler splits into chunks and mixes with decode steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Models that vLLM compiles, which is its default: attention is no part of what is traced."""
+"""Models that vLLM compiles, which is its default; attention is outside the traced graph."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ COUNT = 24
 def compiler(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let vLLM compile: by Inductor, as for its users, or only as far as to run what was traced."""
+    """Enable compilation in vLLM: with Inductor, the default, or running the traced graph only."""
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     if request.param == "traced":  # as vLLM's own tests on a CPU
         monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
@@ -65,6 +65,6 @@ def test_a_compiled_model_gives_the_tokens_of_an_eager_one(
         "poison": True,
     }
     with torch._dynamo.config.patch(disable=False), start(weights, policy, **options) as engine:
-        # Eager engines give these: other tests see to that.
+        # Other tests check that eager engines generate these.
         assert greedy(engine, prompts, COUNT) == by_transformers(weights, policy, prompts, COUNT)
     assert counters["stats"]["unique_graphs"]

@@ -1,6 +1,6 @@
-"""A request that a policy fails about, in a real engine: it ends alone.
+"""A request for which a policy raises, in a real engine: only this request ends.
 
-No other engine runs in this process meanwhile: two would share the worker's side of a connector.
+No other engine may run in this process, as two would share the worker's side of a connector.
 """
 
 import random
@@ -36,7 +36,7 @@ class Touchy(H2O):
 
 @pytest.fixture
 def touchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A policy of an installed package that fails about a sequence of 77 tokens."""
+    """Install a package with a policy that raises at a sequence of 77 tokens."""
     (tmp_path / "touchy.py").write_text(TOUCHY)
     info = tmp_path / "touchy-1.0.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""A policy that fails about the tokens of one request: it ends, and the others go on as alone."""
+"""A policy that raises for the tokens of one request: it ends, and the others are unaffected."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paged_engine import Engine
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=torch.float32)
-BAD = 37  # tokens at which these policies fail
+BAD = 37  # number of tokens at which these policies raise
 
 
 def expect_none(length: Tensor) -> None:
@@ -27,7 +27,7 @@ def expect_none(length: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ByScore(H2O):
-    """Fails when it scores."""
+    """Raises when it scores."""
 
     name: ClassVar[str] = "by-score"
     budget: Budget = Budget(12)
@@ -39,7 +39,7 @@ class ByScore(H2O):
 
 @dataclass(frozen=True)
 class ByStep(H2O):
-    """Fails when it takes a step."""
+    """Raises in a decode step."""
 
     name: ClassVar[str] = "by-step"
     budget: Budget = Budget(12)
@@ -51,7 +51,7 @@ class ByStep(H2O):
 
 @dataclass(frozen=True)
 class ByPlan(KVCompress):
-    """Fails when it plans, which it does again every two tokens."""
+    """Raises when it plans, which it repeats every two tokens."""
 
     name: ClassVar[str] = "by-plan"
 

@@ -1,4 +1,4 @@
-"""Laws of who owns blocks: none is lost or owned twice, and what is owned pays for what is held."""
+"""Invariants of block ownership: none is lost or owned twice, and blocks cover the held pages."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,20 +27,20 @@ Manager = Callable[..., "PagedManager"]
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Requests over one pool; a worker holds what a request may hold at most, or less."""
+    """Requests over one pool; a worker holds at most the pages that a request may hold."""
 
-    manager: "PagedManager"  # set by the test; the pool is made anew for each run
+    manager: "PagedManager"  # set by the test; each run has a new pool
 
     def __init__(self) -> None:
         super().__init__()
-        self.computed: dict[str, int] = {}  # tokens that a worker has stored
-        self.asked: dict[str, int] = {}  # tokens that blocks were asked for
+        self.computed: dict[str, int] = {}  # tokens stored by a worker
+        self.asked: dict[str, int] = {}  # tokens for which blocks were requested
         self.held: dict[str, int] = {}  # pages
-        self.stages: dict[str, list[tuple[int, int]]] = {}  # pages and tokens, whenever it worked
+        self.stages: dict[str, list[tuple[int, int]]] = {}  # pages and tokens after each step
 
     @rule(name=NAMES, tokens=st.integers(1, 90))
     def schedule(self, name: str, tokens: int) -> None:
-        """As vLLM does: ask what is missing, and take it if the pool has it."""
+        """Allocate missing blocks like vLLM, if the pool has enough."""
         pool, before = self.manager.block_pool, self.manager.owned(name)
         wanted = self.asked.get(name, 0) + tokens
         missing = self.manager.get_num_blocks_to_allocate(name, wanted, [], 0, 0, wanted)
@@ -57,7 +57,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.late())
     @rule(data=st.data())
     def work(self, data: st.DataObject) -> None:
-        """A worker stores what was scheduled, which takes any number of pages that it may take."""
+        """Store the scheduled tokens in the worker, with any allowed number of pages."""
         name = data.draw(st.sampled_from(self.late()))
         most = self.most(name)
         self.held[name] = data.draw(st.one_of(st.just(most), st.integers(1, most)))
@@ -65,7 +65,7 @@ class Scheduling(RuleBasedStateMachine):
         self.stages.setdefault(name, []).append((self.held[name], self.computed[name]))
 
     def most(self, name: str) -> int:
-        """Pages of all tokens that were asked for: whatever a request held bounds what may come."""
+        """Return the bound on the pages of all requested tokens, given the pages held before."""
         account, tokens = self.manager.account, self.asked[name]
         later = (account.later(held, tokens - at) for held, at in self.stages.get(name, ()))
         return min((account.pages(tokens), *later))
@@ -76,7 +76,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def tell(self, data: st.DataObject) -> None:
-        """The scheduler hears of it, perhaps after the next step was scheduled."""
+        """Deliver a report to the scheduler, perhaps after the next step is scheduled."""
         name = data.draw(st.sampled_from(sorted(self.held)))
         first, free = self.manager.owned(name)[0], self.manager.block_pool.get_num_free_blocks()
         freed = self.manager.told(name, self.held[name], self.computed[name])
@@ -91,7 +91,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
-        """Finished, given up or preempted; it may come again under the same name."""
+        """Finish, abort or preempt a request; it may return with the same name."""
         self.go(data.draw(st.sampled_from(sorted(self.asked))))
 
     def go(self, name: str) -> None:
@@ -148,6 +148,6 @@ def test_a_prompt_that_could_never_be_read_is_refused(manager_of: Manager) -> No
     manager = manager_of(parse("k8v4+snapkv:budget=64"), SHAPE, 10)
     manager.expect_room(160)
     with pytest.raises(
-        UnservableError, match=r"161 tokens, takes 11 blocks .* are 10; .* about 146"
+        UnservableError, match=r"161 tokens, takes 11 blocks .* only 10 exist; .* about 146"
     ):
         manager.expect_room(161)

@@ -1,4 +1,4 @@
-"""Statistics on their way from workers to Prometheus, in vLLM's own classes."""
+"""Statistics sent from workers to Prometheus through vLLM's classes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ IDLE = replace(SOME, pages_used=0, pages_free=10, held_bytes=0, full_bytes=0, ke
 
 @pytest.fixture
 def _no_metrics() -> Iterator[None]:
-    """Leave vLLM's registry without metrics of vLLM, as it does itself before it makes some."""
+    """Clear vLLM's metrics from the registry, as vLLM does before it creates them."""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     unregister_vllm_metrics()
@@ -28,7 +28,7 @@ def _no_metrics() -> Iterator[None]:
 
 
 def configured(policy: str = POLICY) -> Any:
-    """What the process that serves metrics reads."""
+    """Return the data that the metrics process receives."""
     from vllm.config import VllmConfig
 
     from kv_serve.vllm.attach import connector
@@ -89,7 +89,7 @@ def test_prometheus_is_told_by_vllms_own_way() -> None:
     told = KVConnectorProm(configured(), ["model_name", "engine"], engines)
     told.observe(asdict(SOME), 1)
     told.observe(asdict(IDLE), 1)
-    assert sample("kv_bytes_per_token", "1") == 15  # of what was held last
+    assert sample("kv_bytes_per_token", "1") == 15  # of the last held pages
     assert sample("compression_ratio", "1") == 4
     assert sample("tokens_kept", "1") == sample("tokens_computed", "1") == 0
     assert sample("pages_used", "1") == 0
@@ -137,7 +137,7 @@ def test_a_plain_format_is_announced_for_every_engine_over_all_devices() -> None
 
 
 def whole() -> Any:
-    """Three layers of four KV heads, two on each of two devices."""
+    """Return a shape of three layers and four KV heads, two on each of two devices."""
     import torch
 
     model = SimpleNamespace(
@@ -185,7 +185,7 @@ def test_a_connector_is_refused_where_nothing_is_counted(
     small: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     small |= {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 256}
     with (
-        pytest.raises(ValueError, match="k8v4 is stored where vLLM's slots are, and needs no KV"),
+        pytest.raises(ValueError, match="k8v4 is stored in vLLM's slots and needs no KV"),
         start(tiny(), "k8v4", kv_transfer_config=connector(), **small),
     ):
         pass

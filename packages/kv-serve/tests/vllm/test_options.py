@@ -1,4 +1,4 @@
-"""What a policy adds to the options of vLLM's server, and what it leaves as it is."""
+"""The options of vLLM's server that a policy sets, and those it leaves unchanged."""
 
 from argparse import Namespace
 
@@ -74,16 +74,14 @@ def test_our_connector_may_be_named_by_hand() -> None:
     ours += ("--kv-transfer-config.kv_role", "kv_both")
     given = applied(SELECTED, *ours)
     assert given.kv_transfer_config.kv_connector == "PagesConnector"
-    with pytest.raises(ValueError, match="PagesConnector, and the policy k8v4 cannot be served"):
+    with pytest.raises(ValueError, match="PagesConnector, but the policy k8v4 cannot be served"):
         applied("k8v4", *ours)
 
 
 @pytest.mark.parametrize("policy", ["k8v4", SELECTED])
 def test_another_connector_is_refused(policy: str) -> None:
     other = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
-    with pytest.raises(
-        ValueError, match=r"names ExampleConnector, and the policy .* leave the opt"
-    ):
+    with pytest.raises(ValueError, match=r"names ExampleConnector, but the policy .* omit the opt"):
         applied(policy, "--kv-transfer-config", other)
     assert changed(applied(None, "--kv-transfer-config", other)).keys() == {"kv_transfer_config"}
 
@@ -107,7 +105,7 @@ def test_which_policies_are_plain_is_known_without_a_model(policy: str, plain: b
 
 
 class Gpu:
-    """A platform that is CUDA in name."""
+    """A platform that claims to be CUDA."""
 
     def is_cuda(self) -> bool:
         return True
@@ -121,7 +119,7 @@ def test_on_a_gpu_our_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     chosen = ("--attention-backend", "CUSTOM")
     assert applied("k8v4", *chosen).attention_backend == "CUSTOM"
     assert applied(None).attention_backend is None
-    with pytest.raises(ValueError, match="--attention-backend is FLASH_ATTN, and a policy is serv"):
+    with pytest.raises(ValueError, match="--attention-backend is FLASH_ATTN, but a policy needs"):
         applied("k8v4", "--attention-backend", "FLASH_ATTN")
 
 

@@ -1,4 +1,4 @@
-"""Prompts that come in chunks, under a policy that compresses them when they have ended."""
+"""Chunked prefill under a policy that compresses prompts at their end."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -44,7 +44,9 @@ def test_prompts_in_chunks_the_last_of_one_token_go_on_as_they_must(
         assert greedy(engine, [prompt[-481:]], 24) == [more]
         settings = SamplingParams(temperature=0, max_tokens=1)
         again = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
-        assert again[0].num_cached_tokens == 0  # nothing is shared, though sharing is on
+        assert (
+            again[0].num_cached_tokens == 0
+        )  # no prefix is shared, though prefix caching is enabled
         pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert "prefixes are not shared" in caplog.text

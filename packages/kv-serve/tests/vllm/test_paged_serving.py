@@ -1,4 +1,4 @@
-"""Memory that is too small, chunks, budgets of requests, and what is left behind: nothing."""
+"""Scarce memory, chunks and budgets of requests; afterwards all blocks and pages are free."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ SHORT = f"{COMPRESS},short=true+k8v4"
 def small(
     request: pytest.FixtureRequest, start: Start, tiny: Callable[..., str]
 ) -> Iterator["LLM"]:
-    """An engine with room for the longest request, and little more."""
+    """Start an engine with memory for little more than the longest request."""
     with start(tiny(), request.param, kv_cache_memory_bytes=100_000, **OPTIONS) as running:
         yield running
 
@@ -57,13 +57,13 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
     assert found.aborted > 3
     assert found.preemptions
     selector = state.policy.selector
-    assert bool(happened["freed"]) == (selector.budget is not None)  # of noise all is kept
+    assert bool(happened["freed"]) == (selector.budget is not None)  # random tokens are all kept
     assert bool(happened["short"]) == selector.replan.short
     assert is_empty(small, greedy)
     assert worker.pool.used == sum(each.pages for each in worker.requests.held(kept=False).values())
 
 
-@pytest.mark.parametrize("small", [SHORT], indirect=True)  # leankv goes by no budget
+@pytest.mark.parametrize("small", [SHORT], indirect=True)  # leankv has no budget
 def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -88,7 +88,7 @@ def test_budgets_of_requests_are_kept_and_a_bad_one_is_refused(small: "LLM") -> 
     for given, sentence in (
         ({"kv_budget": "plenty"}, "kv_budget: budget 'plenty' is not understood"),
         ({"kv_budget": 7e18}, "use at most 2147483647, or 100% to keep every token"),
-        ({"kv_buget": 48}, "kv_buget is no argument of a request"),
+        ({"kv_buget": 48}, "kv_buget is not a request argument"),
     ):
         with pytest.raises(VLLMValidationError, match=sentence):
             engine.add_request("bad", {"prompt_token_ids": [5]}, SamplingParams(extra_args=given))

@@ -1,4 +1,4 @@
-"""The same tokens as transformers gives under the same policy, and what vLLM says it can hold."""
+"""The tokens match transformers under the same policy, and vLLM reports the right capacity."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ BY_HAND = {POLICIES[0]: 256 / 4, POLICIES[1]: 256 / 2}
 
 
 def expected_concurrency(policy_text: str, blocks: int) -> float:
-    """Requests of the longest length whose kept pages blocks pay for."""
+    """Return how many requests of the longest length fit, by their kept pages."""
     from kv_policy import CacheShape, parse
     from kv_runtime import kept_tokens
     from paged_engine import account_of
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_transformers(
     engine, policy = served
     wanted = by_transformers(weights, policy, prompts, COUNT)
     assert [greedy(engine, [prompt], COUNT)[0] for prompt in prompts] == wanted
-    assert greedy(engine, prompts, COUNT) == wanted  # together, and with prefixes seen before
+    assert greedy(engine, prompts, COUNT) == wanted  # in one batch, and with prefixes seen before
 
 
 def test_capacity_is_what_the_pages_of_the_longest_request_make_it(

@@ -15,7 +15,7 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 COUNT = 24
 POLICY = (
-    "snapkv:budget=24,window=8+k8v4"  # every head decides alone, so also on a worker of its own
+    "snapkv:budget=24,window=8+k8v4"  # heads are independent, so they may be on different workers
 )
 
 
@@ -26,11 +26,11 @@ def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # vLLM would bind each worker to a node of memory, and there may be one node.
+    # vLLM would bind each worker to a NUMA node, but there may be only one.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     options = {
         "tensor_parallel_size": 2,
-        "kv_cache_memory_bytes": 1 << 20,  # of each worker
+        "kv_cache_memory_bytes": 1 << 20,  # per worker
         "max_model_len": 256,
         "max_num_batched_tokens": 512,
         "dtype": "float32",
@@ -38,12 +38,12 @@ def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
         "poison": True,
     }
     with start(weights, POLICY, **options) as engine:
-        # One worker gives these: other tests see to that.
+        # Other tests check that one worker generates these.
         assert greedy(engine, prompts, COUNT) == by_transformers(weights, POLICY, prompts, COUNT)
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        # Two layers of one head, whose tokens take 56 bytes, and 8 with score and position.
+        # Two layers of one head; a token takes 56 bytes, plus 8 for score and position.
         assert pool.num_gpu_blocks == (1 << 20) // (2 * 16 * 64)
 
 

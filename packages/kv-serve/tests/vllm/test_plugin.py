@@ -1,4 +1,4 @@
-"""What the entry point changes in vLLM, and what it leaves alone."""
+"""The entry point's effects on vLLM, and what it leaves unchanged."""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def test_our_classes_are_the_stock_ones_but_for_the_choice_of_the_implementation
     register()
     for name in OVERRIDES:
         ours = AttentionBackendEnum[name].get_class()
-        *_, stock = ours.__bases__  # before it, what marks those that serve policies
+        *_, stock = ours.__bases__  # preceded by the marker of backends that support policies
         assert f"{stock.__module__}.{stock.__qualname__}" == AttentionBackendEnum[name].value
         assert [x for x in vars(ours) if not x.startswith("_")] == ["get_impl_cls"]
         assert ours.get_impl_cls() is stock.get_impl_cls()
@@ -66,13 +66,13 @@ def test_elsewhere_than_on_a_cpu_nothing_changes_and_a_warning_says_so(
         monkeypatch.undo()
         register()
     assert told == [
-        "kv-serve serves policies on CPUs and on NVIDIA GPUs; on abacus a kv_policy in "
-        "additional_config changes nothing"
+        "kv-serve supports policies on CPUs and NVIDIA GPUs; on abacus a kv_policy in "
+        "additional_config has no effect"
     ]
 
 
 class Gpu:
-    """A platform that is CUDA in name."""
+    """A platform that claims to be CUDA."""
 
     def is_cuda(self) -> bool:
         return True
@@ -80,7 +80,7 @@ class Gpu:
 
 @pytest.fixture
 def custom(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
-    """What CUSTOM names after registering on a GPU."""
+    """Return the backend registered as CUSTOM on a GPU."""
     from vllm import platforms
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,4 +1,4 @@
-"""Through the entry point alone, in processes of vLLM's own."""
+"""Engines in vLLM's own processes, which load kv-serve through the entry point only."""
 
 import json
 import os
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 class Run:
-    """The script in a process of its own, with engines in it or, as vLLM does it, beside it."""
+    """Run the script in its own process, with engines inside it or, vLLM's default, in another."""
 
     def __init__(
         self, folder: Path, options: dict[str, object], count: int, **environment: str
@@ -51,7 +51,7 @@ class Run:
         self.process = start([sys.executable, str(script), given], **environment)
 
     def found(self) -> dict[str, object]:
-        """Wait for the end, and give what the script wrote."""
+        """Wait for the process to end, and return what the script wrote."""
         said = finish(self.process)
         assert self.process.returncode == 0, said
         return json.loads(self.target.read_text())
@@ -98,7 +98,7 @@ def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path:
         "kv_cache_memory_bytes": 1 << 26,
         "max_model_len": 512,
         "additional_config": {"kv_policy": "kv-compress:rate=2+k8v4"},
-        # Statistics go to this process, which is not the one where our connector was attached.
+        # Statistics are sent to this process, but our connector was attached in another.
         "disable_log_stats": False,
     }
     found = Run(tmp_path, options, 2, TORCH_COMPILE_DISABLE="1").found()
@@ -108,8 +108,8 @@ def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path:
 
 
 def test_a_server_ends_with_the_reason_of_a_refusal(tiny: Callable[..., str]) -> None:
-    # vLLM's own command asks for the version of a distribution called vllm, and is not there with
-    # the one for CPUs, which has another name; this is what it runs.
+    # vLLM's own command needs a distribution named vllm, but the CPU builds have another name; this
+    # is what it runs.
     server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny())
     tiny_one = ("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager")
     options = (*tiny_one, "--kv-cache-memory-bytes", str(1 << 22), "--kv-cache-dtype", "fp8")

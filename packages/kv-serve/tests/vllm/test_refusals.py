@@ -1,4 +1,4 @@
-"""What cannot be served is refused when an engine starts, with a sentence."""
+"""Unsupported policies and configurations are rejected at engine start, with a message."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ class PairCodec(RawCodec):
 
 @dataclass(frozen=True)
 class Strange(Part):
-    """Formats that this version does not serve inside vLLM."""
+    """A codec with formats that this version does not support in vLLM."""
 
     name: ClassVar[str] = "strange"
     tiers: int = 1
@@ -128,7 +128,7 @@ def test_settings_that_were_meant_for_kv_serve_are_refused(
 def test_a_configuration_is_checked_where_it_is_made(
     llama: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine in a process of its own would say that it failed to start, and no more."""
+    """Run engines in this process, as an engine in its own reports only that it failed to start."""
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -165,10 +165,10 @@ def test_one_format_for_all_tokens(policy: Part) -> None:
 def test_a_prompt_of_the_longest_length_must_fit(llama: str, start_tiny: Start) -> None:
     from kv_serve.vllm.config import UnservableError
 
-    # All keys and values of a token take 544 bytes as snapkv stores them.
+    # The keys and values of a token take 544 bytes under snapkv.
     few = {"kv_cache_memory_bytes": 450 * 544, "max_model_len": 480}
     with (
-        pytest.raises(UnservableError, match=r"480 tokens, takes 30 blocks .* and there are 2\d;"),
+        pytest.raises(UnservableError, match=r"480 tokens, takes 30 blocks .* but only 2\d exist;"),
         start_tiny(llama, "snapkv:budget=64", **few),
     ):
         pass
@@ -220,7 +220,7 @@ def test_a_model_whose_attention_is_of_another_kind(
 
 
 def nas(*groups: int | None) -> Callable[[Any], Any]:
-    """Change a configuration: its layers have so many query heads per KV head, or no attention."""
+    """Change the query heads per KV head of each layer, or remove its attention."""
 
     def changed(config: Any) -> Any:
         config.num_hidden_layers = len(groups)
@@ -241,11 +241,11 @@ def nas(*groups: int | None) -> Callable[[Any], Any]:
     [
         (
             (1, 2),
-            "layer 1 of this model has 2 KV heads, and layer 0 has 4; this kv_policy is served",
+            "layer 1 of this model has 2 KV heads, and layer 0 has 4; this kv_policy needs",
         ),
         (
             (2, None),
-            "this model has 2 layers, and 1 with attention of their own; this kv_policy is",
+            "this model has 2 layers, and 1 with attention of their own; this kv_policy needs",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_an_engine_that_cuts_sequences(llama: str, kind: str) -> None:
 def test_a_vllm_of_another_version(version: str) -> None:
     from kv_serve.vllm.config import UnservableError, check_version
 
-    with pytest.raises(UnservableError, match=rf"0\.30 to 0\.32, and this is vLLM {version}"):
+    with pytest.raises(UnservableError, match=rf"0\.30 to 0\.32, but vLLM {version} is installed"):
         check_version(version)
 
 

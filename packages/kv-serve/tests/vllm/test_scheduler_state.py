@@ -1,4 +1,4 @@
-"""What the scheduler's end says of steps, budgets, and requests that are gone or began anew."""
+"""The scheduler's side: steps, budgets, and requests that ended or restarted."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
 
 
 def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
-    """A step of requests: tokens before it, and its own; blocks are taken for them."""
+    """Schedule a step from tokens before it and tokens in it, and allocate their blocks."""
     for name, (computed, tokens) in turns.items():
         state.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
     begun = [SimpleNamespace(req_id=n, num_computed_tokens=c) for n, (c, _) in turns.items()]
@@ -75,7 +75,7 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
     assert states(orders) == {"a": (True, True, 33)}
     assert orders.requests.keys() == {book.manager.owned("a")[0].block_id}
     assert states(step(book, a=(16, 16))) == {"a": (True, True, 33)}
-    assert states(step(book, a=(32, 1))) == {"a": (True, False, 33)}  # one token, of the prompt
+    assert states(step(book, a=(32, 1))) == {"a": (True, False, 33)}  # one prompt token
     for tokens in (34, 35):
         asked.num_tokens = tokens
         assert states(step(book, a=(tokens - 1, 1))) == {"a": (False, False, 33)}
@@ -112,7 +112,7 @@ def test_a_failure_is_of_the_time_that_a_request_began_and_no_other(
     assert book.failed([old["a"]]) == {"a"}
     free(book, "a")
     new = {t.request: t.serial for t in step(book, a=(0, 20), b=(20, 1)).requests.values()}
-    assert book.failed([old["a"]]) == set()  # it was preempted, and is read again
+    assert book.failed([old["a"]]) == set()  # it was preempted and is recomputed
     assert book.failed(new.values()) == {"a", "b"}
     assert new["b"] == old["b"]
 
@@ -146,7 +146,7 @@ def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
     free(book, "a")
     book.requests["a"].num_tokens = 200
     new = step(book, a=(0, 200))
-    assert book.manager.owned("a")[0] is first  # the pool gives what came back last
+    assert book.manager.owned("a")[0] is first  # the pool returns the last freed blocks first
     owned = book.manager.owned("a")
     book.note(WorkerReport(old.step, {"a": RequestPages(1, 16)}))
     assert book.manager.owned("a") == owned
@@ -172,10 +172,10 @@ def test_blocks_are_asked_for_until_an_answer_frees_none(
         assert orders.short
         book.note(WorkerReport(orders.step, {"a": RequestPages(pages, 320)}, answered=True))
         assert not step(book).short
-    assert (asked, book.ask()) == (3, False)  # the third freed nothing, so vLLM preempts
+    assert (asked, book.ask()) == (3, False)  # the third report freed nothing, so vLLM preempts
     free(book, "a")
     step(book)
-    assert book.ask()  # and others may be asked again
+    assert book.ask()  # then compression may be requested again
 
 
 @pytest.mark.parametrize("text", ["kv-compress:rate=2+k8v4", "k8v4:window=8"])
@@ -211,11 +211,11 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
         book.welcome(request(name, 20, kv_budget=given))
     book.welcome(SimpleNamespace(request_id="pooling", num_tokens=9, sampling_params=None))
     assert book.budgets == {"a": Budget(32), "b": Budget(25, "percent")}
-    # Which loggers hand on what they get depends on what vLLM has set up before.
+    # Which loggers propagate depends on vLLM's earlier configuration.
     said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
     assert len(said) == 2
-    assert "the request c cannot be served, and fails: kv_budget: budget 'plenty'" in said[0]
-    assert "the request d cannot be served, and fails: a budget of 3 tokens" in said[1]
+    assert "request c fails, as it cannot be served: kv_budget: budget 'plenty'" in said[0]
+    assert "request d fails, as it cannot be served: a budget of 3 tokens" in said[1]
     orders = step(book, new=True, a=(0, 20), c=(0, 20))
     assert [step.budget for step in orders.requests.values()] == [Budget(32), None]
     assert [step.refused is None for step in orders.requests.values()] == [True, False]
@@ -230,7 +230,7 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
         ("kv-compress:rate=4+k8v4", 400, False),
         ("snapkv:budget=64,window=16", 64, True),
         ("snapkv:budget=64,window=16", 65, False),
-        ("leankv:window=8", 64, False),  # goes by no budget
+        ("leankv:window=8", 64, False),  # has no budget
     ],
 )
 def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(

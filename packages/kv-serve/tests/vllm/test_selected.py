@@ -1,4 +1,4 @@
-"""A real model under policies that drop tokens or change them: memory really goes back to vLLM."""
+"""A real model under policies that evict or project tokens: blocks return to vLLM's pool."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,11 +19,11 @@ POLICIES = (
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
-EQUAL = 32  # of 64 tokens, at least: where one differs, so may all that follow
+EQUAL = 32  # of 64 tokens, at least: after the first difference all others may differ
 
 
 def free_blocks(engine: "LLM") -> tuple[int, int]:
-    """Blocks that are free, and all that requests may have."""
+    """Return the number of free blocks, and the number available to requests."""
     pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
 

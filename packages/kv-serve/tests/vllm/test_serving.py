@@ -1,4 +1,4 @@
-"""A real model under k8v4: alone, in batches, after a cached prefix."""
+"""A real model under k8v4: single requests, batches, and after a cached prefix."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +26,7 @@ def engine(start: Callable[..., AbstractContextManager["LLM"]], smollm2: str) ->
 @pytest.mark.slow
 def test_needles_in_2048_tokens_are_all_found(engine: "LLM", greedy: Greedy) -> None:
     tokenizer = engine.get_tokenizer()
-    # Seed 0 hides a number that begins like 2**31, which the model itself knows by heart.
+    # Seed 0 hides a number that begins like 2**31, which the model has memorized.
     hidden = {"samples": 10, "setting": "aware", "seed": 1}
     samples = needle(tokenizer, default_text(), length=2048, **hidden)
     answers = greedy(engine, [[*s.prompt_ids, *s.question_ids] for s in samples], 24)

@@ -1,4 +1,4 @@
-"""Requests that come, wait, are preempted and given up leave an engine as they found it."""
+"""After requests that wait, are preempted and are aborted, all of an engine's memory is free."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BLOCK = 32
-HELD = 16  # blocks of 32 tokens under k8v4, which is room for two of the longest requests
-TOKEN_BYTES = 2 * 2 * (32 + 16 + 8)  # two layers of two heads of 32 dimensions
+HELD = 16  # blocks of 32 tokens under k8v4, enough for two of the longest requests
+TOKEN_BYTES = 2 * 2 * (32 + 16 + 8)  # two layers of two heads with 32 dimensions
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,6 @@ def test_an_engine_that_goes_on_with_nothing_is_noticed(
 
     monkeypatch.setattr(_vllm_soak, "STUCK", 5)
     soaking = Soaking(engine.llm_engine, Soak(requests=2, prompt=(1, 40)), list(range(3, 256)))
-    monkeypatch.setattr(engine.llm_engine, "step", list)  # a step that does nothing
+    monkeypatch.setattr(engine.llm_engine, "step", list)  # an empty step
     with pytest.raises(_vllm_soak.StuckError, match="nothing went on for 5 steps; 0 requests run"):
         soaking.run()

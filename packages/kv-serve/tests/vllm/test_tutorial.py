@@ -1,4 +1,4 @@
-"""What the documentation shows of vLLM is what happens: its script is run, its options are read."""
+"""The vLLM examples of the documentation work: the script is run, the options are parsed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A worker by hand: any order of events is, for each request, what a cache of its own does."""
+"""A worker without vLLM: for any order of events, each request matches a separate cache."""
 
 import random
 from itertools import cycle
@@ -22,11 +22,11 @@ POLICIES = (
     COMPRESS,
     "leankv:window=4",
 )
-RAGGED = Turned("62", "15")  # each head of each layer has ranks of its own
+RAGGED = Turned("62", "15")  # the ranks differ per layer and head
 
 
 def soak(engine: "Engine", requests: int, longest: int, draw: random.Random) -> None:
-    """Requests come, are read in chunks, generate, are left out, preempted and given up."""
+    """Requests arrive, are prefilled in chunks, decode, pause, are preempted and aborted."""
     budgets = engine.policy.selector is not None and engine.policy.selector.budget is not None
     asked = 0
     while asked < requests or engine.running or engine.waiting:
@@ -46,7 +46,7 @@ def soak(engine: "Engine", requests: int, longest: int, draw: random.Random) -> 
 
 
 def room(engine_class: "type[Engine]", policy: object, longest: int, **more: object) -> "Engine":
-    """An engine whose memory is just enough for one of the longest requests."""
+    """Create an engine with memory for just one of the longest requests."""
     small = engine_class(policy, SHAPE, 1, **more)
     return engine_class(policy, SHAPE, small.manager.blocks_for(longest), **more)
 
@@ -66,11 +66,11 @@ def test_every_request_sees_and_holds_what_it_would_alone(
 def test_as_many_requests_as_free_what_is_short_are_compressed(
     engine_class: "type[Engine]", late: bool
 ) -> None:
-    # Small pages: what has been generated since a plan is worth some of each head.
+    # Small pages: tokens generated since a plan fill some pages of each head.
     engine = room(engine_class, parse(COMPRESS), 150, late=late, block_tokens=4)
     soak(engine, 9, 50, random.Random(2))
     assert engine.compressed
-    assert engine.preemptions  # where all together had too little to give
+    assert engine.preemptions  # because all of them together freed too little
 
 
 def test_heads_with_ranks_of_their_own(engine_class: "type[Engine]") -> None:

@@ -1,9 +1,9 @@
-"""The attention function that lets transformers attend over pages in place.
+"""The attention function with which transformers attends over pages in place.
 
-`update` of the cache hands the fresh keys on with a mark; the function registered here sees the
-mark and asks the cache to attend. A model is switched to it for the passes over our caches alone
-(`kv_transformers.switch`). What attends without a mark meanwhile, such as a pass of another thread
-over another cache, gets the implementation that the model is configured for.
+`update` of the cache returns the new keys with a mark; the function registered here sees the mark
+and calls the cache's attention. A model is switched to it for passes over our caches only
+(`kv_transformers.switch`). Unmarked keys, such as those of another thread's pass over another
+cache, use the implementation that the model is configured for.
 """
 
 import sys
@@ -19,26 +19,24 @@ from kv_transformers.running import Attends, current
 if TYPE_CHECKING:
     from torch import nn
 
-PREFIX: Final = (
-    "kv_transformers|"  # of the implementation in a model's configuration, before its own
-)
+PREFIX: Final = "kv_transformers|"  # of the implementation's name in a model's configuration
 
-# What a model may ask of attention that attention over pages does not do, and what that is.
+# Options of attention functions that paged attention does not support, with their descriptions.
 UNSERVED: Final = {
     "softcap": "a cap on attention logits",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "sliding_window": "a sliding window",
-    "position_bias": "a bias by position",
+    "position_bias": "a position bias",
     "indices": "attention to selected tokens",
     "block_indices": "attention to selected blocks",
-    "cu_seq_lens_q": "several sequences in a row",
-    "cu_seq_lens_k": "several sequences in a row",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
 }
 
 
 class FreshKeys(Tensor):
-    """Keys of a forward pass on their way from the cache to the attention function."""
+    """New keys of a forward pass, returned by the cache for the attention function."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     cache: Attends
@@ -46,26 +44,26 @@ class FreshKeys(Tensor):
 
     @classmethod
     def mark(cls, key: Tensor, cache: Attends, layer: int) -> "FreshKeys":
-        """Mark the keys with the cache and the layer they belong to."""
+        """Mark keys with their cache and layer."""
         marked = key.as_subclass(cls)
         marked.cache, marked.layer = cache, layer
         return marked
 
 
 class PassMask(Tensor):
-    """What a pass over our cache gets in place of a 4D mask: the batch's padding, [B, 1, 1, T].
+    """The replacement of a 4D mask in a pass over our cache: the batch's padding, [B, 1, 1, T].
 
-    It has four dimensions, as a mask that a model makes outside of its decoder is handed on by
-    transformers only then.
+    It has four dimensions, as transformers only passes on such masks if a model creates them
+    outside of its decoder.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    padded: bool  # else it is a single True, and every column holds a token
-    causal: bool  # otherwise the model asked for another mask, which is not served
+    padded: bool  # otherwise a single True: every column holds a token
+    causal: bool  # otherwise the model requested another mask, which is not supported
 
 
 def switched(name: str | None) -> str:
-    """The implementation that serves our caches in a model that is configured for `name`."""
+    """Return the implementation for our caches in a model configured for `name`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     ours = f"{PREFIX}{name or ''}"
@@ -76,7 +74,7 @@ def switched(name: str | None) -> str:
 
 
 def configured(name: str | None) -> str | None:
-    """The implementation that a model is configured for, by the name that serves our caches."""
+    """Return the implementation that a model is configured for, given the name for our caches."""
     if name is None or not name.startswith(PREFIX):
         return name
     return name.removeprefix(PREFIX) or None
@@ -92,7 +90,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The padding of the batch, for our caches; else the mask the model is configured for."""
+    """Return the batch's padding for our caches, or the mask of the configured implementation."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 
@@ -117,11 +115,11 @@ def _mask(
 
 
 def _expect_columns(mask: Tensor | None, fresh: int, columns: int) -> None:
-    """Raise if a 2D mask is not as long as the columns of the cache and of this pass."""
+    """Raise if the length of a 2D mask is not the number of columns of cache and pass."""
     if mask is not None and mask.shape[-1] != columns:
         raise ValueError(
-            f"attention_mask has {mask.shape[-1]} columns, and there are {columns}: "
-            f"{columns - fresh} that the compressed cache has seen and {fresh} of this pass; give "
+            f"attention_mask has {mask.shape[-1]} columns instead of {columns}: "
+            f"{columns - fresh} that the compressed cache has seen and {fresh} of this pass; pass "
             "a mask over all of them"
         )
 
@@ -140,10 +138,10 @@ def _attention(
     if not isinstance(key, FreshKeys):
         if isinstance(attention_mask, PassMask):
             raise RuntimeError(
-                f"{type(module).__name__} attends to keys that are not those the compressed cache "
-                "handed on: it changes them after cache.update, or was given no cache (in training "
-                "with gradient checkpointing, for instance); it cannot be used with a compressed "
-                "cache so"
+                f"{type(module).__name__} attends to other keys than those returned by the "
+                "compressed cache: it changes them after cache.update, or was given no cache (in "
+                "training with gradient checkpointing, for instance); this does not work with a "
+                "compressed cache"
             )
         own = _own(module, name)
         options |= {"scaling": scaling, "dropout": dropout}
@@ -151,20 +149,22 @@ def _attention(
     for option, kind in UNSERVED.items():
         if options.get(option) is not None:
             raise ValueError(
-                f"{type(module).__name__} asks for {kind} ({option}), which a compressed cache "
-                "does not do"
+                f"{type(module).__name__} uses {kind} ({option}), which a compressed cache "
+                "does not support"
             )
     if dropout or (query.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
-            "a compressed cache serves inference only: put the model in eval() and call it under "
+            "a compressed cache supports inference only: put the model in eval() and call it under "
             "torch.inference_mode() or torch.no_grad()"
         )
     valid = _valid(module, attention_mask, query.shape[2], options.get("is_causal"))
     running = current()
     if running is None or running.cache is not key.cache:
-        raise RuntimeError("fresh keys of a compressed cache came to attention after their pass")
+        raise RuntimeError(
+            "new keys of a compressed cache reached attention after their forward pass"
+        )
     running.attended()
-    place = options.get("position_ids")  # most models hand them on
+    place = options.get("position_ids")  # most models pass them on
     if key.layer == 0 and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
         key.cache.expect_next(place, valid)
     fresh = key.as_subclass(Tensor)
@@ -173,12 +173,12 @@ def _attention(
 
 
 def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:
-    """Which of the fresh columns hold a token; None: all. Refuses what is not plainly causal."""
+    """Return which new columns hold a token; None: all. Raise if the mask is not causal."""
     kind = type(module).__name__
     if isinstance(mask, PassMask):
         if not mask.causal:
             raise ValueError(
-                f"{kind} attends by a mask that is not plainly causal (a prefix or a picture whose "
+                f"{kind} uses a mask that is not plainly causal (a prefix or a picture whose "
                 "tokens see each other, is_causal=False, a mask function); a compressed cache "
                 "attends causally to everything it holds, so use a cache of transformers for this "
                 "input"
@@ -201,7 +201,7 @@ def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) 
 
 
 def _own(module: "nn.Module", name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of a module, by the implementation its model is configured for."""
+    """Return the attention function of the implementation that a module is configured for."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     home = vars(sys.modules[type(module).__module__])

@@ -1,4 +1,4 @@
-"""The compressed cache as the cache of a model of transformers."""
+"""The compressed cache for models of transformers."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -22,41 +22,40 @@ from kv_transformers.switch import install
 
 
 class CompressedLayer(FreshLayer):
-    """One layer as transformers sees it; everything is kept by the cache it belongs to."""
+    """The transformers interface of one layer; its cache stores everything."""
 
     def __init__(self, cache: "CompressedCache", index: int) -> None:
-        """Stand for layer `index` of `cache`."""
+        """Represent layer `index` of `cache`."""
         super().__init__(cache, index)
         self._cache = ref(cache)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns a mask has to cover: all that were seen.
+        """Return length and offset of the columns that a mask must cover: all columns seen.
 
         Raises:
-            ValueError: there is no new column.
+            ValueError: the pass has no new column.
         """
         if query_length == 0:
             raise ValueError(_nothing_new(self.get_seq_length()))
         return super().get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
-        """Columns seen, padding and dropped tokens included: positions go on from here."""
+        """Return the number of columns seen, including padding and evicted tokens."""
         cache = self._cache()
         return 0 if cache is None else cache.runtime.columns
 
 
 class CompressedCache(AttendingCache):
-    """A KV cache that holds what a policy keeps, as the policy stores it.
+    """A KV cache compressed by a policy.
 
     Pass it as `cache` to `generate` or to a forward pass; before transformers 5.24 that argument is
-    called `past_key_values`. Attention runs over the pages; the cache never holds an uncompressed
-    copy of what it stores. While tokens of a prompt arrive, a layer's own fresh keys and values
-    exist as the model made them (those of all layers, for a policy that decides over all layers at
-    once).
+    named `past_key_values`. Attention runs over the pages; the cache never holds an uncompressed
+    copy of stored tokens. During prefill, a layer's new keys and values exist uncompressed (those
+    of all layers, for a policy that plans over all layers at once).
 
-    Passes over the cache use an attention function of their own. The model's other calls, with
-    other caches or none, use the implementation that it is configured for, as before;
-    `kv_transformers.uninstall` takes the hooks away that see to this.
+    Passes over the cache use a separate attention function. The model's other calls, with other
+    caches or none, use its configured implementation as before; `kv_transformers.uninstall` removes
+    the hooks that switch between them.
     """
 
     def __init__(
@@ -69,22 +68,21 @@ class CompressedCache(AttendingCache):
         budgets: Sequence[Budget | None] | None = None,
         backend: str = AUTO,
     ) -> None:
-        """Make an empty cache for a model.
+        """Create an empty cache for a model.
 
         Args:
             model: a decoder-only model of transformers whose layers attend to every token.
             policy: a policy or its text form, such as `snapkv:budget=1024+k8v4`.
-            pages: size of a fixed pool of pages; None lets it grow as needed.
-            page_tokens: tokens of the first tier in a page.
+            pages: size of a fixed page pool; None: the pool grows as needed.
+            page_tokens: tokens of the first tier per page.
             budgets: a budget per sequence of the batch, None for the policy's own.
-            backend: a name in `kv_attention.all_backends()`; `auto` is the fastest of those that
-                can be used here.
+            backend: a name in `kv_attention.all_backends()`; `auto` is the fastest available one.
 
         Raises:
-            UnsupportedModelError: the model's attention is of another kind.
-            ValueError: the policy's text, the policy itself or a budget is refused, the policy was
+            UnsupportedModelError: the model's attention is not supported.
+            ValueError: the policy's text, the policy itself or a budget is invalid, the policy was
                 calibrated with another model, the model is folded for another basis, or the backend
-                cannot be used here.
+                is unavailable.
         """
         expect_order(model, policy)
         self.policy = parse(policy) if isinstance(policy, str) else policy
@@ -115,11 +113,11 @@ class CompressedCache(AttendingCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
-        """Attend over everything held and the fresh tokens, then store those.
+        """Attend over the stored and the new tokens, then store the new ones.
 
-        The output is by query head, or packed as a folded output projection reads it.
+        The output is by query head, or packed for a folded output projection.
         """
-        # What is stored outlives the pass, so none of it may be made as inference-mode tensors.
+        # Stored tensors outlive the pass, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if layer == 0:
                 self._expect_same_device(query.device)
@@ -134,9 +132,9 @@ class CompressedCache(AttendingCache):
             return packing.pack(out)
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
-        """Raise if the tokens of a pass do not come after those that are held.
+        """Raise if the tokens of a pass do not follow the stored ones.
 
-        `generate` gives a used cache the end of whatever it was given, counted from its start.
+        With a used cache, `generate` passes the end of its input, with positions from its start.
         """
         batch = self.runtime.batch
         if batch is None or not batch.columns:
@@ -151,7 +149,7 @@ class CompressedCache(AttendingCache):
             raise ValueError(_other_prompt(int(held[row]), int(place[row])))
 
     def expect_mask(self, mask: Bool[Tensor, "B T"] | None, fresh: int) -> None:
-        """Refuse a 2D mask that hides stored columns or shows padding; nothing is stored then.
+        """Raise if a 2D mask hides stored columns or shows padding; nothing is stored then.
 
         Raises:
             ValueError: it does.
@@ -160,11 +158,11 @@ class CompressedCache(AttendingCache):
             self._masks = self._masks.after(mask, self.runtime.held_columns, fresh)
 
     def _expect_same_device(self, found: torch.device) -> None:
-        """Raise if the model was moved since the cache was made, or runs elsewhere than it lies."""
+        """Raise if the model runs on another device than the cache."""
         if found != self._device:
             raise RuntimeError(
-                f"the model attends on {found}, and this cache was made while it was on "
-                f"{self._device}: it was moved since, or is offloaded; make a cache where it runs"
+                f"the model runs on {found}, but this cache was made while it was on "
+                f"{self._device}: the model was moved or is offloaded; create a cache where it runs"
             )
 
     def _expect_same_fold(self) -> None:
@@ -172,8 +170,8 @@ class CompressedCache(AttendingCache):
         model = self.model
         if model is not None and folded_by(model) is not self._fold:
             raise RuntimeError(
-                "the model was folded or restored since this cache was made, so it would read "
-                "other vectors than it holds; make a new cache"
+                "the model was folded or restored since this cache was made, so the stored "
+                "vectors do not match it; create a new cache"
             )
 
     @staticmethod
@@ -184,35 +182,35 @@ class CompressedCache(AttendingCache):
         return valid.expand(batch, length)
 
     def memory(self) -> MemoryReport:
-        """Bytes held, by name, and tokens kept per layer, sequence and KV head."""
+        """Return the stored bytes by name, and the kept tokens per layer, sequence and KV head."""
         return self.runtime.memory()
 
     def reset(self) -> None:
-        """Forget everything and give the memory back."""
+        """Clear the cache and free its memory."""
         self.runtime.reset()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Let each beam go on from the beam it was chosen from."""
+        """Reorder the sequences by their parent beams."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " B2"]) -> None:
-        """Keep only some sequences, in the order given."""
+        """Keep only some sequences, in the given order."""
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence, copies side by side."""
+        """Repeat each sequence, with copies adjacent."""
         batch = self.runtime.sequences
         if batch is not None:
             self._select(torch.arange(batch).repeat_interleave(repeats))
 
     def _select(self, source: Int[Tensor, " B2"]) -> None:
-        # As in `attend`: what is stored outlives the inference mode it may be called in.
+        # As in `attend`: stored tensors must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.runtime.select(source.clone())
 
     @property
     def batch_size(self) -> int:
-        """Sequences held, or -1 before the first pass."""
+        """Number of sequences, or -1 before the first pass."""
         batch = self.runtime.sequences
         return -1 if batch is None else batch
 
@@ -223,19 +221,19 @@ class CompressedCache(AttendingCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works, which it does where the policy keeps every token."""
+        """Whether `crop` works: it does if the policy keeps every token."""
         return self.runtime.rolls_back
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Remove the newest columns, given as a negative number; 0 does nothing.
 
-        A sequence loses the tokens that it has in these columns: padding among them is no token.
+        A sequence loses its tokens in these columns; padding is ignored.
 
         Raises:
-            ValueError: the number is positive or larger than the columns held, or the policy cannot
-                take tokens back; nothing has changed.
+            ValueError: the number is positive or larger than the number of columns, or the policy
+                cannot take tokens back; the cache is unchanged.
         """
-        columns = int(tokens_to_remove)  # transformers 5.16 hands on a tensor of one number
+        columns = int(tokens_to_remove)  # transformers 5.16 passes a tensor with one element
         if not columns:
             return
         if columns > 0 and self.runtime.rolls_back:
@@ -244,12 +242,12 @@ class CompressedCache(AttendingCache):
             self.runtime.roll_back(abs(columns))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
-        """Copy what is held, for the same model, into a pool of its own that is as large.
+        """Copy the cache, for the same model, with a separate pool of the same size.
 
-        Several answers may so go on from one prompt. The policy and the model are shared.
+        Several answers may thus continue one prompt. The policy and the model are shared.
 
         Raises:
-            RuntimeError: the forward pass before this did not finish.
+            RuntimeError: the previous forward pass did not finish.
         """
         made = object.__new__(type(self))
         memo[id(self)] = made
@@ -258,55 +256,55 @@ class CompressedCache(AttendingCache):
         return made
 
     def __copy__(self) -> NoReturn:
-        """Refuse a copy that would hold the same pages.
+        """Raise, as a shallow copy would share the pages.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
-            "copy.copy(cache) would give two caches that write to the same pages; "
-            "copy.deepcopy(cache) gives one with pages of its own"
+            "copy.copy(cache) would create two caches that write to the same pages; "
+            "copy.deepcopy(cache) creates one with its own pages"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled, and so to be saved by `torch.save` or sent to another process.
+        """Raise, as a cache cannot be pickled, saved by `torch.save` or sent to another process.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
             "a CompressedCache cannot be pickled or saved: it belongs to a model in this process; "
-            "save the token ids and the policy's text, and let the model read them into a new "
-            "CompressedCache, or use copy.deepcopy(cache) for a copy in this process"
+            "save the token ids and the policy's text, and prefill a new CompressedCache from "
+            "them, or use copy.deepcopy(cache) for a copy in this process"
         )
 
 
 _GO_ON = (
-    "for another prompt call reset() on the cache or make a new one; to go on, give generate() the "
-    "whole conversation, of which it reads what is new"
+    "for another prompt call reset() on the cache or create a new one; to continue, pass "
+    "generate() the whole conversation, of which it prefills only the new part"
 )
 
 
 def _nothing_new(columns: int) -> str:
-    """What is wrong with a pass over no column."""
+    """Return the error for a pass without columns."""
     if not columns:
-        return "the prompt is empty; give at least one sequence of at least one token"
+        return "the prompt is empty; pass at least one sequence of at least one token"
     return (
-        f"the cache holds {columns} columns of tokens, and the input has none after these: {_GO_ON}"
+        f"the cache holds {columns} columns of tokens, but the input has none after them: {_GO_ON}"
     )
 
 
 def _other_prompt(held: int, place: int) -> str:
-    """What is wrong with tokens that come before those that are held."""
+    """Return the error for tokens that do not follow the stored ones."""
     return (
-        f"the cache holds {held} tokens of a sequence, and the input begins at position {place}, "
+        f"the cache holds {held} tokens of a sequence, but the input begins at position {place}, "
         f"not after them: {_GO_ON}"
     )
 
 
 def _advice(tokens: int, columns: int) -> str:
-    """What to call instead of `crop` with a positive number."""
-    said = f"crop({tokens}) was called, and crop takes the columns to remove as a negative number"
+    """Return the error for `crop` with a positive number, with the right call."""
+    said = f"crop({tokens}) was called, but crop takes the columns to remove as a negative number"
     if tokens >= columns:
         return f"{said}; the cache holds {columns}, so there is nothing to remove to keep {tokens}"
     keep = f"crop({tokens - columns}) keeps the first {tokens} of the {columns} columns held"

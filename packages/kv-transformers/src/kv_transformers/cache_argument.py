@@ -1,4 +1,4 @@
-"""A cache as a keyword of a model's call, whatever its transformers calls it."""
+"""The keyword argument for a cache, whose name depends on the version of transformers."""
 
 from importlib.metadata import version
 from inspect import signature
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 if TYPE_CHECKING:
     from torch import nn
 
-RENAMED: Final = (5, 24)  # the version of transformers that gave the argument another name
+RENAMED: Final = (5, 24)  # the version of transformers that renamed the argument
 T = TypeVar("T")
 
 
 def passing(model: "nn.Module", cache: T) -> dict[str, T]:
-    """Give the cache by the name that the model takes it by, in a forward pass and in `generate`.
+    """Return the cache as a keyword argument for the model's forward pass and `generate`.
 
-    That is `cache` since transformers 5.24, and `past_key_values` before. What hands on whatever it
-    is given, such as a wrapper around a model, goes by the transformers that is installed.
+    The name is `cache` since transformers 5.24, and `past_key_values` before. For a wrapper that
+    forwards any arguments, the installed transformers determines the name.
     """
     taken = signature(model.forward).parameters
     major, minor, *_ = version("transformers").split(".")

@@ -1,4 +1,4 @@
-"""Showing a calibrator what a model attends with, layer by layer, and holding none of it."""
+"""Pass a model's queries, keys and values to a calibrator, layer by layer, storing nothing."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -12,18 +12,17 @@ from kv_transformers.watching import EmptyCache
 
 
 class CollectingCache(EmptyCache):
-    """Stands where a cache would, shows a calibrator what comes by, and keeps nothing.
+    """A cache that passes vectors to a calibrator and stores nothing.
 
-    Use it as the cache of forward passes of whole texts. A pass attends to itself alone.
+    Use it as the cache of forward passes of whole texts. A pass attends only to its own tokens.
     """
 
     def __init__(self, model: PreTrainedModel, calibrator: Calibrator) -> None:
-        """Show the vectors of `model` to `calibrator`.
+        """Pass the vectors of `model` to `calibrator`.
 
         Raises:
-            UnsupportedModelError: the model's attention is of a kind that no cache of ours serves.
-            ValueError: the model's code does not let its attention function be chosen, or the model
-                is folded.
+            UnsupportedModelError: the model's attention is not supported.
+            ValueError: the model's attention implementation cannot be set, or the model is folded.
         """
         _expect_own(model)
         self._calibrator = calibrator
@@ -38,10 +37,10 @@ class CollectingCache(EmptyCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
-        """Attend causally over the fresh tokens, after the calibrator has seen them.
+        """Pass the new tokens to the calibrator, then attend causally over them.
 
         Raises:
-            ValueError: the model was folded since.
+            ValueError: the model was folded in the meantime.
         """
         model = self.model
         if layer == 0 and model is not None:
@@ -53,24 +52,24 @@ class CollectingCache(EmptyCache):
 
 
 def _expect_own(model: PreTrainedModel) -> None:
-    """Refuse a model whose projections hold a basis: its values would be coordinates in it."""
+    """Raise if a model is folded, as its values would be coordinates in a basis."""
     found = folded_by(model)
     if found is not None:
         raise ValueError(
-            f"the model's projections are folded for {found.policy}, so its vectors are not its "
-            "own; restore the model before it is calibrated"
+            f"the model's projections are folded for {found.policy}, so its vectors are "
+            "coordinates in a basis; restore the model before it is calibrated"
         )
 
 
 def output_projections(
     model: PreTrainedModel, shape: CacheShape
 ) -> tuple[Float[Tensor, "hidden QD"], ...]:
-    """Find the weights that read attention's output, layer by layer.
+    """Return the weights of the output projections, by layer.
 
     Raises:
-        UnsupportedModelError: a layer has no such projection, or one that is no plain linear layer
-            with floating-point weights of 16 bits or more, or it has several attention modules and
-            none that is plainly its own. The message names it.
+        UnsupportedModelError: a layer has no output projection, or one that is not a plain linear
+            layer with floating-point weights of 16 bits or more, or several attention modules of
+            which none is clearly its own. The message names the layer.
         ValueError: the model is folded.
     """
     _expect_own(model)
@@ -92,12 +91,12 @@ def output_projections(
 
 
 def _weight(name: str, module: nn.Module, columns: int) -> Float[Tensor, "hidden QD"]:
-    """The weights of a projection, if they are plain numbers."""
+    """Return the weights of a projection; raise if it is not a plain linear layer."""
     weight = getattr(module, "weight", None)
     plain = (
         isinstance(module, nn.Linear)
         and isinstance(weight, Tensor)
-        and type(weight.data) is Tensor  # quantizers may put a class of their own there
+        and type(weight.data) is Tensor  # quantizers may use a tensor subclass
         and weight.is_floating_point()
         and weight.itemsize >= 2
     )
@@ -111,6 +110,6 @@ def _weight(name: str, module: nn.Module, columns: int) -> Float[Tensor, "hidden
     assert isinstance(weight, Tensor)
     if weight.shape[1] != columns:
         raise UnsupportedModelError(
-            f"{name} reads {weight.shape[1]} numbers, and the heads give {columns}"
+            f"{name} has {weight.shape[1]} input features, but the heads have {columns} outputs"
         )
     return weight.detach()

@@ -1,4 +1,4 @@
-"""Which model an object in memory is, for policies that were calibrated with one."""
+"""Check that a calibrated policy is used with the model it was calibrated with."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class WrongModelError(ValueError):
-    """A policy was calibrated with another model than it is used with."""
+    """The policy was calibrated with another model."""
 
 
 def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
-    """Refuse a policy that was calibrated with another model, or with one that nobody can tell.
+    """Raise if a policy was calibrated with another model, or if that cannot be checked.
 
     Raises:
         WrongModelError: the fingerprints differ, or the model was not loaded from files.
@@ -27,40 +27,40 @@ def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
 
 
 def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
-    """Refuse a policy that was calibrated with another model than the one of this fingerprint.
+    """Raise if a policy was calibrated with a model of another fingerprint.
 
     Raises:
-        WrongModelError: the fingerprints differ, or there is none to compare.
+        WrongModelError: the fingerprints differ, or `found` is None.
     """
     wanted = policy.fitted_to
     if wanted is None:
         return
     if found is None:
         raise WrongModelError(
-            f"{policy} was calibrated with the model {wanted}, and this one was not loaded from a "
-            "folder that could be compared; load it with kv_transformers.models.load_model or "
+            f"{policy} was calibrated with the model {wanted}, but this one was not loaded from a "
+            "folder that can be compared; load it with kv_transformers.models.load_model or "
             "from_pretrained"
         )
     if found != wanted:
         raise WrongModelError(
-            f"{policy} was calibrated with the model {wanted} and this one is {found}; calibrate "
-            "for this model; `kv-serve calibrate --help` lists what is calibrated"
+            f"{policy} was calibrated with the model {wanted}, but this one is {found}; calibrate "
+            "for this model; `kv-serve calibrate --help` lists the policies that need it"
         )
 
 
 def fingerprint_of(model: "PreTrainedModel") -> str | None:
-    """Fingerprint of the files a model was loaded from; None if there are none to be found."""
+    """Return the fingerprint of the files a model was loaded from; None if none are found."""
     return fingerprint_at(model.config.name_or_path)
 
 
 def fingerprint_at(name: str | None) -> str | None:
-    """Fingerprint of the files in a folder, or of a model of the hub; None if none are found."""
+    """Return the fingerprint of a folder or of a cached hub model; None if it is not found."""
     if not name:
         return None
     try:
         folder = Path(name) if Path(name).is_dir() else _snapshot(name)
         return None if folder is None else fingerprint(folder)
-    except (ModelError, OSError):  # a name too long for a folder's is an OSError
+    except (ModelError, OSError):  # a name too long for a folder raises OSError
         return None
 
 

@@ -1,8 +1,8 @@
-"""Folding a policy's basis into a model's projections, so that nothing is rotated per token.
+"""Fold a policy's basis into a model's projections, so that tokens need no extra rotation.
 
-After ZACK, sections 4.1 and 4.2: the value projection gives coordinates in the basis, and the
-output projection reads them. Where a model has no rotary embedding the query and key projections
-give coordinates too; otherwise both are rotated after it, once for each new token.
+After ZACK, sections 4.1 and 4.2: the value projection outputs coordinates in the basis, and the
+output projection reads them. Without a rotary embedding the query and key projections output
+coordinates too; otherwise both are rotated after it, once for each new token.
 """
 
 from collections.abc import Sequence
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
 
 class Fold:
-    """A model whose projections hold a basis, until `restore`; also a context manager.
+    """A model with a basis folded into its projections, until `restore`; also a context manager.
 
-    The old layers are set aside, not changed: restored, the model is what it was, object by object,
-    moved to where the model has been moved meanwhile. While folded it serves caches of the same
-    basis only. Other caches, and none, are refused, and so is saving it.
+    The old layers are kept unchanged: `restore` puts the same objects back, moved to the model's
+    current device and dtype. While folded, the model only works with caches of the same basis.
+    Other caches, calls without a cache, and saving raise.
     """
 
     def __init__(self, model: "PreTrainedModel", policy: KVPolicy | str) -> None:
         """Fold the basis of a policy into the model.
 
-        A few tokens are read first, because a model's code may do something between projections and
-        attention that a basis does not go through, such as a norm.
+        A few tokens are run first, because a model's code may apply an operation between
+        projections and attention that does not commute with a basis, such as a norm.
 
         Args:
-            model: a model of transformers that a compressed cache can serve.
+            model: a model of transformers that supports a compressed cache.
             policy: a policy with a basis, or its text form.
 
         Raises:
-            UnsupportedModelError: projections are fused, quantized, or called otherwise, or what
-                the basis maps lies on the wrong side of a rotary embedding or of something else;
-                the model is as it was.
+            UnsupportedModelError: projections are fused, quantized or have other names, or a rotary
+                embedding or another operation separates them from the vectors that the basis maps;
+                the model is unchanged.
             ValueError: the policy has no basis, was calibrated with another model, or the model is
                 folded already.
         """
         policy = parse(policy) if isinstance(policy, str) else policy
         if policy.basis is None:
-            raise ValueError(f"{policy} has no basis to fold; name one that has, such as zack")
+            raise ValueError(f"{policy} has no basis to fold; use one that has, such as zack")
         check_fitted(model, policy)
         if folded_by(model) is not None:
             raise ValueError("the model is folded already; restore it first")
@@ -72,12 +72,12 @@ class Fold:
         expect_direct(model, modules, [each.output for each in found], self.state.what)
         install(model)
         self._old = [(module, name, getattr(module, name)) for module, name, _ in changes]
-        for module, name, layer in changes:  # nothing has changed before all are made
+        for module, name, layer in changes:  # only after all are created
             setattr(module, name, layer)
         setattr(model.base_model, FOLDED, self.state)
 
     def restore(self) -> None:
-        """Put the old projections back."""
+        """Restore the old projections."""
         old, self._old = self._old, []
         for module, name, layer in old:
             new = getattr(module, name)
@@ -88,7 +88,7 @@ class Fold:
             setattr(self._model.base_model, FOLDED, None)
 
     def __enter__(self) -> "Fold":
-        """Fold for the length of a `with` block."""
+        """Return the fold for a `with` block."""
         return self
 
     def __exit__(
@@ -102,24 +102,24 @@ class Fold:
 
 
 def folded_by(model: "PreTrainedModel") -> FoldState | None:
-    """What a model's projections hold of a basis; None: they are its own."""
+    """Return the state of a folded model; None if it is not folded."""
     found: FoldState | None = getattr(model.base_model, FOLDED, None)
     return found
 
 
 def expect_fold(model: "PreTrainedModel", policy: KVPolicy) -> FoldState | None:
-    """What the model's projections hold, which must be the policy's basis or nothing.
+    """Return the model's fold state, which must match the policy's basis, or None.
 
     Raises:
-        ValueError: they hold another basis, or the same one of an older file.
+        ValueError: another basis is folded, or the same one from an older file.
     """
     found = folded_by(model)
     if found is None:
         return None
     if found.basis != policy.basis or policy.basis is None:
         raise ValueError(
-            f"the model's projections are folded for {found.policy}, and {policy} stores vectors "
-            "otherwise; restore the model first"
+            f"the model's projections are folded for {found.policy}, but {policy} stores vectors "
+            "differently; restore the model first"
         )
     shape = cache_shape(model)
     if not same_maps(found.bound, [policy.basis.bind(i, shape) for i in range(shape.layers)]):
@@ -131,19 +131,19 @@ def expect_fold(model: "PreTrainedModel", policy: KVPolicy) -> FoldState | None:
 
 
 def _expect_no_clipping(model: "PreTrainedModel") -> None:
-    """Refuse models that clip what projections give: few tokens may not show it."""
+    """Raise if a model clips the outputs of projections, which few tokens may not reveal."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} clips values to {config.clip_qkv}, and coordinates of a basis "
-            "would be clipped instead; use the policy's cache without folding"
+            f"{type(model).__name__} clips values to {config.clip_qkv}, but folded, it would clip "
+            "coordinates of a basis instead; use the policy's cache without folding"
         )
 
 
 def _folded(
     found: Sequence[Projections], shape: CacheShape, state: FoldState, width: int
 ) -> list[tuple[int, str, FoldedLinear]]:
-    """The new projections of all layers, each with its layer and name."""
+    """Return the folded projections of all layers, each with its layer and name."""
     new: list[tuple[int, str, FoldedLinear]] = []
     for i, (each, basis) in enumerate(zip(found, state.bound, strict=True)):
         if basis.value is not None and "values" in state.what:
@@ -156,17 +156,17 @@ def _folded(
 
 
 def _is_rotary(model: "PreTrainedModel") -> bool:
-    """Whether queries and keys are turned by their positions after the projections."""
+    """Return whether a rotary embedding follows the query and key projections."""
     config = model.config.get_text_config(decoder=True)
     named = any("rotary" in name for name, _ in model.base_model.named_modules())
     return named or getattr(config, "rope_parameters", None) is not None
 
 
 def _what(bound: Sequence[LayerBasis], rotary: bool) -> Folded:
-    """What can be folded: values always, keys where no rotary embedding comes after them.
+    """Return what can be folded: values always, keys unless a rotary embedding follows them.
 
     Raises:
-        UnsupportedModelError: nothing, or not all that would have to be.
+        UnsupportedModelError: nothing can be folded, or only a part.
     """
     values = any(basis.value is not None for basis in bound)
     found: Folded = frozenset({"values"}) if values else frozenset()
@@ -188,7 +188,7 @@ def _what(bound: Sequence[LayerBasis], rotary: bool) -> Folded:
 def _packing(
     bases: Bases, shape: CacheShape, packed: bool, device: torch.device
 ) -> tuple[Packing, ...]:
-    """How values and outputs lie; the code of models with a rotary embedding takes them packed."""
+    """Return the layout by layer; models with a rotary embedding take packed values."""
     width, group = bases.stored.value_dim, bases.stored.group
     return tuple(
         Packing.of(rank, width, shape.value_dim, group, packed, device) for rank in bases.value_dims
@@ -196,7 +196,7 @@ def _packing(
 
 
 def _foldable(model: "PreTrainedModel", layers: int) -> list[nn.Module]:
-    """The modules that hold the projections, by layer."""
+    """Return the modules with the projections, by layer."""
     found = attention_modules(model, layers)
     for layer in range(layers):
         names = {name for name, _ in found[layer][1].named_children()} if layer in found else set()

@@ -1,4 +1,4 @@
-"""Linear layers that a basis is folded into, and what they know of it."""
+"""Linear layers with a folded basis, and the state they share."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,23 +12,23 @@ from kv_policy import Basis, HeadBasis, LayerBasis
 from kv_runtime import Folded
 from kv_transformers.running import current
 
-FOLDED: Final = "_kv_transformers_folded"  # an attribute of a model whose projections hold a basis
+FOLDED: Final = "_kv_transformers_folded"  # attribute of a folded model
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a layer's values and output lie between the folded projections.
+    """The layout of a layer's values and outputs between the folded projections.
 
-    A stored head keeps its first coordinates, `rank` of `width`. Its query heads' outputs come side
-    by side without the others. So do values, unless the model's code views them head by head: then
-    each head is `dim` long and ends with zeros.
+    A stored head keeps its first `rank` of `width` coordinates. The outputs of its query heads are
+    concatenated without the others. So are values, unless the model's code views them head by head:
+    then each head has `dim` elements, padded with zeros.
     """
 
-    rank: tuple[int, ...]  # of each stored head
+    rank: tuple[int, ...]  # per stored head
     width: int
     dim: int
-    values: Int[Tensor, " n"] | None  # where in [heads, width] values are; None: head by head
-    output: Int[Tensor, " m"]  # where in [heads, group, width] outputs are
+    values: Int[Tensor, " n"] | None  # indices of values in [heads, width]; None: head by head
+    output: Int[Tensor, " m"]  # indices of outputs in [heads, group, width]
 
     @classmethod
     def of(
@@ -40,17 +40,17 @@ class Packing:
         packed: bool,
         device: torch.device,
     ) -> "Packing":
-        """List the places; `group` is query heads of a stored head."""
+        """Compute the indices; `group` is the number of query heads per stored head."""
         values, output = _places(rank, width, 1), _places(rank, width, group)
         return cls(rank, width, dim, values.to(device) if packed else None, output.to(device))
 
     @property
     def alike(self) -> bool:
-        """Whether all heads keep the same, so that nothing has to be picked out by its place."""
+        """Whether all heads have the same rank, so that no indexing is needed."""
         return len(set(self.rank)) == 1
 
     def unpack(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
-        """Values as the model's code viewed them, as coordinates padded with zeros."""
+        """Convert values as viewed by the model's code to coordinates padded with zeros."""
         if self.values is None:
             return x[..., : self.width]
         flat = x.transpose(1, 2).flatten(2)[..., : len(self.values)]
@@ -64,18 +64,18 @@ class Packing:
         return by_head.transpose(1, 2)
 
     def pack(self, out: Float[Tensor, "B H2 G2 L R"]) -> Float[Tensor, "B L m"]:
-        """Attention's output in coordinates, as the folded output projection reads it."""
+        """Pack attention's output in coordinates as the input of the folded output projection."""
         by_token = out.permute(0, 3, 1, 2, 4)
         if self.alike:
             return by_token[..., : self.rank[0]].flatten(2)
         return by_token.flatten(2)[..., self.output]
 
     def rows(self, x: Float[Tensor, "HR n"]) -> Float[Tensor, "_ n"]:
-        """Rows of a value projection that gives `width` coordinates a head, as they are needed."""
+        """Pack the rows of a value projection with `width` coordinates per head."""
         if self.values is None:
             by_head = x.unflatten(0, (len(self.rank), self.width))
             return pad(by_head, (0, 0, 0, self.dim - self.width)).flatten(0, 1)
-        # The model views what comes out as heads of its own dimension, so there are whole ones.
+        # The model views the output as heads of its own dimension, so pad to whole heads.
         return pad(x[self.values.to(x.device)], (0, 0, 0, -len(self.values) % self.dim))
 
 
@@ -86,17 +86,17 @@ def _places(rank: tuple[int, ...], width: int, group: int) -> Int[Tensor, " n"]:
 
 @dataclass(frozen=True)
 class FoldState:
-    """What a model's projections hold of a policy's basis."""
+    """The basis folded into a model's projections."""
 
     policy: str
     basis: Basis
-    bound: tuple[LayerBasis, ...]  # by layer, as the basis was when it was folded
+    bound: tuple[LayerBasis, ...]  # by layer, at the time of folding
     what: Folded
     packing: tuple[Packing, ...]  # by layer
 
 
 class FoldedLinear(nn.Linear):
-    """A projection whose weights hold a basis."""
+    """A projection with a basis folded into its weights."""
 
     state: FoldState
 
@@ -104,7 +104,7 @@ class FoldedLinear(nn.Linear):
     def of(
         cls, old: nn.Linear, weight: Tensor, bias: Tensor | None, state: FoldState
     ) -> "FoldedLinear":
-        """Make one with these weights, of the dtype and on the device of the old one."""
+        """Create a layer with these weights, with the dtype and device of the old layer."""
         new = cls.__new__(cls)
         nn.Module.__init__(new)
         new.in_features, new.out_features = weight.shape[1], weight.shape[0]
@@ -118,10 +118,10 @@ class FoldedLinear(nn.Linear):
         return new.train(old.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Project, within a pass over a compressed cache.
+        """Project, during a pass over a compressed cache.
 
         Raises:
-            ValueError: there is none, so coordinates would be taken for the model's own vectors.
+            ValueError: no such pass is running, so the model would misread coordinates as vectors.
         """
         if current() is None:
             raise ValueError(
@@ -133,26 +133,26 @@ class FoldedLinear(nn.Linear):
     def _save_to_state_dict(
         self, destination: dict[str, object], prefix: str, keep_vars: bool
     ) -> None:
-        """Refuse to be saved: loaded again, these weights would not be the model's.
+        """Raise, because the folded weights are not the model's.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{prefix.rstrip('.')} holds a policy's basis, and what would be saved is not the "
-            "model; restore the model first"
+            f"{prefix.rstrip('.')} holds a policy's basis, so its weights are not the model's; "
+            "restore the model before saving"
         )
 
 
 def turned_rows(
     basis: HeadBasis, weight: Float[Tensor, "HD n"], dual: bool
 ) -> Float[Tensor, "HR n"]:
-    """The weight of a projection to heads, giving coordinates; in float64.
+    """Return the weight of a projection to heads that outputs coordinates; in float64.
 
     Args:
         basis: maps of the heads.
-        weight: rows by KV head (or by query head, those of a KV head side by side) and dimension.
-        dual: give the coordinates of what meets stored vectors, rather than those that are stored.
+        weight: rows by KV head (or by query head, grouped by KV head) and dimension.
+        dual: use the dual basis, for vectors multiplied with stored ones, instead of the basis.
     """
     heads, dim, _ = basis.matrix.shape
     chosen = basis.dual if dual and basis.dual is not None else basis.matrix

@@ -1,4 +1,4 @@
-"""A cache that attends itself, as transformers sees it: layers that hand fresh keys on."""
+"""The transformers interface of a cache that computes attention itself: layers mark new keys."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class AttendingCache(Cache):
-    """A cache of one model that attends itself."""
+    """A cache of one model that computes attention itself."""
 
     def __init__(self, model: "PreTrainedModel", layers: "Sequence[FreshLayer]") -> None:
-        """Belong to a model, which is not kept alive by it."""
+        """Bind the cache to a model through a weak reference."""
         super().__init__(layers=list(layers))
         self._model = ref(model)
 
     @property
     def model(self) -> "PreTrainedModel | None":
-        """The model that the cache was made for; None if it is gone."""
+        """The model the cache was made for; None if it has been deleted."""
         return self._model()
 
     @abstractmethod
@@ -39,39 +39,39 @@ class AttendingCache(Cache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
-        """Attend over everything held and the fresh tokens, then store those."""
+        """Attend over the stored and the new tokens, then store the new ones."""
         ...
 
     def expect_mask(self, mask: Bool[Tensor, "B T"] | None, fresh: int) -> None:
-        """Refuse a 2D mask that differs from what the cache holds; before anything is stored.
+        """Raise if a 2D mask differs from the stored columns, before anything is stored.
 
         Args:
-            mask: which of all columns hold a token, those of the pass last; None: all.
-            fresh: columns of the pass.
+            mask: which columns hold a token, those of the pass last; None: all.
+            fresh: number of columns of the pass.
         """
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
-        """Refuse tokens that do not come after those that are held; before anything is stored.
+        """Raise if tokens do not follow the stored ones, before anything is stored.
 
         Args:
-            position: of the columns of the pass, as the model counts them.
+            position: positions of the pass's columns.
             valid: which of the columns hold a token; None: all.
         """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys; the attention function takes them to the cache.
+        """Mark the new keys, so that the attention function calls the cache.
 
         Raises:
-            RuntimeError: no pass of the cache's own model runs, keys of another layer were not
-                attended to, or there is no such layer.
+            RuntimeError: no pass of the cache's own model is running, keys of another layer were
+                not attended to, or the layer does not exist.
         """
         running = self._running()
         if layer_idx >= len(self.layers):
             raise RuntimeError(
-                f"layer {layer_idx} asks for a compressed cache of {len(self.layers)} layers, "
-                "which was made for another model; make a cache for the model that is run"
+                f"layer {layer_idx} uses a compressed cache of {len(self.layers)} layers, which "
+                "was made for another model; create a cache for the model that runs"
             )
         running.hand(layer_idx)
         marked: tuple[Tensor, Tensor] = super().update(
@@ -85,36 +85,36 @@ class AttendingCache(Cache):
             raise RuntimeError(
                 "this compressed cache was made for another model than the one that uses it (a "
                 "copy or a reloaded model, for instance, or one that kv_transformers.uninstall was "
-                "called on), or model.forward was called in place of the model itself; make a "
-                "CompressedCache for the model that is run, and call model(...)"
+                "called on), or model.forward was called instead of the model itself; create a "
+                "CompressedCache for the model that runs, and call model(...)"
             )
         return running
 
 
 class FreshLayer(CacheLayerMixin):
-    """One layer of a cache that attends itself; nothing is kept here."""
+    """One layer of a cache that computes attention itself; the layer stores nothing."""
 
     is_compileable = False
     supports_early_init = False
     is_sliding = False
 
     def __init__(self, cache: AttendingCache, index: int) -> None:
-        """Stand for layer `index` of `cache`."""
+        """Represent layer `index` of `cache`."""
         super().__init__()  # type: ignore[no-untyped-call]  # transformers declares no types here
-        # The cache holds its layers: were they to hold it, its pages would wait for the garbage
-        # collector once it is let go.
+        # The cache references its layers. A strong reference back would be a cycle, and its pages
+        # would be freed only by the garbage collector.
         self._attends, self._index = ref(cache), index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache allocates when a pass begins, if at all."""
+        """Do nothing: the cache allocates when a pass begins."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Mark the fresh keys; the attention function takes them to the cache.
+        """Mark the new keys, so that the attention function calls the cache.
 
         Raises:
-            ReferenceError: the cache is gone.
+            ReferenceError: the cache has been deleted.
         """
         cache = self._attends()
         if cache is None:
@@ -124,13 +124,13 @@ class FreshLayer(CacheLayerMixin):
         return FreshKeys.mark(key_states, cache, self._index), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns a mask has to cover: all that were seen."""
+        """Return length and offset of the columns that a mask must cover: all columns seen."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns seen so far: none, unless a cache counts them."""
+        """Return the number of columns seen; 0 unless a subclass counts them."""
         return 0
 
     def get_max_length(self) -> int:
-        """There is no maximum."""
+        """Return -1: there is no maximum."""
         return -1

@@ -1,4 +1,4 @@
-"""Caches and folded models by the text of a policy; `full` is transformers' own cache."""
+"""Create caches and fold models by a policy's text; `full` is transformers' own cache."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,18 +11,18 @@ from kv_runtime import AUTO
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-FULL: Final = "full"  # transformers' own cache, which every other one is compared with
+FULL: Final = "full"  # transformers' own cache, the baseline
 
-Kept = tuple[tuple[int, ...], ...]  # tokens of each layer's KV heads
+Kept = tuple[tuple[int, ...], ...]  # tokens by layer and KV head
 MakeCache = Callable[["PreTrainedModel", str], "Cache"]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What a cache holds, beside what an uncompressed one takes for the same tokens, in bytes.
+    """The size of a cache and of an uncompressed one for the same tokens, in bytes.
 
-    `kept` are the tokens kept by layer and KV head of one sequence after another; none are named
-    of a cache that keeps all in any case.
+    `kept` has the kept tokens by sequence, layer and KV head; empty for a cache that always keeps
+    all.
     """
 
     kv_bytes: int
@@ -31,15 +31,15 @@ class CacheSize:
 
     @property
     def ratio(self) -> float:
-        """Bytes held over the bytes of an uncompressed cache; 0 before the first token."""
+        """Stored bytes over the bytes of an uncompressed cache; 0 before the first token."""
         return self.kv_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
 def read_spec(spec: str) -> str:
-    """Read one text form into its canonical one; `full` stays as it is.
+    """Return the canonical form of a policy's text; `full` is unchanged.
 
     Raises:
-        ValueError: whatever `parse` refuses.
+        ValueError: `parse` rejects the text.
     """
     if spec == FULL:
         return FULL
@@ -51,10 +51,10 @@ def read_spec(spec: str) -> str:
 
 
 def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cache":
-    """Make an empty cache for a policy's text form, or transformers' own for `full`.
+    """Create an empty cache for a policy's text, or transformers' own for `full`.
 
     Raises:
-        ValueError: `parse` or the cache refuses the policy for this model, or the backend.
+        ValueError: `parse` or the cache rejects the policy for this model, or the backend.
     """
     if spec == FULL:
         from transformers import DynamicCache
@@ -87,13 +87,13 @@ def held(cache: "Cache") -> CacheSize:
 
 @contextmanager
 def folded(model: "PreTrainedModel", spec: str) -> Iterator[str | None]:
-    """Fold the basis of a policy's text form, if it has one, for the length of a `with` block.
+    """Fold the basis of a policy's text, if it has one, during a `with` block.
 
-    Gives None, or a sentence that says why the basis cannot be folded into this model. Then the
-    policy's cache turns the output back itself.
+    Yields None, or the reason why the basis cannot be folded into this model. In that case the
+    policy's cache projects the output back itself.
 
     Raises:
-        ValueError: `parse` refuses the policy, it was calibrated with another model, or the model
+        ValueError: `parse` rejects the policy, it was calibrated with another model, or the model
             is folded already.
     """
     policy = None if spec == FULL else parse(spec)

@@ -1,4 +1,4 @@
-"""Comparing the 2D mask of a pass with the columns that a cache holds tokens of."""
+"""Compare the 2D mask of a pass with the stored columns of a cache."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -9,7 +9,7 @@ from torch import Tensor
 
 _GIVEN: Final = "attention_mask"
 _NONE: Final = "the absence of an attention_mask"
-_EARLIER: Final = "the attention_mask of a step before"
+_EARLIER: Final = "the attention_mask of an earlier step"
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class MaskCheck:
     """The comparison of 2D masks with the stored columns, from pass to pass.
 
     A mask that hides stored columns, or shows padding, cannot be applied: stored tokens have been
-    counted, scored and maybe evicted. On a CPU, and in passes of several columns, it is refused at
-    once. A decode step on a GPU does not wait for the comparison: the next pass reads it.
+    counted, scored and maybe evicted. On a CPU, and in passes of several columns, it raises at
+    once. A decode step on a GPU does not wait for the comparison: the next pass reads the result.
 
     Attributes:
-        waits: for the comparison of a decode step, as on a CPU.
+        waits: whether decode steps wait for the comparison, as on a CPU.
         masked: whether a pass had a mask; without any, every stored column holds a token.
-        late: whether the mask of a decode step differed, on the host, once the device knows.
+        late: whether the mask of a decode step differed; a host tensor, filled asynchronously.
     """
 
     waits: bool
@@ -33,19 +33,19 @@ class MaskCheck:
     def after(
         self, mask: Bool[Tensor, "B T"] | None, held: Bool[Tensor, "B2 T2"] | None, fresh: int
     ) -> "MaskCheck":
-        """Compare a pass's mask with the stored columns; give the check for the next pass.
+        """Compare a pass's mask with the stored columns; return the check for the next pass.
 
         Args:
             mask: which stored and fresh columns hold a token; None: all do.
-            held: which stored columns hold a token; None: there is none.
-            fresh: columns of the pass.
+            held: which stored columns hold a token; None: no columns are stored.
+            fresh: number of columns of the pass.
 
         Raises:
-            ValueError: the mask differs, now or in a decode step before.
+            ValueError: the mask differs, in this pass or in an earlier decode step.
         """
         if held is None:
             return MaskCheck(self.waits, mask is not None)
-        if self.late is not None and bool(self.late):  # on the host, so nothing waits
+        if self.late is not None and bool(self.late):  # on the host, so no synchronization
             raise ValueError(_refusal(_EARLIER))
         if mask is None and not self.masked:
             return self
@@ -62,6 +62,6 @@ class MaskCheck:
 def _refusal(what: str) -> str:
     return (
         f"{what} hides columns whose tokens the compressed cache holds, or shows columns that were "
-        "padding; give the mask of the passes before with columns added on the right, or leave "
-        "tokens out with a new cache"
+        "padding; pass the earlier mask with columns added on the right, or use a new cache to "
+        "omit tokens"
     )

@@ -1,4 +1,4 @@
-"""Finding the attention modules of a model of transformers, layer by layer."""
+"""Find the attention modules of a transformers model, by layer."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,26 +14,25 @@ Named: TypeAlias = tuple[str, nn.Module]
 
 
 def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]:
-    """Find the module that attends to a layer's own tokens: its name in the base model, and it.
+    """Return the self-attention module of each layer, with its name in the base model.
 
-    Cross-attention, which may have the same `layer_idx`, is left out: by the module's own
-    `is_cross_attention` where it has that, else by its name. A layer without any is missing from
-    what is given, so a caller has to look.
+    Cross-attention, which may have the same `layer_idx`, is excluded: by the module's
+    `is_cross_attention` if it has that, else by its name. Layers without a module are missing from
+    the result.
 
     Raises:
-        UnsupportedModelError: of several modules of a layer it cannot be told which is meant; the
-            message names them.
+        UnsupportedModelError: a layer has several candidate modules; the message names them.
     """
     found: dict[int, list[Named]] = {}
     for name, module in model.base_model.named_modules():
-        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
+        index = getattr(module, "layer_idx", None)  # defined by transformers' attention modules
         if isinstance(index, int) and 0 <= index < layers and not says_cross(module):
             found.setdefault(index, []).append((name, module))
     return {index: _own(model, index, found[index]) for index in sorted(found)}
 
 
 def _own(model: "PreTrainedModel", layer: int, modules: list[Named]) -> Named:
-    """The one that is self-attention; each test is asked only while there is more than one."""
+    """Return the self-attention module; tests apply while more than one module is left."""
     tests: tuple[Callable[[str, nn.Module], bool], ...] = (
         lambda _, module: any(child in OUTPUT for child, _ in module.named_children()),
         lambda name, _: not named_cross(name),
@@ -48,6 +47,6 @@ def _own(model: "PreTrainedModel", layer: int, modules: list[Named]) -> Named:
     names = ", ".join(f"{name} ({type(module).__name__})" for name, module in left)
     raise UnsupportedModelError(
         f"layer {layer} of {type(model).__name__} has several attention modules, {names}, and "
-        "neither is_cross_attention nor a name with self tells which attends to the layer's own "
-        "tokens"
+        "neither is_cross_attention nor a name with self identifies the one that attends to the "
+        "layer's own tokens"
     )

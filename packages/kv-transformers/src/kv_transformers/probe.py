@@ -1,4 +1,4 @@
-"""Reading a few tokens to see what a model's code does between its projections and attention."""
+"""Run a few tokens to detect operations between a model's projections and attention."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -22,19 +22,19 @@ TOKENS: Final = 7
 def expect_direct(
     model: "PreTrainedModel", modules: Sequence[nn.Module], output: Sequence[str], what: Folded
 ) -> None:
-    """Refuse a model that changes vectors between the projections that a basis is folded into.
+    """Raise if a model changes vectors between the projections that a basis is folded into.
 
-    What the value projection gives has to reach the cache as it is, and what attention gives the
-    output projection. With keys to be folded, keys too, and queries but for a factor.
+    The output of the value projection must reach the cache unchanged, and the output of attention
+    the output projection. If keys are folded, so must keys, and queries up to a factor.
 
     Args:
         model: not folded yet.
         modules: its attention modules, by layer.
-        output: what the output projection of each is called.
-        what: what is to be folded.
+        output: name of the output projection of each.
+        what: the parts to fold.
 
     Raises:
-        UnsupportedModelError: something is changed on the way; the message says what.
+        UnsupportedModelError: vectors are changed; the message names the projection.
     """
 
     def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
@@ -43,7 +43,7 @@ def expect_direct(
 
     arrived: dict[int, dict[str, Tensor]] = {}
     given: dict[int, Tensor] = {}
-    seen: dict[nn.Module, list[Tensor]] = {}  # layers that share a projection call it in order
+    seen: dict[nn.Module, list[Tensor]] = {}  # layers with a shared projection call it in order
     names = ["v_proj"] * ("values" in what) + ["k_proj", "q_proj"] * ("keys" in what)
     places: list[tuple[int, str, nn.Module]] = []
     for layer, (module, last) in enumerate(zip(modules, output, strict=True)):
@@ -66,14 +66,14 @@ def expect_direct(
         if not _same(x, other, factor=name == "q_proj"):
             side = "before" if name == output[layer] else "after"
             raise UnsupportedModelError(
-                f"{type(model).__name__} does something {side} {name} of layer {layer} that a "
-                "basis does not go through, so it cannot be folded; use the policy's cache "
+                f"{type(model).__name__} has an operation {side} {name} of layer {layer} that does "
+                "not commute with a basis, so it cannot be folded; use the policy's cache "
                 "without folding"
             )
 
 
 def read(model: "PreTrainedModel", cache: object) -> None:
-    """Let a model read a few tokens over a cache."""
+    """Run a few tokens through a model with a cache."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(TOKENS, device=model.device)[None] * 7 + 3) % vocabulary
     with torch.no_grad():
@@ -81,7 +81,7 @@ def read(model: "PreTrainedModel", cache: object) -> None:
 
 
 def _watch(projection: nn.Module, into: list[Tensor], inputs: bool) -> "RemovableHandle":
-    """Keep what a projection reads, or what it gives, in the order of its calls."""
+    """Record the inputs or the outputs of a projection, in the order of its calls."""
 
     def reads(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         into.append(given[0])
@@ -99,7 +99,7 @@ def _flat(x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B L HD"]:
 
 
 def _same(made: Tensor, other: Tensor, factor: bool) -> bool:
-    """Whether vectors are equal, or in proportion."""
+    """Return whether vectors are equal, or proportional if `factor` is set."""
     if made.shape != other.shape:
         return False
     if not factor:

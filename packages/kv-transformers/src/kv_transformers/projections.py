@@ -1,4 +1,4 @@
-"""New projections for attention modules, with a basis in their weights."""
+"""Folded projections of attention modules, with a basis in their weights."""
 
 from typing import Final
 
@@ -9,25 +9,25 @@ from kv_policy import HeadBasis, fold_values
 from kv_transformers.folded import FoldedLinear, FoldState, turned_rows
 from kv_transformers.support import UnsupportedModelError
 
-OUTPUT: Final = ("o_proj", "out_proj")  # what models of transformers call their output projection
+OUTPUT: Final = ("o_proj", "out_proj")  # names of output projections in transformers
 
 
 class Projections:
-    """The projections of an attention module, by what they are called."""
+    """The projections of an attention module, by name."""
 
     def __init__(self, module: nn.Module, layer: int) -> None:
-        """Look at the module of a layer, which has an output projection."""
+        """Read the projections of a layer's module, which has an output projection."""
         self._found, self._layer = dict(module.named_children()), layer
         self.output = next(name for name in OUTPUT if name in self._found)
 
     def __getitem__(self, name: str) -> nn.Linear:
-        """Give one, which must be a plain layer."""
+        """Return a projection; raise if it is not a plain layer."""
         layer = self._found.get(name)
         weight = getattr(layer, "weight", None)
         if (
             isinstance(layer, nn.Linear)
             and type(layer) is nn.Linear
-            and type(layer.weight.data) is Tensor  # quantizers may put a class of their own there
+            and type(layer.weight.data) is Tensor  # quantizers may use a tensor subclass
             and layer.weight.is_floating_point()
             and layer.weight.itemsize >= 2
         ):
@@ -43,7 +43,7 @@ class Projections:
 def folded_values(
     found: Projections, basis: HeadBasis, layer: int, state: FoldState
 ) -> list[tuple[str, FoldedLinear]]:
-    """The value and output projections of a layer, with its value basis."""
+    """Return the value and output projections of a layer, folded with its value basis."""
     v, o, packing = found["v_proj"], found[found.output], state.packing[layer]
     weight, reads = fold_values(basis, v.weight.double(), o.weight.double())
     bias = None
@@ -58,11 +58,11 @@ def folded_values(
 def folded_keys(
     found: Projections, basis: HeadBasis, dim: int, state: FoldState
 ) -> list[tuple[str, FoldedLinear]]:
-    """The query and key projections of a layer without rotary embedding, with its key basis."""
+    """Return the folded query and key projections of a layer without a rotary embedding."""
 
     def turned(x: Tensor, dual: bool) -> Tensor:
         rows = turned_rows(basis, x, dual).unflatten(0, (-1, basis.matrix.shape[2]))
-        # The model views what comes out as heads of its own dimension: zeros fill them.
+        # The model views the output as heads of its own dimension, so pad with zeros.
         return pad(rows, (0, 0, 0, dim - rows.shape[1])).flatten(0, 1)
 
     new = []

@@ -1,4 +1,4 @@
-"""How each layer of a model turns its queries, found by what the model does to a few tokens."""
+"""Detect the rotary embedding of each layer by running a few tokens through the model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS: Final = 5
-POSITIONS: Final = (0, 1, 13, 101, 1009)  # frequencies from 1 to 0.0001 leave their marks
-FAR: Final = 2047  # the last position, for a model that names none
-NEAR: Final = 1e-3  # of a query's norm: a wrong rotation is far off
-NEAR_IN_16_BITS: Final = 0.02  # which round the model's own rotation to less
-_GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on what is read
+POSITIONS: Final = (0, 1, 13, 101, 1009)  # distinguish frequencies from 1 to 0.0001
+FAR: Final = 2047  # the last position, if the config defines none
+NEAR: Final = 1e-3  # relative to a query's norm; a wrong rotation differs by far more
+NEAR_IN_16_BITS: Final = 0.02  # tolerance for 16-bit rounding of the model's own rotation
+_GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on the sequence length
 
 
 def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) -> CacheShape:
-    """Let a shape say how each layer turns its queries, if the policy looks at them.
+    """Add each layer's rotary embedding to a shape, if the policy reads queries.
 
-    The model reads a few single tokens at several positions. A token alone attends to itself
-    whatever its position, so its queries in any layer differ by the rotation and nothing else.
+    The model runs a few single tokens at several positions. A single token attends only to itself
+    at any position, so its queries in each layer differ only by the rotation.
 
     Raises:
-        UnsupportedModelError: a layer does something else to them, or frequencies depend on the
-            length of what is read; the message names the layer.
+        UnsupportedModelError: a layer applies something else, or frequencies depend on the
+            sequence length; the message names the layer.
     """
     selector = policy.selector
     if selector is None or policy.basis is not None or "queries" not in complete(selector).reads:
@@ -42,8 +42,8 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
     for kind in _kinds(model):
         if kind in _GROWING:
             raise UnsupportedModelError(
-                f"{policy} turns queries to other positions, and the rotary embedding of {name} "
-                f"({kind}) changes with the length of what is read; use a policy that reads no "
+                f"{policy} rotates queries to other positions, but the rotary embedding of {name} "
+                f"({kind}) changes with the length of the sequence; use a policy that reads no "
                 "queries, such as snapkv"
             )
     config = model.config.get_text_config(decoder=True)
@@ -62,7 +62,7 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
             (each, rope) if each < least else (least, found)
             for each, (least, found) in zip(error.tolist(), best, strict=True)
         ]
-    # Far off an angle is rounded too much to compare, but no rotation changes a norm.
+    # At large positions the angle is too inexact to compare, but a rotation preserves norms.
     norm = vector_norm(query, dim=-1)
     grown = (norm / norm[:, :, :1] - 1).abs().nan_to_num(0).amax((1, 2, 3)).tolist()
     ropes = [
@@ -71,17 +71,17 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
     missing = [layer for layer, rope in enumerate(ropes) if rope is None]
     if missing:
         raise UnsupportedModelError(
-            f"{policy} turns queries to other positions, and layer {missing[0]} of {name} changes "
-            "them from position to position in a way that is no rotary embedding known here "
-            "(halves or neighbours turned by the model's inv_freq, or nothing); use a policy that "
-            "reads no queries, such as snapkv"
+            f"{policy} rotates queries to other positions, but layer {missing[0]} of {name} "
+            "changes them with their position in a way that is not a supported rotary embedding "
+            "(halves or interleaved pairs rotated by the model's inv_freq, or none); use a policy "
+            "that reads no queries, such as snapkv"
         )
     known = tuple(rope for rope in ropes if rope is not None)
     return replace(shape, rope=known[0] if len(set(known)) == 1 else Ropes(known))
 
 
 def _kinds(model: "PreTrainedModel") -> Iterator[str]:
-    """What transformers calls the kinds of the rotary embeddings of a model."""
+    """Yield transformers' types of the rotary embeddings of a model."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         yield from map(str, kind.values() if isinstance(kind, dict) else (kind,))
@@ -90,7 +90,7 @@ def _kinds(model: "PreTrainedModel") -> Iterator[str]:
 def _queries(
     model: "PreTrainedModel", shape: CacheShape, places: list[int]
 ) -> Float[Tensor, "N T P H D"]:
-    """What queries of a few tokens, each alone, are at these positions."""
+    """Return the queries of a few single tokens at these positions."""
 
     def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         found[layer] = query[:, :, 0].float()
@@ -119,7 +119,7 @@ def _queries(
 
 
 def _candidates(model: "PreTrainedModel", dim: int) -> Iterator[Rope]:
-    """Rotations that a layer may have: none, or frequencies of the model over some dimensions."""
+    """Yield candidate rotations of a layer: none, or the model's frequencies on some dimensions."""
     yield Rope((), ())
     seen: set[tuple[float, ...]] = set()
     for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""The forward pass over one of our caches that the current thread runs, and what it still owes."""
+"""The current thread's forward pass over one of our caches, and its state."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Attends(Protocol):
-    """A cache that attends itself; `fresh_layer.AttendingCache` says what its methods do."""
+    """A cache that computes attention itself; see `fresh_layer.AttendingCache`."""
 
     def attend(
         self,
@@ -21,83 +21,83 @@ class Attends(Protocol):
         scale: float,
         valid: "Tensor | None",
     ) -> "Tensor":
-        """Attend over everything held and the fresh tokens, then store those."""
+        """Attend over the stored and the new tokens, then store the new ones."""
         ...
 
     def expect_mask(self, mask: "Tensor | None", fresh: int) -> None:
-        """Refuse a 2D mask that differs from what the cache holds."""
+        """Raise if a 2D mask differs from the stored columns."""
         ...
 
     def expect_next(self, position: "Tensor", valid: "Tensor | None") -> None:
-        """Refuse tokens that do not come after those that are held."""
+        """Raise if tokens do not follow the stored ones."""
         ...
 
 
 @dataclass
 class Running:
-    """A forward pass over a cache, from the outermost module that was given it to its end."""
+    """A forward pass over a cache, from the call of the outermost module that received it."""
 
     cache: Attends
-    handed: int | None = None  # layer whose fresh keys were handed on and are not attended to yet
-    used: bool = False  # the model has brought keys
+    handed: int | None = None  # layer whose new keys were returned but not attended to yet
+    used: bool = False  # the model has called the cache
 
     def hand(self, layer: int) -> None:
-        """Note that a layer's fresh keys go to attention.
+        """Record that a layer's new keys were returned to the model.
 
         Raises:
-            RuntimeError: those of another layer never got there.
+            RuntimeError: those of another layer were never attended to.
         """
         self.expect_attended()
         self.handed, self.used = layer, True
 
     def attended(self) -> None:
-        """Note that the fresh keys came to attention."""
+        """Record that the new keys reached the attention function."""
         self.handed = None
 
     def expect_done(self) -> None:
-        """Raise if a pass has ended that did not use its cache, or not as it has to.
+        """Raise if a finished pass did not use its cache properly.
 
         Raises:
-            RuntimeError: the model brought no keys, or nothing attended to them.
+            RuntimeError: the model did not call the cache, or did not attend to the new keys.
         """
         self.expect_attended()
         if not self.used:
             raise RuntimeError(
-                "the model was given a compressed cache and did not use it; discard what this pass "
-                "returned, and leave the cache out"
+                "the model was given a compressed cache but did not use it; discard the output of "
+                "this pass, and call the model without the cache"
             )
 
     def expect_attended(self) -> None:
-        """Raise if fresh keys that were handed on never came to attention.
+        """Raise if new keys never reached the attention function.
 
         Raises:
-            RuntimeError: the model changed them, or attends by code of its own.
+            RuntimeError: the model changed them, or uses its own attention code.
         """
         if self.handed is not None:
             raise RuntimeError(
                 f"nothing attended to the fresh keys of layer {self.handed} over the compressed "
                 "cache: the model changes keys between cache.update and attention, or does not "
-                "call its attention function, so a compressed cache cannot serve it; discard what "
-                "this pass returned, and use a cache of transformers"
+                "call its attention function, so a compressed cache cannot support it; discard the "
+                "output of this pass, and use a cache of transformers"
             )
 
 
 @runtime_checkable
 class Counts(Protocol):
-    """Who has to know when a module's call over a cache has ended."""
+    """An object that is notified when a module's call with a cache has ended."""
 
     def ended(self) -> None:
-        """Count one call less."""
+        """Decrement the number of running calls."""
         ...
 
 
 @dataclass(frozen=True)
 class CallFrame:
-    """A module within its forward call; those that were given one cache share its pass."""
+    """A module's running forward call; calls with the same cache share one pass."""
 
     module: "nn.Module"
     owner: Counts
-    running: Running | None  # None: this module was given no cache of ours
+    running: Running | None  # None: the call has no cache of ours
     outer: "CallFrame | None" = field(repr=False, default=None)
 
     @property
@@ -106,18 +106,18 @@ class CallFrame:
         return self.outer is None or self.outer.running is not self.running
 
 
-# Per thread, as threads may run one model at the same time; None outside of forward calls.
+# Per thread, as threads may run one model concurrently; None outside of forward calls.
 _FRAME: Final[ContextVar[CallFrame | None]] = ContextVar("kv_transformers_frame", default=None)
 
 
 def current() -> Running | None:
-    """The pass over one of our caches that this thread runs."""
+    """Return this thread's running pass over one of our caches."""
     frame = _FRAME.get()
     return None if frame is None else frame.running
 
 
 def enter(module: "nn.Module", owner: Counts, cache: Attends | None) -> None:
-    """Note that a module's forward call begins, with a cache of ours or without."""
+    """Record the start of a module's forward call, with or without a cache of ours."""
     _forget(module)
     outer = _FRAME.get()
     running = None if outer is None else outer.running
@@ -129,7 +129,7 @@ def enter(module: "nn.Module", owner: Counts, cache: Attends | None) -> None:
 
 
 def leave(module: "nn.Module") -> CallFrame | None:
-    """Note that a module's forward call ends; None if it never began, as it was refused."""
+    """Record the end of a module's forward call; return None if its start raised."""
     frame = _FRAME.get()
     if frame is None or frame.module is not module:
         return None
@@ -138,7 +138,7 @@ def leave(module: "nn.Module") -> CallFrame | None:
 
 
 def _forget(module: "nn.Module") -> None:
-    """End calls that an interrupt left behind: no module is called within its own call."""
+    """End calls left over from an interrupt, as no module is called within its own call."""
     left, frame = [], _FRAME.get()
     while frame is not None:
         left.append(frame)

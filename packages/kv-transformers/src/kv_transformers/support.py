@@ -1,4 +1,4 @@
-"""Which models of transformers the cache serves, and the shape of their KV cache."""
+"""Checks of whether a transformers model is supported, and the shape of its KV cache."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-FULL: Final = ("full_attention", "attention")  # types of layers that attend to every token
-OUTPUT: Final = ("o_proj", "out_proj", "dense")  # what transformers calls output projections
-SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not read
+FULL: Final = ("full_attention", "attention")  # layer types that attend to every token
+OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
+SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
 SIZES: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 class UnsupportedModelError(ValueError):
-    """The model needs something a compressed cache does not do; the message says what."""
+    """The model needs an unsupported feature, named in the message."""
 
 
 def expect_order(model: object, policy: object) -> None:
-    """Refuse a cache's first two arguments where they are no model and no policy.
+    """Raise if a cache's first two arguments are not a model and a policy.
 
     Raises:
-        TypeError: they are not; the message says how they are given.
+        TypeError: they are not; the message shows the right call.
     """
     from transformers import PreTrainedModel
 
@@ -37,17 +37,17 @@ def expect_order(model: object, policy: object) -> None:
     was = f"{type(model).__name__} and {type(policy).__name__}"
     example = repr(model) if swapped and isinstance(model, str) else '"snapkv:budget=1024+k8v4"'
     raise TypeError(
-        f"a compressed cache is made of a model of transformers and then a policy or its text, and "
-        f"{was} were given; write CompressedCache(model, {example})"
+        f"CompressedCache takes a transformers model and then a policy or its text, but {was} were "
+        f"given; write CompressedCache(model, {example})"
     )
 
 
 def cache_shape(model: "PreTrainedModel") -> CacheShape:
-    """Give the shape of a model's KV cache.
+    """Return the shape of a model's KV cache.
 
     Raises:
         UnsupportedModelError: the model is not a decoder whose layers all attend to every token
-            with keys and values of their own, or its weights are not on one device.
+            with their own keys and values, or its weights are not on one device.
     """
     name = type(model).__name__
     _expect_one_device(model)
@@ -58,8 +58,8 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
     if len(sizes) > 1:
         found = ", ".join(f"{kv} x {dim}" for _, kv, dim in sorted(sizes))
         raise UnsupportedModelError(
-            f"{name} has layers with KV heads of several sorts ({found}); the cache serves models "
-            "whose layers are alike"
+            f"{name} has layers with different KV heads ({found}); the cache supports models "
+            "whose layers have the same shape"
         )
     ((heads, kv_heads, dim),) = sizes
     for reason in _module_reasons(model, config, kv_heads * dim, heads // kv_heads):
@@ -75,73 +75,73 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
 
 
 def _by_layer(config: "PreTrainedConfig") -> "Sequence[PreTrainedConfig]":
-    """The configuration of each layer, where they differ; else the one of all."""
+    """Return the configuration of each layer if they differ; otherwise a single one."""
     by_layer: Sequence[PreTrainedConfig] = config.per_layer_config
     return by_layer if config.is_heterogeneous else (config,)
 
 
 def _sizes(config: "PreTrainedConfig") -> tuple[int, int, int]:
-    """Query heads, KV heads and dimensions of a layer."""
+    """Return query heads, KV heads and head dimension of a layer."""
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, dim
 
 
 def _expect_one_device(model: "PreTrainedModel") -> None:
-    """Refuse weights on several devices, or on none while the model does not run."""
+    """Raise if the weights are on several devices or on the meta device."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread over {', '.join(sorted(devices))}; a compressed "
-            "cache lives on one device, so load the model onto one"
+            "cache needs one device, so load the model onto one"
         )
     if devices == {"meta"}:
         raise UnsupportedModelError(
             f"{type(model).__name__} has its weights on the meta device: they are offloaded, or "
-            "were never loaded; a compressed cache lives where the weights are, so load the model "
-            "onto one device without offloading"
+            "were never loaded; a compressed cache is on the device of the weights, so load the "
+            "model onto one device without offloading"
         )
 
 
 def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[str]:
-    """Why a model is not served, as far as it and its configuration say."""
+    """Yield the reasons in a model and its configuration why it is not supported."""
 
     def has(name: str) -> bool:
         return getattr(config, name, None) not in (None, 0, False)
 
     if config.is_encoder_decoder:
-        yield "has an encoder; only decoder-only models are served"
+        yield "has an encoder; only decoder-only models are supported"
     if has("add_cross_attention"):
-        yield "attends to an encoder beside its own tokens; only decoder-only models are served"
+        yield "attends to an encoder besides its own tokens; only decoder-only models are supported"
     if getattr(config, "is_causal", True) is False:
         yield "attends in both directions (is_causal=False); a compressed cache attends causally"
     if has("kv_lora_rank"):
-        yield "has latent attention, whose cache has no keys and values of its own"
+        yield "has latent attention (MLA), whose cache has no keys and values per head"
     if has("attn_logit_softcapping"):
-        yield "caps its attention logits, which paged attention does not"
+        yield "caps its attention logits, which paged attention does not support"
     if has("num_kv_shared_layers") or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         yield "shares keys and values between layers"
-    own = getattr(model, "_supports_default_dynamic_cache", None)  # generating models have it
+    own = getattr(model, "_supports_default_dynamic_cache", None)  # defined by generating models
     if own is not None and not own():
-        yield "keeps a state of a kind of its own in place of a cache of keys and values"
+        yield "keeps its own kind of state instead of a cache of keys and values"
     layer = _by_layer(config)[0]
     missing = [name for name in SIZES if not isinstance(getattr(layer, name, None), int)]
     if missing:
         yield (
             f"is not one stack of layers: its configuration has no {missing[0]}, so there is no "
-            "one cache to compress"
+            "single cache to compress"
         )
         return
     other = sorted(set(layer_types(config)) - set(FULL))
     if other:
         yield (
-            f"has layers of type {', '.join(other)}; the cache serves models whose layers all "
+            f"has layers of type {', '.join(other)}; the cache supports models whose layers all "
             f"attend to every token{_advice(config)}"
         )
 
 
 def layer_types(config: "PreTrainedConfig") -> Sequence[str]:
-    """The types of a model's layers, as transformers names them; one for all if they are alike."""
+    """Return transformers' types of a model's layers; a single one if all have the same type."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is not None:
         return types
@@ -151,9 +151,9 @@ def layer_types(config: "PreTrainedConfig") -> Sequence[str]:
 
 
 def _advice(config: "PreTrainedConfig") -> str:
-    """What can be done where windows are all that is in the way, and the config turns them off."""
+    """Return the remedy if sliding windows are the only obstacle and can be disabled."""
     window = getattr(config, "sliding_window", None)
-    stated = getattr(config, "layer_types", None) is not None  # whatever the window is
+    stated = getattr(config, "layer_types", None) is not None  # independent of sliding_window
     if stated or not window or getattr(config, "attention_chunk_size", None):
         return ""
     return (
@@ -165,29 +165,29 @@ def _advice(config: "PreTrainedConfig") -> str:
 def _module_reasons(
     model: "PreTrainedModel", config: "PreTrainedConfig", width: int, group: int
 ) -> Iterator[str]:
-    """Why a model is not served, as its modules tell.
+    """Yield the reasons in a model's modules why it is not supported.
 
     Args:
-        model: whose modules.
-        config: of its decoder.
-        width: numbers of a token's keys in a layer.
-        group: query heads of a KV head.
+        model: the model.
+        config: configuration of its decoder.
+        width: dimensions of a token's keys in a layer, over all KV heads.
+        group: query heads per KV head.
     """
     at: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.base_model.named_modules():
-        index = getattr(module, "layer_idx", None)  # as transformers' attention modules have it
+        index = getattr(module, "layer_idx", None)  # defined by transformers' attention modules
         if isinstance(index, int) and of_decoder(getattr(module, "config", config), config):
             at.setdefault(index, []).append((name, module))
     if not at:
         yield (
-            "has no attention modules that say which layer they are of (layer_idx), so there is "
-            "nothing that a compressed cache could follow"
+            "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
+            "layers"
         )
     for layer, named in sorted(at.items()):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
         attending = [each for each in own if _attends(each[1])]
         if len(own) < len(named) and not attending:
-            yield f"attends in layer {layer} to something else than the layer's own tokens"
+            yield f"attends in layer {layer} to something other than the layer's own tokens"
         if any(getattr(module, "is_causal", True) is False for _, module in own):
             yield f"attends in both directions in layer {layer}; a compressed cache is causal"
         for each in attending:
@@ -195,7 +195,7 @@ def _module_reasons(
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether a module is attention, as models of transformers write it."""
+    """Return whether a module is attention, by the conventions of transformers."""
     groups = getattr(module, "num_key_value_groups", None)
     return isinstance(groups, int) or any(name in OUTPUT for name, _ in module.named_children())
 
@@ -204,29 +204,28 @@ def _attention_reasons(name: str, module: nn.Module, width: int, group: int) -> 
     own = [each for each, _ in module.named_parameters(recurse=False) if not each.endswith(SCALES)]
     if own:
         yield (
-            f"attends by parameters of {type(module).__name__} itself ({', '.join(own)}), which "
-            "a compressed cache does not know"
+            f"uses parameters of {type(module).__name__} itself ({', '.join(own)}) in attention, "
+            "which a compressed cache does not support"
         )
     theirs = getattr(module, "num_key_value_groups", group)
     if theirs != group:
         yield (
-            f"attends at {name} with {theirs} query heads to a KV head, and its configuration says "
-            f"{group}: it changes keys on their way to attention, which a compressed cache cannot "
-            "follow"
+            f"has {theirs} query heads per KV head at {name}, but {group} in its configuration: "
+            "it changes keys before attention, which a compressed cache does not support"
         )
     for child in ("k_proj", "v_proj"):
         projection = getattr(module, child, None)
         found = getattr(projection, "out_features", None)
         if isinstance(found, int) and found != width and not isinstance(projection, FoldedLinear):
             yield (
-                f"has {found} numbers in a token's {child[0].upper()} vectors at {name}, and its "
-                f"configuration says {width}; heads that differ by layer, or between keys and "
-                "values, are not served"
+                f"has {found} dimensions in a token's {child[0].upper()} vectors at {name}, but "
+                f"{width} by its configuration; heads that differ by layer, or between keys and "
+                "values, are not supported"
             )
 
 
 def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:
-    """Whether a module's configuration is that of the decoder, or of a model around it.
+    """Return whether a configuration is that of the decoder or of an enclosing model.
 
     Some models build their decoder from a copy of the configuration.
     """
@@ -234,10 +233,10 @@ def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:
 
 
 def says_cross(module: nn.Module) -> bool:
-    """Whether an attention module says itself that it attends to something else."""
+    """Return whether an attention module is marked as cross-attention."""
     return getattr(module, "is_cross_attention", False) is True
 
 
 def named_cross(name: str) -> bool:
-    """Whether a name is one that transformers gives to cross-attention."""
+    """Return whether a name is one that transformers uses for cross-attention."""
     return "cross" in name or "encoder_attn" in name

@@ -1,8 +1,8 @@
-"""Switching a model to the attention over pages, for the passes over our caches and no others.
+"""Switch a model to paged attention for forward passes with our caches only.
 
-Hooks on the model see every forward call. One that is given a cache of ours switches the attention
-implementation that the model's configuration names, and its end switches back. All other calls run
-as if there were no compressed cache.
+Hooks on the model see every forward call. A call with one of our caches switches the attention
+implementation in the model's configuration, and its end switches it back. All other calls are
+unaffected.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from kv_transformers.support import UnsupportedModelError, of_decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_SWITCH: Final = "_kv_serve_switch"  # an attribute of the decoder of a model that has hooks
+_SWITCH: Final = "_kv_serve_switch"  # attribute of the decoder of a model with hooks
 _PREPARE: Final = "prepare_inputs_for_generation"
 
 P = ParamSpec("P")
@@ -31,23 +31,23 @@ R = TypeVar("R")
 
 
 def _untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function: a pass over pages is not traced."""
+    """Exclude a function from torch.compile, as a pass over pages is not traced."""
     kept: Callable[P, R] = torch.compiler.disable(function)
     return kept
 
 
 class Switch:
-    """The hooks of a model, and how many calls over our caches run in it."""
+    """The hooks of a model, and the number of its running calls with our caches."""
 
     def __init__(self) -> None:
-        """Know no model yet."""
-        self.configs: list[PreTrainedConfig] = []  # of the decoder, and of models around it
-        self.models = WeakSet[nn.Module]()  # that caches are made for: the model, what is around it
+        """Create a switch without models."""
+        self.configs: list[PreTrainedConfig] = []  # of the decoder and its enclosing models
+        self.models = WeakSet[nn.Module]()  # models that caches are made for
         self.active = 0
         self._lock = Lock()
 
     def add(self, model: nn.Module) -> None:
-        """Watch the calls of a model and of those within that hand its cache on."""
+        """Add hooks to a model and to the modules inside it that pass its cache on."""
         for module in _holders(model):
             if not self._mine(module._forward_hooks):
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -57,7 +57,7 @@ class Switch:
         self.models.add(model)
 
     def remove(self, model: nn.Module) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in self._mine(hooks):
@@ -84,7 +84,7 @@ class Switch:
         if cache is not None:
             self._expect_own(cache)
             running = current()
-            if running is None or running.cache is not cache:  # once in a pass
+            if running is None or running.cache is not cache:  # once per pass
                 _expect_served(module, kwargs)
                 _expect_one_sequence_a_row(kwargs)
         enter(module, self, cache)
@@ -104,7 +104,7 @@ class Switch:
             frame.running.expect_done()
 
     def ended(self) -> None:
-        """Count one call over a cache less; after the last, the configuration is the user's."""
+        """Decrement the number of running calls; after the last, restore the configuration."""
         with self._lock:
             self.active -= 1
             if not self.active:
@@ -115,28 +115,28 @@ class Switch:
         """Raise if a cache was made for another model."""
         if cache.model not in self.models:
             raise RuntimeError(
-                "this compressed cache was made for another model than the one it is given to (a "
-                "copy, a reloaded model or an assistant, for instance); make a CompressedCache for "
-                "each model"
+                "this compressed cache was made for another model than the one it is passed to (a "
+                "copy, a reloaded model or an assistant, for instance); create a CompressedCache "
+                "for each model"
             )
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Switch":
-        """No hooks and no models: a copied model has to be installed in, for caches of its own."""
+        """Return an empty switch: a copied model needs its own installation."""
         made = Switch()
         memo[id(self)] = made
         return made
 
     def __reduce__(self) -> tuple[type["Switch"], tuple[()]]:
-        """As a copy: what is loaded again is another model."""
+        """Pickle as an empty switch, like a copy: a loaded model is another model."""
         return Switch, ()
 
 
 def install(model: "PreTrainedModel") -> None:
-    """Let a model serve our caches; what it does with other caches, or none, does not change.
+    """Add the hooks that a model needs for our caches; calls without them do not change.
 
     Raises:
-        UnsupportedModelError: the model's code does not take its attention function from the
-            interface; nothing was installed.
+        UnsupportedModelError: the model does not use transformers' attention interface; nothing
+            was installed.
     """
     from transformers import PreTrainedModel
 
@@ -144,8 +144,8 @@ def install(model: "PreTrainedModel") -> None:
     for module in holders:
         if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
             raise UnsupportedModelError(
-                f"{type(module).__name__} does not let its attention function be chosen, so a "
-                "compressed cache cannot attend over its pages"
+                f"{type(module).__name__} does not support setting its attention implementation, "
+                "which a compressed cache needs"
             )
     decoder = holders[-1]
     switch: Switch | None = getattr(decoder, _SWITCH, None)
@@ -159,16 +159,16 @@ def install(model: "PreTrainedModel") -> None:
 
 
 def uninstall(model: "PreTrainedModel") -> None:
-    """Take away what `CompressedCache` and `Fold` add to a model, which is hooks on its calls.
+    """Remove the hooks that `CompressedCache` and `Fold` add to a model.
 
-    Needed only where hooks are in the way, as of `torch.save(model)` for a process without
-    kv-serve. Caches that were made for the model are refused afterwards.
+    Needed only if the hooks cause problems, such as with `torch.save(model)` for a process without
+    kv-serve. Existing caches of the model raise afterwards.
 
     Args:
-        model: what a cache was made for.
+        model: the model that a cache was made for.
 
     Raises:
-        ValueError: the model is folded, and would be wrong without them.
+        ValueError: the model is folded, and would be wrong without the hooks.
     """
     if getattr(model.base_model, FOLDED, None) is not None:
         raise ValueError("the model's projections are folded for a policy; restore the model first")
@@ -185,7 +185,7 @@ def uninstall(model: "PreTrainedModel") -> None:
 
 
 def _holders(model: nn.Module) -> list[nn.Module]:
-    """The model, and those in it that hand its cache on, from the outermost to the decoder."""
+    """Return the model and the modules in it that pass its cache on, ending with the decoder."""
     from transformers import PreTrainedModel
 
     text = _text(model.config)
@@ -197,7 +197,7 @@ def _holders(model: nn.Module) -> list[nn.Module]:
 
 
 def _configs(model: nn.Module) -> "Iterator[PreTrainedConfig]":
-    """The configurations that its decoder's attention and masks read, each once."""
+    """Yield the configurations used by the decoder's attention and masks, each once."""
     from transformers import PreTrainedConfig
 
     text, seen = _text(model.config), set[int]()
@@ -215,13 +215,13 @@ def _text(config: Any) -> Any:
 
 
 def _name(config: "PreTrainedConfig", name: str | None) -> None:
-    """Name the implementation of one configuration, and not of those within it."""
+    """Set the attention implementation of one configuration, but not of nested ones."""
     if config._attn_implementation != name:
         config._attn_implementation = {"": name}
 
 
 def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> AttendingCache | None:
-    """The cache of ours among the arguments of a call."""
+    """Return our cache among the arguments of a call."""
     for value in (*kwargs.values(), *args):
         if isinstance(value, AttendingCache):
             return value
@@ -229,21 +229,21 @@ def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> AttendingC
 
 
 def _expect_served(module: nn.Module, kwargs: Mapping[str, object]) -> None:
-    """Refuse arguments that a pass over a compressed cache cannot heed."""
+    """Raise if an argument is not supported with a compressed cache."""
     if kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache=False was given together with a compressed cache, which would store each "
-            "token again at every step; leave one of them out"
+            "token again at every step; omit one of them"
         )
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError(
-            "output_attentions was given together with a compressed cache, which gives no "
-            "attention weights (kv-serve inspect shows what a policy reads); leave one of them out"
+            "output_attentions was given together with a compressed cache, which returns no "
+            "attention weights (kv-serve inspect shows what a policy reads); omit one of them"
         )
 
 
 def _expect_one_sequence_a_row(kwargs: Mapping[str, object]) -> None:
-    """Refuse positions that go back among a row's tokens; prefill alone waits for the device."""
+    """Raise if positions decrease within a row; only prefill synchronizes with the device."""
     position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(position, Tensor) or position.ndim != 2 or position.shape[1] < 2:
         return
@@ -255,23 +255,23 @@ def _expect_one_sequence_a_row(kwargs: Mapping[str, object]) -> None:
         back = position.diff(dim=-1) < 0
     if bool(back.any()):
         raise ValueError(
-            "position_ids go back within a row, so it holds several sequences, which a compressed "
-            "cache would read as one; give each sequence a row of its own"
+            "position_ids decrease within a row, so it holds several sequences, which a compressed "
+            "cache would treat as one; put each sequence in its own row"
         )
 
 
 class Prepared:
-    """`prepare_inputs_for_generation` of a model that overrides it: it must keep our cache."""
+    """Wrapper of a model's own `prepare_inputs_for_generation`, which must keep our cache."""
 
     def __init__(self, inner: Callable[..., Mapping[str, object]]) -> None:
-        """Go by what the model has; `generate` reads the signature of it."""
+        """Wrap the model's method; `generate` inspects its signature."""
         self.__wrapped__ = inner
 
     def __call__(self, *args: object, **kwargs: object) -> Mapping[str, object]:
-        """Prepare as the model does.
+        """Call the model's method.
 
         Raises:
-            RuntimeError: the model set a compressed cache aside, and would go on without it.
+            RuntimeError: the model discarded a compressed cache and would continue without it.
         """
         prepared = self.__wrapped__(*args, **kwargs)
         cache = _found(args, kwargs)
@@ -280,14 +280,14 @@ class Prepared:
             limit = getattr(_text(model.config), "original_max_position_embeddings", None)
             where = f" past {limit} tokens (original_max_position_embeddings)" if limit else ""
             raise RuntimeError(
-                f"{type(model).__name__} sets its cache aside{where} and reads everything again, "
-                "with another one that would not be compressed; keep prompt and answer together "
-                "below that, or use a cache of transformers"
+                f"{type(model).__name__} discards its cache{where} and recomputes everything with "
+                "an uncompressed one; keep prompt and answer together below that, or use a cache "
+                "of transformers"
             )
         return prepared
 
     def restore(self, module: nn.Module) -> None:
-        """Give the module its own method back."""
+        """Restore the module's own method."""
         inner = self.__wrapped__
         if isinstance(inner, MethodType) and inner.__self__ is module:
             delattr(module, _PREPARE)
@@ -296,7 +296,7 @@ class Prepared:
 
 
 def _watch_prepared(module: nn.Module) -> None:
-    """Watch what a model that prepares inputs in its own way does with our cache."""
+    """Wrap `prepare_inputs_for_generation` of a model that overrides it."""
     from transformers import GenerationMixin
 
     own = getattr(type(module), _PREPARE, None)

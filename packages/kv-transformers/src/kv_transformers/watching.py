@@ -1,4 +1,4 @@
-"""Caches that show what a model's layers attend with, and hold none of it."""
+"""Caches that observe the attention inputs of a model's layers and store nothing."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -15,16 +15,16 @@ from kv_transformers.switch import install
 
 
 class EmptyCache(AttendingCache):
-    """A cache in whose place a model attends to the fresh tokens alone, causally.
+    """A cache that stores nothing: a pass attends causally to its own tokens only.
 
     Use it as the cache of forward passes of whole texts.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Belong to a model.
+        """Bind the cache to a model.
 
         Raises:
-            UnsupportedModelError: the model's attention is of a kind that no cache of ours serves.
+            UnsupportedModelError: the model's attention is not supported.
         """
         layers = cache_shape(model).layers
         install(model)
@@ -39,7 +39,7 @@ class EmptyCache(AttendingCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
-        """Attend causally over the fresh tokens."""
+        """Attend causally over the new tokens."""
         there = None if valid is None else valid.expand(len(query), -1)
         out = scaled_dot_product_attention(
             query,
@@ -53,18 +53,18 @@ class EmptyCache(AttendingCache):
         return out.transpose(1, 2).contiguous()
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
-        """Take any positions: nothing is held that these could follow."""
+        """Accept any positions, as no tokens are stored."""
 
 
-# Of a layer: its number, queries, keys and values as they reach the cache, and attention's output.
+# Arguments: layer index, queries, keys and values as passed to the cache, attention output.
 Show: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class WatchingCache(EmptyCache):
-    """Calls a function after each layer's attention, for probing what a model's code does."""
+    """Calls a function after each layer's attention, for probing a model's code."""
 
     def __init__(self, model: PreTrainedModel, show: Show) -> None:
-        """Belong to a model, and call `show`.
+        """Bind the cache to a model, and call `show` after each layer.
 
         Raises:
             UnsupportedModelError: as `EmptyCache`.
@@ -88,7 +88,7 @@ class WatchingCache(EmptyCache):
 
 
 def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
-    """Each token looks at those before it; padding looks at itself, so that it stays finite."""
+    """Return a causal mask; padding attends to itself, so that its output is finite."""
     length = there.shape[1]
     itself = torch.eye(length, dtype=torch.bool, device=there.device)
     earlier = torch.ones_like(itself).tril()

@@ -1,4 +1,4 @@
-"""A tiny model as a GGUF file, converted, and as a folder; and an empty cache for conversions."""
+"""A tiny model as a GGUF file, converted, and as a folder; and an empty conversion cache."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_converted(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted model, to be copied and damaged."""
+    """Return a converted model, for tests to copy and damage."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KV_SERVE_CACHE", str(tmp_path_factory.mktemp("converted")))
         return model_folder(str(tiny_gguf))
@@ -31,13 +31,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def filled(cache: Path, tiny_converted: Path) -> Path:
-    """The cache with a sound conversion of the tiny file in it."""
+    """Return a cache with an intact conversion of the tiny file."""
     return Path(shutil.copytree(tiny_converted, cache / tiny_converted.name))
 
 
 @pytest.fixture
 def tiny_folder(tiny_converted: Path, tmp_path: Path) -> Path:
-    """A model's folder that no conversion is answerable for."""
+    """Return a model's folder that is not a conversion."""
     folder = Path(shutil.copytree(tiny_converted, tmp_path / "folder"))
     (folder / MANIFEST).unlink()
     return folder

@@ -1,4 +1,4 @@
-"""Conversions that were interrupted or damaged, and files that cannot be converted."""
+"""Interrupted and damaged conversions, and files that cannot be converted."""
 
 import errno
 import json
@@ -86,7 +86,7 @@ from kv_transformers.models import convert
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
-convert._write_manifest = die  # all else is written by then
+convert._write_manifest = die  # everything else has been written
 model_folder(sys.argv[1])
 """
 
@@ -146,7 +146,7 @@ def test_bad_gguf(tiny_gguf: Path, cache: Path, tmp_path: Path, kind: str) -> No
     bad.write_bytes(BAD_FILES[kind](tiny_gguf.read_bytes()))
     sentence = refusal(str(bad))
     assert str(bad) in sentence
-    assert sentence.endswith("fetch the file again")
+    assert sentence.endswith("download the file again")
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 

@@ -1,4 +1,4 @@
-"""Code in a model's folder never runs, whatever somebody would answer."""
+"""Code in a model's folder never runs, whatever a user answers to prompts."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def answers_yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Somebody who answers y at every prompt, and what was asked."""
+    """Answer y to every prompt, and record the prompts."""
     asked: list[str] = []
 
     def answer(prompt: str = "") -> str:
@@ -27,7 +27,7 @@ def answers_yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def with_code(folder: Path, into: Path, config: str, entry: dict[str, object]) -> Path:
-    """A model's folder whose settings name code that leaves a mark when it runs."""
+    """Create a model's folder whose config names code that writes a file when it runs."""
     made = Path(shutil.copytree(folder, into / "model"))
     (made / "theirs.py").write_text(f"open({str(into / 'ran')!r}, 'w').close()\n")
     settings = json.loads((made / config).read_text())

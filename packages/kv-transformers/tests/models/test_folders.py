@@ -1,4 +1,4 @@
-"""Models in folders, and what such a folder may lack."""
+"""Models in folders, and incomplete folders."""
 
 import json
 import os
@@ -70,19 +70,19 @@ FAULTS = {
     "deep but closed": (set_config(b'{"a":' * 5000 + b"1" + b"}" * 5000), "config.json is"),
     "config of bytes": (set_config(b'{"a": "\xff"}'), "config.json is damaged"),
     "a number of digits": (set_config(b'{"a": ' + b"1" * 9999 + b"}"), "config.json is damaged"),
-    "a null map": (name_weights(None), "its weight_map is no object"),
-    "a map of numbers": (name_weights({"a": 1}), "it names the file '1', which is none of"),
-    "a map to elsewhere": (name_weights({"a": "../x"}), "it names the file '../x', which is none"),
-    "an endless name": (name_weights({"a": "x" * 9999}), "which is none of its folder"),
-    "a list of names": (name_weights(["a"]), "its weight_map is no object"),
-    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "a null map": (name_weights(None), "its weight_map is not an object"),
+    "a map of numbers": (name_weights({"a": 1}), "it names the file '1', which is not in"),
+    "a map to elsewhere": (name_weights({"a": "../x"}), "it names the file '../x', which is not"),
+    "an endless name": (name_weights({"a": "x" * 9999}), "which is not in its folder"),
+    "a list of names": (name_weights(["a"]), "its weight_map is not an object"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
-    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "unknown kind": (
         lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'),
         "cannot be loaded as a causal language model",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
     "weights cut short": (
         lambda f: os.truncate(f / "model.safetensors", 5000),
         "model.safetensors is damaged",
@@ -104,5 +104,5 @@ def test_bad_folder(tiny_folder: Path, fault: str) -> None:
 
 
 def test_unknown_dtype_and_device(tiny_folder: Path) -> None:
-    assert "give one of auto, bfloat16" in refusal(str(tiny_folder), dtype="int3")
+    assert "choose one of auto, bfloat16" in refusal(str(tiny_folder), dtype="int3")
     assert "device='abacus' is not usable" in refusal(str(tiny_folder), device="abacus")

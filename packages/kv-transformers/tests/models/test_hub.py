@@ -1,4 +1,4 @@
-"""Models of the hub, which the tests never reach."""
+"""Models of the hub, without network access."""
 
 import shutil
 from pathlib import Path
@@ -12,12 +12,12 @@ from model_files import refusal
 def test_hub_model_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     sentence = refusal("nobody/nothing")
-    assert "nobody/nothing could not be fetched from the Hugging Face hub" in sentence
+    assert "nobody/nothing could not be downloaded from the Hugging Face hub" in sentence
     assert DEFAULT_MODEL in sentence
 
 
 def hub_cache(root: Path, name: str, files: list[Path]) -> Path:
-    """The hub's cache folder with one model in it, as if these files had been downloaded."""
+    """Create the hub's cache folder with one model, as if these files had been downloaded."""
     repository, commit = root / f"models--{name.replace('/', '--')}", "0" * 40
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -39,11 +39,11 @@ def test_hub_model_of_an_earlier_download(
 def test_interrupted_download(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache as a download leaves it that was stopped before the weights."""
+    """Return the cache after a download that stopped before the weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     hub_cache(tmp_path, "nobody/half", [tiny_folder / "config.json"])
     sentence = refusal("nobody/half")
-    assert "If its download was interrupted, run the same again" in sentence
+    assert "If its download was interrupted, run the same command" in sentence
 
 
 def test_connection_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

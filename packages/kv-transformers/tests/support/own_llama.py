@@ -1,4 +1,4 @@
-"""A tiny Llama with a configuration of its own, and two rows for it."""
+"""A tiny Llama with its own configuration, and two rows of input."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel

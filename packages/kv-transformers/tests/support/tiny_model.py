@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
-    """Make a tokenizer for which every character is a token."""
+    """Create a tokenizer with one token per character."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -49,7 +49,7 @@ def save(folder: Path, *, chat: bool = True) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.3)  # attention that depends on what is attended to
+                parameter.normal_(std=0.3)  # non-uniform attention
     model.save_pretrained(folder)
     tokenizer(chat=chat).save_pretrained(folder)
     return folder

@@ -1,1 +1,1 @@
-"""Which tokens of a cache stay, and in which tier."""
+"""Eviction and tier placement of tokens."""

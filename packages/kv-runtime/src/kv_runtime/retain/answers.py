@@ -1,4 +1,4 @@
-"""What a cache refuses of a selector's answers, in sentences."""
+"""Validation of a selector's return values."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,10 +8,10 @@ from kv_policy import CompleteSelector, LayerView, Part, PlanView, Selector
 
 
 def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
-    """Give scores as float32, if they are floats, one for each place of the view.
+    """Return scores as float32; they must be floats with the shape of the view.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the type, dtype or shape is wrong.
     """
     shape = tuple(view.position.shape)
     if isinstance(given, Tensor) and given.is_floating_point() and given.shape == shape:
@@ -24,10 +24,10 @@ def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[T
 
 
 def expect_plan(selector: Selector, view: PlanView, given: object) -> Tensor:
-    """Give a plan, if it is of tiers, one for each place of the view.
+    """Return a plan, which must be uint8 tiers with the shape of the view.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the type, dtype or shape is wrong.
     """
     shape = tuple(view.position.shape)
     if isinstance(given, Tensor) and given.dtype == torch.uint8 and given.shape == shape:
@@ -39,9 +39,9 @@ def expect_plan(selector: Selector, view: PlanView, given: object) -> Tensor:
 
 
 def lacks_numbers(view: LayerView, score: Float[Tensor, "B H L"]) -> Bool[Tensor, ""]:
-    """Say whether a token's score is NaN though nothing in the view is; nobody waits for it.
+    """Return, on the device, whether a score is NaN although the view has no NaN.
 
-    NaN that a model makes, such as float16 beyond its range, is no fault of the selector's.
+    NaN from the model, such as by float16 overflow, is not an error of the selector.
     """
     queries = None if view.queries is None else view.queries.vectors
     looked_at = (view.mass, view.keys, view.values, queries, view.score, *view.also.values())
@@ -53,18 +53,18 @@ def lacks_numbers(view: LayerView, score: Float[Tensor, "B H L"]) -> Bool[Tensor
 
 
 def expect_numbers(selector: Selector, wrong: list[Bool[Tensor, ""]]) -> None:
-    """Refuse scores that `lacks_numbers` found; waits for the device once.
+    """Raise if `lacks_numbers` found NaN; synchronizes with the device once.
 
     Raises:
-        ValueError: some view's scores are NaN.
+        ValueError: scores are NaN.
     """
     if wrong and bool(torch.stack(wrong).any()):
         layer = torch.stack(wrong).nonzero()[0].item()
         raise ValueError(
-            f"{_called(selector)} gave tokens NaN for a score (in scoring {layer + 1} of "
-            f"{len(wrong)} of this pass), though what it looked at was all numbers; a score is a "
-            "number, or infinity for a token that always stays. It may divide by a sum that is 0. "
-            "The pass is not stored: reset() the cache"
+            f"{_called(selector)} returned NaN scores (in scoring {layer + 1} of "
+            f"{len(wrong)} of this pass), though its inputs have no NaN; a score is a finite "
+            "number, or infinity for a token that is always kept. It may divide by a sum that "
+            "is 0. The pass is not stored: reset() the cache"
         )
 
 

@@ -1,4 +1,4 @@
-"""Carrying out a layer's plan: what is stored moves, and what is fresh enters."""
+"""Apply a layer's plan: evict and move stored tokens, and store new ones."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ def restack(
     groups: Sequence[Group],
     plan: Sequence[UInt8[Tensor, "B H _"]],
 ) -> None:
-    """Drop and downgrade what table rows hold; whole pages return to the pool.
+    """Evict and downgrade tokens of heads; empty pages return to the pool.
 
-    What is downgraded is decoded for all of the table rows at once, so give few where that happens.
+    Downgraded tokens are decoded for all of the heads at once, so pass few heads in that case.
 
     Raises:
-        ValueError: the plan sends a stored token back to an earlier tier.
+        ValueError: the plan moves a stored token to an earlier tier.
     """
     moved = []
     for group, tier in zip(groups, plan, strict=True):
@@ -31,15 +31,15 @@ def restack(
         held = group.position >= 0
         down = held & (tier != group.tier) & (tier != DROP)
         if bool((down & (tier < group.tier)).any()):
-            raise ValueError("the plan sends a stored token back to an earlier tier")
+            raise ValueError("the plan moves a stored token to an earlier tier")
         store = group.store
         if bool(down.any()):
             read = store.read(table_rows, frozenset({"keys", "values"}))
             where = flat(tier.masked_fill(~down, DROP))
-            moved.append((read, where[:, : read.held.shape[1]]))  # no table row has more
+            moved.append((read, where[:, : read.held.shape[1]]))  # no head has more
         store.compact(table_rows, flat(held & (tier == group.tier)))
     for read, tier in moved:
-        assert read.key is not None  # it was asked for
+        assert read.key is not None  # requested above
         assert read.value is not None
         for index in range(batch.tiers.tiers):
             batch.tiers.append(
@@ -55,7 +55,7 @@ def enter(
     scored: Scored,
     plan: Sequence[UInt8[Tensor, "B H _"]],
 ) -> None:
-    """Append what leaves the window to its tiers, and put the rest into the window."""
+    """Append tokens that leave the window to their tiers, and write the rest to the window."""
     raw, (new_key, new_value) = batch.held_window, fresh
     keys = [new_key] if raw is None else [raw.keys(layer), new_key]
     values = [new_value] if raw is None else [raw.values(layer), new_value]

@@ -1,4 +1,4 @@
-"""How many tokens sequences may keep."""
+"""Budgets of sequences in tokens."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ def resolved(
     total: Int[Tensor, " B"],
     token_bytes: int,
 ) -> Int[Tensor, " B"]:
-    """Give the budgets of sequences, in tokens per head: their own, or the selector's.
+    """Return the budgets of sequences, in tokens per head: their own or the selector's.
 
     Args:
-        selector: whose budget it is; one without keeps every token.
-        budgets: of the sequences, None for the selector's; None: none has one of its own.
-        total: tokens that were seen.
+        selector: the selector; without a budget it keeps every token.
+        budgets: budgets of the sequences, None for the selector's; None: the selector's for all.
+        total: tokens seen.
         token_bytes: bytes of a token over all layers and heads.
     """
     own, least = selector.budget, max(1, selector.protected)

@@ -1,4 +1,4 @@
-"""A selector that fails about one sequence of a batch, asked about the others all the same."""
+"""Isolation of a selector's errors to single sequences of a batch."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -23,23 +23,23 @@ View = TypeVar("View", LayerView, StepView)
 
 
 class Careful(CompleteSelector):
-    """Asks a selector about all sequences, and where it fails about each alone.
+    """Calls a selector for all sequences, and after an error for each sequence separately.
 
-    A row of a view is answered as it would be alone, so nothing else changes for the others. Who
-    fails alone is noted, and its tokens get scores of 0 and stay where they are. This is so while
-    tokens are generated: a prompt is one sequence where it matters, and its failure is raised.
+    The result of a row does not depend on the others, so the other sequences are unaffected. A
+    sequence that raises is recorded; its tokens get a score of 0 and are not moved. This applies to
+    decode steps: a prompt is a single sequence in this case, and its error is raised.
     """
 
     def __init__(self, selector: Selector, sequences: int = 1) -> None:
-        """Start for a batch of so many sequences."""
+        """Wrap a selector for a batch of `sequences` sequences."""
         super().__init__(selector)
         self._own_step = self.step
         self.score, self.step = self._score, self._step
         self.sequences = sequences
-        self.errors: dict[int, Exception] = {}  # by the sequence that failed
+        self.errors: dict[int, Exception] = {}  # by failed sequence
 
     def _score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Score all sequences, or each alone; rows are a layer's sequences after another's."""
+        """Score all sequences, or each separately; rows are sequences, grouped by layer."""
         try:
             return self.selector.score(view)
         except Exception as error:
@@ -54,7 +54,7 @@ class Careful(CompleteSelector):
         return found
 
     def _step(self, view: StepView) -> Step:
-        """Place the candidates of all sequences, or of each alone."""
+        """Place the candidates of all sequences, or of each separately."""
         try:
             return self._own_step(view)
         except Exception as error:
@@ -73,7 +73,7 @@ class Careful(CompleteSelector):
         return found
 
     def _expect_others(self, error: Exception) -> None:
-        """Raise what is not about one sequence of several."""
+        """Raise an error that cannot be isolated to one of several sequences."""
         if self.sequences == 1 or isinstance(error, torch.AcceleratorError):
             raise error
 
@@ -82,7 +82,7 @@ class Careful(CompleteSelector):
 
 
 def _rows(view: View, rows: Int[Tensor, " r"], axis: int) -> View:
-    """Give some sequences of a view; what has one axis counts them there."""
+    """Return some sequences of a view; one-dimensional tensors are indexed by sequence."""
 
     def taken(given: Any) -> Any:
         if isinstance(given, Tensor):

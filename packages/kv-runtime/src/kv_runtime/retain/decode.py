@@ -1,4 +1,4 @@
-"""A decoding step under a selector: one candidate and at most one victim per head."""
+"""A decode step with a selector: one candidate and at most one victim per head."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,10 +18,11 @@ def step(
     score: Float[Tensor, " S"],
     position: Int[Tensor, " S"],
 ) -> None:
-    """Let the selector place each head's candidate (position -1: none) and move one victim.
+    """Place each head's candidate (position -1: none) and move or evict one victim.
 
-    All layers, sequences and heads go at once; a row is a row of the stores. Nothing here waits
-    for the device, and the number of tensor operations is that of the tiers.
+    All layers, sequences and heads are processed at once, as rows of the page table. The host does
+    not synchronize with the device, and the number of tensor operations is proportional to the
+    tiers.
     """
     count = batch.tiers.counts()
     lead = count.shape[1:]  # N B H

@@ -1,4 +1,4 @@
-"""What layers hold, as groups of tokens that a selector can score."""
+"""The tokens of layers, as groups for a selector to score."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +23,7 @@ def fresh_group(
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Group:
-    """The tokens that a pass brings; vectors are zero where there is none."""
+    """Return the new tokens of a pass; vectors of padding are zero."""
     padding = (now.position < 0)[:, None, :, None] if reads & {"keys", "values"} else None
 
     def vectors(name: VectorName, x: Tensor) -> Tensor | None:
@@ -52,24 +52,24 @@ def layer_groups(
     *,
     stored: bool = True,
 ) -> list[Group]:
-    """Tokens of some layers: each store, the window, the fresh ones, in the order of attention.
+    """Return the tokens of layers: each store, the window and the new ones, in attention order.
 
-    Rows of several layers are those of more sequences, one layer's after another's.
+    Rows are sequences, grouped by layer.
 
     Args:
-        batch: what is held.
+        batch: the stored tokens.
         now: the pass, over these layers.
-        layers: which.
-        key: what the pass brings to them.
-        value: likewise.
-        reads: the vectors that are looked at.
-        results: what was observed of each layer, maybe nothing.
-        stored: whether what stores hold is among the tokens, and among the results.
+        layers: the layers.
+        key: new keys of these layers.
+        value: new values of these layers.
+        reads: the vectors that the selector reads.
+        results: attention observations of each layer, possibly empty.
+        stored: whether tokens in stores are included, here and in the results.
     """
     parts = iter(range(len(results[0].mass)))
 
     def observed(slots: int) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """What was seen of the next part, over so many slots of each layer."""
+        """Return the observations of the next part, padded to `slots` per layer."""
         part = next(parts, None)
         if part is None:
             return None, None, {}
@@ -89,7 +89,7 @@ def layer_groups(
     vectors = frozenset(name for name in reads if name != "queries")
     for tier, store in batch.held_stores if stored else ():
         held = store.read_layers(layers, vectors)
-        assert held.position is not None  # a selector's pages have both
+        assert held.position is not None  # pages of a selector store both
         assert held.score is not None
         mass, seen, also = observed(held.held.shape[1])
         groups.append(

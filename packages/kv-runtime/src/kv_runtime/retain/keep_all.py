@@ -1,4 +1,4 @@
-"""Storing without a selector: every token goes to the only tier, by way of the raw window."""
+"""Storage without a selector: tokens move through the raw window to the only tier."""
 
 import torch
 from jaxtyping import Float, Int
@@ -11,16 +11,16 @@ from kv_runtime.forward_pass import Forward
 
 
 class KeepAll:
-    """Stores every token once the window lets it go."""
+    """Stores every token when it leaves the window."""
 
     observe_prompt = observe_step = Observe()
 
     def __init__(self) -> None:
-        """Start with nothing waiting."""
+        """Start without pending tokens."""
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, batch: Batch, now: Forward) -> None:
-        """Make sure of the pages before anything is stored."""
+        """Reserve the pages before anything is stored."""
         if now.whole.is_prefill:
             batch.reserve((now.whole.total - batch.window_size).clamp(min=0), spare=1)
 
@@ -34,7 +34,7 @@ class KeepAll:
         result: Attended,
         queries: Queries | None,
     ) -> None:
-        """Store a prompt's tokens layer by layer; single tokens wait for the end of the pass."""
+        """Store a prompt's tokens layer by layer; decoded tokens wait for the end of the pass."""
         if not now.is_prefill:
             self._waiting.append((key, value))
             return
@@ -57,20 +57,20 @@ class KeepAll:
         batch.grow(key.flatten(0, 3), value.flatten(0, 3), None, where.flatten())
 
     def after(self, batch: Batch) -> None:
-        """Nothing is ever planned again."""
+        """Do nothing: there are no plans."""
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Nothing here is per sequence."""
+        """Do nothing: there is no state per sequence."""
 
     def compress(self, batch: Batch, pages: int | None = None) -> list[int]:
-        """Every token stays: nothing can be given up."""
+        """Return none: every token is kept."""
         return []
 
     @staticmethod
     def _leaving(
         batch: Batch, now: Pass, layer: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Int[Tensor, "B A"]]:
-        """Tokens that the window lets go, oldest first (position -1 where one stays)."""
+        """Return the tokens that leave the window, oldest first (position -1: a token stays)."""
         raw = batch.window
         if raw is None:
             return key, value, now.position

@@ -1,4 +1,4 @@
-"""From stored and fresh tokens to what a selector sees, and back from its plan."""
+"""Build a selector's views from stored and new tokens, and convert its plan back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +16,15 @@ from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
 
 @dataclass(frozen=True)
 class Group:
-    """Some of layers' tokens that lie together: a tier's, the window's, the fresh ones.
+    """The tokens of layers in one place: a tier, the window, or the new tokens.
 
-    B counts the sequences of each layer, one layer's after another's.
+    B indexes sequences, grouped by layer.
     """
 
     position: Int[Tensor, "B H S"]  # -1: no token
     tier: int  # index of the tier, or FRESH
     fresh: bool
-    store: TokenStore | PerHeadRankStore | None = (
-        None  # where they lie; None: in the window, or nowhere yet
-    )
+    store: TokenStore | PerHeadRankStore | None = None  # None: in the window, or not stored yet
     score: Float[Tensor, "B H S"] | None = None
     mass: Float[Tensor, "B H S"] | None = None
     seen: Int[Tensor, "B H S"] | None = None
@@ -35,25 +33,25 @@ class Group:
     value: Float[Tensor, "B H S Dv"] | None = None
 
     def of(self, rows: slice) -> "Group":
-        """Give some rows, of what a plan looks at."""
+        """Return some rows, with the fields that a plan needs."""
         score = None if self.score is None else self.score[rows]
         return Group(self.position[rows], self.tier, self.fresh, self.store, score)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens of layers with the scores their selector gave, commonly in the order of positions."""
+    """Tokens of layers with their selector's scores, usually in the order of positions."""
 
     groups: tuple[Group, ...]
-    order: Int[Tensor, "B H L"] | None  # place in the groups laid side by side; None: as they lie
+    order: Int[Tensor, "B H L"] | None  # index into the concatenated groups; None: identity
     position: Int[Tensor, "B H L"]
     score: Float[Tensor, "B H L"]
-    head_stats: Float[Tensor, "B H"] | None = None  # what the selector said of the heads, if asked
-    wrong: Bool[Tensor, ""] | None = None  # whether it gave NaN, in a prompt
+    head_stats: Float[Tensor, "B H"] | None = None  # from the selector, if it computes any
+    wrong: Bool[Tensor, ""] | None = None  # whether scores of a prompt are NaN
 
     @classmethod
     def carried(cls, groups: Sequence[Group]) -> "Scored":
-        """Take the scores the tokens carry, without asking the selector."""
+        """Use the stored scores, without calling the selector."""
         order = _order(groups)
         score = torch.cat([_carried_score(g) for g in groups], -1).gather(-1, order)
         position = torch.cat([g.position for g in groups], -1).gather(-1, order)
@@ -61,12 +59,12 @@ class Scored:
 
     @property
     def tier(self) -> UInt8[Tensor, "B H L"]:
-        """Where tokens are now."""
+        """The current tier of each token."""
         each = [torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in self.groups]
         return _joined(self.order, each)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Take a result in this order apart again, by group."""
+        """Split a result in this order by group."""
         sizes = [g.position.shape[-1] for g in self.groups]
         if self.order is not None:
             x = torch.empty_like(x).scatter_(-1, self.order, x)
@@ -81,15 +79,15 @@ def score_layers(
     now: Pass,
     queries: Queries | None = None,
 ) -> Scored:
-    """Lay the groups side by side, in a prompt by position, and let the selector score them.
+    """Concatenate the groups, in a prompt sorted by position, and score them with the selector.
 
     Args:
-        selector: who scores.
-        layers: which.
-        shape: of the cache.
-        groups: the tokens of these layers; in a prompt of one.
+        selector: the selector.
+        layers: the layers; a single one in a prompt.
+        shape: the shape of the cache.
+        groups: the tokens of these layers.
         now: the pass, over these layers.
-        queries: of the pass, likewise.
+        queries: the queries of the pass, over these layers.
     """
     order = _order(groups) if now.is_prefill else None
 
@@ -134,7 +132,7 @@ def _vectors(order: Tensor | None, parts: list[Tensor | None]) -> Tensor:
 
 
 def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
-    """Places of the tokens by position; places without a token come last."""
+    """Return the indices that sort tokens by position; empty slots are last."""
     position = torch.cat([g.position for g in groups], -1)
     last = torch.iinfo(position.dtype).max
     return position.masked_fill(position < 0, last).argsort(dim=-1, stable=True)
@@ -159,10 +157,10 @@ def plan_layers(
 ) -> tuple[list[list[UInt8[Tensor, "B H S"]]], Float[Tensor, "K n _ H"] | None]:
     """Plan some layers together; return each group's tiers by layer, and the plan's thresholds.
 
-    The thresholds are of the sequences that are due.
+    The thresholds are those of the due sequences.
 
-    Tokens that stay in a raw window of `window` are hidden from the plan: they are kept anyway,
-    beside the budget. Of sequences that are not `due` (None: all are) every token stays.
+    Tokens in a raw window of `window` tokens are hidden from the plan, as they are kept in addition
+    to the budget. Sequences that are not `due` (None: all are) keep every token.
     """
     width = max(s.position.shape[-1] for s in scored)
 
@@ -199,7 +197,7 @@ def plan_layers(
 def planned(
     selector: CompleteSelector, view: PlanView, window: int
 ) -> tuple[UInt8[Tensor, "N B H L"], Float[Tensor, "K N B H"] | None]:
-    """Let a selector plan all but a raw window's tokens; return its thresholds, if it has some."""
+    """Plan all tokens outside the raw window; return the plan and the selector's thresholds."""
     if window:
         held_raw = view.position >= (view.length - window).clamp(min=0)[None, :, None, None]
         view = replace(
@@ -220,7 +218,7 @@ def planned(
 def _stay(
     scored: Sequence[Scored], length: Int[Tensor, " B"], window: int, width: int
 ) -> UInt8[Tensor, "n B H L"]:
-    """The plan by which nothing changes: what is stored stays, and what is fresh is stored."""
+    """Return the plan that keeps stored tokens in place and stores new ones in the first tier."""
     oldest_raw = (length - window)[:, None, None] if window else length[:, None, None] + 1
 
     def one(s: Scored) -> Tensor:

@@ -1,4 +1,4 @@
-"""Planning what is stored anew, by the scores that tokens carry: some sequences of a batch."""
+"""Plan the stored tokens of some sequences again, by their stored scores."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,24 +12,24 @@ from kv_runtime.batch import Batch, grid
 from kv_runtime.retain.apply import restack
 from kv_runtime.retain.planning import Group, Scored, planned
 
-_TOGETHER: Final = 1 << 20  # places that are planned at once, which bounds the memory it takes
+_TOGETHER: Final = 1 << 20  # tokens planned at once, which bounds the memory
 
 
 def replan(
     selector: CompleteSelector, batch: Batch, sequences: Sequence[int], budget: Int[Tensor, " B"]
 ) -> Float[Tensor, "K N D H"] | None:
-    """Plan sequences, all layers at once where these share a budget, and carry it out.
+    """Plan sequences, with all layers at once if they share a budget, and apply the plan.
 
-    A sequence is planned as it would be alone, so how many are planned at once changes nothing.
+    Sequences are planned independently, so the number planned at once does not matter.
 
     Args:
-        selector: who plans.
-        batch: what is held; nothing else of it is read.
-        sequences: D of them.
-        budget: tokens per head, of every sequence of the batch.
+        selector: the selector.
+        batch: the stored tokens.
+        sequences: D sequences.
+        budget: tokens per head, for every sequence of the batch.
 
     Returns:
-        What the selector's `tier_thresholds` said of these sequences, if it is asked.
+        The selector's `tier_thresholds` of these sequences, if it computes any.
     """
     layers, together = batch.shape.layers, 1 if selector.scope == "layer" else batch.shape.layers
     longest = max((store.longest for _, store in batch.held_stores), default=1)
@@ -73,7 +73,7 @@ def _replan(
     plan, tier_thresholds = planned(selector, view, batch.window_size)
     parts = scored.split(plan.flatten(0, 1))
     table_rows = batch.table_rows(layers, rows).view(-1, batch.shape.kv_heads)
-    # What goes to another tier is decoded on its way, a layer at a time.
+    # Tokens that move to another tier are decoded, one layer at a time.
     step = len(table_rows) if selector.tiers == 1 else len(rows)
     for i in range(0, len(table_rows), step):
         some = slice(i, i + step)
@@ -83,12 +83,12 @@ def _replan(
 
 
 def _held(batch: Batch, layers: slice, rows: Int[Tensor, " D"]) -> list[Group]:
-    """What some sequences hold in stores and the window; one layer's rows after another's."""
+    """Return sequences' tokens in stores and the window, with rows grouped by layer."""
     heads, groups = batch.shape.kv_heads, []
     table_rows = batch.table_rows(layers, rows)
     for tier, store in batch.held_stores:
         held = store.read(table_rows)
-        assert held.position is not None  # a selector's pages have both
+        assert held.position is not None  # pages of a selector store both
         assert held.score is not None
         position, score = grid(held.position, heads), grid(held.score, heads)
         groups.append(Group(position, tier, fresh=False, store=store, score=score))

@@ -1,4 +1,4 @@
-"""Letting a selector score the tokens of layers that were just attended to."""
+"""Scoring of layers' tokens by a selector after their attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from kv_runtime.retain.planning import Scored, score_layers
 
 @dataclass(frozen=True)
 class Observed:
-    """What a pass brought to a layer and what was seen of its attention."""
+    """New tokens of a layer, and the observations of its attention."""
 
     key: Float[Tensor, "B H L D"]
     value: Float[Tensor, "B H L Dv"]
@@ -25,16 +25,16 @@ class Observed:
 
     @property
     def tokens(self) -> int:
-        """Places that were looked at, over all sequences and heads."""
+        """Observed tokens, over all sequences and heads."""
         return sum(mass.numel() for mass in self.result.mass)
 
 
 def score(
     selector: CompleteSelector, batch: Batch, now: Pass, first: int, observed: Sequence[Observed]
 ) -> Scored:
-    """Score the tokens of the layers from `first` on, and let them carry what they are given.
+    """Score the tokens of the layers from `first` on, and store the scores.
 
-    Where generated queries are not observed, only the token that one brings is scored.
+    If decode queries are not observed, only new tokens are scored.
     """
     over = now.over(len(observed))
     layers = slice(first, first + len(observed))
@@ -48,7 +48,7 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     results = [o.result for o in observed]
-    stored = running_in(now, selector) is None  # else `update_scores` has seen to them
+    stored = running_in(now, selector) is None  # otherwise `update_scores` has updated them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     scored = score_layers(*what, groups, over, queries)
     _note(batch, over, layers, scored)
@@ -56,19 +56,19 @@ def score(
 
 
 def running_in(now: Pass, selector: CompleteSelector) -> Running | None:
-    """Give as what scores of stored tokens go on in their pages; None: they do not."""
+    """Return how scores of stored tokens are updated in their pages; None: they are not."""
     return None if now.is_prefill else selector.running
 
 
 def update_scores(
     batch: Batch, now: Pass, layer: int, result: Attended, running: Running
 ) -> Attended:
-    """Let the scores of a layer's stored tokens, most of all, go on where they lie.
+    """Update the scores of a layer's tokens in stores, in place.
 
-    A sequence that brings no token was not observed, and keeps its scores.
+    A sequence without a new token was not observed and keeps its scores.
 
     Returns:
-        What was observed of the other tokens.
+        The observations of the other tokens.
     """
     rows = now.before.repeat_interleave(batch.shape.kv_heads)
     stores = [store for _, store in batch.held_stores]
@@ -79,9 +79,9 @@ def update_scores(
 
 
 def _note(batch: Batch, now: Pass, layers: slice, scored: Scored) -> None:
-    """Let stored and windowed tokens carry the scores they were just given.
+    """Store the new scores of tokens in stores and the window.
 
-    A sequence that brings no token was not observed, and keeps its scores.
+    A sequence without a new token was not observed and keeps its scores.
     """
     brings = (now.position >= 0).any(1)[:, None, None]
     for group, given in zip(scored.groups, scored.split(scored.score), strict=True):
@@ -94,5 +94,5 @@ def _note(batch: Batch, now: Pass, layers: slice, scored: Scored) -> None:
 
 
 def _rows(each: list[Tensor]) -> Tensor:
-    """The rows of several layers, without a copy where it is one."""
+    """Concatenate the rows of layers, without a copy for a single layer."""
     return each[0] if len(each) == 1 else torch.cat(each)

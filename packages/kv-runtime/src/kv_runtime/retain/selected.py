@@ -1,4 +1,4 @@
-"""Storing under a selector: score, plan, and move tokens between tiers, pages and oblivion."""
+"""Storage with a selector: score and plan tokens, move them between tiers, and evict them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from kv_runtime.retain.scoring import Observed, running_in, score, update_scores
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
-_TOGETHER: Final = 1 << 18  # places of several layers, about, that are scored at once
+_TOGETHER: Final = 1 << 18  # approximate number of tokens of several layers scored at once
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What a layer brought and its selector said, until the pass can be settled."""
+    """New tokens of a layer and their scores, until the pass is completed."""
 
     key: Float[Tensor, "B H L D"]
     value: Float[Tensor, "B H L Dv"]
@@ -37,7 +37,7 @@ class _Arrival:
 
 
 class KeepSelected:
-    """Keeps what a selector keeps, within each sequence's budget."""
+    """Keeps the tokens chosen by a selector, within each sequence's budget."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class KeepSelected:
         *,
         careful: bool = False,
     ) -> None:
-        """Start for a batch.
+        """Initialize for a batch.
 
         Args:
-            selector: what stays.
+            selector: the selector.
             budgets: a sequence's own budget, or None for the policy's.
-            tally: where plans are counted.
-            careful: a selector that fails about one sequence does not keep others from going on.
+            tally: counts plans.
+            careful: whether a selector's error is isolated to the sequence that causes it.
         """
         self._careful = Careful(selector) if careful else None
         self.selector: CompleteSelector = self._careful or selector
@@ -61,20 +61,20 @@ class KeepSelected:
         self.tally = tally
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
-        self._budget: Int[Tensor, " B"] | None = None  # tokens per head, as last resolved
-        self._thresholds: Float[Tensor, "K N B H"] | None = None  # of the last plan
+        self._budget: Int[Tensor, " B"] | None = None  # tokens per head, last resolved
+        self._thresholds: Float[Tensor, "K N B H"] | None = None  # from the last plan
         self._turns = Turns(selector.replan)
-        self._planned: list[int] = []  # sequences that this pass plans
-        self._mixed = False  # some read and some generate in this pass
-        self._stepped: tuple[int, ...] | None = ()  # who generated in this pass; None: all
-        self._waiting: list[_Arrival] = []  # of prompts
-        self._steps: list[_Arrival] = []  # of what generated
-        self._observed: list[Observed] = []  # of the layers that are still to be scored
-        self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's scores of a prompt are NaN
-        self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of what generated tokens brought
+        self._planned: list[int] = []  # sequences planned in this pass
+        self._mixed = False  # this pass has both prefill and decode
+        self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
+        self._waiting: list[_Arrival] = []  # prefill
+        self._steps: list[_Arrival] = []  # decode
+        self._observed: list[Observed] = []  # layers not scored yet
+        self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
+        self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of decoded tokens
 
     def prepare(self, batch: Batch, now: Forward) -> None:
-        """Say which sequences a prompt's plan is about; pages are seen to when the plan is made."""
+        """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
         self._stepped, self._mixed = (), len(now.parts) > 1
         if self._careful is not None:
             self._careful.sequences = len(batch.seen)
@@ -100,7 +100,7 @@ class KeepSelected:
         result: Attended,
         queries: Queries | None,
     ) -> None:
-        """Score a layer's tokens; settle them now, or with all layers at the end of the pass."""
+        """Score a layer's tokens; store them now, or with all layers at the end of the pass."""
         running = running_in(now, self.selector)
         if running is not None:
             result = update_scores(batch, now, layer, result, running)
@@ -108,8 +108,8 @@ class KeepSelected:
         if not now.is_prefill:
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
-            # Layers may turn their queries differently, and what is beside generated tokens changes
-            # the stores, which must be as they were attended to.
+            # Layers may rotate queries differently, and prefill in the same pass changes the
+            # stores, which must be scored as they were attended to.
             alone = self._mixed or "queries" in self.selector.reads
             if alone or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
@@ -123,7 +123,7 @@ class KeepSelected:
             self._waiting.append(arrival)
 
     def finish(self, batch: Batch, now: Pass) -> None:
-        """Settle what waited for all layers."""
+        """Store the tokens that waited for all layers."""
         if now.is_prefill:
             waiting, self._waiting = self._waiting, []
             wrong, self._wrong = self._wrong, []
@@ -139,17 +139,17 @@ class KeepSelected:
         self._turns.step(len(batch.seen), now.rows)
 
     def after(self, batch: Batch) -> None:
-        """Plan those sequences whose turn it is that generated: the pass was no plan of them."""
+        """Plan the due sequences among those that decoded in this pass."""
         if self._stepped == () or not self._turns.waiting:
             return
         due = self._turns.next(batch.sizes(), among=self._stepped)
         if due:
             self._again(batch, due)
-            if batch.pool.free > batch.pool.used:  # a prompt that had waited left more than stays
+            if batch.pool.free > batch.pool.used:  # a delayed plan of a prompt freed most pages
                 batch.settle()
 
     def compress(self, batch: Batch, pages: int | None = None) -> list[int]:
-        """Plan sequences because pages are short, as `PolicyCache.compress` says."""
+        """Plan sequences because pages are short; see `PolicyCache.compress`."""
         if not self.selector.replan.short:
             return []
         if pages is None:
@@ -165,10 +165,10 @@ class KeepSelected:
         return sorted(planned)
 
     def join(self, other: "KeepSelected") -> None:
-        """Let the sequences of another batch follow mine; the prompts of both have ended."""
+        """Append the sequences of another batch; the prompts of both must be complete."""
         mine, theirs = (self._budget, self._thresholds), (other._budget, other._thresholds)
-        assert mine[0] is not None, "budgets are resolved when a prompt is read"
-        assert theirs[0] is not None, "budgets are resolved when a prompt is read"
+        assert mine[0] is not None, "budgets are resolved in the prefill"
+        assert theirs[0] is not None, "budgets are resolved in the prefill"
         self._budget = torch.cat((mine[0], theirs[0]))
         if mine[1] is not None and theirs[1] is not None:
             self._thresholds = torch.cat((mine[1], theirs[1]), 2)
@@ -178,7 +178,7 @@ class KeepSelected:
         self._turns.join(other._turns)
 
     def _again(self, batch: Batch, sequences: list[int]) -> None:
-        """Plan stored tokens of sequences anew, by the scores they carry."""
+        """Plan the stored tokens of sequences again, by their stored scores."""
         with self.tally.timed():
             budget = self._resolve_again(batch, batch.seen, sequences)
             try:
@@ -204,7 +204,7 @@ class KeepSelected:
         budget: Int[Tensor, " B"],
         error: Exception,
     ) -> None:
-        """Plan each sequence alone; one that was planned already keeps what it has."""
+        """Plan each sequence separately; planning an already planned one again has no effect."""
         if len(sequences) == 1:
             errors[sequences[0]] = error
             return
@@ -215,16 +215,16 @@ class KeepSelected:
                 errors[i] = alone
 
     def failures(self) -> dict[int, Exception]:
-        """Give, once, the sequences that the selector failed about alone, if it is careful."""
+        """Return and clear the errors by sequence, if errors are isolated."""
         if self._careful is None:
             return {}
         found, self._careful.errors = self._careful.errors, {}
         return found
 
     def _short_of(self, batch: Batch, tokens: int | None) -> Iterator[list[int]]:
-        """Plan sequences, as many at a time as should let go of so many tokens, all if None.
+        """Plan sequences in groups that should each evict `tokens` tokens; all if None.
 
-        KV-Compress, section 4.2.3: the one whose plan is oldest comes first.
+        KV-Compress, section 4.2.3: the sequence with the oldest plan is first.
         """
         done: set[int] = set()
         while True:
@@ -238,8 +238,8 @@ class KeepSelected:
             yield chosen
 
     def _gains(self, batch: Batch, sizes: list[int]) -> list[int]:
-        """How many of its tokens each sequence has beyond its budget, over layers and heads."""
-        if self.selector.budget is None:  # how many go is known to the plan alone
+        """Count each sequence's tokens above its budget, over layers and heads."""
+        if self.selector.budget is None:  # only the plan determines how many are evicted
             return sizes
         heads = batch.shape.layers * batch.shape.kv_heads
         may = (self._resolve(batch, batch.seen) * heads).tolist()
@@ -248,7 +248,7 @@ class KeepSelected:
     def _plan_prompts(
         self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]
     ) -> None:
-        if not self._planned:  # prompts that go on: every token stays
+        if not self._planned:  # unfinished prompts keep every token
             self._plan(batch, now, first, arrivals)
             return
         with self.tally.timed():
@@ -259,7 +259,7 @@ class KeepSelected:
         self.tally.plans += bool(self._planned)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let budgets and turns follow their sequences."""
+        """Reorder budgets and turns with their sequences."""
         order = source.tolist()
         self._turns.select(order)
         if self.budgets is not None:
@@ -270,7 +270,7 @@ class KeepSelected:
             self._thresholds = self._thresholds[:, :, source]
 
     def _score_step(self, batch: Batch, now: Pass) -> None:
-        """Score the layers that generated tokens have attended to since the last time."""
+        """Score the layers attended in decode since the last call."""
         observed, self._observed = self._observed, []
         if not observed or not (self.selector.observe.generated or self.selector.decode == "step"):
             return
@@ -280,7 +280,7 @@ class KeepSelected:
         self._fresh.append(fresh.unflatten(0, (len(observed), -1)))
 
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
-        """Plan some layers together and carry it out, layer by layer."""
+        """Plan some layers together, and apply the plan layer by layer."""
         if first == 0:
             budget = self._resolve_again(batch, now.total, self._planned)
             if batch.pool.grows and self.selector.budget is not None:
@@ -310,7 +310,7 @@ class KeepSelected:
             )
             enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
-            # Other layers take about as much, and growing once is cheaper than growing often.
+            # Other layers need about as much, and growing once is cheaper than growing repeatedly.
             each = max(0, batch.pool.used - held) // len(arrivals)
             batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
 
@@ -326,7 +326,7 @@ class KeepSelected:
     def _resolve_again(
         self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]
     ) -> Int[Tensor, " B"]:
-        """Resolve the budgets of sequences that are planned, and of all the first time."""
+        """Resolve the budgets of planned sequences, and of all on the first call."""
         found, old = self._resolve(batch, total), self._budget
         if old is not None and len(planned) < len(found):
             rows = torch.tensor(planned, dtype=torch.long, device=found.device)
@@ -338,7 +338,7 @@ class KeepSelected:
         return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)
 
     def _decode(self, batch: Batch, now: Pass, arrivals: Sequence[_Arrival]) -> None:
-        """Store one fresh token per sequence, for all layers at once."""
+        """Store one new token per sequence, for all layers at once."""
         key = torch.stack([a.key for a in arrivals])
         value = torch.stack([a.value for a in arrivals])
         given, self._fresh = self._fresh, []
@@ -362,7 +362,7 @@ class KeepSelected:
                 raise
 
     def _store(self, batch: Batch, now: Pass, *rows: Tensor) -> None:
-        """Let one token enter each row; nothing has changed if the pool has no page for it."""
+        """Store one token per head; if the pool lacks a page, nothing changes."""
         if self.selector.decode == "grow":
             batch.grow(*rows)
             return
@@ -374,7 +374,7 @@ class KeepSelected:
         step(batch, self.selector, self._budget, self._thresholds, now, *rows)
 
     def _make_room(self, batch: Batch, now: Pass, *rows: Tensor) -> bool:
-        """Plan sequences until the pool has the pages that a step takes; False: it never has."""
+        """Plan sequences until a step's pages are free; return False if they never are."""
         for _ in self._short_of(batch, batch.layout.tokens_of(batch.a_page_each)):
             try:
                 self._store(batch, now, *rows)

@@ -1,4 +1,4 @@
-"""Whose turn it is to be planned: all that are due, or as many as one plan may take."""
+"""Choice of the sequences to plan: all that are due, up to the size of one plan."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -6,10 +6,10 @@ from kv_policy import Replan
 
 
 class Turns:
-    """Keeps, on the host, when each sequence of a batch was last planned and which are due.
+    """Records, on the host, when each sequence of a batch was last planned and which are due.
 
-    Sequences never planned come first, then the one whose last plan is oldest; the first that
-    would take a plan beyond `most` tokens ends it (KV-Compress, section 4.2.3).
+    Sequences never planned are first, then those with the oldest plan; a plan ends before the first
+    sequence that would exceed `most` tokens (KV-Compress, section 4.2.3).
     """
 
     def __init__(self, replan: Replan) -> None:
@@ -17,17 +17,17 @@ class Turns:
         self.replan = replan
         self._planned: list[int] = []  # the pass of the last plan, 0 before the first
         self._due: list[bool] = []
-        self._steps: list[int] = []  # passes in which each generated since it became due
+        self._steps: list[int] = []  # decode passes of each since it became due
         self._passes = 0
-        self._tokens = 0  # generated since all became due, over the batch
+        self._tokens = 0  # tokens generated since all became due, over the batch
 
     @property
     def waiting(self) -> bool:
-        """Whether some sequence is due."""
+        """Whether any sequence is due."""
         return any(self._due)
 
     def prompt(self, sequences: int, rows: Sequence[int] | None = None) -> None:
-        """Count a pass over prompts of some sequences of the batch, all if None: they are due."""
+        """Count a prefill pass of some sequences, all if None; they become due."""
         if not self._due:
             self._planned, self._steps = [0] * sequences, [0] * sequences
             self._due = [False] * sequences
@@ -35,7 +35,7 @@ class Turns:
         self._let(range(sequences) if rows is None else rows)
 
     def step(self, sequences: int, rows: Sequence[int] | None = None) -> None:
-        """Count a pass that generated a token in some sequences of the batch, in all if None."""
+        """Count a decode pass of some sequences, all if None."""
         self._passes += 1
         mine = range(sequences) if rows is None else rows
         self._tokens += len(mine)
@@ -48,7 +48,7 @@ class Turns:
             self._let([i for i in mine if self._steps[i] >= often])
 
     def _let(self, rows: Iterable[int]) -> None:
-        """Let sequences be due."""
+        """Mark sequences as due."""
         for i in rows:
             self._due[i], self._steps[i] = True, 0
         if all(self._due):
@@ -61,24 +61,24 @@ class Turns:
         among: Collection[int] | None = None,
         beside: Collection[int] | None = (),
     ) -> list[int]:
-        """Name the sequences of the next plan, of those that are due.
+        """Return the due sequences of the next plan.
 
         Args:
-            sizes: tokens of each over layers and heads.
-            among: sequences that may be named, all if None.
-            beside: sequences that may not.
+            sizes: tokens of each sequence over layers and heads.
+            among: candidate sequences, all if None.
+            beside: excluded sequences.
         """
         may = range(len(self._due)) if among is None else among
         due = (i for i in may if self._due[i] and i not in (beside or ()))
         return self._within(self._oldest(due), sizes)
 
     def short(self, sizes: Sequence[int], gains: Sequence[int], wanted: int | None) -> list[int]:
-        """Name sequences to plan because pages are short, due or not; none if nothing is gained.
+        """Return sequences to plan because pages are short, due or not; none if nothing is freed.
 
         Args:
-            sizes: tokens of each over layers and heads.
-            gains: how many of them a plan would let go of.
-            wanted: as many gained are enough; None: all that there are.
+            sizes: tokens of each sequence over layers and heads.
+            gains: tokens that a plan of each would evict.
+            wanted: stop after this many evicted tokens; None: no limit.
         """
         enough: list[int] = []
         gained = 0
@@ -90,11 +90,11 @@ class Turns:
         return self._within(enough, sizes)
 
     def _oldest(self, sequences: Iterable[int]) -> list[int]:
-        """Sort by when they were planned; those that never were come first."""
+        """Sort by the last plan; sequences never planned are first."""
         return sorted(sequences, key=lambda i: self._planned[i])
 
     def _within(self, sequences: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Take the first ones, as many as one plan may."""
+        """Return the first sequences, up to the size of one plan."""
         most, total = self.replan.most, 0
         for count, i in enumerate(sequences):
             total += sizes[i]
@@ -103,21 +103,21 @@ class Turns:
         return sorted(sequences)
 
     def done(self, planned: Sequence[int]) -> None:
-        """Note that these were planned."""
+        """Record that these were planned."""
         for i in planned:
             self._due[i], self._planned[i] = False, self._passes
 
     def join(self, other: "Turns") -> None:
-        """Let the sequences of another batch follow mine; theirs were planned just now, if ever.
+        """Append the sequences of another batch; a plan of theirs counts as just made.
 
-        They are due by `every` when mine are, so that one plan is for all.
+        They become due by `every` together with the others, so that one plan covers all.
         """
         self._steps += [max(self._steps, default=0)] * len(other._steps)
         self._planned += [min(at, 1) * self._passes for at in other._planned]
         self._due += other._due
 
     def select(self, source: Sequence[int]) -> None:
-        """Sequences become source[0], source[1], ..."""
+        """Reorder sequences to source[0], source[1], ..."""
         self._planned = [self._planned[i] for i in source]
         self._due = [self._due[i] for i in source]
         self._steps = [self._steps[i] for i in source]

@@ -1,1 +1,1 @@
-"""The window of newest tokens that stay as the model made them."""
+"""The recent window of raw tokens."""

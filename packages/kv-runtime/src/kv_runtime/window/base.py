@@ -1,4 +1,4 @@
-"""The newest tokens of each sequence as rings: what slot a token has, wherever slots lie."""
+"""The recent window of each sequence as a ring buffer, independent of where slots are stored."""
 
 from abc import ABC, abstractmethod
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from kv_attention import DenseTokens
 from kv_paging import TokenStore
 from kv_policy import PagedTokens
 
-Left: TypeAlias = tuple[  # what `exchange` pushes out: keys, values, positions, scores
+Left: TypeAlias = tuple[  # returned by `exchange`: keys, values, positions, scores
     Float[Tensor, "N B H 1 D"],
     Float[Tensor, "N B H 1 Dv"],
     Int[Tensor, "B 1"],
@@ -28,7 +28,7 @@ class Window(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """W, tokens of each sequence."""
+        """W, tokens per sequence."""
 
     @property
     @abstractmethod
@@ -38,58 +38,58 @@ class Window(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held outside the pool."""
+        """Bytes outside the pool."""
 
     @property
     @abstractmethod
     def has_scores(self) -> bool:
-        """Whether each token carries a score."""
+        """Whether each token has a score."""
 
     @property
     @abstractmethod
     def stores(self) -> tuple[TokenStore, ...]:
-        """Where slots lie in pages of a pool; none where the window has memory of its own."""
+        """The stores of the slots; empty if the window has separate memory."""
 
     @property
     def in_pages(self) -> bool:
-        """Whether slots lie in pages of a pool."""
+        """Whether slots are in pages of a pool."""
         return bool(self.stores)
 
     @abstractmethod
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
-        """Keys of some layers, by slot."""
+        """Return the keys of layers, by slot."""
 
     @abstractmethod
     def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
-        """Values of some layers, by slot."""
+        """Return the values of layers, by slot."""
 
     @abstractmethod
     def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
-        """Scores of some layers, by slot.
+        """Return the scores of layers, by slot.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
 
     @abstractmethod
     def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
-        """Give the tokens of some layers new scores.
+        """Set the scores of layers' tokens.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
 
     def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
-        """A layer's keys, by slot."""
+        """Return a layer's keys, by slot."""
         return self.keys_of(slice(layer, layer + 1))[0]
 
     def values(self, layer: int) -> Float[Tensor, "B H W Dv"]:
-        """A layer's values, by slot."""
+        """Return a layer's values, by slot."""
         return self.values_of(slice(layer, layer + 1))[0]
 
     @abstractmethod
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
-        """Which positions are among the newest `size` of `total` tokens."""
+        """Return which positions are among the newest `size` of `total` tokens."""
 
     @abstractmethod
     def put(
@@ -101,15 +101,15 @@ class Window(ABC):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "n B H L"] | None = None,
     ) -> None:
-        """Write the fresh tokens that stay into their slots."""
+        """Write the new tokens that stay in the window to their slots."""
 
     @abstractmethod
     def advance(self, position: Int[Tensor, "B L"], total: Int[Tensor, " B"]) -> None:
-        """Note the positions of what `put` wrote, once all layers have written."""
+        """Record the positions of tokens written by `put`, after all layers."""
 
     @abstractmethod
     def in_order(self, layer: int) -> InOrder:
-        """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
+        """Return a layer's keys, values and positions, oldest first; empty slots (-1) lead."""
 
     @abstractmethod
     def exchange(
@@ -120,56 +120,56 @@ class Window(ABC):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and give the one it pushes out (position -1: none).
+        """Write one new token per sequence and return the replaced one (position -1: none).
 
-        A sequence that brings none (position -1) keeps what it has. Work does not grow with the
-        window, and nothing waits for the device.
+        A sequence without a new token (position -1) is unchanged. The cost is independent of the
+        window size, and the host does not synchronize with the device.
         """
 
     @abstractmethod
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ..."""
+        """Reorder sequences to source[0], source[1], ..."""
 
     @abstractmethod
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
-        """Do the part of `select` that is not about `stores`."""
+        """Do the part of `select` outside `stores`."""
 
     @abstractmethod
     def join(self, other: "Window") -> None:
-        """Let another window's sequences come after these; it has none then.
+        """Append another window's sequences, which empties it.
 
         Raises:
-            ValueError: what `expect_join` refuses.
+            ValueError: as `expect_join`.
         """
 
     @abstractmethod
     def expect_join(self, other: "Window") -> None:
-        """Refuse a window that cannot join.
+        """Raise if a window cannot join.
 
         Raises:
-            ValueError: it is of another sort, size, shape or pool.
+            ValueError: its type, size, shape or pool differs.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Let all sequences go."""
+        """Remove all sequences."""
 
 
 class RingBuffer(Window):
-    """Rings of `size` tokens for all layers, sequences and KV heads.
+    """Ring buffers of `size` tokens for all layers, sequences and KV heads.
 
-    The token at position p of a sequence lies in slot p % size, the same for every layer and head,
-    so a decoding step overwrites one slot and the token that lay there leaves for the tiers.
+    The token at position p of a sequence is in slot p % size, for every layer and head, so a decode
+    step overwrites one slot, and the replaced token moves to the tiers.
     """
 
     def __init__(self, sequences: int, size: int, device: torch.device) -> None:
-        """Know that all slots are empty."""
+        """Start with empty slots."""
         self._size = size
         self._hold(torch.full((sequences, size), -1, dtype=torch.long, device=device))
 
     @property
     def size(self) -> int:
-        """W, tokens of each sequence."""
+        """W, tokens per sequence."""
         return self._size
 
     @property
@@ -178,15 +178,15 @@ class RingBuffer(Window):
         return self._position
 
     def _hold(self, position: Int[Tensor, "B W"]) -> None:
-        """Know whose tokens stand in the slots; a sequence's first ones are full."""
+        """Set the positions of the slots; a sequence fills its first slots first."""
         self._position = position
         self._filled = (position >= 0).sum(1).int()
 
     @abstractmethod
     def view(self, layers: slice) -> PagedTokens | DenseTokens:
-        """Give some layers as attention reads them, the heads of all side by side.
+        """Return layers for attention, with the heads of all layers concatenated.
 
-        Good until the next operation.
+        Valid until the next operation.
         """
 
     @property
@@ -195,17 +195,17 @@ class RingBuffer(Window):
         """D and Dv."""
 
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
-        """Which positions are among the newest `size` of `total` tokens."""
+        """Return which positions are among the newest `size` of `total` tokens."""
         return (position >= 0) & (position >= total[:, None] - self.size)
 
     def advance(self, position: Int[Tensor, "B L"], total: Int[Tensor, " B"]) -> None:
-        """Note the positions of what `put` wrote, once all layers have written."""
+        """Record the positions of tokens written by `put`, after all layers."""
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         spill = torch.cat([self.position, self.position.new_zeros(len(position), 1)], 1)
         self._hold(spill.scatter(1, slot, position)[:, : self.size].contiguous())
 
     def in_order(self, layer: int) -> InOrder:
-        """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
+        """Return a layer's keys, values and positions, oldest first; empty slots (-1) lead."""
         return oldest_first(self.keys(layer), self.values(layer), self.position)
 
 
@@ -223,15 +223,15 @@ def oldest_first(
 
 
 def expect_alike(mine: Window, other: Window) -> None:
-    """Refuse a window of another sort or size.
+    """Raise if a window's type or size differs.
 
     Raises:
-        ValueError: it is.
+        ValueError: the type or size differs, or both are the same window.
     """
     if type(mine) is not type(other) or mine is other:
         raise ValueError(
-            f"a {type(other).__name__} cannot join a {type(mine).__name__}; both must be of one "
-            "sort, and two"
+            f"a {type(other).__name__} cannot join a {type(mine).__name__}; both must be different "
+            "windows of the same type"
         )
     if mine.size != other.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The raw window: the newest tokens of each sequence, in the model's dtype, as a ring."""
+"""The raw window: the newest tokens of each sequence, in the model's dtype, in a ring buffer."""
 
 import torch
 from jaxtyping import Float, Int
@@ -11,12 +11,12 @@ from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 
 class RawWindow(RingBuffer):
-    """Rings in memory of their own; slots without a token are zeros."""
+    """Ring buffers in separate memory; empty slots are zeros."""
 
     def __init__(
         self, shape: CacheShape, sequences: int, size: int, device: torch.device, scores: bool
     ) -> None:
-        """Make empty rings; `scores` says whether each token carries a float32 score."""
+        """Create empty ring buffers; `scores`: whether each token has a float32 score."""
         super().__init__(sequences, size, device)
         lead = (shape.layers, sequences, shape.kv_heads, size)
         self.key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)
@@ -25,7 +25,7 @@ class RawWindow(RingBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the window."""
         held = [self.key, self.value, self.position]
         if self.score is not None:
             held.append(self.score)
@@ -38,42 +38,42 @@ class RawWindow(RingBuffer):
 
     @property
     def has_scores(self) -> bool:
-        """Whether each token carries a score."""
+        """Whether each token has a score."""
         return self.score is not None
 
     @property
     def stores(self) -> tuple[TokenStore, ...]:
-        """Nothing lies in pages."""
+        """Empty: slots are not in pages."""
         return ()
 
     def view(self, layers: slice) -> DenseTokens:
-        """Give some layers as attention reads them, the heads of all side by side."""
+        """Return layers for attention, with the heads of all layers concatenated."""
         key, value = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.key, self.value))
         return DenseTokens(key, value, self.position, full=False)
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
-        """Keys of some layers, by slot."""
+        """Return the keys of layers, by slot."""
         return self.key[layers]
 
     def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
-        """Values of some layers, by slot."""
+        """Return the values of layers, by slot."""
         return self.value[layers]
 
     def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
-        """Scores of some layers, by slot.
+        """Return the scores of layers, by slot.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         if self.score is None:
-            raise ValueError("tokens of this window carry no scores; make it with scores=True")
+            raise ValueError("tokens of this window have no scores; create it with scores=True")
         return self.score[layers]
 
     def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
-        """Give the tokens of some layers new scores.
+        """Set the scores of layers' tokens.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         self.scores_of(layers).copy_(score)
 
@@ -86,7 +86,7 @@ class RawWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "n B H L"] | None = None,
     ) -> None:
-        """Write the fresh tokens that stay into their slots."""
+        """Write the new tokens that stay in the window to their slots."""
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         _write(self.key[layers], key, slot)
         _write(self.value[layers], value, slot)
@@ -101,7 +101,7 @@ class RawWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and return the evicted one, as `Window.exchange`."""
+        """Write one new token per sequence and return the replaced one, as `Window.exchange`."""
         real = position >= 0
         slot = position[:, 0].clamp(min=0) % self.size
         row = torch.arange(len(slot), device=slot.device)
@@ -127,26 +127,26 @@ class RawWindow(RingBuffer):
         )
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ..."""
+        """Reorder sequences to source[0], source[1], ..."""
         self.reorder(source)
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
-        """Do what `select` does: all of it is here."""
+        """Do all of `select`, as there are no stores."""
         self.key, self.value = self.key[:, source], self.value[:, source]
         self._hold(self.position[source])
         if self.score is not None:
             self.score = self.score[:, source]
 
     def join(self, other: Window) -> None:
-        """Let another window's sequences come after these; it has none then.
+        """Append another window's sequences, which empties it.
 
         Both windows are copied.
 
         Raises:
-            ValueError: it is of another sort, size or shape; nothing has changed.
+            ValueError: its type, size or shape differs; nothing has changed.
         """
         self.expect_join(other)
-        assert isinstance(other, RawWindow)  # it was refused otherwise
+        assert isinstance(other, RawWindow)  # checked by expect_join
         self.key = torch.cat((self.key, other.key), 1)
         self.value = torch.cat((self.value, other.value), 1)
         self._hold(torch.cat((self.position, other.position)))
@@ -155,19 +155,19 @@ class RawWindow(RingBuffer):
         other.release()
 
     def expect_join(self, other: Window) -> None:
-        """Refuse what `join` refuses.
+        """Raise if `join` would.
 
         Raises:
-            ValueError: it is of another sort, size or shape.
+            ValueError: its type, size or shape differs.
         """
         expect_alike(self, other)
-        assert isinstance(other, RawWindow)  # it was refused otherwise
+        assert isinstance(other, RawWindow)  # checked by expect_join
         mine, theirs = self._sort, other._sort
         if mine != theirs:
             raise ValueError(f"a window of {theirs} cannot join one of {mine}; make both the same")
 
     def release(self) -> None:
-        """Let all sequences go."""
+        """Remove all sequences."""
         self.reorder(torch.zeros(0, dtype=torch.long, device=self.position.device))
 
     @property
@@ -186,7 +186,7 @@ def _write(
     fresh: Tensor,  # n B H L D
     slot: Int[Tensor, "B L"],
 ) -> None:
-    """Scatter along the ring; slot W is thrown away."""
+    """Scatter along the ring buffer; slot W is discarded."""
     n, b, h, width, dim = ring.shape
     spill = torch.cat([ring, ring.new_zeros(n, b, h, 1, dim)], 3)
     index = slot[None, :, None, :, None].expand(n, b, h, slot.shape[1], dim)

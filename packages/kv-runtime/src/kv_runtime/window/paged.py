@@ -1,4 +1,4 @@
-"""The raw window in pages of the pool, so that all that a sequence holds is there."""
+"""The raw window in pages of the pool, so that the pool holds all of a sequence."""
 
 from dataclasses import replace
 from typing import Final
@@ -28,21 +28,21 @@ _VALUES: Final[VectorNames] = frozenset({"values"})
 
 
 class PagedWindow(RingBuffer):
-    """A `RawWindow` whose slots lie in pages, as raw tokens.
+    """A `RawWindow` with slots in pages, as raw tokens.
 
-    A sequence takes ceil(size / tokens a page) pages per layer and head when it begins, and gives
-    them back when it leaves; between that, nothing here asks the pool for anything. Empty slots are
-    zeros. Only positions, tables and lengths lie outside the pool.
+    A sequence allocates ceil(size / tokens per page) pages per layer and head when it starts, and
+    frees them when it ends; there are no allocations in between. Empty slots are zeros. Only
+    positions, page tables and lengths are outside the pool.
     """
 
     def __init__(
         self, pool: PagePool, shape: CacheShape, sequences: int, size: int, scores: bool
     ) -> None:
-        """Make empty rings; `scores` says whether each token carries a float32 score.
+        """Create empty ring buffers; `scores`: whether each token has a float32 score.
 
         Raises:
-            kv_paging.PoolExhausted: the pool has too few pages and may not grow.
-            ValueError: not even one raw token fits a page.
+            kv_paging.PoolExhausted: the pool has too few pages and cannot grow.
+            ValueError: a page is smaller than one raw token.
         """
         super().__init__(sequences, size, pool.device)
         self._shape = shape
@@ -61,7 +61,7 @@ class PagedWindow(RingBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held outside the pool."""
+        """Bytes outside the pool."""
         return self.position.numel() * self.position.itemsize + self._store.table_bytes
 
     @property
@@ -71,50 +71,50 @@ class PagedWindow(RingBuffer):
 
     @property
     def has_scores(self) -> bool:
-        """Whether each token carries a score."""
+        """Whether each token has a score."""
         return self._store.layout.scores
 
     @property
     def stores(self) -> tuple[TokenStore, ...]:
-        """Where slots lie; every table row has `size` of them."""
+        """The store of the slots; every head has `size` of them."""
         return (self._store,)
 
     def view(self, layers: slice) -> PagedTokens:
-        """Give some layers as attention reads them, the heads of all side by side.
+        """Return layers for attention, with the heads of all layers concatenated.
 
-        Good until the next operation.
+        Valid until the next operation.
         """
         every = self._store.view_layers(layers)
         return replace(every, length=self._filled[:, None].expand_as(every.length))
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
-        """Keys of some layers, by slot."""
+        """Return the keys of layers, by slot."""
         key = self._read(layers, _KEYS).key
-        assert key is not None  # it was asked for
+        assert key is not None  # requested above
         return self._grid(layers, key, self.dims[0])
 
     def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
-        """Values of some layers, by slot."""
+        """Return the values of layers, by slot."""
         value = self._read(layers, _VALUES).value
-        assert value is not None  # it was asked for
+        assert value is not None  # requested above
         return self._grid(layers, value, self.dims[1])
 
     def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
-        """Scores of some layers, by slot.
+        """Return the scores of layers, by slot.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         score = self._read(layers, NONE).score
         if score is None:
-            raise ValueError("tokens of this window carry no scores; make it with scores=True")
+            raise ValueError("tokens of this window have no scores; create it with scores=True")
         return self._grid(layers, score[..., None], 1)[..., 0]
 
     def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
-        """Give the tokens of some layers new scores.
+        """Set the scores of layers' tokens.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         self._store.set_layers_scores(layers, score.flatten(0, 2))
 
@@ -127,13 +127,13 @@ class PagedWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "n B H L"] | None = None,
     ) -> None:
-        """Write the fresh tokens that stay into their slots; no more than those are moved."""
+        """Write the new tokens that stay in the window to their slots; only those are moved."""
         stays = self.stays(position, total)
-        # As many columns as can stay, those that do first.
+        # At most `size` columns, with those that stay first.
         column = stays.long().argsort(dim=1, descending=True, stable=True)[:, : self.size]
 
         def each(x: Tensor) -> Tensor:
-            """[n, B, H, L, ...] as a row per table row, over those columns."""
+            """Convert [n, B, H, L, ...] to one row per head, over those columns."""
             at = column[None, :, None].expand(*x.shape[:3], -1)
             at = at[..., None].expand(*at.shape, x.shape[4]) if x.ndim == 5 else at
             return x.gather(3, at).flatten(0, 2)
@@ -155,13 +155,13 @@ class PagedWindow(RingBuffer):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and return the evicted one, as `Window.exchange`."""
+        """Write one new token per sequence and return the replaced one, as `Window.exchange`."""
         real, slot = position >= 0, position.clamp(min=0) % self.size
         every = slice(None)
         out = read_slots(
             self._store, self._store.table_rows(), self._by_table_row(every, slot), BOTH
         )
-        assert out.key is not None  # both were asked for
+        assert out.key is not None  # both were requested
         assert out.value is not None
         left = self.position.gather(1, slot).masked_fill(~real, -1)
         fresh = [None if x is None else x.flatten(0, 2) for x in (key, value, score)]
@@ -177,42 +177,42 @@ class PagedWindow(RingBuffer):
         )
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ...
+        """Reorder sequences to source[0], source[1], ...
 
         Raises:
-            kv_paging.PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
+            kv_paging.PoolExhausted: too few pages for the copies, after freeing dropped sequences.
+            ValueError: a sequence does not exist, or `source` is empty.
         """
         self._store.select(source)
         self.reorder(source)
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
-        """Do the part of `select` that is not about `stores`."""
+        """Do the part of `select` outside `stores`."""
         self._hold(self.position[source])
 
     def join(self, other: Window) -> None:
-        """Let another window's sequences come after these, pages and all; it has none then.
+        """Append another window's sequences with their pages, which empties it.
 
         Raises:
-            ValueError: it is of another sort, size, shape or pool; nothing has changed.
+            ValueError: its type, size, shape or pool differs; nothing has changed.
         """
         self.expect_join(other)
-        assert isinstance(other, PagedWindow)  # it was refused otherwise
+        assert isinstance(other, PagedWindow)  # checked by expect_join
         join_all(self.stores, other.stores)
         self._hold(torch.cat((self.position, other.position)))
         other._hold(other.position[:0])
 
     def expect_join(self, other: Window) -> None:
-        """Refuse what `join` refuses.
+        """Raise if `join` would.
 
         Raises:
-            ValueError: it is of another sort, size, shape or pool.
+            ValueError: its type, size, shape or pool differs.
         """
         expect_alike(self, other)
         expect_joined(self.stores, other.stores)
 
     def release(self) -> None:
-        """Let all sequences go, with all pages."""
+        """Remove all sequences and free their pages."""
         release_all(self.stores)
         self._hold(self.position[:0])
 
@@ -230,7 +230,7 @@ class PagedWindow(RingBuffer):
         return rows.view(*lead, self.size, dim)
 
     def _by_table_row(self, layers: slice, x: Tensor) -> Tensor:
-        """[B, L] as a row per table row."""
+        """Expand [B, L] to one row per head."""
         lead = self._count(layers), -1, self._shape.kv_heads, -1
         return x[None, :, None].expand(*lead).flatten(0, 2)
 

@@ -1,4 +1,4 @@
-"""The raw window of heads whose vectors differ in length."""
+"""The raw window of heads with different vector lengths."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,25 +14,25 @@ from kv_runtime.window.base import InOrder, Left, RingBuffer, Window, expect_ali
 
 
 class RaggedWindow(Window):
-    """Rings for each kind of heads; vectors come and go padded with zeros to the longest.
+    """Ring buffers per kind of head; inputs and outputs are zero-padded to the longest vector.
 
-    Every slot holds what its head's kind takes and no more.
+    Each slot stores only the dimensions of its head's kind.
     """
 
     def __init__(self, kinds: RankGroups, members: Sequence[RingBuffer]) -> None:
-        """Join the rings of all kinds, each of a layer per cell and a single head."""
+        """Combine the ring buffers of all kinds, each with one cell per layer and a single head."""
         self._kinds = kinds
         self.members = tuple(members)
         self._dims = max(m.dims[0] for m in members), max(m.dims[1] for m in members)
 
     @property
     def size(self) -> int:
-        """W, tokens of each sequence."""
+        """W, tokens per sequence."""
         return self.members[0].size
 
     @property
     def nbytes(self) -> int:
-        """Bytes held outside the pool."""
+        """Bytes outside the pool."""
         return sum(member.nbytes for member in self.members)
 
     @property
@@ -42,39 +42,39 @@ class RaggedWindow(Window):
 
     @property
     def has_scores(self) -> bool:
-        """Whether each token carries a score."""
+        """Whether each token has a score."""
         return self.members[0].has_scores
 
     @property
     def stores(self) -> tuple[TokenStore, ...]:
-        """Where slots lie in pages of a pool; none where members have memory of their own."""
+        """The stores of the slots; empty if members have separate memory."""
         return tuple(store for member in self.members for store in member.stores)
 
     def stays(self, position: Int[Tensor, "B S"], total: Int[Tensor, " B"]) -> Bool[Tensor, "B S"]:
-        """Which positions are among the newest `size` of `total` tokens."""
+        """Return which positions are among the newest `size` of `total` tokens."""
         return self.members[0].stays(position, total)
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
-        """Keys of some layers, by slot."""
+        """Return the keys of layers, by slot."""
         return self._each(layers, lambda rings, cells: rings.keys_of(cells), self._dims[0])
 
     def values_of(self, layers: slice) -> Float[Tensor, "n B H W Dv"]:
-        """Values of some layers, by slot."""
+        """Return the values of layers, by slot."""
         return self._each(layers, lambda rings, cells: rings.values_of(cells), self._dims[1])
 
     def scores_of(self, layers: slice) -> Float[Tensor, "n B H W"]:
-        """Scores of some layers, by slot.
+        """Return the scores of layers, by slot.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         return self._each(layers, lambda rings, cells: rings.scores_of(cells)[..., None], 1)[..., 0]
 
     def set_scores_of(self, layers: slice, score: Float[Tensor, "n B H W"]) -> None:
-        """Give the tokens of some layers new scores.
+        """Set the scores of layers' tokens.
 
         Raises:
-            ValueError: tokens carry none.
+            ValueError: tokens have no scores.
         """
         for layer, mine in zip(self._kinds.layers(layers), score, strict=True):
             for kind, member in enumerate(self.members):
@@ -83,7 +83,7 @@ class RaggedWindow(Window):
                     member.set_scores_of(span, mine[:, heads].transpose(0, 1)[:, :, None])
 
     def view_kind(self, kind: int, layer: int) -> PagedTokens | DenseTokens:
-        """Give a layer's heads of one kind as attention reads them."""
+        """Return a layer's heads of one kind for attention."""
         return self.members[kind].view(self._kinds.span(kind, layer))
 
     def put(
@@ -95,7 +95,7 @@ class RaggedWindow(Window):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "1 B H L"] | None = None,
     ) -> None:
-        """Write a layer's fresh tokens that stay into their slots."""
+        """Write a layer's new tokens that stay in the window to their slots."""
         for kind, member in enumerate(self.members):
             heads, span = (
                 self._kinds.heads(kind, layers.start),
@@ -112,12 +112,12 @@ class RaggedWindow(Window):
                 )
 
     def advance(self, position: Int[Tensor, "B L"], total: Int[Tensor, " B"]) -> None:
-        """Note the positions of what `put` wrote, once all layers have written."""
+        """Record the positions of tokens written by `put`, after all layers."""
         for member in self.members:
             member.advance(position, total)
 
     def in_order(self, layer: int) -> InOrder:
-        """One layer's keys, values and positions, oldest first; empty slots (-1) lead."""
+        """Return a layer's keys, values and positions, oldest first; empty slots (-1) lead."""
         return oldest_first(self.keys(layer), self.values(layer), self.position)
 
     def exchange(
@@ -128,7 +128,7 @@ class RaggedWindow(Window):
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
     ) -> Left:
-        """Put one fresh token per sequence and give the one it pushes out, as `RawWindow` does."""
+        """Write one new token per sequence and return the replaced one, as `RawWindow` does."""
         out = torch.zeros_like(key), torch.zeros_like(value)
         out_score = None if score is None else torch.zeros_like(score)
         left = position
@@ -150,47 +150,47 @@ class RaggedWindow(Window):
         return *out, left, out_score
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Sequences become source[0], source[1], ...
+        """Reorder sequences to source[0], source[1], ...
 
         Raises:
-            kv_paging.PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
+            kv_paging.PoolExhausted: too few pages for the copies, after freeing dropped sequences.
+            ValueError: a sequence does not exist, or `source` is empty.
         """
         if self.stores:
             select_all(self.stores, source)
         self.reorder(source)
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
-        """Do the part of `select` that is not about `stores`."""
+        """Do the part of `select` outside `stores`."""
         for member in self.members:
             member.reorder(source)
 
     def join(self, other: Window) -> None:
-        """Let another window's sequences come after these; it has none then.
+        """Append another window's sequences, which empties it.
 
         Raises:
-            ValueError: it is of another sort, size, shape or pool; nothing has changed.
+            ValueError: its type, size, shape or pool differs; nothing has changed.
         """
         self.expect_join(other)
-        assert isinstance(other, RaggedWindow)  # it was refused otherwise
+        assert isinstance(other, RaggedWindow)  # checked by expect_join
         for mine, theirs in zip(self.members, other.members, strict=True):
             mine.join(theirs)
 
     def expect_join(self, other: Window) -> None:
-        """Refuse what `join` refuses.
+        """Raise if `join` would.
 
         Raises:
-            ValueError: it is of another sort, size, shape or pool.
+            ValueError: its type, size, shape or pool differs.
         """
         expect_alike(self, other)
-        assert isinstance(other, RaggedWindow)  # it was refused otherwise
+        assert isinstance(other, RaggedWindow)  # checked by expect_join
         if self._kinds.heads_of != other._kinds.heads_of:
-            raise ValueError("the windows are of heads of different kinds; both need the same")
+            raise ValueError("the windows have different kinds of heads; both need the same")
         for mine, theirs in zip(self.members, other.members, strict=True):
             mine.expect_join(theirs)
 
     def release(self) -> None:
-        """Let all sequences go."""
+        """Remove all sequences."""
         for member in self.members:
             member.release()
 
@@ -200,7 +200,7 @@ class RaggedWindow(Window):
         return torch.stack([self._layer(i, read, dim) for i in self._kinds.layers(layers)])
 
     def _layer(self, layer: int, read: Callable[[RingBuffer, slice], Tensor], dim: int) -> Tensor:
-        """A layer's vectors of all kinds side by side; `read` gives [cells, B, 1, W, d]."""
+        """Concatenate a layer's vectors of all kinds; `read` returns [cells, B, 1, W, d]."""
         whole: Tensor | None = None
         for kind, member in enumerate(self.members):
             heads, span = self._kinds.heads(kind, layer), self._kinds.span(kind, layer)

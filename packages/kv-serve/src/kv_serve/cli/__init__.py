@@ -1,4 +1,4 @@
-"""The command line `kv-serve`: its own commands, and those that other packages bring."""
+"""The command line `kv-serve`: its own commands and those of other packages."""
 
 from typing import Annotated
 
@@ -35,13 +35,13 @@ def _version(wanted: bool) -> bool:
 @app.callback()
 def _start(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Run language models on compressed KV caches, and measure what that costs and saves."""
+    """Run language models on compressed KV caches, and measure the cost and the savings."""
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command named by the arguments."""
     with ending_quietly():
         app()

@@ -1,4 +1,4 @@
-"""`kv-serve doctor`: what is installed, whether it works, and what to do where it does not."""
+"""`kv-serve doctor`: report what is installed, whether it works, and how to fix it."""
 
 import sys
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ BROKEN = 1
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
 ) -> None:
-    """Say what is installed, which backend attends, and what to do about what does not work.
+    """Report what is installed, which attention backend is used, and how to fix what is broken.
 
-    Leaves with status 1 if something that is installed does not work, and 0 otherwise.
+    Exits with status 1 if an installed part does not work, and 0 otherwise.
     """
     from kv_serve.doctor import diagnose
 
-    with err().status("trying what is installed"):
+    with err().status("testing the installation"):
         found = diagnose()
     if as_json:
         import msgspec
@@ -66,7 +66,7 @@ def _rows(found: "Diagnosis") -> Iterator[tuple[str, str]]:
     yield from ((name, "not installed") for name in ("triton", "vllm") if name not in there)
     if found.vllm is not None:
         vllm = found.vllm
-        serves = "serves policies" if vllm.served else "is not a version that serves policies"
+        serves = "supports policies" if vllm.served else "does not support policies"
         finds = "finds kv-serve" if vllm.plugin else "does not find kv-serve"
         yield "serving", f"vLLM {vllm.version} {serves}; it {finds}"
     for device in found.devices:

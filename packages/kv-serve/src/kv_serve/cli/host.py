@@ -1,4 +1,4 @@
-"""vLLM as what a command runs a model in."""
+"""The check that vLLM is installed, for commands that run a model in it."""
 
 import shlex
 from collections.abc import Sequence
@@ -7,24 +7,24 @@ from kv_transformers.cli.console import refuse
 
 
 def expect_vllm(*, policies: bool = True, served: Sequence[str] = ()) -> None:
-    """Refuse where no vLLM is installed, or, if there are to be policies, one that has none.
+    """Exit with an error if vLLM is not installed or, with policies, its version is unsupported.
 
     Args:
         policies: whether a policy is to be served.
-        served: arguments of `kv-serve serve`, if that is what was called.
+        served: arguments of `kv-serve serve`, if that command was called.
     """
     from kv_serve.vllm import versions
 
     found = versions.installed()
     if found is None:
         refuse(
-            "vLLM is not installed here, and it is what serves: install kv-serve into the "
-            f"environment of one, {versions.SERVED}{_from_checkout(served)}"
+            "vLLM is not installed; install kv-serve into the environment of a "
+            f"supported one, {versions.SERVED}{_from_checkout(served)}"
         )
     if policies and not versions.is_served(found):
         refuse(
-            f"policies are served in {versions.SERVED}, and this is vLLM {found}; install one of "
-            "those, or go without a policy"
+            f"policies need {versions.SERVED}, but vLLM {found} is installed; install one of "
+            "those, or omit the policy"
         )
 
 
@@ -36,4 +36,4 @@ def _from_checkout(served: Sequence[str]) -> str:
         return ""
     root = shlex.quote(str(folder.parent.parent))
     command = f"cd {root} && python -m nox -s serve -- {shlex.join(served)}"
-    return f"; on a CPU, `{command}` makes such an environment and serves"
+    return f"; on a CPU, `{command}` creates such an environment and starts the server"

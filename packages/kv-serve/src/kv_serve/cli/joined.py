@@ -1,6 +1,6 @@
 """Commands of other packages, found by the entry-point group `kv_serve.commands`.
 
-An entry names a function that typer can run, or a `typer.Typer` with commands of its own.
+An entry point names a function for typer, or a `typer.Typer` with commands of its own.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import typer
 from kv_transformers.cli.console import refuse, refusing
 
 GROUP: Final = "kv_serve.commands"
-PACKAGES: Final = {  # commands of ours, and the package that brings each
+PACKAGES: Final = {  # our commands and the package of each
     "calibrate": "kv-eval",
     "demo": "kv-eval",
     "eval": "kv-eval",
@@ -25,13 +25,13 @@ ANY: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def join(app: typer.Typer) -> None:
-    """Add the commands of installed packages; one that cannot run says why, and what to do."""
+    """Add the commands of installed packages; a broken one reports the reason and the remedy."""
     own = {command.name for command in app.registered_commands}
     found: dict[str, dict[str, EntryPoint]] = {name: {} for name in PACKAGES}
-    for entry in entry_points(group=GROUP):  # one that is found twice counts once
+    for entry in entry_points(group=GROUP):  # duplicates count once
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
     for name in sorted(found):
-        if name not in own:  # a command of kv-serve itself cannot be replaced
+        if name not in own:  # commands of kv-serve itself cannot be replaced
             _add(app, name, tuple(found[name].values()))
 
 
@@ -45,7 +45,7 @@ def _add(app: typer.Typer, name: str, entries: tuple[EntryPoint, ...]) -> None:
         return
     try:
         command = entries[0].load()
-    except (Exception, SystemExit):  # somebody else's package may fail in any way
+    except (Exception, SystemExit):  # a third-party package may fail in any way
         _stand_in(app, name, "Cannot be imported.", broken)
         return
     if isinstance(command, typer.Typer):
@@ -55,7 +55,7 @@ def _add(app: typer.Typer, name: str, entries: tuple[EntryPoint, ...]) -> None:
 
 
 def _stand_in(app: typer.Typer, name: str, help: str, refusal: Callable[[], None]) -> None:
-    """Add a command that takes any arguments and refuses."""
+    """Add a command that accepts any arguments and exits with an error."""
 
     def command() -> None:
         refusal()
@@ -64,7 +64,7 @@ def _stand_in(app: typer.Typer, name: str, help: str, refusal: Callable[[], None
 
 
 def _missing(name: str) -> None:
-    """Say which package brings a command, and how to install it."""
+    """Exit with the name of the command's package and how to install it."""
     from kv_policy.installing import install_command
 
     package = PACKAGES[name]
@@ -75,9 +75,9 @@ def _missing(name: str) -> None:
 
 
 def _broken(name: str, entries: tuple[EntryPoint, ...]) -> None:
-    """Say why a command that is installed cannot be used, and what to do."""
+    """Exit with the reason why an installed command cannot be used, and the remedy."""
     from kv_policy.registry import imported
 
     with refusing(ValueError):
         imported(f"the command {name!r}", entries)
-    refuse(f"the command {name!r} could not be imported, and can now; run it again")
+    refuse(f"the command {name!r} could not be imported before but can be now; run it again")

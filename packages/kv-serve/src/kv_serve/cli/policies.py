@@ -1,4 +1,4 @@
-"""`kv-serve policies`: what is installed, and what each policy can be told."""
+"""`kv-serve policies`: list the installed policies and their parameters."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def policies(
     name: Annotated[
         str | None,
-        typer.Argument(help="A policy whose parameters to list; without it, all policies."),
+        typer.Argument(help="List the parameters of this policy; by default, list all policies."),
     ] = None,
 ) -> None:
     """List the installed policies, or the parameters of one.
@@ -43,7 +43,7 @@ def _line(registry: "Registry", name: str) -> tuple[str, str]:
     from kv_policy import BrokenPolicyError
 
     package = ", ".join(_package(entry) for entry in registry.claims[name])
-    # A broken package of somebody else must not hide the others.
+    # A broken third-party package must not hide the others.
     try:
         part = registry.load(name)
     except BrokenPolicyError as error:

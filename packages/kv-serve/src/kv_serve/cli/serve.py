@@ -1,4 +1,4 @@
-"""`kv-serve serve`: vLLM's server, under a policy."""
+"""`kv-serve serve`: vLLM's server with a policy."""
 
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -15,11 +15,11 @@ CONTEXT: Final = {"ignore_unknown_options": True, "allow_interspersed_args": Tru
 USAGE: Final = """\
 usage: kv-serve serve MODEL [--policy POLICY] [options of vllm serve]
 
-Serve a model by vLLM, with OpenAI's interface, from a compressed cache.
+Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache.
 
   MODEL            a name on the model hub, a local folder, a .gguf file, or package:NAME for a
                    GGUF file in an installed package
-  --policy POLICY  how the cache is compressed, for example k8v4; without it vLLM is as it is.
+  --policy POLICY  how the cache is compressed, for example k8v4; without it vLLM runs unmodified.
                    See `kv-serve policies`
 
 Everything else is an option of `vllm serve`, whose own help follows; --help=all lists them all.
@@ -30,7 +30,7 @@ def serve(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL")] = None,
     policy: Annotated[str | None, typer.Option("--policy")] = None,
 ) -> None:
-    """Serve a model by vLLM, with OpenAI's interface, from a compressed cache."""
+    """Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache."""
     given = ["--help" if each == "-h" else each for each in arguments or ()]
     wants_help = any(each.split("=")[0] == "--help" for each in given)
     if "--help" in given:
@@ -64,7 +64,7 @@ def _expect_policy(text: str, model: str | None) -> None:
 
 
 def _folder(model: str) -> str:
-    """Give what vLLM is to load; it fetches what is on a hub or in a store by itself."""
+    """Return the path or name for vLLM to load; vLLM itself downloads from a hub or a store."""
     from kv_transformers.models import ModelError, model_folder, resolve_model
 
     if "://" in model:
@@ -79,5 +79,5 @@ def _options(given: list[str]) -> "Namespace":
     try:
         from kv_serve.vllm.server import read
     except ImportError as error:
-        refuse(f"vLLM cannot be imported: {error}; `kv-serve doctor` says more")
+        refuse(f"vLLM cannot be imported: {error}; run `kv-serve doctor` for details")
     return read(given)

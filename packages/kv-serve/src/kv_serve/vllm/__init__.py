@@ -1,1 +1,1 @@
-"""Compressed pages inside a stock vLLM, which imports this through an entry point."""
+"""Compressed KV caches in an unmodified vLLM, which loads this as a plugin."""

@@ -1,7 +1,7 @@
-"""Where vLLM 0.30, 0.31 and 0.32 differ, and whether the vLLM here is as we know it.
+"""Check that the installed vLLM has the interfaces of 0.30, 0.31 or 0.32 that kv-serve uses.
 
-What we use is the same in all three, but for the few lines under `DIFFERENT`, and our classes take
-both forms of those. So one set of classes serves all, and this module holds what is known of vLLM.
+These interfaces are equal in all three, except for the lines in `DIFFERENT`, and our classes accept
+both forms of those. So one set of classes supports all versions.
 """
 
 import functools
@@ -20,7 +20,7 @@ _METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _SPEC: Final = "vllm.v1.kv_cache_interface"
 _REGISTRY: Final = "vllm.v1.kv_cache_spec_registry"
 
-# vLLM calls these on our classes, so what it gives must be exactly this.
+# vLLM calls these on our classes, so the parameters must be exactly these.
 OVERRIDDEN: Final = (
     f"{_ATTENTION}:AttentionBackend.customize_spec(spec)",
     f"{_ATTENTION}:AttentionBackend.get_name()",
@@ -80,7 +80,7 @@ OVERRIDDEN: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate(other)",
 )
 
-# The same, where the versions differ: by the first minor version that calls it so.
+# The same where the versions differ, by the first minor version with this form.
 DIFFERENT: Final = {
     (0, 30): (
         f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
@@ -96,7 +96,7 @@ DIFFERENT: Final = {
     ),
 }
 
-# We call these, and give them this; what else they take must have a default.
+# We call these with these arguments; any other parameter must have a default.
 CALLED: Final = (
     "vllm.v1.engine.input_processor:InputProcessor.__init__(vllm_config)",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs(request_id, prompt, params, "
@@ -118,26 +118,26 @@ CALLED: Final = (
 
 
 def check_vllm() -> None:
-    """Refuse a vLLM that is not as we know it, before a part of ours runs in it.
+    """Raise if the installed vLLM is not supported, before our implementation is imported.
 
     Raises:
-        UnservableError: its version is not served, or something that we go by is different.
+        UnservableError: its version is not supported, or an interface differs.
     """
-    # config imports little of vLLM, and nothing that this looks at
+    # config imports little of vLLM, and nothing that this checks
     from kv_serve.vllm.config import UnservableError, check_version
 
     found = installed() or "unknown"
     check_version(found)
     if differ := differences(found):
         raise UnservableError(
-            f"this vLLM {found} is not as kv-serve knows {SERVED}: {'; '.join(differ)}. Install "
-            "one that nobody has changed, or remove kv_policy from additional_config"
+            f"this vLLM {found} differs from the supported {SERVED}: {'; '.join(differ)}. Install "
+            "an unmodified one, or remove kv_policy from additional_config"
         )
 
 
 @functools.cache
 def differences(version: str) -> tuple[str, ...]:
-    """List, as clauses, in what the vLLM that is installed differs from one of this version."""
+    """List, as clauses, how the installed vLLM differs from the known one of this version."""
     known = minor(version) or (0, 0)
     forms = [each for since, each in DIFFERENT.items() if since <= known][-1:]
     exact = (*OVERRIDDEN, *(line for each in forms for line in each))
@@ -157,7 +157,7 @@ def _differs(line: str, *, exact: bool) -> Iterator[str]:
         return
     if not wanted:
         if not isinstance(found, property | functools.cached_property):
-            yield f"{path} is no property"
+            yield f"{path} is not a property"
         return
     names = wanted.removesuffix(")").split(", ") if wanted != ")" else []
     parameters = _parameters(found)
@@ -173,7 +173,7 @@ def _module(name: str) -> object:
 
 
 def _parameters(found: object) -> list[inspect.Parameter]:
-    """Give the parameters of a function, without the one that names its class or instance."""
+    """Return the parameters of a function, without `self` or `cls`."""
     plain = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     assert callable(plain)
     parameters = list(inspect.signature(plain).parameters.values())
@@ -182,7 +182,7 @@ def _parameters(found: object) -> list[inspect.Parameter]:
 
 
 def configure_logging(arguments: Namespace) -> None:
-    """Let vLLM's own options for logs act; 0.30 has none."""
+    """Apply vLLM's logging options; 0.30 has none."""
     if (minor(installed() or "") or (0, 0)) >= (0, 31):
         from vllm.logger import configure_logging_from_args
 

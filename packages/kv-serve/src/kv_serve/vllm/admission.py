@@ -1,9 +1,8 @@
-"""What vLLM refuses for us, in the process that is given a configuration or a request.
+"""Checks of configurations and requests inside vLLM's `InputProcessor`.
 
-vLLM makes an `InputProcessor` of a configuration before it starts an engine, and takes every
-request through it: of its servers, whatever the route, of a file of requests, and of `LLM`. It
-offers no hook there, so two of its methods are extended. By then a request is what vLLM has parsed,
-however it was written.
+vLLM creates an `InputProcessor` from a configuration before it starts an engine, and passes every
+request through it: from its servers on any route, from batch files and from `LLM`. It has no hook
+there, so two of its methods are patched. At that point vLLM has parsed the request.
 """
 
 import functools
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def watch() -> None:
-    """Let vLLM's `InputProcessor` check what is meant for kv-serve; any number of times."""
+    """Patch vLLM's `InputProcessor` with the checks of kv-serve; may be called repeatedly."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     if InputProcessor.process_inputs.__module__ == __name__:
@@ -42,10 +41,10 @@ def watch() -> None:
 
 
 def check_configuration(config: "VllmConfig") -> None:
-    """Refuse a configuration whose policy cannot be served; one without is left alone.
+    """Raise if the policy of a configuration cannot be served; without a policy, do nothing.
 
     Raises:
-        ValueError: the sentence says what is wrong.
+        ValueError: the message gives the reason.
     """
     from kv_serve.vllm.config import check_settings, served_policy
 
@@ -57,15 +56,15 @@ def check_configuration(config: "VllmConfig") -> None:
 def check_request(
     config: "VllmConfig", params: "SamplingParams | PoolingParams", *, goes_on: bool
 ) -> None:
-    """Refuse a request that the engine's policy cannot go by; without a policy nothing is done.
+    """Raise if a request is invalid for the engine's policy; without a policy, do nothing.
 
     Args:
         config: the engine's.
-        params: what the request asks for.
-        goes_on: whether more of its prompt comes after its answer.
+        params: the request's parameters.
+        goes_on: whether the request is resumable, that is, more prompt tokens follow its answer.
 
     Raises:
-        VLLMValidationError: vLLM's own, so its servers answer with status 400, and the sentence.
+        VLLMValidationError: vLLM's own, so its servers answer with status 400 and the message.
     """
     text = _policy_of(config)
     if text is None:
@@ -85,8 +84,8 @@ def check_request(
         raise VLLMValidationError(str(error)) from error
     if goes_on:
         raise VLLMValidationError(
-            f"a {names.KEY} needs the whole prompt in one request, and this one is streaming "
-            "input; send each turn as a request of its own"
+            f"a {names.KEY} needs the whole prompt in one request, but this one streams its "
+            "input; send each turn as a separate request"
         )
 
 

@@ -1,4 +1,4 @@
-"""The connector by which workers tell the scheduler of pages, in a configuration that has none."""
+"""Attach the connector that reports pages to the scheduler, if none is configured."""
 
 from typing import Final
 
@@ -6,19 +6,19 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 MODULE: Final = "kv_serve.vllm.connector"
 CLASS: Final = "PagesConnector"
-ATTACHED: Final = "attached"  # among the connector's own options: no other process knows of it
+ATTACHED: Final = "attached"  # in the connector's extra config; other processes do not see it
 
 
 def connector() -> KVTransferConfig:
-    """Give what names our connector, for a configuration that all of vLLM's processes see."""
+    """Return the KV transfer configuration of our connector, for all of vLLM's processes."""
     return KVTransferConfig(kv_connector=CLASS, kv_connector_module_path=MODULE, kv_role="kv_both")
 
 
 def attach(config: VllmConfig) -> None:
-    """Let vLLM make our connector, in the worker and beside the scheduler.
+    """Configure our connector, so that vLLM creates it in the worker and the scheduler.
 
-    vLLM reads this part of the configuration once the model is loaded, so a policy in
-    `additional_config` is all that users give.
+    vLLM reads this part of the configuration after the model is loaded, so users only need a policy
+    in `additional_config`.
     """
     if config.kv_transfer_config is None:
         config.kv_transfer_config = connector()
@@ -26,7 +26,7 @@ def attach(config: VllmConfig) -> None:
 
 
 def is_ours(given: KVTransferConfig | None) -> bool:
-    """Say whether it names our connector."""
+    """Return whether the configuration names our connector."""
     return given is not None and (given.kv_connector, given.kv_connector_module_path) == (
         CLASS,
         MODULE,
@@ -34,7 +34,7 @@ def is_ours(given: KVTransferConfig | None) -> bool:
 
 
 def is_heard(config: VllmConfig) -> bool:
-    """Say whether the process that serves metrics knows of our connector.
+    """Return whether the process that serves metrics has our connector configured.
 
     It fails on metrics of a connector that its own copy of the configuration does not name.
     """

@@ -1,4 +1,4 @@
-"""What vLLM calls: how large a block is, what a step is, and a layer's attention."""
+"""The attention backend that vLLM calls: block sizes, step metadata and a layer's attention."""
 
 from typing import ClassVar
 
@@ -26,17 +26,17 @@ logger = init_logger("vllm.kv_serve")
 
 
 class PagedBackend(AttentionBackend):
-    """What the backends of layers under a policy have in common; they are made by `bound`."""
+    """Base of the attention backends under a policy; `bound` creates the subclasses."""
 
     forward_includes_kv_cache_update = True
     storage: ClassVar["VllmSlots | BilledPages"]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Size vLLM's blocks by what the policy stores.
+        """Size vLLM's blocks for the policy's storage.
 
         Raises:
-            UnservableError: the layer does not keep one key and value per token and head.
+            UnservableError: the layer does not store one key and value per token and KV head.
         """
         if type(spec) is not FullAttentionSpec or spec.non_causal:
             raise UnservableError(f"a kv_policy needs plain causal attention, not that of {spec}")
@@ -46,27 +46,27 @@ class PagedBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """Any: a page holds whole tokens, however many."""
+        """Return any block size: a page holds any number of whole tokens."""
         return [MultipleOf(1)]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Ours."""
+        """Return our implementation."""
         return PagedImpl
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        """Ours."""
+        """Return the storage's metadata builder."""
         return cls.storage.builder
 
 
 def bound(
     chosen: type[AttentionBackend], policy: KVPolicy, storage: VllmSlots | BilledPages
 ) -> type[AttentionBackend]:
-    """Make the backend of the layers of one model under one policy, from the one vLLM chose.
+    """Create the backend class for one model and one policy, from the backend that vLLM chose.
 
-    vLLM asks a layer's backend class for the size of its blocks and gives it no other hint, so what
-    is stored is an attribute of the class.
+    vLLM queries the block size from the backend class without further arguments, so the storage is
+    a class attribute.
     """
     held: dict[str, object] = {"storage": storage, "__module__": __name__}
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
@@ -89,10 +89,10 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Read the policy and check it, the engine and this layer; vLLM gives the arguments.
+        """Read the policy and check it, the engine and this layer; vLLM passes the arguments.
 
         Raises:
-            UnservableError: this layer, this engine or this policy is not one that is served.
+            UnservableError: this layer, engine or policy is not supported.
         """
         self.config = get_current_vllm_config()
         self.policy = served_policy(self.config)
@@ -101,7 +101,7 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
             "a sliding window": sliding_window is not None,
             "ALiBi": alibi_slopes is not None,
             "a soft cap on its logits": bool(logits_soft_cap),
-            "attention that is not a decoder's": attn_type != AttentionType.DECODER,
+            "attention that is not decoder attention": attn_type != AttentionType.DECODER,
             "no cache of its own": kv_sharing_target_layer_name is not None,
             "learned attention sinks": sinks is not None,
         }
@@ -114,10 +114,10 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         self.kv_cache_dtype = kv_cache_dtype
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Give the layer a backend that sizes its blocks; vLLM calls this when the layer is whole.
+        """Set the layer's backend, which sizes its blocks; vLLM calls this after the weights load.
 
         Raises:
-            UnservableError: the layer is of a special kind, or the format cannot be served.
+            UnservableError: the layer's attention or the format is not supported.
         """
         layers = attention_layers(self.config)
         index = next(i for i, layer in enumerate(layers) if layer.impl is self)
@@ -125,7 +125,7 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         chosen = layer.attn_backend
         if not issubclass(chosen, ServesPolicy):
             raise UnservableError(
-                f"a layer of this model attends by {chosen.__name__}; a kv_policy cannot serve it"
+                f"a layer of this model uses {chosen.__name__}; a kv_policy cannot serve it"
             )
         first = layers[0].attn_backend
         if index and issubclass(first, PagedBackend):
@@ -135,7 +135,7 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
             check_alike(self.config, layers, in_pages=isinstance(storage, BilledPages))
             layer.attn_backend = bound(chosen, self.policy, storage)
             logger.info(
-                "kv-serve stores keys and values as %s: %s; attention runs by %s",
+                "kv-serve stores keys and values as %s: %s; attention backend: %s",
                 str(self.policy),
                 str(storage),
                 str(serving(self.config.device_config.device_type)),
@@ -154,8 +154,8 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Store the new tokens and attend, into `output`; shapes are those of `SlotLayer`."""
-        if attn_metadata is None:  # vLLM runs the model once without a cache, to measure it
+        """Store the new tokens and write their attention to `output`; shapes as in `SlotLayer`."""
+        if attn_metadata is None:  # vLLM's profiling run has no cache
             return output.zero_()
         self.layer.forward(query, key, value, kv_cache, attn_metadata, output)
         return output

@@ -1,4 +1,4 @@
-"""Which policy a vLLM configuration asks for, and whether it can be served."""
+"""Reading the policy of a vLLM configuration, and checks of whether it can be served."""
 
 from collections.abc import Mapping
 
@@ -13,16 +13,16 @@ from kv_serve.vllm.versions import SERVED, is_served
 
 
 class UnservableError(ValueError):
-    """A policy is named and cannot be served with this vLLM, model or configuration."""
+    """The policy cannot be served with this vLLM, model or configuration."""
 
 
 def served_policy(config: VllmConfig) -> KVPolicy:
-    """Read the policy that `additional_config` names, and check that the engine can serve it.
+    """Read the policy in `additional_config`, and check that the engine can serve it.
 
     Raises:
-        UnknownPolicyError: a name that is not installed; those that are are listed.
-        UnservableError: the vLLM, the configuration or the policy is not one that is served.
-        ValueError: the text is not a policy's.
+        UnknownPolicyError: the name is not installed; the message lists the installed ones.
+        UnservableError: the vLLM version, the configuration or the policy is not supported.
+        ValueError: the text is not a policy.
     """
     check_version(__version__)
     check_settings(config.additional_config)
@@ -32,13 +32,14 @@ def served_policy(config: VllmConfig) -> KVPolicy:
 
 
 def check_settings(given: object) -> None:
-    """Refuse settings in `additional_config` that were meant for kv-serve and cannot be read.
+    """Raise if settings in `additional_config` were meant for kv-serve but are invalid.
 
     Args:
-        given: what stands there, of whatever plugin; an object that is no table is left alone.
+        given: the value of `additional_config`, of any plugin; a value that is not a mapping is
+            ignored.
 
     Raises:
-        UnservableError: a setting is not of its kind, or its name is not known.
+        UnservableError: a setting has the wrong type or an unknown name.
     """
     if not isinstance(given, Mapping):
         return
@@ -56,23 +57,23 @@ def check_settings(given: object) -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM whose interfaces are not known.
+    """Raise if this version of vLLM is not supported.
 
     Raises:
-        UnservableError: a version that is not served.
+        UnservableError: the version is not supported.
     """
     if not is_served(version):
         raise UnservableError(
-            f"kv-serve serves policies in {SERVED}, and this is vLLM {version}; install one of "
-            f"those, or remove {KEY} from additional_config"
+            f"policies need {SERVED}, but vLLM {version} is installed; install one of those, or "
+            f"remove {KEY} from additional_config"
         )
 
 
 def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
-    """Give the format of a policy that has one for all tokens, each of which stands alone.
+    """Return the format of a policy that has one for all tokens, encoded independently.
 
-    Then a token's bytes are where vLLM says its slot is, and prefixes can be shared. None: what is
-    stored depends on more than the token.
+    Each token is then stored in its vLLM slot, and prefixes can be shared. None: the stored bytes
+    depend on more than the token.
     """
     formats = policy.formats
     whole = policy.selector is None and policy.basis is None
@@ -84,22 +85,22 @@ def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
 
 
 def is_plain(policy: KVPolicy) -> bool:
-    """Say whether a policy has a plain format, before there is a model to ask for its shape.
+    """Return whether a policy has a plain format, before the model's shape is known.
 
-    Sizes of heads say how many bytes a token takes, and whether a format can serve them at all; not
-    how many formats there are.
+    Head sizes determine the bytes per token and whether a format supports them, but not the number
+    of formats.
     """
     try:
         return plain_format(policy, CacheShape(1, 1, 1, 128, 128)) is not None
-    except ValueError:  # refused when the model is known, if it is a reason then
+    except ValueError:  # checked again when the model is known
         return True
 
 
 def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
-    """Refuse what would share, move, split or reinterpret our pages.
+    """Raise if an option of the engine would share, move, split or reinterpret our pages.
 
     Raises:
-        UnservableError: the sentence says which option it is.
+        UnservableError: the message names the option.
     """
     parallel = config.parallel_config
     wrong = {
@@ -120,19 +121,19 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
 def _check_failures(given: KVTransferConfig | None) -> None:
     if given is not None and given.kv_load_failure_policy != "fail":
         raise UnservableError(
-            f"kv_load_failure_policy is {given.kv_load_failure_policy}, and under a {KEY} a "
-            "request whose tokens cannot be kept fails; leave the option out"
+            f"kv_load_failure_policy is {given.kv_load_failure_policy}, but with a {KEY} a request "
+            "whose tokens cannot be stored fails; omit the option"
         )
 
 
 def check_dtype(cache_dtype: str) -> None:
-    """Refuse a second say in how keys and values are stored.
+    """Raise if vLLM's own option also sets how keys and values are stored.
 
     Raises:
         UnservableError: vLLM's own kv_cache_dtype is set, by an option or by the checkpoint.
     """
     if cache_dtype != "auto":
         raise UnservableError(
-            f"kv_cache_dtype is {cache_dtype} and {KEY} is given too; only one of them can say how "
+            f"kv_cache_dtype is {cache_dtype} and {KEY} is given too; only one of them can set how "
             "keys and values are stored: leave kv_cache_dtype at auto, or remove the policy"
         )

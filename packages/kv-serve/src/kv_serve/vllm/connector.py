@@ -1,4 +1,4 @@
-"""Between scheduler and workers: which requests a step is about, and how many pages they hold."""
+"""The KV connector between scheduler and workers: a step's requests, and the pages they hold."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 
 
 class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
-    """Carries `StepMetadata` down and `WorkerReport` up; no key or value goes through it."""
+    """Sends `StepMetadata` to workers and `WorkerReport` back; it transfers no keys or values."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        """Make one end, as vLLM asks for it."""
+        """Create the scheduler's or the worker's side, as vLLM requests."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._policy = served_policy(vllm_config)
         self._ledger: SchedulerState | None = None
         self._worker: Worker | None = None
-        self._stats: KVConnectorStats | None = None  # since vLLM asked last
+        self._stats: KVConnectorStats | None = None  # since the last call of get_kv_connector_stats
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is delivered to anybody."""
+        """False: no KV data is delivered."""
         return False
 
-    # The worker's end.
+    # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take over the memory that vLLM allocated."""
-        assert self._kv_cache_config is not None, "vLLM gives it to every connector"
+        """Create the worker over the memory that vLLM allocated."""
+        assert self._kv_cache_config is not None, "vLLM passes it to every connector"
         (group,) = self._kv_cache_config.kv_cache_groups
         assert isinstance(group.kv_cache_spec, PagedSpec)
         account = group.kv_cache_spec.account
@@ -69,7 +69,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> Worker:
-        """What holds the pages of this worker."""
+        """The state of this worker."""
         assert self._worker is not None, "vLLM registers its memory before the first step"
         return self._worker
 
@@ -80,10 +80,10 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(connector_metadata)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Say which requests the worker could not go on with.
+        """Return the requests that failed in the worker.
 
-        vLLM has this for blocks that could not be loaded, and lets their requests fail. Ours are
-        found by their serials, as negative numbers, which no block has: `failures` reads them.
+        vLLM calls this for blocks that could not be loaded, and fails their requests. Ours are
+        identified by their negated serials, which are never block numbers; see `failures`.
         """
         return {-serial for serial in self.worker.failures()}
 
@@ -92,29 +92,29 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         return self.worker.end()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Do nothing: nothing is loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """Do nothing: nothing is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved elsewhere."""
+        """Do nothing: nothing is saved."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved elsewhere."""
+        """Do nothing: nothing is saved."""
 
-    # The scheduler's end.
+    # The scheduler's side.
 
     @property
     def scheduler_state(self) -> SchedulerState:
-        """What the scheduler knows of requests."""
+        """The scheduler's state of requests."""
         assert self._ledger is not None, "vLLM binds its cache manager before the first step"
         return self._ledger
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Find the manager that owns blocks for requests.
+        """Find the manager that allocates blocks for requests.
 
         Raises:
             UnservableError: the memory is too small for a prompt of the longest length.
@@ -125,34 +125,34 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest)
 
     def failed(self, told: Collection[int]) -> set[str]:
-        """Give the requests that workers could not go on with, by what vLLM takes for blocks."""
+        """Return the requests that failed in workers, from the numbers vLLM treats as blocks."""
         return self.scheduler_state.failed({-each for each in told})
 
     def on_new_request(self, request: "Request") -> None:
-        """Read what the request asks for."""
+        """Read the request's budget."""
         self.scheduler_state.welcome(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """No token comes from elsewhere."""
+        """Return none: no token is loaded from elsewhere."""
         return 0, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Nothing comes from elsewhere."""
+        """Do nothing: nothing is loaded from elsewhere."""
 
     def has_pending_block_frees(self) -> bool:
-        """Whether workers, if asked, may free blocks, so that nothing is preempted yet."""
+        """Return whether compression may free blocks, so that vLLM postpones preemption."""
         return self.scheduler_state.ask()
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Say what the step is about."""
+        """Return the metadata of the step."""
         return self.scheduler_state.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take note of pages, and give vLLM the blocks back that requests do not need."""
+        """Record the reported pages, and free the blocks that requests do not need."""
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, WorkerReport):
             self.scheduler_state.note(reports)
@@ -161,30 +161,30 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
                 self._stats = later if self._stats is None else self._stats.aggregate(later)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """Give what workers counted; they report to the scheduler, and have none for vLLM."""
+        """Return the workers' measurements; the workers' side returns None."""
         stats, self._stats = self._stats, None
         return stats
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may go at once."""
+        """Return False: the request's blocks may be freed at once."""
         return False, None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may go at once."""
+        """Return False: the request's blocks may be freed at once."""
         self.scheduler_state.finished(request.request_id)
         return False, None
 
-    # The end of the process that serves metrics.
+    # The side of the process that serves metrics.
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> "KVConnectorStats | None":
-        """Give what was sent its class again."""
+        """Rebuild the statistics from the transmitted data."""
         return PolicyStats(data=data or {})
 
     @classmethod
@@ -195,7 +195,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
-        """Register what Prometheus is told; of an attached connector nothing, as none is sent."""
+        """Register the Prometheus metrics; none for an attached connector, which sends none."""
         if not is_heard(vllm_config):
             return None
         return PolicyMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -203,7 +203,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
 
 @dataclass(frozen=True, slots=True)
 class PageLayer:
-    """Hands a layer's tokens to what holds the pages of this worker."""
+    """Attention of a layer, computed by this process's worker."""
 
     index: int
 
@@ -216,7 +216,7 @@ class PageLayer:
         step: RequestRows,
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
-        """Store the new tokens of a step and write what they see to `output`."""
+        """Store the new tokens of a step and write their attention to `output`."""
         connector = get_kv_transfer_group()
-        assert isinstance(connector, PagesConnector), "vLLM was given our connector"
+        assert isinstance(connector, PagesConnector), "our connector is configured"
         connector.worker.attend(self.index, step, query, key, value, output)

@@ -1,6 +1,6 @@
-"""What `--attention-backend CUSTOM` names on a GPU.
+"""The attention backend of `--attention-backend CUSTOM` on a GPU.
 
-Only a GPU can confirm this module; on a CPU its choices are tested, and nothing is run by them.
+On a CPU only its choices are tested; running it needs a GPU.
 """
 
 from typing import ClassVar
@@ -14,10 +14,10 @@ from kv_serve.vllm.switch import names_policy, policy_impl
 
 
 class CustomBackend(ServesPolicy, AttentionBackend):
-    """Nothing of vLLM's stands behind this name, so it serves policies and nothing else.
+    """A backend for policies only, as CUSTOM has no stock implementation.
 
-    What is not said here, such as sliding windows, sinks and latent attention, vLLM takes as not
-    supported, and refuses with its own words.
+    vLLM treats undeclared features, such as sliding windows, sinks and latent attention, as
+    unsupported and rejects them itself.
     """
 
     forward_includes_kv_cache_update = True
@@ -26,33 +26,33 @@ class CustomBackend(ServesPolicy, AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The member of vLLM's enumeration; it looks backends up by this."""
+        """Return the member of vLLM's enumeration, by which it looks backends up."""
         return "CUSTOM"
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Blocks with a page of each KV head one after the other, as on a CPU."""
+        """Return the layout with one page per KV head, consecutive in a block, as on a CPU."""
         return (KVCacheLayout.LBHNC,)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Give our implementation.
+        """Return our implementation.
 
         Raises:
-            UnservableError: the configuration names no policy, or this vLLM is not served.
+            UnservableError: the configuration has no policy, or this vLLM is not supported.
         """
         if not names_policy():
             from kv_serve.vllm.config import UnservableError
 
             raise UnservableError(
-                "the attention backend CUSTOM is kv-serve's here and serves a policy; name one as "
-                "kv_policy in additional_config, or leave --attention-backend out"
+                "the attention backend CUSTOM is kv-serve's here and needs a policy; set "
+                "kv_policy in additional_config, or omit --attention-backend"
             )
         return policy_impl()
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        """Ours."""
+        """Return our builder."""
         from kv_serve.vllm.slots import SlotBuilder
 
         return SlotBuilder

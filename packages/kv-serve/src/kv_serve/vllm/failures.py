@@ -1,9 +1,9 @@
-"""Letting one request fail: its client is told of an error, and all others go on.
+"""Fail a single request: its client receives an error, and all others continue.
 
-vLLM's scheduler ends requests whose blocks a KV connector could not load, but goes by how many
-tokens were computed before, so it would take a token of a request that fails in its first step.
-Where the connector is ours, the method that finds these requests asks it instead. The rest is
-vLLM's own: no token is taken of them, they finish as an error, and their blocks are free.
+vLLM's scheduler ends requests whose blocks a KV connector could not load, but it compares the
+number of tokens computed before, so it would accept a token of a request that fails in its first
+step. With our connector, the method that finds these requests calls the connector instead. vLLM
+does the rest: it discards their tokens, finishes them with an error and frees their blocks.
 """
 
 import functools
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class EndsRequests(ABC):
-    """A connector that says which requests fail."""
+    """A connector that reports failed requests."""
 
     @abstractmethod
     def failed(self, told: Collection[int]) -> set[str]:
-        """Name the requests that fail, by what the workers told of them."""
+        """Return the names of failed requests, from the numbers reported by workers."""
 
 
 def watch() -> None:
-    """Let vLLM's scheduler ask a connector of ours which requests fail; any number of times."""
+    """Make vLLM's scheduler query our connector for failed requests; may be called repeatedly."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     find = Scheduler._handle_invalid_blocks

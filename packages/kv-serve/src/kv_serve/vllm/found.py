@@ -1,4 +1,4 @@
-"""Whether the vLLM that is installed would serve policies; it is not imported."""
+"""Whether the installed vLLM supports policies; vLLM is not imported."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from kv_policy.installing import install_command
 from kv_serve.problem import Problem
 from kv_serve.vllm.versions import SERVED, installed, is_served
 
-GROUP: Final = "vllm.general_plugins"  # where vLLM looks for plugins
+GROUP: Final = "vllm.general_plugins"  # vLLM's entry-point group of plugins
 NAME: Final = "kv_serve"  # of ours
-CHOSEN: Final = "VLLM_PLUGINS"  # names the plugins that vLLM loads; not set, it loads all
+CHOSEN: Final = "VLLM_PLUGINS"  # names the plugins to load; if unset, vLLM loads all
 
 
 @dataclass(frozen=True, slots=True)
 class FoundVllm:
-    """A vLLM, whether policies are served in its version, and whether it finds our plugin."""
+    """An installed vLLM, whether its version supports policies, and whether it finds our plugin."""
 
     version: str
     served: bool
@@ -25,7 +25,7 @@ class FoundVllm:
 
 
 def vllm_found() -> FoundVllm | None:
-    """Look at what is installed; None where there is no vLLM."""
+    """Return the installed vLLM; None if it is not installed."""
     version = installed()
     if version is None:
         return None
@@ -33,26 +33,26 @@ def vllm_found() -> FoundVllm | None:
 
 
 def vllm_problems(found: FoundVllm | None) -> Iterator[Problem]:
-    """Say what keeps this vLLM from serving policies."""
+    """Yield the reasons why this vLLM cannot serve policies."""
     if found is None:
         return
     if not found.served:
         yield Problem(
-            f"policies are served in {SERVED}, and this is vLLM {found.version}",
-            "install one of those to serve policies; vLLM without a policy works as it is",
+            f"policies need {SERVED}, but vLLM {found.version} is installed",
+            "install one of those to serve policies; without a policy this vLLM works",
             broken=False,
         )
     if not found.plugin:
         yield Problem(
             f"vLLM does not find kv-serve: nothing has the entry point {NAME} in {GROUP}, so a "
-            "kv_policy would change nothing",
+            "kv_policy would have no effect",
             f"`{install_command('kv-serve', deps=False, again=True)}`",
         )
     chosen = os.environ.get(CHOSEN)
     if chosen is not None and NAME not in chosen.split(","):
         yield Problem(
-            f"{CHOSEN} is {chosen!r}, so vLLM does not load kv-serve, and a kv_policy changes "
-            "nothing",
+            f"{CHOSEN} is {chosen!r}, so vLLM does not load kv-serve, and a kv_policy has no "
+            "effect",
             f"unset {CHOSEN}, or add {NAME} to it",
             broken=False,
         )

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) on a CPU: vLLM's own, and refused under a policy."""
+"""Latent attention (MLA) on a CPU: vLLM's own, rejected under a policy."""
 
 from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
@@ -8,14 +8,14 @@ from kv_serve.vllm.switch import names_policy
 
 
 class CpuLatentBackend(CPUMLABackend):
-    """The stock backend; it only looks whether a policy is named."""
+    """The stock backend; it raises if a policy is configured."""
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Give the stock implementation.
+        """Return the stock implementation.
 
         Raises:
-            UnservableError: the configuration names a policy.
+            UnservableError: the configuration has a policy.
         """
         _refuse_policy()
         stock: type[MLAAttentionImpl] = CPUMLABackend.get_impl_cls()
@@ -23,14 +23,14 @@ class CpuLatentBackend(CPUMLABackend):
 
 
 class AmxLatentBackend(AMXMLABackend):
-    """The stock backend; it only looks whether a policy is named."""
+    """The stock backend; it raises if a policy is configured."""
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Give the stock implementation.
+        """Return the stock implementation.
 
         Raises:
-            UnservableError: the configuration names a policy.
+            UnservableError: the configuration has a policy.
         """
         _refuse_policy()
         stock: type[MLAAttentionImpl] = AMXMLABackend.get_impl_cls()
@@ -42,6 +42,6 @@ def _refuse_policy() -> None:
         from kv_serve.vllm.config import UnservableError
 
         raise UnservableError(
-            "this model has latent attention (MLA): it stores one vector for all heads, and a "
-            "kv_policy is about keys and values per head; remove kv_policy from additional_config"
+            "this model has latent attention (MLA): it stores one vector for all heads, but a "
+            "kv_policy needs keys and values per head; remove kv_policy from additional_config"
         )

@@ -1,4 +1,4 @@
-"""What the scheduler tells workers with a step, and what they tell it after."""
+"""Messages between scheduler and workers: a step's metadata and the workers' reports."""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +12,12 @@ from kv_runtime import Measured, RequestStep
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """A step, for the workers."""
+    """The scheduler's message to the workers for one step."""
 
-    step: int  # its number
-    requests: dict[int, RequestStep]  # by the number of the request's first block
+    step: int  # number of the step
+    requests: dict[int, RequestStep]  # keyed by the number of the request's first block
     gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
-    short: bool = False  # blocks are short: compress what can be compressed
+    short: bool = False  # blocks are short: compress all requests that can be compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +25,20 @@ class RequestPages:
     """A request's pages after a step."""
 
     pages: int
-    computed: int  # tokens by then
+    computed: int  # tokens computed by the end of the step
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers tell of their requests."""
+    """A worker's report on its requests after a step."""
 
-    step: int  # that they come after
+    step: int  # number of the step
     told: dict[str, RequestPages] = field(default_factory=dict)
-    answered: bool = False  # blocks were short, and what could be compressed has been
-    measured: Measured | None = None  # in steps that count
+    answered: bool = False  # blocks were short and requests have been compressed
+    measured: Measured | None = None  # None in steps without metrics
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Join what another worker tells of its own heads: each request needs what most take."""
+        """Join another worker's report on its heads: a request needs the larger number of pages."""
         assert isinstance(other, WorkerReport)
         joined = dict(self.told)
         for request, theirs in other.told.items():

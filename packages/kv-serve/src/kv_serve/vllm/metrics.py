@@ -1,4 +1,4 @@
-"""What vLLM's Prometheus endpoint says of a policy."""
+"""Metrics of a policy at vLLM's Prometheus endpoint."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -19,61 +19,61 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "vllm:kv_serve_"
 RATIOS: Final = {
-    "kv_bytes_per_token": "Bytes of keys and values held for requests, per token computed.",
-    "compression_ratio": "Bytes that the tokens would take uncompressed, over the bytes held.",
+    "kv_bytes_per_token": "Bytes of stored keys and values per computed token.",
+    "compression_ratio": "Uncompressed size of the tokens, over the bytes stored.",
 }
 SUMS: Final = {
-    "tokens_computed": "Tokens computed of the requests for which something is held.",
-    "tokens_kept": "Tokens kept of these, as the mean over layers and KV heads.",
+    "tokens_computed": "Computed tokens of the requests that hold pages.",
+    "tokens_kept": "Kept tokens of these requests, averaged over layers and KV heads.",
     "pages_used": "Pages in use, over all workers.",
-    "pages_free": "Pages that are free, over all workers.",
+    "pages_free": "Free pages, over all workers.",
 }
 COUNTERS: Final = {
-    "compression_passes": "Plans of which tokens stay, each over some requests and all layers.",
-    "compression_seconds": "Seconds of the host in those, in the slowest worker.",
-    "tokens_dropped": "Tokens dropped of requests, as the mean over layers and KV heads.",
-    "bytes_saved": "Bytes that requests held less than uncompressed, each at its most.",
+    "compression_passes": "Eviction plans, each over some requests and all layers.",
+    "compression_seconds": "Host seconds in compression passes, in the slowest worker.",
+    "tokens_dropped": "Evicted tokens, averaged over layers and KV heads.",
+    "bytes_saved": "Bytes saved against an uncompressed cache, each request at its peak.",
 }
 
 
 class PolicyStats(KVConnectorStats):
-    """The fields of one `Measured`, or nothing, on their way to the process of the server."""
+    """The fields of one `Measured`, or nothing, sent to the server's process."""
 
     @classmethod
     def of(cls, measured: Measured) -> "PolicyStats":
-        """Send what was counted."""
+        """Return the statistics of one `Measured`."""
         return cls(data=asdict(measured))
 
     def reset(self) -> None:
-        """Forget it."""
+        """Clear the statistics."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Let a later count follow; what workers have side by side was added up before."""
+        """Append a later measurement; the workers' measurements are already summed."""
         if not self.data or not other.data:
             return type(self)(data=self.data or other.data)
         return self.of(Measured(**self.data).then(Measured(**other.data)))
 
     def reduce(self) -> dict[str, int | float]:
-        """Give what vLLM writes to its log."""
+        """Return the values that vLLM writes to its log."""
         measured = Measured(**self.data)
         return {
             name: round(each, 3) for name, each in (measured.gauges() | measured.counters()).items()
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was measured."""
         return not self.data
 
 
 def labels(config: "VllmConfig", engines: dict[int, list[object]]) -> dict[int, list[object]]:
-    """Add the policy to what vLLM says of each engine."""
+    """Add the policy to the label values of each engine."""
     policy = str(parse(config.additional_config[KEY]))
     return {engine: [*values, policy] for engine, values in engines.items()}
 
 
 class PolicyMetrics(KVConnectorPromMetrics):
-    """Gauges and counters of a policy whose tokens lie in pages."""
+    """Gauges and counters of a policy whose tokens are stored in pages."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PolicyMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register them; vLLM gives the arguments."""
+        """Register the metrics; vLLM passes the arguments."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         names = [*labelnames, "policy"]
         values = labels(vllm_config, per_engine_labelvalues)
@@ -99,7 +99,7 @@ class PolicyMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take note of what an engine counted."""
+        """Record the measurements of an engine."""
         measured = Measured(**transfer_stats_data)
         for name, value in measured.gauges().items():
             self._gauges[name][engine_idx].set(value)
@@ -108,7 +108,7 @@ class PolicyMetrics(KVConnectorPromMetrics):
 
 
 def gauge(kind: type, name: str, said: str, labelnames: list[str]) -> Any:
-    """Register a gauge; of several processes of a server, the last to know is right."""
+    """Register a gauge; with several server processes, the most recent value counts."""
     return kind(
         name=PREFIX + name,
         documentation=said,

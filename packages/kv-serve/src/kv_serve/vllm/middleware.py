@@ -1,4 +1,4 @@
-"""What looks at a request before vLLM's server reads it: `vllm serve --middleware` takes it."""
+"""ASGI middleware for `vllm serve --middleware` that checks requests before the server does."""
 
 import json
 import re
@@ -19,27 +19,26 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 PATH: Final = "kv_serve.vllm.middleware.BudgetCheck"
 BAD_REQUEST: Final = 400
 
-# Prompts may be long, and most requests have no name of ours. A name may be spelled in escapes, and
-# only in UTF-16 and UTF-32 is a byte of a JSON text zero.
+# A cheap filter, as prompts may be long and most requests have no name of ours. A name may contain
+# escapes, and a JSON text has zero bytes only in UTF-16 and UTF-32.
 _MAY_NAME: Final = re.compile(rb'"\s*kv|\\u|\x00', re.IGNORECASE)
 
 
 class BudgetCheck:
     """ASGI middleware that answers a request with a bad `kv_budget` with status 400.
 
-    It reads a body as the server does, so that a stream is refused before it has begun, and so are
-    names beside the prompt, which vLLM drops. `admission` checks what vLLM has parsed, whatever the
-    route and the form. It looks while the server reads the body, so whatever vLLM looks at first,
-    such as an API key, comes first; and as what it raises is an HTTP exception, the answer is one
-    of vLLM's own.
+    It parses the body like the server, so it rejects a streaming request before the stream starts,
+    and names beside the prompt, which vLLM drops. `admission` checks the parsed request on every
+    route. The check runs while the server reads the body, so vLLM's earlier checks, such as the API
+    key, apply first. It raises an HTTP exception, so vLLM formats the response.
     """
 
     def __init__(self, app: App) -> None:
-        """Stand in front of `app`."""
+        """Wrap `app`."""
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on, and look at a body when it is complete."""
+        """Forward every event, and check a body when it is complete."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
@@ -59,21 +58,21 @@ class BudgetCheck:
 
 
 def check(body: bytes, config: Mapping[str, object]) -> None:
-    """Refuse a body whose budget the engine's policy cannot go by.
+    """Raise if the budget in a body is invalid for the engine's policy.
 
     Args:
-        body: of any request; what is not JSON is left to others.
+        body: of any request; a body that is not JSON is ignored.
         config: the engine's `additional_config`.
 
     Raises:
-        HTTPException: with status 400 and a sentence.
+        HTTPException: with status 400 and a message.
     """
     if _MAY_NAME.search(body) is None:
         return
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
-        return  # a form, or something for which the server has its own words
+        return  # a form, or a body that the server rejects itself
     if not isinstance(given, dict):
         return
     try:
@@ -93,19 +92,17 @@ def _check(given: Mapping[str, object], policy: object) -> None:
         if policy is not None:
             requests.requested_budget(policy_of(str(policy)), found)
         elif found.get(requests.KEY) is not None:
-            raise ValueError(f"this server has no policy, so {requests.KEY} has no meaning")
+            raise ValueError(f"this server has no policy, so {requests.KEY} has no effect")
         if found.get(requests.KEY) is not None and given.get("use_beam_search"):
             raise ValueError(
-                f"vLLM's beam search drops vllm_xargs, and {requests.KEY} with it; leave one of "
-                "the two out"
+                f"vLLM's beam search drops vllm_xargs, and {requests.KEY} with it; omit one of "
+                "the two"
             )
 
 
 def _check_beside(given: Mapping[str, object], place: str) -> None:
-    """Refuse names of ours where vLLM drops them."""
+    """Raise if a name of ours is in a place where vLLM drops it."""
     for name, near in strangers(given, (), (requests.KEY, *names.SETTINGS)):
         if near in names.SETTINGS:
             requests.check_names({name: given[name]})
-        raise ValueError(
-            f"{name} would change nothing here; a request may bring {requests.KEY}, in {place}"
-        )
+        raise ValueError(f"{name} has no effect here; a request may set {requests.KEY} in {place}")

@@ -1,4 +1,4 @@
-"""The metrics of a plain format: they follow from arithmetic, so no engine counts them."""
+"""Metrics of a plain format, computed from the model's shape rather than counted."""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,28 +18,28 @@ PATH: Final = "kv_serve.vllm.plain.PlainMetrics"
 
 
 class PlainMetrics:
-    """ASGI middleware that sets the gauges of a plain format once, when the server begins.
+    """ASGI middleware that sets the gauges of a plain format once, when the server starts.
 
-    A connector could report them, but an engine with one takes other ways through the scheduler,
-    for two numbers that never change.
+    A connector could report them, but it changes the scheduler's code paths, and these two numbers
+    never change.
     """
 
     def __init__(self, app: App) -> None:
-        """Stand in front of `app`."""
+        """Wrap `app`."""
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Set the gauges at the lifespan event, and forward every event."""
         if scope["type"] == "lifespan":
             state = scope["app"].state
             manager = state.engine_client.logger_manager
-            if manager is not None:  # vLLM was told to have no metrics
+            if manager is not None:  # None: metrics are disabled
                 announce(state.vllm_config, manager.engine_indexes)
         await self.app(scope, receive, send)
 
 
 def announce(config: "VllmConfig", engines: list[int]) -> None:
-    """Set the gauges of a policy with one format for all tokens; for another, or none, nothing."""
+    """Set the gauges of a policy with one format for all tokens; ignore any other or none."""
     text = config.additional_config.get(KEY)
     if text is None:
         return
@@ -62,7 +62,7 @@ def announce(config: "VllmConfig", engines: list[int]) -> None:
 
 
 def whole_shape(config: "VllmConfig") -> CacheShape:
-    """Give the shape of a model's cache over all devices, heads that several hold counted often."""
+    """Return the shape of a model's cache over all devices; replicated heads count repeatedly."""
     model, parallel = config.model_config, config.parallel_config
     heads: Any = model.get_num_kv_heads(parallel)
     dim = model.get_head_size()

@@ -1,14 +1,14 @@
-"""The entry point through which vLLM finds kv-serve."""
+"""The vLLM plugin entry point of kv-serve."""
 
 from kv_serve.vllm.names import CUSTOM, OVERRIDES
 
 
 def register() -> None:
-    """Put our attention in front of vLLM's; called in every process of vLLM, any number of times.
+    """Register our attention backends; vLLM calls this in every process, possibly repeatedly.
 
-    Nothing changes for an engine without `kv_policy` in its `additional_config`, except that names
-    which are nearly that are refused. On a GPU a policy is served under
-    `--attention-backend CUSTOM`, as `kv-serve serve` sees to.
+    An engine without `kv_policy` in its `additional_config` is unchanged, except that misspelled
+    names are rejected. On a GPU a policy needs `--attention-backend CUSTOM`, which `kv-serve serve`
+    sets.
     """
     _watch()
     from vllm.logger import init_logger
@@ -20,8 +20,8 @@ def register() -> None:
         return
     if not current_platform.is_cpu():
         init_logger("vllm.kv_serve").warning(
-            "kv-serve serves policies on CPUs and on NVIDIA GPUs; on %s a kv_policy in "
-            "additional_config changes nothing",
+            "kv-serve supports policies on CPUs and NVIDIA GPUs; on %s a kv_policy in "
+            "additional_config has no effect",
             current_platform.device_name,
         )
         return
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _watch() -> None:
-    """Let configurations and requests be checked, in a vLLM that is known."""
+    """Install the checks of configurations and requests, in a supported vLLM."""
     from kv_serve.vllm.versions import installed, is_served
 
     if is_served(installed() or ""):

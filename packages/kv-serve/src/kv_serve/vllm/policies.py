@@ -1,4 +1,4 @@
-"""The policy of a text, looked up once."""
+"""Cached parsing of policies."""
 
 import functools
 
@@ -7,9 +7,9 @@ from kv_policy import KVPolicy, parse
 
 @functools.cache
 def policy_of(text: str) -> KVPolicy:
-    """Parse a policy; what is installed is looked through the first time alone.
+    """Parse a policy, with a cache so that installed packages are scanned once per text.
 
     Raises:
-        ValueError: the text is not a policy's.
+        ValueError: the text is not a policy.
     """
     return parse(text)

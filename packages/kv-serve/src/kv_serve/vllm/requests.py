@@ -1,4 +1,4 @@
-"""What a single request asks for: a budget of its own."""
+"""The budget of a single request."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,24 +8,25 @@ from kv_runtime import check_budgets
 from kv_serve.vllm import names
 from kv_serve.vllm.nearest import strangers
 
-KEY: Final = "kv_budget"  # of a budget in vLLM's extra arguments of a request
-_TRANSFER: Final = "kv_transfer_params"  # of vLLM, for connectors that send keys and values
+KEY: Final = "kv_budget"  # the budget in a request's extra arguments
+_TRANSFER: Final = "kv_transfer_params"  # vLLM's own, for connectors that transfer keys and values
 
 
 def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) -> Budget | None:
-    """Read the budget that a request gives in its extra arguments.
+    """Read a request's budget from its extra arguments.
 
     Args:
         policy: the engine's.
         extra_args: of vLLM's `SamplingParams`; with the OpenAI client, `vllm_xargs`. The budget is
-            a number of tokens, or a text that `Budget.parse` reads.
+            a number of tokens, or a text for `Budget.parse`.
 
     Returns:
-        None where the request gives no budget, and the policy's own holds.
+        None if the request has no budget; the policy's own budget then applies.
 
     Raises:
-        ValueError: it is no budget, the policy goes by none, or it is smaller than what the policy
-            protects; or an argument was meant for kv-serve and is none.
+        ValueError: the budget is invalid, the policy has no budget, or the budget is smaller than
+            the policy's protected tokens; or an argument is a misspelled or misplaced name of
+            kv-serve.
     """
     given = (extra_args or {}).get(KEY)
     if extra_args:
@@ -38,38 +39,37 @@ def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) 
 
 
 def check_names(extra_args: Mapping[str, object]) -> None:
-    """Refuse extra arguments that were meant for kv-serve and would change nothing.
+    """Raise if extra arguments were meant for kv-serve but have no effect.
 
     Raises:
-        ValueError: a name begins with `kv_`, or is a misspelling of ours; or the request asks for
+        ValueError: a name begins with `kv_` or is a misspelling of ours, or the request asks for
             a transfer of keys and values.
     """
     for name, near in strangers(extra_args, (KEY, names.FORCED), (KEY, *names.SETTINGS)):
         if near == name:
             raise ValueError(
-                f"{name} is set for all requests when the engine starts; a request may bring {KEY} "
-                "alone"
+                f"{name} is set for all requests when the engine starts; a request may only set "
+                f"{KEY}"
             )
         raise ValueError(
-            f"{name} is no argument of a request, and would change nothing; did you mean {KEY}?"
+            f"{name} is not a request argument and would have no effect; did you mean {KEY}?"
         )
-    # Beside a connector, vLLM's scheduler reads a table here, and ends where it is something else.
+    # With a connector, vLLM's scheduler expects a dict here and crashes on anything else.
     if extra_args.get(_TRANSFER):
         raise ValueError(
-            f"under a {names.KEY} keys and values are not sent between engines; leave "
-            f"{_TRANSFER} out"
+            f"with a {names.KEY} keys and values are not sent between engines; omit {_TRANSFER}"
         )
 
 
 def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
-    """Refuse extra arguments of a request that generates nothing.
+    """Raise if a request that generates nothing has extra arguments of kv-serve.
 
     Raises:
         ValueError: one was meant for kv-serve.
     """
     check_names(extra_kwargs)
     if KEY in extra_kwargs:
-        raise ValueError(f"{KEY} is read of requests that generate; leave it out of this one")
+        raise ValueError(f"{KEY} applies to requests that generate tokens; omit it from this one")
 
 
 def _read(given: object) -> Budget:

@@ -1,4 +1,4 @@
-"""Which rows of a step's tensors are the tokens of which request, read off vLLM."""
+"""The rows of a step's tensors per request, from vLLM's attention metadata."""
 
 import torch
 from vllm.config import VllmConfig
@@ -9,7 +9,7 @@ from kv_runtime import RequestRows
 
 
 class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
-    """Reads the rows of requests off vLLM's description of a step.
+    """Builds the rows of requests from vLLM's metadata of a step.
 
     A request's key is the number of its first block.
     """
@@ -21,7 +21,7 @@ class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        """Nothing is to be known beforehand; vLLM gives the arguments."""
+        """Create the builder; vLLM passes the arguments."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
@@ -30,7 +30,7 @@ class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> RequestRows:
-        """Describe one step."""
+        """Return the rows of one step."""
         given = common_attn_metadata
         first = given.block_table_tensor[: given.num_reqs, 0]
         start = given.query_start_loc_cpu[: given.num_reqs + 1]

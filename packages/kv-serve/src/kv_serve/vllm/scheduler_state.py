@@ -1,4 +1,4 @@
-"""The scheduler's side: requests, their budgets, and what workers told of their pages."""
+"""The scheduler's side: requests, their budgets and their reported pages."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -22,27 +22,29 @@ logger = init_logger("vllm.kv_serve")
 
 @dataclass(slots=True)
 class SchedulerState:
-    """Requests as the scheduler knows them."""
+    """The scheduler's state of requests."""
 
     policy: KVPolicy
     manager: PagedManager
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)  # tokens to read before one is generated
-    known: dict[str, int] = field(default_factory=dict)  # whom workers hold, since which step
-    serials: dict[str, int] = field(default_factory=dict)  # of those: of this time that they began
-    refused: dict[str, str] = field(default_factory=dict)  # who cannot be served, and why
-    begun: int = 0  # how often a request began
-    step: int = 0  # the last one's number
-    asked: bool = False  # the next step says that blocks are short
-    answered: bool = False  # workers compressed what they could, and blocks are short still
+    prompts: dict[str, int] = field(default_factory=dict)  # tokens before the first generated one
+    known: dict[str, int] = field(
+        default_factory=dict
+    )  # step in which each request in the workers began
+    serials: dict[str, int] = field(default_factory=dict)  # of those, counted per start
+    refused: dict[str, str] = field(default_factory=dict)  # why requests cannot be served
+    begun: int = 0  # number of request starts
+    step: int = 0  # number of the last step
+    asked: bool = False  # the next step reports that blocks are short
+    answered: bool = False  # workers have compressed, but blocks are still short
 
     @classmethod
     def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "SchedulerState":
-        """Find our manager among vLLM's.
+        """Create the state with our manager, taken from vLLM's.
 
         Raises:
-            UnservableError: it has no room for a prompt of `longest` tokens.
+            UnservableError: the pool is too small for a prompt of `longest` tokens.
         """
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
@@ -52,23 +54,23 @@ class SchedulerState:
         return book
 
     def _warn_if_idle(self, longest: int) -> None:
-        """Say that a policy drops nothing, where the longest request is within its budget."""
+        """Warn that a policy never evicts, if the longest request is within its budget."""
         selector, size = self.policy.selector, self.manager.account.token_bytes
         if selector is None or complete(selector).budget is None:
             return
         if kept_tokens(self.policy, longest, size) >= longest:
             logger.warning(
-                "%s keeps every token of a request of max_model_len, %d tokens, so it drops none "
-                "unless a request brings a smaller kv_budget; raise max_model_len, or give the "
+                "%s keeps every token of a request of max_model_len, %d tokens, so it evicts none "
+                "unless a request sets a smaller kv_budget; raise max_model_len, or give the "
                 "policy a smaller budget",
                 self.policy,
                 longest,
             )
 
     def welcome(self, request: "Request") -> None:
-        """Read the budget of a request; `admission` refuses bad ones before they come here.
+        """Read the budget of a request; `admission` normally rejects bad ones earlier.
 
-        Where nobody did, the request fails in its first step, as no other answer would be right.
+        If a bad budget arrives here, the request fails in its first step.
         """
         self.requests[request.request_id] = request
         params = request.sampling_params
@@ -82,18 +84,18 @@ class SchedulerState:
             self.budgets[request.request_id] = budget
 
     def finished(self, request: str) -> None:
-        """Forget a request; workers hear of it with the next step."""
+        """Remove a request; workers are informed with the next step."""
         self.requests.pop(request, None)
         self.budgets.pop(request, None)
         self.prompts.pop(request, None)
         self.refused.pop(request, None)
 
     def failed(self, serials: Collection[int]) -> set[str]:
-        """Give the requests that workers could not go on with, by what those say of them."""
+        """Return the requests with these serials, which failed in workers."""
         return {name for name, serial in self.serials.items() if serial in serials}
 
     def ask(self) -> bool:
-        """Ask workers to compress before anything is preempted; False if they just did.
+        """Request compression before vLLM preempts; False if the workers have just compressed.
 
         KV-Compress, section 4.2.3: compress again when memory is short.
         """
@@ -104,7 +106,7 @@ class SchedulerState:
         return True
 
     def metadata(self, step: "SchedulerOutput") -> StepMetadata:
-        """Say what a step is about."""
+        """Return the metadata of a step."""
         self.step += 1
         requests = {}
         begun = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
@@ -112,7 +114,7 @@ class SchedulerState:
         begun |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request, tokens in step.num_scheduled_tokens.items():
             first = self.manager.first_block(request)
-            assert first is not None, "what is scheduled owns a block"
+            assert first is not None, "a scheduled request owns a block"
             requests[first] = self._request_step(request, begun[request], tokens)
         gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
@@ -123,22 +125,22 @@ class SchedulerState:
         return StepMetadata(self.step, requests, gone, short)
 
     def note(self, reports: WorkerReport) -> None:
-        """Take note of pages; blocks that are not needed go back to vLLM's pool."""
+        """Record reported pages, and free surplus blocks."""
         freed = 0
         for request, told in reports.told.items():
-            if self.known.get(request, reports.step + 1) <= reports.step:  # has not begun anew
+            if self.known.get(request, reports.step + 1) <= reports.step:  # has not restarted
                 freed += self.manager.told(request, told.pages, told.computed)
         self.answered = (self.answered or reports.answered) and not freed
 
     def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
-        if computed == 0:  # after a preemption what was generated is read again, too
+        if computed == 0:  # after a preemption generated tokens are recomputed too
             self.begun += 1
             self.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
         elif tokens > 1 and computed >= self.prompts[request]:
             self._refuse(
                 request,
-                f"it adds {tokens} prompt tokens after its answer, and a policy needs the whole "
+                f"it adds {tokens} prompt tokens after its answer, but a policy needs the whole "
                 "prompt at once",
             )
         return RequestStep(
@@ -153,5 +155,5 @@ class SchedulerState:
 
     def _refuse(self, request: str, reason: str) -> None:
         if request not in self.refused:
-            logger.error("the request %s cannot be served, and fails: %s", request, reason)
+            logger.error("request %s fails, as it cannot be served: %s", request, reason)
         self.refused[request] = reason

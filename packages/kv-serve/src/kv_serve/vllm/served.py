@@ -1,5 +1,5 @@
-"""What marks an attention backend that a policy can be served in."""
+"""A marker for attention backends that support policies."""
 
 
 class ServesPolicy:
-    """Base of the backends that kv-serve puts in the place of vLLM's own."""
+    """Base of the backends with which kv-serve replaces vLLM's own."""

@@ -1,4 +1,4 @@
-"""vLLM's own server, with what a policy needs of its options."""
+"""vLLM's own server, with the options that a policy needs."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ logger = init_logger("vllm.kv_serve")
 
 
 def read(arguments: Sequence[str]) -> Namespace:
-    """Read the command line of `vllm serve`, as vLLM does, and leave with its words if it is wrong.
+    """Parse the command line of `vllm serve` as vLLM does; exit with its message if it is invalid.
 
-    vLLM's own command is not called: it asks for the version of a distribution that the builds for
-    CPUs do not have, and ends. All that it would do for `serve` is here and in `run`.
+    vLLM's own command is not called, as it exits if there is no distribution named vllm, which CPU
+    builds lack. This function and `run` do the same for `serve`.
     """
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="kv-serve")
@@ -34,7 +34,7 @@ def read(arguments: Sequence[str]) -> Namespace:
 
 
 def run(given: Namespace) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     command = ServeSubcommand()
     adapters.configure_logging(given)
     command.validate(given)
@@ -42,14 +42,14 @@ def run(given: Namespace) -> None:
 
 
 def apply_policy(given: Namespace, text: str | None) -> None:
-    """Set what serving a policy needs; where neither `text` nor the options name one, nothing.
+    """Set the options that a policy needs; do nothing if neither `text` nor the options name one.
 
     Args:
         given: vLLM's options, changed in place.
-        text: the policy's; None leaves it to `additional_config`.
+        text: the policy; None: only `additional_config` may name one.
 
     Raises:
-        ValueError: an option of vLLM says something else, or there is no such policy.
+        ValueError: an option of vLLM conflicts, or the policy is unknown.
     """
     config = given.additional_config
     check_settings(config)
@@ -58,7 +58,7 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         return
     if text is not None and named != text:
         raise ValueError(
-            f"--policy is {text} and {KEY} in --additional-config is {named}; leave one of them out"
+            f"--policy is {text} and {KEY} in --additional-config is {named}; omit one of them"
         )
     policy = parse(str(named))
     given.additional_config = {**config, KEY: named}
@@ -68,9 +68,9 @@ def apply_policy(given: Namespace, text: str | None) -> None:
         _choose_backend(given)
     if envs.VLLM_USE_RUST_FRONTEND:
         logger.warning(
-            "budgets of requests are checked in vLLM's servers in Python; in the one in Rust a "
-            "request with a bad kv_budget fails in its first step, or goes on without a budget "
-            "where the policy has one format for all tokens"
+            "budgets of requests are checked in vLLM's Python servers; in the Rust server a "
+            "request with a bad kv_budget fails in its first step, or runs without a budget "
+            "if the policy has one format for all tokens"
         )
 
 
@@ -80,12 +80,12 @@ def _add_middleware(given: Namespace, path: str) -> None:
 
 
 def _choose_metrics(given: Namespace, policy: KVPolicy) -> None:
-    """Name our connector where the process that serves metrics sees it, too."""
+    """Configure our connector so that the process that serves metrics also sees it."""
     asked = given.kv_transfer_config
     if asked is not None and (is_plain(policy) or not is_ours(asked)):
         raise ValueError(
-            f"--kv-transfer-config names {asked.kv_connector}, and the policy {policy} cannot be "
-            "served with a KV connector of yours; leave the option out"
+            f"--kv-transfer-config names {asked.kv_connector}, but the policy {policy} cannot be "
+            "served with another KV connector; omit the option"
         )
     if is_plain(policy):
         _add_middleware(given, plain.PATH)
@@ -98,7 +98,6 @@ def _choose_backend(given: Namespace) -> None:
     chosen = given.attention_backend
     if chosen is not None and chosen.upper() not in ("AUTO", ours):
         raise ValueError(
-            f"--attention-backend is {chosen}, and a policy is served by {ours}; leave the option "
-            "out"
+            f"--attention-backend is {chosen}, but a policy needs {ours}; omit the option"
         )
     given.attention_backend = ours

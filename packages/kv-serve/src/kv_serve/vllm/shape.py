@@ -1,4 +1,4 @@
-"""The attention layers of a vLLM model, and what its cache looks like on this device."""
+"""The attention layers of a vLLM model, and the shape of its cache on this device."""
 
 from collections.abc import Sequence
 
@@ -13,28 +13,28 @@ from kv_serve.vllm.names import KEY
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
-    """Give the layers that have a cache, in the order in which they run."""
+    """Return the layers with a cache, in execution order."""
     layers = config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if isinstance(layer, Attention)]
 
 
 def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bool) -> None:
-    """Refuse a model whose layers differ in what is stored of a token.
+    """Raise if the layers of a model differ in what they store per token.
 
     Args:
         config: the engine's.
-        layers: those that have a cache.
-        in_pages: whether tokens lie in pages, which one account counts for all layers and heads;
-            else each layer has slots of its own.
+        layers: the layers with a cache.
+        in_pages: whether tokens are stored in pages, counted by one account for all layers and
+            heads; otherwise each layer has its own slots.
 
     Raises:
-        UnservableError: a layer has no attention, or differs from the first.
+        UnservableError: a layer has no attention or differs from the first.
     """
     every = config.model_config.get_num_layers(config.parallel_config)
     if in_pages and len(layers) != every:
         raise UnservableError(
             f"this model has {every} layers, and {len(layers)} with attention of their own; this "
-            f"{KEY} is served where every layer has: take one with one format for all tokens, such "
+            f"{KEY} needs attention in every layer: use one with one format for all tokens, such "
             "as k8v4"
         )
     first = _sizes(layers[0], in_pages=in_pages)
@@ -43,8 +43,8 @@ def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bo
             if size != first[what]:
                 raise UnservableError(
                     f"layer {i} of this model has {size:g} {what}, and layer 0 has "
-                    f"{first[what]:g}; this {KEY} is served where all layers are alike: remove it "
-                    "from additional_config"
+                    f"{first[what]:g}; this {KEY} needs equal layers: remove it from "
+                    "additional_config"
                 )
 
 
@@ -60,7 +60,7 @@ def _sizes(layer: Attention, *, in_pages: bool) -> dict[str, int | float]:
 
 
 def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
-    """Give the shape of the model's cache on this device; its layers are alike."""
+    """Return the shape of the model's cache on this device; all layers have the same shape."""
     heads = layer.num_kv_heads
     first = first_heads(config)[get_tensor_model_parallel_rank()]
     return CacheShape(
@@ -75,12 +75,12 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
 
 
 def first_heads(config: VllmConfig) -> list[int]:
-    """Give the first KV head of each rank; ranks share heads where there are more ranks."""
+    """Return the first KV head of each rank; with more ranks than heads, ranks share heads."""
     ranks = config.parallel_config.tensor_parallel_size
     heads = config.model_config.get_total_num_kv_heads()
     return [rank * heads // ranks for rank in range(ranks)]
 
 
 def backend_of(config: VllmConfig) -> str:
-    """Give the name of what attends on this device."""
+    """Return the name of the attention backend on this device."""
     return serving(config.device_config.device_type).backend

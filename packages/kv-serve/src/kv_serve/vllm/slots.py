@@ -1,4 +1,4 @@
-"""vLLM's description of a step, for tokens that lie in vLLM's slots."""
+"""Attention metadata of a step, for tokens stored in vLLM's slots."""
 
 import torch
 from vllm.config import VllmConfig
@@ -10,7 +10,7 @@ from kv_serve.vllm.shape import attention_layers
 
 
 class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
-    """Says once per step, for all layers, where tokens go and what they see."""
+    """Builds the slots and sequence lengths of a step, once for all layers."""
 
     def __init__(
         self,
@@ -19,10 +19,10 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        """Note how blocks are divided into pages."""
+        """Compute how blocks are divided into pages."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = attention_layers(vllm_config)[0].impl.layer
-        assert isinstance(layer, SlotLayer), "the storage that has this builder has such layers"
+        assert isinstance(layer, SlotLayer), "VllmSlots storage has SlotLayer layers"
         size = kv_cache_spec.num_kv_heads, kv_cache_spec.block_size
         self.blocks = Blocks.of(layer.format, *size, device, layer.backend)
 
@@ -32,7 +32,7 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> SlotStep:
-        """Describe one step."""
+        """Return the metadata of one step."""
         given = common_attn_metadata
         return self.blocks.step(
             given.query_start_loc_cpu[: given.num_reqs + 1],

@@ -1,4 +1,4 @@
-"""What the scheduler knows of pages: how large a block is, and how many a request takes."""
+"""The scheduler's accounting of pages: block sizes and blocks per request."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +16,20 @@ from kv_serve.vllm.config import UnservableError, served_policy
 
 @dataclass(frozen=True, kw_only=True)
 class PagedSpec(FullAttentionSpec):
-    """A layer's share of blocks that pay for pages; all layers have the same."""
+    """A layer's share of the blocks that cover pages; equal for all layers."""
 
     account: Account
 
     @property
     def prefix_cacheable(self) -> bool:
-        """No: what is kept of a prefix depends on what came after it."""
+        """False: the kept tokens of a prefix depend on later tokens."""
         return False
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of the longest request once its prompt is compressed: what vLLM's capacity states.
+        """Return the bytes of the longest request after compression, for vLLM's capacity message.
 
-        Also the first that the process of the scheduler asks, which may be another than that of the
-        workers, so it makes sure of our manager and of the connector.
+        This is the first call in the scheduler's process, which may not be the workers', so it also
+        registers our manager and attaches the connector.
         """
         register()
         attach(vllm_config)
@@ -41,39 +41,37 @@ class PagedSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list["PagedSpec"]) -> "PagedSpec":
-        """Give the spec that all layers have."""
+        """Return the spec shared by all layers."""
         assert all(spec == specs[0] for spec in specs), "layers of a model share one account"
         return specs[0]
 
 
 @dataclass(slots=True)
 class _Owned:
-    """What a request owns, and what its pages were when a worker last told."""
+    """The blocks of a request, and its pages as last reported by a worker."""
 
     blocks: list[KVCacheBlock]
-    tokens: int = 0  # that the blocks are for; workers may be at the newest of them
-    told: tuple[int, int] | None = None  # pages, and tokens computed by then
+    tokens: int = 0  # tokens covered by the blocks; workers may have reached the newest
+    told: tuple[int, int] | None = None  # reported pages and tokens computed
 
 
 class PagedManager(FullAttentionManager):
-    """Gives a request the blocks that pay for its pages, and takes back those it does not need.
+    """Allocates the blocks that cover a request's pages, and frees surplus blocks.
 
-    vLLM sees the first block alone, which names the request in the worker's block table: nothing
-    else of a block's number means anything, as pages lie wherever there is room.
+    vLLM sees only the first block, whose number identifies the request in the worker's block table.
+    Block numbers have no other meaning, as pages are allocated from a separate pool.
     """
 
     def __init__(self, kv_cache_spec: PagedSpec, **options: Any) -> None:
-        """Check that there is room for the longest prompt, which is compressed when it has ended.
-
-        Raises:
-            UnservableError: there is not; requests of that length would wait forever.
-        """
+        """Create the manager; vLLM passes the arguments."""
         super().__init__(kv_cache_spec, **options)
         self.account = kv_cache_spec.account
         self._owned: dict[str, _Owned] = {}
 
     def expect_room(self, longest: int) -> None:
-        """Refuse to serve prompts that could never be admitted.
+        """Raise if the longest prompt could never be scheduled.
+
+        A prompt is compressed at its end, so all its tokens need blocks until then.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens.
@@ -83,12 +81,12 @@ class PagedManager(FullAttentionManager):
             fits = longest * there // needed
             raise UnservableError(
                 f"a prompt of max_model_len, {longest} tokens, takes {needed} blocks until it is "
-                f"compressed, and there are {there}; give vLLM more KV memory or a max_model_len "
+                f"compressed, but only {there} exist; give vLLM more KV memory or a max_model_len "
                 f"of about {fits}"
             )
 
     def blocks_for(self, tokens: int, told: tuple[int, int] | None = None) -> int:
-        """Count the blocks of a request of so many tokens, by what was last told of its pages."""
+        """Count the blocks for a request of `tokens` tokens, given its last reported pages."""
         most = self.account.pages(tokens)
         if told is not None:
             held, computed = told
@@ -98,7 +96,7 @@ class PagedManager(FullAttentionManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
-        """Count the blocks that a request lacks for so many tokens."""
+        """Count the additional blocks that a request needs for `num_tokens` tokens."""
         owned = self._owned.get(request_id)
         if owned is None:
             return self.blocks_for(num_tokens)
@@ -107,7 +105,7 @@ class PagedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> list[KVCacheBlock]:
-        """Let a request own the blocks it lacks; only its first is handed on to the worker."""
+        """Allocate the blocks that a request needs; only its first is passed to the worker."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[KVCacheBlock] = self.block_pool.get_new_blocks(missing) if missing else []
         owned = self._owned.get(request_id)
@@ -120,36 +118,36 @@ class PagedManager(FullAttentionManager):
         return new[:1]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Let go of a request, and give all blocks that it owned."""
+        """Remove a request and return all its blocks."""
         super().pop_blocks_for_free(request_id)
         owned = self._owned.pop(request_id, None)
         return [] if owned is None else owned.blocks
 
     def cache_blocks(self, *given: Any, **options: Any) -> None:
-        """Nothing is cached for other requests."""
+        """Do nothing: there is no prefix caching."""
 
     def first_block(self, request_id: str) -> int | None:
-        """Give the number of the block that names a request; None if it owns none."""
+        """Return the number of the block that identifies a request; None if it owns none."""
         owned = self._owned.get(request_id)
         return None if owned is None else owned.blocks[0].block_id
 
     def owned(self, request_id: str) -> tuple[KVCacheBlock, ...]:
-        """Give the blocks of a request; the first names it in the worker's block table."""
+        """Return the blocks of a request; the first identifies it in the worker's block table."""
         owned = self._owned.get(request_id)
         return () if owned is None else tuple(owned.blocks)
 
     def told(self, request_id: str, pages: int, computed: int) -> int:
-        """Take note of a request's pages, and take back the blocks that it does not need.
+        """Record a request's reported pages, and free the blocks that it does not need.
 
-        Under asynchronous scheduling the next step has its blocks by then, and keeps them.
+        Under asynchronous scheduling the next step is already scheduled, and keeps its blocks.
 
         Args:
-            request_id: the request; if it is gone, nothing happens.
-            pages: that it holds.
-            computed: its tokens by then.
+            request_id: the request; ignored if it has ended.
+            pages: the pages it holds.
+            computed: its tokens computed at the time of the report.
 
         Returns:
-            Blocks that went back to vLLM's pool.
+            The number of blocks returned to vLLM's pool.
         """
         owned = self._owned.get(request_id)
         if owned is None:
@@ -163,7 +161,7 @@ class PagedManager(FullAttentionManager):
 
 
 def register() -> None:
-    """Let vLLM's scheduler use our manager for our spec; any number of times."""
-    # With a spec of ours alone in it, vLLM would take its table for complete.
+    """Register our manager for our spec with vLLM's scheduler; may be called repeatedly."""
+    # If only our spec were registered, vLLM would consider its table complete.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     KVCacheSpecRegistry.register(PagedSpec, PagedManager, FullAttentionSpec)

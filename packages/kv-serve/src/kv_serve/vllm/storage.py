@@ -1,7 +1,7 @@
 """The two ways of storing tokens in vLLM's blocks, chosen by the policy.
 
-One format for all tokens is stored where vLLM's slots are, so that vLLM can share the blocks of
-prefixes. All else is stored in pages, which vLLM's blocks pay for.
+With one format for all tokens, a token is stored in vLLM's slot, so prefix caching works. Any other
+policy stores tokens in pages, and a request owns enough vLLM blocks to cover its pages.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 from kv_transformers.fitted import expect_fitted, fingerprint_at
 
-# Of a block that pays for pages, where users do not say: finer than vLLM's own default.
+# Default block size when blocks cover pages: finer than vLLM's own default.
 BLOCK_TOKENS: Final = 16
 
 logger = init_logger("vllm.kv_serve")
@@ -32,38 +32,38 @@ logger = init_logger("vllm.kv_serve")
 
 @dataclass(frozen=True)
 class VllmSlots:
-    """A token's bytes lie in the slot that vLLM gives it."""
+    """A token is stored in its vLLM slot."""
 
     format: TokenFormat
-    full: int  # bytes that an uncompressed token takes per head
+    full: int  # bytes of an uncompressed token per KV head
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = SlotBuilder
 
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
-        """Say that a slot takes the bytes of the format."""
+        """Return the spec with slots of the format's size."""
         return replace(spec, dtype=torch.uint8, state_content_bytes=self.format.nbytes)
 
     def layer(self, index: int, scale: float, backend: str) -> SlotLayer:
-        """Make what attends in a layer."""
+        """Return the attention of a layer."""
         return SlotLayer(self.format, scale, backend)
 
     def __str__(self) -> str:
-        """As the log says it."""
+        """Describe the storage for the log."""
         return f"{self.format.nbytes} bytes per token and KV head in place of {self.full}"
 
 
 @dataclass(frozen=True)
 class BilledPages:
-    """Tokens lie in pages of their layer and head; a block pays for some of them."""
+    """Tokens are stored in pages per layer and KV head; each block covers some pages."""
 
     layout: Layout
-    block_tokens: int | None  # as users say, or None
+    block_tokens: int | None  # set by the user, or None
     full: int
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = RowsBuilder
 
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
-        """Say that a layer has its share of what a block pays for."""
+        """Return the spec of a layer's share of a block."""
         tokens = self.block_tokens or BLOCK_TOKENS
         account = Account.of(self.layout, tokens)
         cells = self.layout.shape.layers * spec.num_kv_heads * tokens
@@ -79,21 +79,21 @@ class BilledPages:
         )
 
     def layer(self, index: int, scale: float, backend: str) -> PageLayer:
-        """Make what attends in a layer."""
+        """Return the attention of a layer."""
         return PageLayer(index)
 
     def __str__(self) -> str:
-        """As the log says it."""
+        """Describe the storage for the log."""
         heads = sum(map(len, self.layout.kind))
         each = self.layout.token_bytes / heads
         return f"at most {each:g} bytes per kept token and KV head in place of {self.full}"
 
 
 def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots | BilledPages:
-    """Choose how a policy is stored, and let vLLM make our connector where pages are counted.
+    """Choose the storage of a policy, and attach our connector if it uses pages.
 
     Raises:
-        UnservableError: a connector is configured, and nothing would be counted; or the ranks of
+        UnservableError: a connector is configured for a policy without pages; or the ranks of
             tensor parallelism would lay out their pages differently.
         WrongModelError: the policy was calibrated with another model.
     """
@@ -102,8 +102,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     if format is not None:
         if config.kv_transfer_config is not None:
             raise UnservableError(
-                f"{policy} is stored where vLLM's slots are, and needs no KV connector; leave "
-                "--kv-transfer-config out"
+                f"{policy} is stored in vLLM's slots and needs no KV connector; omit "
+                "--kv-transfer-config"
             )
         return VllmSlots(format, full)
     if policy.fitted_to is not None:
@@ -112,7 +112,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     register()
     cache = config.cache_config
     if cache.enable_prefix_caching:
-        logger.info("prefixes are not shared: no block of vLLM's has the tokens of %s", policy)
+        logger.info("prefixes are not shared: vLLM's blocks do not hold the tokens of %s", policy)
     own = cache.block_size if cache.user_specified_block_size else None
     tokens = own or BLOCK_TOKENS
     firsts = set(first_heads(config)) | {shape.first_head}
@@ -120,7 +120,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     if len({Account.of(each, tokens) for each in of.values()}) > 1:
         raise UnservableError(
             f"the policy {policy} cannot be served with tensor parallelism: its heads keep "
-            "different numbers of dimensions, and vLLM's blocks are as large on every rank"
+            "different numbers of dimensions, but vLLM's blocks have one size on every rank"
         )
     return BilledPages(of[shape.first_head], own, full)
 

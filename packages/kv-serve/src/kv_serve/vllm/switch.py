@@ -1,4 +1,4 @@
-"""vLLM's own attention on a CPU, until a configuration names a policy."""
+"""vLLM's CPU attention backend, replaced by ours if the configuration has a policy."""
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionImpl
@@ -9,7 +9,7 @@ from kv_serve.vllm.served import ServesPolicy
 
 
 def names_policy() -> bool:
-    """Say whether the current configuration names a policy in its `additional_config`."""
+    """Return whether the current configuration has a policy in its `additional_config`."""
     config = get_current_vllm_config_or_none()
     return (
         config is not None
@@ -19,10 +19,10 @@ def names_policy() -> bool:
 
 
 def policy_impl() -> type[AttentionImpl]:
-    """Give our implementation, imported only when vLLM is known to be one that it fits.
+    """Return our implementation, imported only after the vLLM version is checked.
 
     Raises:
-        UnservableError: this vLLM is not one that is served.
+        UnservableError: this vLLM is not supported.
     """
     from kv_serve.vllm.adapters import check_vllm
 
@@ -33,20 +33,19 @@ def policy_impl() -> type[AttentionImpl]:
 
 
 class CpuBackend(ServesPolicy, CPUAttentionBackend):
-    """Stock in everything but the choice of the implementation.
+    """The stock backend except for the choice of the implementation.
 
-    vLLM picks one backend class for all engines of a process, so the class cannot be the choice:
-    it is made when a layer asks for its implementation, when its configuration is known.
-    That implementation then gives its layer a backend of its own. Without a policy nothing of ours
-    is imported.
+    vLLM picks one backend class for all engines of a process, so the choice is made when a layer
+    requests its implementation and its configuration is known. That implementation then sets a
+    backend of its own on the layer. Without a policy none of our implementation is imported.
     """
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """Ours under a policy, the stock one otherwise.
+        """Return our implementation under a policy, and the stock one otherwise.
 
         Raises:
-            UnservableError: a policy is named, and this vLLM is not one that is served.
+            UnservableError: a policy is configured, but this vLLM is not supported.
         """
         if names_policy():
             return policy_impl()

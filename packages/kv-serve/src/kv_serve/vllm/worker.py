@@ -1,4 +1,4 @@
-"""What a worker holds: the pages of its requests, in the memory that vLLM allocated."""
+"""The worker's state: the pages of its requests, in memory allocated by vLLM."""
 
 from dataclasses import dataclass, field
 
@@ -21,22 +21,22 @@ logger = init_logger("vllm.kv_serve")
 
 @dataclass(slots=True)
 class Worker:
-    """The requests of a worker, and what it reports of them.
+    """The requests of a worker and its reports to the scheduler.
 
-    vLLM runs whole steps in inference mode, so what outlives one need not be made outside it.
+    vLLM runs whole steps in inference mode, so tensors kept across steps may be inference tensors.
     """
 
     requests: RequestBatch
     pool: PagePool
-    meter: Meter | None = None  # None: nobody hears of it
-    metadata: StepMetadata | None = None  # of the step
-    compressed: set[str] = field(default_factory=set)  # when the step began
+    meter: Meter | None = None  # None: metrics are not reported
+    metadata: StepMetadata | None = None  # of the current step
+    compressed: set[str] = field(default_factory=set)  # at the start of the step
 
     @classmethod
     def over(
         cls, config: VllmConfig, policy: KVPolicy, account: Account, caches: dict[str, Tensor]
     ) -> "Worker":
-        """Lay the pages of the account over the memory of all layers, which is one allocation."""
+        """Divide the memory of all layers, which is one allocation, into the account's pages."""
         layer = attention_layers(config)[0]
         shape, backend = model_shape(config, layer), backend_of(config)
         found = [cache.untyped_storage() for cache in caches.values()]
@@ -61,7 +61,7 @@ class Worker:
         return cls(RequestBatch(empty, layer.impl.scale, _tell), pool, meter)
 
     def begin(self, metadata: StepMetadata) -> None:
-        """Begin a step: free what is gone, and compress if blocks are short."""
+        """Begin a step: free requests that ended, and compress if blocks are short."""
         self.metadata = metadata
         self.requests.begin(metadata.requests, metadata.gone)
         self.compressed = self.requests.compress() if metadata.short else set()
@@ -75,20 +75,20 @@ class Worker:
         value: Float[Tensor, "m H Dv"],
         output: Float[Tensor, "m Q Dv"],
     ) -> None:
-        """Attend over the step's tokens in one layer and store them; layers come in order."""
-        assert self.metadata is not None, "a forward pass follows the beginning of a step"
+        """Store the step's tokens in one layer and attend to them; layers are called in order."""
+        assert self.metadata is not None, "begin is called before a forward pass"
         self.requests.attend(layer, rows, query, key, value, output)
 
     def failures(self) -> list[int]:
-        """Return the serials of requests that failed, until they are gone."""
+        """Return the serials of failed requests, until they are freed."""
         return [*self.requests.failed.values()]
 
     def end(self) -> WorkerReport:
-        """End a step: report how many pages requests hold."""
+        """End a step: report the pages of its requests."""
         metadata, self.metadata = self.metadata, None
-        assert metadata is not None, "a step that ends has begun"
+        assert metadata is not None, "begin is called before end"
         steps = metadata.requests.values()
-        names = {step.request for step in steps} | self.compressed  # which may not be in the step
+        names = {step.request for step in steps} | self.compressed  # these may not be in the step
         held = self.requests.held(kept=self.meter is not None)
         told = {
             name: RequestPages(x.pages, x.computed) for name, x in held.items() if name in names
@@ -102,4 +102,4 @@ class Worker:
 
 
 def _tell(request: str, error: Exception) -> None:
-    logger.error("the request %s fails: %s", request, error, exc_info=error)
+    logger.error("request %s fails: %s", request, error, exc_info=error)

@@ -1,1 +1,1 @@
-"""What commands about a model share, and `kv-serve generate`."""
+"""Shared parts of commands that load a model, and `kv-serve generate`."""

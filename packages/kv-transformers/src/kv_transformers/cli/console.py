@@ -1,4 +1,4 @@
-"""What every command shares: where text goes, and how a refusal is said."""
+"""Console output and error reporting, shared by all commands."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
-PIPE_CLOSED: Final = 1  # also rich's and typer's
+PIPE_CLOSED: Final = 1  # as in rich and typer
 WIDE: Final = 200
 
 
 @runtime_checkable
 class _Stream(Protocol):
-    """What text is written to."""
+    """An output stream."""
 
     def flush(self) -> None: ...
 
@@ -30,7 +30,7 @@ class _Stream(Protocol):
 
 
 class _Remarks(Console):
-    """Standard error: a command goes on without it where nobody reads it any more."""
+    """Standard error; a command continues if its reader has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -38,17 +38,17 @@ class _Remarks(Console):
 
 
 def out() -> Console:
-    """Results, on standard output; in a file or a pipe, lines are not broken to fit a screen."""
+    """Return the console for results, on stdout; without line wrapping in a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
 def err() -> Console:
-    """Progress and remarks, on standard error."""
+    """Return the console for progress and remarks, on stderr."""
     return _Remarks(stderr=True)
 
 
 def progress() -> "Progress":
-    """A bar on standard error: what is done, how much of it, and an estimate of the time left."""
+    """Return a progress bar on stderr: description, count and estimated time left."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -67,19 +67,19 @@ def progress() -> "Progress":
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Say what is wrong with the input and leave with status 2."""
+    """Print an error about the input and exit with status 2."""
     err().print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True)
     raise typer.Exit(USER_ERROR)
 
 
 def remark(sentence: str) -> None:
-    """Say something in passing, dimmed, on standard error."""
+    """Print a dimmed remark on stderr."""
     err().print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
 
 @contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """Turn these exceptions, whose messages are sentences, into refusals."""
+    """Report these exceptions by `refuse`."""
     try:
         yield
     except errors as error:
@@ -88,7 +88,7 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, kept: str = "") -> Iterator[None]:
-    """Turn a file that cannot be written into a refusal; it ends with what is kept elsewhere."""
+    """Report a failed write by `refuse`; the message ends with `kept`."""
     try:
         yield
     except OSError as error:
@@ -97,8 +97,8 @@ def writing(path: Path, kept: str = "") -> Iterator[None]:
 
 @contextmanager
 def ending_quietly() -> Iterator[None]:
-    """Leave with status 1, and no words, where standard output was closed, as `head` does."""
-    results, remarks = sys.stdout, sys.stderr  # typer puts others in their place
+    """Exit with status 1 and no message if stdout was closed, as by `head`."""
+    results, remarks = sys.stdout, sys.stderr  # typer replaces them
     try:
         yield
     finally:
@@ -117,15 +117,15 @@ def _flushed(stream: _Stream) -> bool:
 
 
 def _to_nowhere(stream: _Stream) -> None:
-    """Lead what is still written to a stream, also when Python ends, to nowhere."""
-    with suppress(OSError, ValueError):  # a stream of a test has no number
+    """Redirect further writes to a stream, including those at exit, to the null device."""
+    with suppress(OSError, ValueError):  # a stream of a test has no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
-    """Refuse a file that could not be written in the end; its folder is made."""
+    """Exit with an error if a file cannot be written; create its folder."""
     from kv_policy.files import expect_writable
 
     try:

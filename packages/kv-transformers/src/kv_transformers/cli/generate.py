@@ -1,4 +1,4 @@
-"""`kv-serve generate`: text from a model over a compressed cache."""
+"""`kv-serve generate`: generate text with a compressed cache."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to say to the model; it follows --prompt-file.")
+        str | None, typer.Argument(help="The prompt; it follows the text of --prompt-file.")
     ] = None,
     model: ModelOption = None,
     policy: Annotated[
@@ -44,23 +44,23 @@ def generate(
     ] = "k8v4",
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="A UTF-8 text that comes before PROMPT; - reads standard input."),
+        typer.Option(help="A UTF-8 text placed before PROMPT; - reads standard input."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 always takes the likeliest token; more is more varied.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Where sampling starts from.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Continue the text without a chat template.")
     ] = False,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
 ) -> None:
-    """Generate text from a compressed cache, and say what the cache holds.
+    """Generate text with a compressed cache, and print the size of the cache.
 
-    The text streams to standard output; the bytes and times go to standard error.
+    The text streams to standard output; bytes and times are printed to standard error.
     """
     text = _prompt(prompt, prompt_file)
     from kv_transformers.from_text import folded, read_spec
@@ -95,7 +95,7 @@ def _stream(
     import torch
 
     torch.manual_seed(seed)
-    generator: Any = loaded.model  # its types do not allow a streamer that only acts like one
+    generator: Any = loaded.model  # its type hints require a subclass of BaseStreamer
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     try:
@@ -134,7 +134,7 @@ def _check_length(loaded: "LoadedModel", prompt: int, new: int) -> None:
     if limit is not None and prompt + new > limit:
         refuse(
             f"the prompt has {prompt:,} tokens and --max-new-tokens is {new:,}; the model "
-            f"{loaded.name} reads {limit:,} together, so give a shorter prompt or fewer new tokens"
+            f"{loaded.name} supports {limit:,} in total; shorten the prompt or request fewer tokens"
         )
 
 

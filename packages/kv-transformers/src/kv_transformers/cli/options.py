@@ -1,4 +1,4 @@
-"""Options that several commands share, and what stands behind them."""
+"""Options shared by several commands, and their helpers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(StrEnum):
-    """In which numbers a model computes."""
+    """The dtype of a model."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -36,7 +36,7 @@ ModelOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Dtype, typer.Option(help="In which numbers the model computes; auto: as it is stored.")
+    Dtype, typer.Option(help="The dtype of the model; auto: as the weights are stored.")
 ]
 DeviceOption = Annotated[
     str | None,
@@ -46,18 +46,18 @@ DeviceOption = Annotated[
 BackendOption = Annotated[
     str,
     typer.Option(
-        help="What attends over compressed caches: torch, cpu (native code, from the package "
-        "kv-cpu), reference (slow), or auto for the fastest that can be used."
+        help="The attention backend of compressed caches: torch, cpu (native code, from the "
+        "package kv-cpu), reference (slow), or auto for the fastest available."
     ),
 ]
 
 
 @contextmanager
 def reading_policy(model: str | None) -> Iterator[None]:
-    """Turn what is wrong with a policy into a refusal; the advice is for this model.
+    """Report the errors of a policy by `refuse`, with advice for this model.
 
     Args:
-        model: as the command was told; None: its default.
+        model: the command's --model; None: the default.
     """
     from kv_policy import NotCalibratedError
 
@@ -70,7 +70,7 @@ def reading_policy(model: str | None) -> Iterator[None]:
 
 
 def expect_backend(name: str) -> None:
-    """Refuse a backend that cannot be used, before anything is loaded."""
+    """Exit with an error if a backend is unavailable, before a model is loaded."""
     from kv_runtime import expect_known
 
     with refusing(ValueError):
@@ -78,7 +78,7 @@ def expect_backend(name: str) -> None:
 
 
 def caches_by(loaded: "LoadedModel", backend: str) -> "tuple[MakeCache, Serving]":
-    """Give what makes caches that attend by a backend, and what that is; refuse if it cannot be."""
+    """Return a cache factory for a backend, and the backend; exit with an error if unavailable."""
     from kv_runtime import serving
     from kv_transformers.from_text import make_cache
 
@@ -90,7 +90,7 @@ def caches_by(loaded: "LoadedModel", backend: str) -> "tuple[MakeCache, Serving]
 def load_model(
     name: str | None, dtype: Dtype = Dtype.AUTO, device: str | None = None
 ) -> "LoadedModel":
-    """Load a model, saying what is being done; refuse with its sentence if it cannot be."""
+    """Load a model with a progress display; exit with an error if that fails."""
     from kv_transformers import models
 
     with refusing(models.ModelError), err().status("loading the model") as status:

@@ -1,4 +1,4 @@
-"""Where the text that a model reads comes from, and how long it may be."""
+"""Read prompts and their length limits."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(file: Path) -> str:
-    """Read a UTF-8 text, or standard input for `-`; refuse what cannot be read."""
+    """Read a UTF-8 text, or stdin for `-`; exit with an error if it cannot be read."""
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
     except OSError as error:
@@ -21,7 +21,7 @@ def read_prompt(file: Path) -> str:
 
 
 def in_chat(loaded: "LoadedModel", text: str, otherwise: str) -> str:
-    """Put a text into the model's chat template; refuse, with what to do, where there is none."""
+    """Apply the model's chat template to a text; exit with an error if there is none."""
     tokenizer = loaded.tokenizer
     if not tokenizer.chat_template:
         refuse(f"the model {loaded.name} has no chat template; {otherwise}")
@@ -30,6 +30,6 @@ def in_chat(loaded: "LoadedModel", text: str, otherwise: str) -> str:
 
 
 def longest(loaded: "LoadedModel") -> int | None:
-    """Give how many tokens a model reads, if it says so."""
+    """Return the model's maximum number of tokens, if its config defines one."""
     limit: int | None = getattr(loaded.model.config, "max_position_embeddings", None)
     return limit

@@ -1,4 +1,4 @@
-"""Showing text as it is generated, and timing it."""
+"""Print text as it is generated, and time it."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,34 +9,34 @@ if TYPE_CHECKING:
 
 
 class TimedStreamer:
-    """Prints the text of generated tokens on standard output and notes when each came."""
+    """Prints the text of generated tokens on stdout and records their times."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Leave the prompt out, and the tokens that only mark beginnings and ends."""
+        """Create a streamer that skips the prompt and special tokens."""
         from transformers import TextStreamer
 
         self._text: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._times: list[float] = []
 
     def put(self, value: "Tensor") -> None:
-        """Take the prompt first, then token after token."""
+        """Receive the prompt first, then one token per call."""
         self._times.append(time.perf_counter())
         self._text.put(value)
 
     def end(self) -> None:
-        """Print what is left."""
+        """Print the remaining text."""
         self._text.end()
 
     @property
     def tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return max(len(self._times) - 1, 0)
 
     @property
     def token_ms(self) -> float | None:
-        """Milliseconds from one token to the next on average; None before the second one.
+        """Mean milliseconds between tokens; None before the second token.
 
-        The first token is not counted: it takes as long as reading the prompt.
+        The first token is excluded, as its time includes the prefill.
         """
         if self.tokens < 2:
             return None

@@ -1,4 +1,4 @@
-"""Models: found by name, converted once where needed, loaded with their tokenizer."""
+"""Find models by name, convert them once if needed, and load them with their tokenizer."""
 
 from kv_transformers.models.convert import cache_root, damage, place
 from kv_transformers.models.load import LoadedModel, load_model, model_folder

@@ -1,4 +1,4 @@
-"""GGUF to safetensors, once: the converted model stays in a folder that other hosts can serve."""
+"""Convert GGUF to safetensors once, into a cached folder that other hosts can also serve."""
 
 import hashlib
 import os
@@ -17,20 +17,20 @@ from kv_transformers.models.folder import plain
 from kv_transformers.models.quiet import muted, quiet
 from kv_transformers.models.source import ModelError, Progress, Source
 
-FORMAT = 1  # of the converted folder; another number converts anew
+FORMAT = 1  # of the converted folder; a folder with another number is converted again
 MANIFEST = "kv-serve.json"
 _NEEDED = frozenset({"config.json"})
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """Size in bytes and SHA-256 of a written file."""
+    """The size in bytes and SHA-256 of a written file."""
 
     size: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a converted folder was made from, and what it must hold."""
+    """The source of a converted folder and the files it must contain."""
 
     format: int
     source: str
@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def cache_root() -> Path:
-    """The folder for conversions: `KV_SERVE_CACHE`, or `kv-serve` in the user's cache folder."""
+    """Return the cache folder: `KV_SERVE_CACHE`, or `kv-serve` in the user's cache folder."""
     if own := os.environ.get("KV_SERVE_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -48,7 +48,7 @@ def cache_root() -> Path:
 
 
 def place(source: Source) -> tuple[Path, str]:
-    """The folder for a GGUF file's safetensors, made or not, and the SHA-256 it is named by."""
+    """Return the folder for a GGUF file's safetensors, existing or not, and the file's SHA-256."""
     assert source.path is not None
     sha256 = source.sha256 or _sha256(source.path)
     key = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.path.stem)}-{sha256[:16]}"
@@ -56,18 +56,18 @@ def place(source: Source) -> tuple[Path, str]:
 
 
 def converted_folder(source: Source, progress: Progress) -> Path:
-    """The folder with the safetensors of a GGUF file, converted now unless it is there and whole.
+    """Return the folder with the safetensors of a GGUF file, converting it if needed.
 
-    Several processes may ask at once: one converts and the others wait. An interrupted conversion
-    leaves nothing that could be taken for a model, and the next one clears it away.
+    Several processes may call this at once: one converts and the others wait. An interrupted
+    conversion leaves only a partial folder, which the next conversion deletes.
 
     Args:
         source: Of kind `gguf`.
-        progress: Told what is being done.
+        progress: Called with each step.
 
     Raises:
-        ModelError: the file is damaged or of a kind that transformers cannot read, or the cache
-            folder cannot be written.
+        ModelError: the file is damaged or not supported by transformers, or the cache folder
+            cannot be written.
     """
     try:
         folder, sha256 = place(source)
@@ -102,39 +102,39 @@ def converted_folder(source: Source, progress: Progress) -> Path:
         reason = error.strerror if isinstance(error, OSError) else None
         raise ModelError(
             f"cannot write the converted model under {folder.parent} ({reason or error}); it"
-            " takes about three times the size of the GGUF file. Set KV_SERVE_CACHE to a folder"
-            " that has room"
+            " needs about three times the size of the GGUF file. Set KV_SERVE_CACHE to a folder"
+            " with enough space"
         ) from error
     progress(f"converted to {folder}")
     return folder
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a converted folder, as a clause, or None; all of its bytes are read."""
+    """Return the damage of a converted folder as a clause, or None; reads all of its bytes."""
     try:
         manifest = decode((folder / MANIFEST).read_bytes(), Manifest)
         if manifest.format != FORMAT:
-            return f"it has format {manifest.format}, and this version writes {FORMAT}"
+            return f"it has format {manifest.format}, but this version writes {FORMAT}"
         if not folder.name.endswith(f"-{manifest.sha256[:16]}"):
-            return f"{MANIFEST} is of another file, whose SHA-256 is {manifest.sha256}"
+            return f"{MANIFEST} belongs to another file, whose SHA-256 is {manifest.sha256}"
         strange = [name for name in manifest.files if not plain(name)]
         if strange:
-            return f"{MANIFEST} names the file {strange[0][:200]!r}, which is none of its folder"
+            return f"{MANIFEST} names the file {strange[0][:200]!r}, which is not in its folder"
         if not {*manifest.files} >= _NEEDED or not any(map(_is_weights, manifest.files)):
-            return f"{MANIFEST} names no settings or no weights"
+            return f"{MANIFEST} names no config or no weights"
         unknown = sorted(
             path.name
             for path in folder.iterdir()
             if (path.name in _NEEDED or _is_weights(path.name)) and path.name not in manifest.files
         )
         if unknown:
-            return f"{unknown[0]} is there, and {MANIFEST} does not name it"
+            return f"{unknown[0]} is not named in {MANIFEST}"
         for name, record in manifest.files.items():
             size = (folder / name).stat().st_size
             if size != record.size:
-                return f"{name} has {size} bytes and should have {record.size}"
+                return f"{name} has {size} bytes instead of {record.size}"
             if _sha256(folder / name) != record.sha256:
-                return f"{name} has other contents than were written"
+                return f"the contents of {name} have changed"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file that it names cannot be read: {error}"
     return None
@@ -145,7 +145,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _lock(path: Path, progress: Progress) -> AbstractContextManager[object]:
-    """Hold the lock until the block ends; the system lets go of it if the process dies."""
+    """Hold a file lock for the block; the system releases it if the process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -167,16 +167,16 @@ def _check_gguf(source: Source, sha256: str) -> None:
         ) from error
     if magic != b"GGUF":
         raise ModelError(
-            f"{source.path} is no GGUF file (it begins with {magic!r}); {source.remedy}"
+            f"{source.path} is not a GGUF file (it begins with {magic!r}); {source.remedy}"
         )
     if source.sha256 is not None and _sha256(source.path) != sha256:
         raise ModelError(
-            f"{source.path} has other contents than its package recorded; {source.remedy}"
+            f"{source.path} does not match the checksum in its package; {source.remedy}"
         )
 
 
 def _convert(source: Source, folder: Path, progress: Progress) -> None:
-    """Write weights in bfloat16, settings and tokenizer with its chat template into a folder."""
+    """Write bfloat16 weights, config, and tokenizer with chat template into a folder."""
     assert source.path is not None
     progress(f"converting {source.path.name}: importing transformers")
     with quiet():
@@ -199,7 +199,7 @@ def _convert(source: Source, folder: Path, progress: Progress) -> None:
                     trust_remote_code=False,
                     **_unpacked(),
                 )
-        except Exception as error:  # a damaged file makes the readers fail in any way
+        except Exception as error:  # the readers may fail in any way on a damaged file
             raise ModelError(
                 f"{source.path} cannot be read as a model ({type(error).__name__}: {error}); it is"
                 " damaged, or of an architecture that transformers does not convert;"
@@ -212,14 +212,14 @@ def _convert(source: Source, folder: Path, progress: Progress) -> None:
                 f" {source.remedy}"
             )
         if getattr(model.config, "quantization_config", None) is not None:
-            del model.config.quantization_config  # the weights are plain now
+            del model.config.quantization_config  # the weights are dequantized
         progress(f"converting {file}: writing safetensors")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def _unpacked() -> dict[str, Any]:
-    """Newer versions of transformers keep GGUF weights packed unless told; older ones never do."""
+    """Return the option that dequantizes GGUF weights; older versions of transformers lack it."""
     try:
         from transformers import GgufConfig
     except ImportError:

