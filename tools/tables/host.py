@@ -8,21 +8,21 @@ from tools.tables.markdown import Row, Said, only_figures, table
 
 DOES: Final = {
     "accumulate": "accumulates scores in pages",
-    "close up": "compacts pages after eviction",
     "combine": "combines partial results by log-sum-exp",
+    "compact": "compacts pages after eviction",
     "copy": "copies pages",
     "decode": "a decode step",
     "enter": "stores the new tokens of a step",
     "gaps": "counts evicted tokens",
     "give": "page tables and free list, in a step",
     "leave": "removes the evicted tokens of a step",
-    "look back": "attention mass of a prompt",
+    "mass of pass": "attention mass of a prompt",
+    "mass of step": "attention mass of a decode step",
     "place": "writes vectors into a block",
     "plan": "distributes the tiles of a decode step",
     "prompt": "attention of a prompt",
     "read": "reads tokens from pages",
     "rescore": "writes scores",
-    "watch": "attention mass of a decode step",
     "weakest": "lowest score of each head",
     "write": "encodes a prompt into pages",
 }
@@ -30,7 +30,7 @@ SHARES: Final = ("share", "observe_part_share", "score_layer_share", "plan_layer
 
 
 def spoken(kernel: str) -> str:
-    """Return a kernel's name, such as `close up` for `close_up_kernel`."""
+    """Return a kernel's name, such as `mass of step` for `mass_of_step_kernel`."""
     return kernel.removesuffix("_kernel").replace("_", " ")
 
 

@@ -68,7 +68,7 @@ class BlockStore(TokenStore):
         block = self.layout.format.block
         # `longest` is a whole number of blocks.
         full = stay.view(len(stay), longest // block, block).any(-1)
-        freed = self._close_up(table_rows, length, wrong, full, block)
+        freed = self._compact(table_rows, length, wrong, full, block)
         left = full.sum(1) * block - stay.sum(1)
         self._holes.view(-1)[table_rows] = left.to(self._holes.dtype)
         return freed

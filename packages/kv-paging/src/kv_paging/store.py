@@ -211,7 +211,7 @@ class TokenStore(HeadPages):
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         table_rows, length, wrong = self._named(table_rows)
-        return self._close_up(table_rows, length, wrong, keep & before(length, keep.shape[1]), 1)
+        return self._compact(table_rows, length, wrong, keep & before(length, keep.shape[1]), 1)
 
     def replace(
         self,
@@ -350,7 +350,7 @@ class TokenStore(HeadPages):
             )
         return known
 
-    def _close_up(
+    def _compact(
         self, table_rows: Tensor, length: Tensor, wrong: Tensor, stay: Tensor, block: int
     ) -> int:
         """Let go of the blocks of `block` slots that are not marked; the last ones fill the gaps.
