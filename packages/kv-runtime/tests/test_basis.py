@@ -129,7 +129,7 @@ def test_budgets_in_bytes_count_the_ranks() -> None:
 def test_turning_queries_under_a_basis_is_refused() -> None:
     shape = replace(SHAPE, rope=Rope((1.0, 0.5, 0.2)))
     PolicyCache(parse("expected-attention:budget=20"), shape)
-    with pytest.raises(ValueError, match="its basis stores keys where that cannot be done"):
+    with pytest.raises(ValueError, match="its basis stores keys for which this is impossible"):
         PolicyCache(compose(parse("expected-attention:budget=20"), ALIKE), shape)
 
 

@@ -298,7 +298,7 @@ def test_statistics_of_another_model_are_refused(
     facts, found = load(calibrated)
     other = tmp_path / "other"
     save(other, msgspec.structs.replace(facts, fingerprint="0123456789abcdef"), found)
-    with pytest.raises(WrongModelError, match="calibrated with the model 0123456789abcdef and"):
+    with pytest.raises(WrongModelError, match="calibrated with the model 0123456789abcdef, but"):
         CompressedCache(loaded.model, f"zack:file={other},rate=0")
 
 
