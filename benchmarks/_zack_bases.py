@@ -22,7 +22,7 @@ def calibration(
 ) -> tuple[Path, Statistics]:
     """Statistics of a text; those that an interrupted run left are not made again."""
     mark = ".quick" if quick else ""
-    path = folder / f"zack_quality.{text.name}.{text.digest}.{tokens}{mark}.partial"
+    path = folder / f"zack_quality.{text.name}.{text.digest}.{tokens}{mark}.statistics"
     if not path.exists():
         for done in _zack.statistics(loaded, text, tokens, path, TOGETHER):
             CONSOLE.print(f"{text.name}: {done:,} of {tokens:,} tokens")

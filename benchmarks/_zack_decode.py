@@ -11,6 +11,7 @@ from torch import Tensor
 from kv_attention import Attended
 from kv_policy import CacheShape, HeadBasis, KVPolicy, LayerBasis, Part, parse
 from kv_runtime import PolicyCache
+from kv_runtime.attention import attended
 
 SHAPES = {  # of one layer
     "SmolLM2-135M": CacheShape(1, 3, 3, 64, 64),
@@ -142,7 +143,10 @@ def _attention(cache: PolicyCache, batch: int) -> Work:
     query = torch.randn(batch, shape.kv_heads, shape.group, 1, shape.key_dim).to(shape.dtype)
     key, value = _stored(cache, batch, 1)
     scale = cache.shape.key_dim**-0.5
-    return lambda: cache._attended(0, query, key, value, scale, (cache.observe,))
+    held, now, fresh = cache.batch, cache._pass, (query, key, value)
+    assert held is not None
+    assert now is not None
+    return lambda: attended(held, now.whole, 0, fresh, scale, (cache.observe,), cache.backend)
 
 
 def _maps(cache: PolicyCache, batch: int) -> dict[str, Work]:

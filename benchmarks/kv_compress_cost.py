@@ -109,7 +109,7 @@ def waiting(loaded: LoadedModel, prompt: torch.Tensor) -> CompressedCache:
     selector = parse(f"kv-compress:budget={BUDGET},every=1").selector
     assert selector is not None
     keeper.selector = complete(selector)
-    keeper._turns.all_due()
+    keeper._turns.prompt(len(prompt))
     return cache
 
 
@@ -122,10 +122,12 @@ def stored_row(
         cache = waiting(loaded, prompt)
         before = cache.memory()
         began = time.perf_counter()
-        cache.runtime._keeper._again(cache.runtime.batch)
+        cache.runtime._keeper._again(cache.runtime.batch, [*range(len(prompt))])
         seconds.append(time.perf_counter() - began)
     cache = waiting(loaded, prompt)
-    peak = most_held(lambda: cache.runtime._keeper._again(cache.runtime.batch))
+    peak = most_held(
+        lambda: cache.runtime._keeper._again(cache.runtime.batch, [*range(len(prompt))])
+    )
     after = cache.memory()
     return {
         "kind": "stored",

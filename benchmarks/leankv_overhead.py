@@ -33,7 +33,7 @@ from kv_eval.evaluate.decode import read
 from kv_eval.tasks import default_text
 from kv_evict import LeanKV
 from kv_paging import PagePool, TokenStore, step, tiers, torch_kernels
-from kv_paging.page_reservation import Room
+from kv_paging.page_reservation import PageReservation
 from kv_paging.table import PageTable
 from kv_policy import CacheShape
 from kv_runtime import PolicyCache
@@ -46,7 +46,7 @@ Place = tuple[ModuleType | type, str]
 
 MANAGEMENT: tuple[Place, ...] = (
     (step, "plan_step"),
-    (Room, "for_step"),
+    (PageReservation, "for_step"),
     (PagePool, "give"),
     (PagePool, "take"),
     (PageTable, "enter_some"),

@@ -159,8 +159,10 @@ def main() -> None:
         draw(rows, arguments.plot)
     for _, journal in parts:
         journal.remove()
-    for left in folder.glob("zack_quality.*.quick*partial" if quick else "zack_quality.*.partial"):
-        left.unlink()
+    mark = ".quick" if quick else ""
+    for kind in ("partial", "statistics"):
+        for left in folder.glob(f"zack_quality.*{mark}*.{kind}"):
+            left.unlink()
 
 
 if __name__ == "__main__":
