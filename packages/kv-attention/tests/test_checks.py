@@ -49,26 +49,26 @@ def test_pages_of_other_table_rows(case):
 def test_pages_of_another_size(case):
     c = case(1)
     (p,) = c.pages
-    with pytest.raises(ValueError, match="its layout says"):
+    with pytest.raises(ValueError, match="its layout has"):
         replace(c, pages=[PagedTokens(p.data[:, :-1], p.table, p.length, p.layout)]).attend()
 
 
 def test_more_tokens_than_the_table_has_room_for(case):
     c = case(1, stored=20, page=4)
     (p,) = c.pages
-    with pytest.raises(ValueError, match="a table row of 99 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 99 tokens; its table covers at most"):
         replace(c, pages=[PagedTokens(p.data, p.table, p.length * 0 + 99, p.layout)]).attend()
 
 
 def test_a_bound_of_the_lengths_that_the_table_has_no_room_for(case):
     c = case(1, stored=20, page=4, known=True)
-    with pytest.raises(ValueError, match="a table row of 999 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 999 tokens; its table covers at most"):
         replace(c, pages=[replace(c.pages[0], longest=999)]).attend()
 
 
 def test_slots_without_a_token_that_nothing_tells(case):
     c = case(1)
-    with pytest.raises(ValueError, match=r"pages\[0\] may have slots without a token and"):
+    with pytest.raises(ValueError, match=r"pages\[0\] may have empty slots, and"):
         replace(c, pages=[replace(c.pages[0], holes=True)]).attend()
 
 
@@ -168,7 +168,7 @@ def test_a_backend_that_cannot_serve_a_device_is_refused():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
         check_backend("cpu", "cpu")
-        with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on"):
+        with pytest.raises(ValueError, match="'cpu' supports tensors on cpu; these are on"):
             check_backend("cpu", "cuda:0")
         with_native(patch, "it was not built")
         with pytest.raises(ValueError, match="'cpu' cannot be used here: it was not built"):
