@@ -44,7 +44,7 @@ def attend(
         pages: stored tokens, one entry per tier.
         dense: dense tokens, such as the raw window and the new chunk.
         scale: the factor of the logits.
-        observe: the attention mass to sum per token; `last` counts the real queries of each sequence.
+        observe: the attention mass to sum per token; `last` counts the real queries of a sequence.
             The caller decides whether to observe decode steps, as `generated` specifies.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
             table row; required, and read, only if `observe.skip` is above 1 or `gumbel` is set.

@@ -7,7 +7,9 @@ from kv_policy.described import NUMBERS, described
 
 
 def refused(inputs: AttentionInputs, most_dim: int) -> str | None:
-    """Return why compiled kernels do not support a pass (dtype, dimensions, codec); None if they do.
+    """Return why compiled kernels do not support a pass; None if they do.
+
+    The reason is the dtype, the dimensions or the codec.
 
     Args:
         inputs: the pass.

@@ -11,8 +11,8 @@ from torch import Tensor
 class DenseTokens:
     """Tokens in dense tensors: the raw window, or the new chunk of a forward pass.
 
-    A token is visible to the queries at its position or later. A slot with position -1 is empty; its
-    contents have no effect.
+    A token is visible to the queries at its position or later. A slot with position -1 is empty,
+    and its contents have no effect.
 
     `full` states whether every slot holds a token; None checks, which synchronizes with the device.
     """

@@ -61,7 +61,8 @@ class PartArguments:
 def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
     """Return the dtype of a product: at least as precise as the query and the stored vector.
 
-    Codes are exact in float16. Without `bf16`, as in Triton's interpreter, bfloat16 becomes float32.
+    Codes are exact in float16. Without `bf16`, as in Triton's interpreter, float32 replaces
+    bfloat16.
     """
     kind = form[0] if form[0] != PLAIN else form[5]
     if q == torch.float32 or kind == NUMBERS[torch.float32]:
