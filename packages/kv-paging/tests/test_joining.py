@@ -304,7 +304,7 @@ def test_what_cannot_join_is_refused() -> None:
     other = PageLayout.fitted(SMALL, layout.nbytes)
     with pytest.raises(ValueError, match="two pools"):
         mine.join(Tiers(PagePool(layout.nbytes), [layout], 1, 1, 2))
-    with pytest.raises(ValueError, match="laid out alike"):
+    with pytest.raises(ValueError, match="both sides need the same layout"):
         mine.join(Tiers(pool, [other], 1, 1, 2))
     with pytest.raises(ValueError, match="2 layers of 2 heads cannot join 1 layers of 2 heads"):
         mine.join(Tiers(pool, [layout], 2, 1, 2))
@@ -339,9 +339,9 @@ def test_a_pool_over_memory_uses_it_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("memory", "match"),
     [
-        (torch.zeros(1, 8, dtype=torch.uint8), "with a page at least"),
-        (torch.zeros(8, 4, dtype=torch.uint8).T, "a run of its own"),
-        (torch.zeros(1, 8, dtype=torch.uint8).expand(4, -1), "a run of its own"),
+        (torch.zeros(1, 8, dtype=torch.uint8), "with at least one page"),
+        (torch.zeros(8, 4, dtype=torch.uint8).T, "must be contiguous"),
+        (torch.zeros(1, 8, dtype=torch.uint8).expand(4, -1), "must be contiguous"),
     ],
 )
 def test_memory_that_cannot_hold_pages_is_refused(memory: Tensor, match: str) -> None:

@@ -36,7 +36,7 @@ def test_no_page_near_it_has_fewer_bytes_unused(halves, tokens, scores, position
     formats = [form(2 * half) for half in halves]
     sizes = [f.nbytes + 4 * (scores + positions) for f in formats]
     if 2 * tokens * sizes[0] < max(sizes):
-        with pytest.raises(ValueError, match="ask for larger pages"):
+        with pytest.raises(ValueError, match="use larger pages"):
             fit(formats, tokens, scores, positions)
         return
     layouts = fit(formats, tokens, scores, positions)
@@ -58,5 +58,5 @@ def test_what_cannot_be_laid_out():
         fit([])
     with pytest.raises(ValueError, match="asked to hold 0 tokens"):
         fit([form(8)], 0)
-    with pytest.raises(ValueError, match=r"1 tokens of tier 1, .* take 100; ask for larger pages"):
+    with pytest.raises(ValueError, match=r"1 tokens of tier 1, .* take 100; use larger pages"):
         fit([form(8), form(100)], 2)

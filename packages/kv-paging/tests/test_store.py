@@ -244,7 +244,7 @@ def test_what_a_store_cannot_be_made_of() -> None:
     with pytest.raises(ValueError, match=r"pages of 128 bytes and the pool's have 64"):
         TokenStore(PagePool(64), PageLayout(FORMAT, 4, 128), 1, 1, 1)
     pairs = TokenFormat(Pairs(4, torch.float32), Pairs(2, torch.bfloat16))
-    with pytest.raises(ValueError, match="stores 2 tokens at a time"):
+    with pytest.raises(ValueError, match="encodes 2 tokens together"):
         TokenStore(pool, PageLayout(pairs, 4, LAYOUT.nbytes), 1, 1, 1)
     with pytest.raises(ValueError, match="1 layers, 0 sequences and 2 heads make no table row"):
         TokenStore(pool, LAYOUT, 1, 0, 2)

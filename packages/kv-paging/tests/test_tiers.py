@@ -181,7 +181,7 @@ def test_a_shared_or_fixed_pool_is_not_trimmed(new_world: Worlds) -> None:
     shared.prompt()
     pages = shared.pool.allocate(1)
     data = shared.pool.data.clone()
-    with pytest.raises(RuntimeError, match=f"page {int(pages[0])} is in 0 places"):
+    with pytest.raises(RuntimeError, match=f"page {int(pages[0])} occurs 0 times"):
         shared.tiers.trim()
     assert torch.equal(data, shared.pool.data)
     fixed = new_world("two tiers", shape=(1, 2, 2), capacity=50)
@@ -192,7 +192,7 @@ def test_a_shared_or_fixed_pool_is_not_trimmed(new_world: Worlds) -> None:
 def test_bad_tiers(new_world: Worlds) -> None:
     world = new_world("one tier of blocks", shape=(1, 1, 1))
     pool, layouts = world.pool, [world.tiers.stores[0].layout]
-    with pytest.raises(ValueError, match="a tier encodes 4 tokens together; say as `raw`"):
+    with pytest.raises(ValueError, match="a tier encodes 4 tokens together; pass `raw`"):
         Tiers(pool, layouts, 1, 1, 1)
     with pytest.raises(ValueError, match="no tier is given"):
         Tiers(pool, [], 1, 1, 1)
