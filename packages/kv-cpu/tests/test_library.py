@@ -73,9 +73,9 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
     whole = next(path for path in (each / FILE for each in folders()) if path.is_file())
     data = whole.read_bytes()
     (tmp_path / FILE).write_bytes(data[: len(data) // 2])
-    assert f"was cut off at {len(data) // 2} of" in _wrong(tmp_path / FILE)
+    assert f"is truncated at {len(data) // 2} of" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data[:30])
-    assert "is no library for this machine" in _wrong(tmp_path / FILE)
+    assert "is not a library for this machine" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data)
     assert _wrong(tmp_path / FILE) is None
     with patch("kv_cpu.library.INTERFACE", INTERFACE + 1):
