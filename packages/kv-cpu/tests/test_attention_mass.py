@@ -226,7 +226,7 @@ def test_a_page_outside_of_the_pool_is_an_error(threads):
 
 def test_arguments_that_do_not_fit_are_errors():
     c = random_case(15, L=6, D=8, Dv=8)
-    with pytest.raises(RuntimeError, match="last has 0 numbers for 1 watches; each needs one"):
+    with pytest.raises(RuntimeError, match="last has 0 numbers for 1 watches; it needs one per watch"):
         observing(c, last=())()
     with pytest.raises(RuntimeError, match=r"position is int64 .* it must be int64 \[\d+, 5\]"):
         observing(c, q=c.q[..., :5, :])()

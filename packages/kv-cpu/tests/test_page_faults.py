@@ -133,7 +133,7 @@ def test_faults_are_named(isa):
     write(one, 1)
     with pytest.raises(RuntimeError, match="a table names page 6; its pool has 6 pages"):
         write(one, 2)
-    with pytest.raises(RuntimeError, match="slots 5 to 6; its table has room for 0 to 5"):
+    with pytest.raises(RuntimeError, match="slots 5 to 6; its table covers 0 to 5"):
         write(one, 5)
     with pytest.raises(RuntimeError, match="table row 3 does not exist; there are 3"):
         write(torch.tensor([3]), 0)

@@ -236,7 +236,7 @@ def test_a_page_outside_of_the_pool_is_an_error(case, isa, threads):
 
 def test_arguments_that_do_not_fit_are_errors(case):
     c = case(17, L=20, tiers=[], D=8, Dv=8)
-    parts = arguments.parts([], [], c.dense, watched=False)
+    parts = arguments.parts(c.inputs(), watched=False)
     for q, position, isa, reason in (
         (
             c.q[0],
