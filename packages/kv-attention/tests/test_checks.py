@@ -1,4 +1,4 @@
-"""Arguments that do not fit are refused with a sentence."""
+"""Invalid arguments raise a ValueError with a helpful message."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from kv_policy import Observe, PagedTokens, installed_backends
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch):
-    """Without the annotations' own checks, as in a user's program."""
+    """Disable the checks of annotations, as in a user's program."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -101,7 +101,7 @@ def test_positions_of_stored_tokens_are_needed_for_skipping(case):
         ValueError, match=r"skip=2 and gumbel=None needs the positions .* give page_positions\[0\]"
     ):
         attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(None, skip=2))
-    attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # nothing to skip for
+    attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # no tokens to skip
     with pytest.raises(ValueError, match="0 entries for 1 tiers"):
         replace(c, page_positions=[]).attend()
     with pytest.raises(ValueError, match=r"page_positions\[0\] is of shape"):
@@ -132,7 +132,7 @@ def test_a_backend_that_is_not_installed_says_so(case):
 
 @pytest.fixture
 def none_registered(monkeypatch):
-    """No package registers a backend."""
+    """Remove all registered backends."""
     caches = installed_backends, all_backends
     for each in caches:
         each.cache_clear()
@@ -144,7 +144,7 @@ def none_registered(monkeypatch):
 
 
 def with_native(patch, reason):
-    """Let a native backend be there, or not be usable for a reason."""
+    """Register a native backend that is available, or unavailable for a reason."""
     found = all_backends()
     native = replace(found["cpu"], missing=lambda: reason, load=found["torch"].load)
     patch.setattr("kv_attention.backends.all_backends", lambda: {**found, "cpu": native})

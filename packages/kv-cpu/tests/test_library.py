@@ -1,4 +1,4 @@
-"""The library is found, chooses an instruction set, and says what is wrong."""
+"""The library is found, selects an instruction set, and reports errors."""
 
 import hashlib
 import os
@@ -87,7 +87,7 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
 
 
 def test_the_interface_is_counted_on_where_operators_change():
-    """A library of other operators must not be taken for this one: count INTERFACE up with them."""
+    """Increment INTERFACE when operators change, so that older libraries are rejected."""
     csrc = Path(__file__).parents[1] / "csrc"
     found = "".join(path.read_text() for path in sorted(csrc.glob("*op.cpp")))
     schemas = re.sub(r'"\s*"|\s', "", "".join(re.findall(r"m\.def\((.*?)\);", found, re.DOTALL)))

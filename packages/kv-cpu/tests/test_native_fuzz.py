@@ -1,6 +1,6 @@
-"""Native operators called directly: what does not fit is refused, and no memory is left.
+"""Direct calls of native operators: invalid arguments raise, without out-of-bounds access.
 
-`KV_CPU_FUZZ=50000:7` makes that many calls from that seed; `native_fuzz.py` says how.
+`KV_CPU_FUZZ=50000:7` runs that many calls with that seed; see `native_fuzz.py`.
 """
 
 import os
@@ -21,19 +21,19 @@ def test_random_calls_give_what_they_should_or_are_refused():
     faults, done = fuzz(int(seed or SEED), int(calls))
     assert not faults, "\n".join(str(fault) for fault in faults)
     assert done["calls"] == int(calls)
-    assert done["refused"] >= int(calls) // 4  # most are bent, and
+    assert done["refused"] >= int(calls) // 4  # most calls are modified, and
     assert done["calls"] - done["refused"] >= int(calls) // 8  # some are not
 
 
 def valid(name):
-    """A call of an operator that is not bent, with tokens; attention has pages first."""
+    """Return an unmodified call of an operator, with tokens, pages first in attention."""
     assert missing() is None
     makers = (Maker(Random(i), runnable()) for i in range(1000))
     return next(call for maker in makers if (call := Call(name, getattr(maker, name)())).full)
 
 
-PARTS = {"decode": 3, "prompt": 3, "attention_mass": 4}  # where the numbers of parts are
-FIRST = {  # of the first part, which is of pages
+PARTS = {"decode": 3, "prompt": 3, "attention_mass": 4}  # index of the numbers of parts
+FIRST = {  # of the first part, which is paged
     "tokens": (
         11,
         2**61,

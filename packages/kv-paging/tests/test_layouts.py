@@ -1,4 +1,4 @@
-"""Page sizes: what they hold, and that no other has fewer bytes unused."""
+"""Page sizes: their contents, and that no other size has fewer unused bytes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kv_policy import RawCodec, TokenFormat
 
 
 def form(nbytes: int) -> TokenFormat:
-    """A format of this many bytes a token, all in its key but one number of its value."""
+    """Return a format with this many bytes per token, all but one element in its key."""
     return TokenFormat(RawCodec(nbytes // 2 - 1, torch.float16), RawCodec(1, torch.float16))
 
 

@@ -1,4 +1,4 @@
-"""The pool: who holds which page, whatever happens."""
+"""The pool: the holders of pages after any program of operations."""
 
 from collections import deque
 
