@@ -1,4 +1,4 @@
-"""Random paged caches for every test."""
+"""A fixture of random paged caches."""
 
 import os
 import sys
@@ -10,15 +10,15 @@ import torch
 from attention_cases import Case, random_case
 from kv_policy.interpreter import SWITCH
 
-if not torch.cuda.is_available():  # asked by triton when it is imported
+if not torch.cuda.is_available():  # triton reads this at import
     os.environ[SWITCH] = "1"
 
-# Triton is built for Linux only.
+# Triton is only available for Linux.
 of_triton = ["test_plan.py", "test_triton.py", "test_widen.py"]
 collect_ignore = [] if sys.platform == "linux" else of_triton
 
 
 @pytest.fixture(scope="session")
 def case() -> Callable[..., Case]:
-    """The maker of random arguments for `attend`."""
+    """Return the function that draws random arguments for `attend`."""
     return random_case

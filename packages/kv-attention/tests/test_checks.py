@@ -1,4 +1,4 @@
-"""Arguments that do not fit are refused with a sentence."""
+"""Invalid arguments raise a ValueError with a helpful message."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from kv_policy import Observe, PagedTokens, installed_backends
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch):
-    """Without the annotations' own checks, as in a user's program."""
+    """Disable the checks of annotations, as in a user's program."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -49,26 +49,26 @@ def test_pages_of_other_table_rows(case):
 def test_pages_of_another_size(case):
     c = case(1)
     (p,) = c.pages
-    with pytest.raises(ValueError, match="its layout says"):
+    with pytest.raises(ValueError, match="its layout has"):
         replace(c, pages=[PagedTokens(p.data[:, :-1], p.table, p.length, p.layout)]).attend()
 
 
 def test_more_tokens_than_the_table_has_room_for(case):
     c = case(1, stored=20, page=4)
     (p,) = c.pages
-    with pytest.raises(ValueError, match="a table row of 99 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 99 tokens; its table covers at most"):
         replace(c, pages=[PagedTokens(p.data, p.table, p.length * 0 + 99, p.layout)]).attend()
 
 
 def test_a_bound_of_the_lengths_that_the_table_has_no_room_for(case):
     c = case(1, stored=20, page=4, known=True)
-    with pytest.raises(ValueError, match="a table row of 999 tokens; its table has room for"):
+    with pytest.raises(ValueError, match="a table row of 999 tokens; its table covers at most"):
         replace(c, pages=[replace(c.pages[0], longest=999)]).attend()
 
 
 def test_slots_without_a_token_that_nothing_tells(case):
     c = case(1)
-    with pytest.raises(ValueError, match=r"pages\[0\] may have slots without a token and"):
+    with pytest.raises(ValueError, match=r"pages\[0\] may have empty slots, and"):
         replace(c, pages=[replace(c.pages[0], holes=True)]).attend()
 
 
@@ -101,7 +101,7 @@ def test_positions_of_stored_tokens_are_needed_for_skipping(case):
         ValueError, match=r"skip=2 and gumbel=None needs the positions .* give page_positions\[0\]"
     ):
         attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(None, skip=2))
-    attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # nothing to skip for
+    attend(c.q, c.position, c.pages, c.dense, 1.0, Observe(0, skip=2))  # no tokens to skip
     with pytest.raises(ValueError, match="0 entries for 1 tiers"):
         replace(c, page_positions=[]).attend()
     with pytest.raises(ValueError, match=r"page_positions\[0\] is of shape"):
@@ -132,7 +132,7 @@ def test_a_backend_that_is_not_installed_says_so(case):
 
 @pytest.fixture
 def none_registered(monkeypatch):
-    """No package registers a backend."""
+    """Remove all registered backends."""
     caches = installed_backends, all_backends
     for each in caches:
         each.cache_clear()
@@ -144,7 +144,7 @@ def none_registered(monkeypatch):
 
 
 def with_native(patch, reason):
-    """Let a native backend be there, or not be usable for a reason."""
+    """Register a native backend that is available, or unavailable for a reason."""
     found = all_backends()
     native = replace(found["cpu"], missing=lambda: reason, load=found["torch"].load)
     patch.setattr("kv_attention.backends.all_backends", lambda: {**found, "cpu": native})
@@ -168,7 +168,7 @@ def test_a_backend_that_cannot_serve_a_device_is_refused():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
         check_backend("cpu", "cpu")
-        with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on"):
+        with pytest.raises(ValueError, match="'cpu' supports tensors on cpu; these are on"):
             check_backend("cpu", "cuda:0")
         with_native(patch, "it was not built")
         with pytest.raises(ValueError, match="'cpu' cannot be used here: it was not built"):

@@ -1,4 +1,4 @@
-"""What attention holds for a moment stays small, whatever the cache holds."""
+"""Temporaries of attention are bounded for any cache size."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +7,7 @@ from kv_policy import Observe
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most bytes that a result of any operation took."""
+    """Records the largest result of any operation, in bytes."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def test_blocks_bound_what_is_held(case, monkeypatch):
         decompressed = 4 * 16 * stored
         sizes[stored] = largest(c, Observe(), 16 * 64, monkeypatch)
         assert sizes[stored] <= 4 * 16 * 64 < decompressed / 4
-        # What was observed is itself one number a token.
+        # The observed mass itself has one number per token.
         assert largest(c, Observe(1), 16 * 64, monkeypatch) <= max(sizes[stored], 8 * stored)
     assert sizes[300] == sizes[1500]
 

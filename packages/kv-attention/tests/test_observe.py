@@ -1,4 +1,4 @@
-"""What was observed, against the oracle and against the laws of probabilities."""
+"""Attention mass, compared with the reference and with the laws of probabilities."""
 
 from dataclasses import replace
 from itertools import product
@@ -100,7 +100,7 @@ def test_last_counts_the_real_queries_of_each_sequence(case, padding):
     found = c.attend(Observe(5))
     stored = torch.arange(found.seen[0].shape[-1]) < c.pages[0].length[..., None]
     assert torch.equal(found.seen[0], (real.clamp(max=5)[:, None, None] * stored).int())
-    # Of the real queries i = 0 .. n - 1, token i is seen by those from i on, at most the last 5.
+    # Of the real queries i = 0 .. n - 1, those from i on see token i, at most the last 5.
     n, i = real[:, None], c.position - c.position.where(c.position >= 0, 10**9).amin(1, True)
     own = (n - i).clamp(max=5).where(c.position >= 0, 0)
     assert torch.equal(found.seen[-1], own[:, None].expand(-1, 2, -1).int())

@@ -1,4 +1,4 @@
-"""How the tiles of a decode step are shared out between programs."""
+"""The assignment of a decode step's tiles to programs."""
 
 from typing import no_type_check
 
@@ -10,14 +10,14 @@ import triton.language as tl
 from kv_attention.gpu.decode import plan_kernel, table_row_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTH = [0, 5, 8, 0, 1, 17, 9, 0, 0, 3, 0]  # tokens; the first and the last table rows have none
+LENGTH = [0, 5, 8, 0, 1, 17, 9, 0, 0, 3, 0]  # tokens; the first and the last table rows are empty
 BLOCK = 8
 
 
 @triton.jit
 @no_type_check
 def asking(ends, table_rows, found, WIDE: tl.constexpr):
-    """Ask for the table row of the tile that has the program's number."""
+    """Look up the table row of the tile with the program's number."""
     tile = tl.program_id(0)
     tl.store(found + tile, table_row_of(ends, table_rows, tile, WIDE))
 

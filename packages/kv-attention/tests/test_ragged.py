@@ -1,4 +1,4 @@
-"""Heads of several dimensions next to the same heads one by one, and to padded ones."""
+"""Heads of several ranks, compared with the same heads one by one, and with padded ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ WATCH = Observe(last=2, also=frozenset({"squares"}))
 
 
 def groups_of(case: Make, **options: Any) -> tuple[list[Any], Tensor, list[HeadGroup]]:
-    """Cases of each group of heads, queries of all heads padded to 7, and the groups."""
+    """Return a case per group of heads, queries of all heads padded to 7, and the groups."""
     cases = [
         case(i, H=len(heads), D=d, Dv=dv, tiers=(("8", "4"), ("4", "float16")), **options)
         for i, (heads, (d, dv)) in enumerate(zip(HEADS, DIMS, strict=True))

@@ -1,4 +1,4 @@
-"""The oracle against a textbook loop over numbers, and against torch's own attention."""
+"""The reference, compared with a textbook loop over numbers, and with torch's attention."""
 
 import math
 
@@ -10,7 +10,7 @@ from kv_policy import Observe
 
 
 def tokens_of(case, b, h, at):
-    """All tokens that a query of one table row sees: (part, slot), key, value."""
+    """Return all tokens that a query of one table row sees: (part, slot), key, value."""
     for n, part in enumerate(case.pages):
         layout = part.layout
         form, split = layout.format, len(layout.format.key.parts)
@@ -28,7 +28,7 @@ def tokens_of(case, b, h, at):
 
 
 def textbook(case, b, h, g, i):
-    """One query's output and the probability of each token, in Python numbers."""
+    """Return one query's output and the probability of each token, in Python numbers."""
     at = int(case.position[b, i])
     query = case.q[b, h, g, i].tolist()
     out, weights = [0.0] * case.dense[0].value.shape[-1], {}
@@ -69,7 +69,7 @@ def test_raw_pages_with_nothing_dropped_are_plain_attention(case, backend):
     got = attend(c.q, c.position, c.pages, c.dense, c.scale, backend=backend)
     keys, values = [], []
     for part in c.pages:
-        pages = part.data[part.table[..., :-1].long()]  # [B H T nbytes]; the last entry is no page
+        pages = part.data[part.table[..., :-1].long()]  # [B H T nbytes]; the last entry is stale
         (start, rows, size), (begin, _, _) = part.layout.segments
         for found, offset in ((keys, start), (values, begin)):
             rowed = pages[..., offset : offset + rows * size].contiguous().view(torch.float64)

@@ -1,18 +1,18 @@
-"""What three products of TF32 leave out of a product in float32, worked out without a GPU.
+"""The error of three TF32 products compared with a float32 product, computed without a GPU.
 
 A tensor core multiplies numbers of 11 significant bits exactly and adds in float32. Triton's
-`tf32x3` splits each number in two of them and leaves out the product of the smaller halves.
+`tf32x3` splits each number into two of them and omits the product of the smaller halves.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
-LOWEST = ~0x1FFF  # what TF32 keeps of the 23 stored bits of a float32: 10
+LOWEST = ~0x1FFF  # TF32 keeps 10 of the 23 stored bits of a float32
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first 11 significant bits of each number, and the next 11."""
+    """Return the first 11 significant bits of each number, and the next 11."""
     first = (x.view(torch.int32) & LOWEST).view(torch.float32)
     rest = x - first
     return first, (rest.view(torch.int32) & LOWEST).view(torch.float32)
@@ -20,7 +20,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dim", [5, 64, 128, 256])
 def test_little_is_left_out(dim: int) -> None:
-    """Of each factor less than 2**-20 is in neither half, and two smaller halves are below it."""
+    """Less than 2**-20 of each factor is in neither half; the omitted product is smaller."""
     generator = torch.Generator().manual_seed(dim)
     q, key = (torch.randn(64, dim, generator=generator) for _ in range(2))
     (first, second), (other_first, other_second) = halves(q), halves(key)

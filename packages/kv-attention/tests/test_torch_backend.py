@@ -1,4 +1,4 @@
-"""The torch backend against the oracle, on caches of every shape."""
+"""The torch backend, compared with the reference on many shapes of caches."""
 
 from unittest.mock import patch
 

@@ -1,7 +1,7 @@
-"""The kernels for GPUs against the oracle; without a GPU they run in Triton's interpreter.
+"""The GPU kernels, compared with the reference; without a GPU they use Triton's interpreter.
 
-Every operation of the interpreter takes its time, whatever the size of a tile, so cases are few and
-each has much in it.
+Every operation of the interpreter has a fixed cost for any tile size, so there are few cases, and
+each covers several features.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes of tiles: which entry of the table holds for which tokens."""
+"""Tile sizes: which entry of the table applies to which tokens."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ TABLE = {
 
 
 def plain(dim: int, dtype: torch.dtype) -> PartArguments:
-    """Tokens that are in no pages."""
+    """Return the arguments of dense tokens."""
     key = torch.zeros(1, 1, 4, dim, dtype=dtype)
     return dense_part(DenseTokens(key, key, torch.zeros(1, 4, dtype=torch.long), full=True), 1)
 
@@ -51,7 +51,7 @@ def test_names_tell_what_takes_registers(
 
 
 def test_a_later_name_goes_over_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And within a name the architecture goes over the default."""
+    """For the same name, the architecture overrides the default."""
     monkeypatch.setattr(tuning, "tuned", lambda: TABLE)
     hopper, bf16 = replace(UNKNOWN, architecture="sm_90"), torch.bfloat16
     even, odd = plain(64, bf16), plain(40, bf16)
@@ -64,7 +64,7 @@ def test_a_later_name_goes_over_an_earlier_one(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("architecture", sorted(tuned()["tiles"]))
 def test_every_entry_is_sizes_of_a_kernel_that_there_is(architecture: str) -> None:
-    """A kernel of another name would never be looked up, and a field of another would fail late."""
+    """Entries of other kernels would never be used, and unknown fields would fail late."""
     known = tuned()["tiles"]["default"]
     for kernel, entries in tuned()["tiles"][architecture].items():
         assert kernel in known

@@ -1,4 +1,4 @@
-"""A decode step never makes the host wait for the device."""
+"""A decode step never synchronizes with the device."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select
 
 
 class NoWait(TorchDispatchMode):
-    """Refuses what needs a number of the device, and indexing by masks."""
+    """Raises for operations that read from the device, and for indexing by masks."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.partition("::")[2]

@@ -1,6 +1,6 @@
-"""The one piece of assembly that kernels have, carried out instruction by instruction.
+"""The only assembly of the kernels, emulated instruction by instruction.
 
-Triton's interpreter runs the same tile without it, so this is what stands in for a GPU.
+Triton's interpreter does not run this assembly, so this emulation replaces a GPU.
 """
 
 import re
@@ -12,19 +12,19 @@ from kv_attention.gpu.reading import WIDEN
 
 
 def permuted(low: int, high: int, selector: int) -> int:
-    """`prmt.b32`: each nibble of the selector picks one of eight bytes."""
+    """`prmt.b32`: each nibble of the selector selects one of eight bytes."""
     both = low | high << 32
     picked = [both >> (8 * (selector >> 4 * i & 0xF)) & 0xFF for i in range(4)]
     return sum(byte << (8 * i) for i, byte in enumerate(picked))
 
 
 def halves(word: int) -> torch.Tensor:
-    """A 32-bit register as two numbers in float16."""
+    """Return a 32-bit register as two float16 numbers."""
     return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.uint16).view(torch.float16)
 
 
 def carried_out(word: int, mask: int) -> list[float]:
-    """What the four bytes of a register become under a mask."""
+    """Return the numbers for the four bytes of a register under a mask."""
     registers = {"$2": word, "$3": mask}
 
     def value(name: str) -> int:

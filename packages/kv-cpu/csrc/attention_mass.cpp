@@ -1,4 +1,4 @@
-// Goes over the tokens of each table row in blocks, and over the queries that count for any of
+// Loops over the tokens of each table row in blocks, and over the queries that count for any of
 // them.
 #include "attention_mass.h"
 
@@ -15,8 +15,8 @@ struct Scratch {
   std::vector<Line> queries, panels, logits, p;
   std::vector<Line> sums;  // terms x group x kBlock
   std::vector<float> lse;
-  std::vector<int> start;  // of each watch and token the first query that counts
-  std::vector<int> least;  // of each watch and panel the same
+  std::vector<int> start;  // per watch and token, the first query that counts
+  std::vector<int> least;  // per watch and panel, the minimum of these
 };
 
 class Looker {
@@ -65,7 +65,7 @@ class Looker {
   }
 
   void work(int worker) {
-    // The first tokens have the most queries, so blocks of all table rows go by in this order.
+    // The first tokens have the most queries, so schedule blocks of all table rows in this order.
     const int64_t table_rows = job_.table_rows();
     for (int64_t i; (i = next_++) < blocks_ * table_rows && fault_.part < 0;) {
       const int64_t table_row = i % table_rows, first = i / table_rows * kBlock;
@@ -98,7 +98,7 @@ class Looker {
     hand_over(table_row, block, count, scratch);
   }
 
-  // A query counts for a token if it is among the last ones and comes late enough after it.
+  // A query counts for a token if it is among the last ones and far enough after it.
   void find_starts(int64_t table_row, const Block& block, const Sequence& sequence,
                    Scratch& scratch) const {
     const int count = int(sequence.place.size());
@@ -110,7 +110,7 @@ class Looker {
       const int64_t skip = job_.watches[w].skip;
       int *const first = &scratch.start[w * kBlock], *start = first;
       std::fill_n(start, block.count, int(std::max<int64_t>(0, count - pass_.last[w])));
-      // Stored tokens come before every query.
+      // Stored tokens precede every query.
       for (int i = 0; i < block.runs && !(part.paged && skip <= 1); ++i)
         for (int64_t slot = block.run[i].slot; slot < block.run[i].slot + block.run[i].count;
              ++slot) {
@@ -149,7 +149,7 @@ class Looker {
     float *logits = scratch.logits[0].numbers, *p = scratch.p[0].numbers;
     bool multiplied = false;
     for (size_t w = 0; w < job_.watches.size(); ++w) {
-      if (scratch.least[w * kPanels + panel] >= end) continue;  // nobody counts for anything
+      if (scratch.least[w * kPanels + panel] >= end) continue;  // no query counts
       if (!multiplied) {
         const auto* keys = reinterpret_cast<const uint8_t*>(scratch.panels.data());
         pass_.kernels->products(scratch.queries.data(), (count + kTile - 1) / kTile * kTile, dim,
@@ -196,9 +196,9 @@ class Looker {
   const Pass& pass_;
   const Job& job_;
   Fault& fault_;
-  const int group_, queries_;  // queries that are held at once
+  const int group_, queries_;  // queries held at a time
   std::vector<Sequence> sequences_;
-  std::vector<std::vector<float>> even_;  // of each sequence and query an even share
+  std::vector<std::vector<float>> even_;  // per sequence and query, the uniform share
   std::vector<int64_t> latest_;
   std::vector<Scratch> scratch_;
   int64_t blocks_ = 0;  // of the longest table row

@@ -1,4 +1,4 @@
-// A pass of many queries that was made, and what is to be observed of it.
+// A completed pass of many queries, and its observations.
 #pragma once
 
 #include "ops.h"
@@ -12,10 +12,10 @@ struct Pass {
   const ScoreKernels* kernels;
   Chunk chunk;
   const float* lse;           // [B, H, G, L]
-  std::vector<int64_t> last;  // of each watch: how many of the last queries count
+  std::vector<int64_t> last;  // per watch: how many of the last queries count
 };
 
-// Sums what the watches ask for, by the log-sum-exp of the pass.
+// Computes the sums of the watches from the log-sum-exp of the pass.
 void attention_mass(Pass& pass, int workers, Parallel parallel, Fault& fault);
 
 }  // namespace kv

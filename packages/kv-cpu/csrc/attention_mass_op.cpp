@@ -1,4 +1,4 @@
-// The operator that sums the attention mass of a pass of many queries, as torch sees it.
+// The operator that sums the attention mass of a pass of many queries.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
@@ -17,7 +17,7 @@ const ScoreKernels* const levels[] = {
 #endif
 };
 
-// Of each part the sums [terms, B, H, width] in float32 and the counts [watches, B, H, width].
+// Per part the sums [terms, B, H, width] in float32 and the counts [watches, B, H, width].
 std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<Tensor> tensors,
                              std::vector<int64_t> parts, std::vector<int64_t> watches,
                              std::vector<double> above, std::vector<int64_t> last,
@@ -32,7 +32,7 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
   read_watches(job, watches, above);
   if (last.empty() || last.size() != above.size())
     refuse("last has ", last.size(), " numbers for ", above.size(),
-           " watches; each needs one, and one watch there must be");
+           " watches; it needs one per watch, and at least one");
   for (int64_t count : last) within({"a number of last queries"}, count, 0, INT64_MAX);
   pass.last = last;
   std::vector<Tensor> results;

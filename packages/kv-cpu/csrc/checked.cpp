@@ -24,7 +24,7 @@ const char* name_of(ScalarType type) {
   }
 }
 
-// Where a tensor without numbers lies: somewhere, so that addresses may be computed.
+// The address of empty tensors, so that address arithmetic is valid.
 alignas(64) uint8_t kNothing[64];
 
 struct Sizes {
@@ -84,7 +84,7 @@ View view(const Tensor& x, Label label, Kinds kinds, std::initializer_list<int64
            Sizes{found.sizes, found.sizes + dims}, "; ",
            lay == Lay::kRows ? "numbers of the last dimension must be consecutive"
                              : "it must be contiguous");
-  // A tensor whose storage was made smaller still says what it was.
+  // The sizes of a tensor are unchanged if its storage was resized.
   found.item = int64_t(x.element_size());
   int64_t last = 0;
   bool empty = false;
@@ -103,7 +103,7 @@ View view(const Tensor& x, Label label, Kinds kinds, std::initializer_list<int64
   if (end > storage || !found.data)
     refuse(label, " reaches to byte ", end, " of its storage, which has ", storage);
   if (reinterpret_cast<uintptr_t>(found.data) % uintptr_t(found.item))
-    refuse(label, " starts at an address that is no multiple of ", found.item,
+    refuse(label, " starts at an address that is not a multiple of ", found.item,
            ", the bytes of a number; clone it");
   return found;
 }

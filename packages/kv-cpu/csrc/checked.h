@@ -1,7 +1,7 @@
 // Arguments of the operators, checked as they are read: a tensor has the dtype, sizes and strides
-// that an operator asks for and lies inside of its memory, a number is in range. Each refusal is a
-// sentence that names the argument, what was given and what would be right. Sums and products are
-// computed such that they cannot overflow.
+// that an operator requires and is inside of its memory, a number is in range. Each error message
+// names the argument, the given value and the valid values. Sums and products are computed such
+// that they cannot overflow.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@
 
 namespace kv {
 
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // of a size, unless said otherwise
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // default limit of sizes
 
 template <typename... Words>
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Words&... words) {
@@ -26,7 +26,7 @@ template <typename... Words>
   throw std::runtime_error(sentence.str());
 }
 
-// What an argument is called; where there are several, its number is the last word.
+// The name of an argument; the last word is its index if there are several.
 struct Label {
   const char* text;
   int64_t of = -1;
@@ -53,23 +53,23 @@ constexpr Kinds kBFloat16{mask_of(torch::headeronly::ScalarType::BFloat16), "bfl
 constexpr Kinds kFloats{kFloat32.mask | kFloat16.mask | kBFloat16.mask,
                         "float32, float16 or bfloat16"};
 
-// Sizes that an argument may have beside a certain one: up to kMost, or any.
+// Sizes of an argument that are not fixed: up to kMost, or any.
 constexpr int64_t kAny = -1, kMany = -2;
 
-// How the numbers of a tensor lie: one behind the other, those of the last dimension so, or
-// anywhere.
+// The memory layout of a tensor: contiguous, with a contiguous last dimension, or with any
+// strides.
 enum class Lay { kContiguous, kRows, kStrided };
 
 // Whether an operator writes to a tensor.
 enum class Use { kReads, kWrites };
 
-// A tensor that was checked. Sizes and strides are torch's own, and live as long as the tensor.
+// A checked tensor. Sizes and strides are torch's own, and live as long as the tensor.
 struct View {
   uint8_t* data = nullptr;
   const int64_t *sizes = nullptr, *strides = nullptr;  // strides in numbers
   torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Undefined;
   int64_t item = 0;   // bytes of a number
-  int64_t bytes = 0;  // from the first number to behind the last; 0: there is none
+  int64_t bytes = 0;  // from the first number to the end of the last; 0 if empty
 
   int64_t size(int i) const { return sizes[i]; }
   int64_t step(int i) const { return strides[i] * item; }  // in bytes
@@ -82,8 +82,8 @@ struct View {
 View view(const torch::stable::Tensor& x, Label label, Kinds kinds,
           std::initializer_list<int64_t> sizes, Lay lay, Use use = Use::kReads);
 
-// Refuses a tensor that is written to and shares memory with another argument: what was checked there
-// could change on the way.
+// Raises if a tensor that is written shares memory with another argument, whose checked values
+// could then change.
 void check_apart(const View& written, Label label, const View& other, Label other_label);
 
 // A number from `least` to `most`.
@@ -93,7 +93,7 @@ inline int64_t within(Label label, int64_t value, int64_t least, int64_t most) {
   return value;
 }
 
-// Of numbers that are not negative; the largest there is where the result would be larger.
+// The product of nonnegative numbers, saturated at the maximum.
 inline int64_t product(int64_t a, int64_t b) {
   int64_t result;
   return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
@@ -104,16 +104,16 @@ inline int64_t sum(int64_t a, int64_t b) {
   return __builtin_add_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
 }
 
-// Refuses rows of a page, one for each token, that would not lie inside of its bytes.
+// Raises if rows of a page, one per token, are not inside its bytes.
 inline void check_rows(Label label, int64_t offset, int64_t tokens, int64_t width, int64_t page) {
   if (offset < 0 || sum(offset, product(tokens, width)) > page)
     refuse(label, " is ", offset, "; ", tokens, " tokens of ", width,
-           " bytes each do not lie from there on inside of a page of ", page);
+           " bytes each from there on do not fit in a page of ", page);
 }
 
 Integers integers_of(const View& view);
 
-// How many table rows are worth a thread, where each takes `each` of what `worth` counts.
+// The number of table rows that justify a thread if each costs `each` of the unit of `worth`.
 inline int64_t grain(int64_t worth, int64_t each) { return worth / sum(each, 1); }
 
 }  // namespace kv

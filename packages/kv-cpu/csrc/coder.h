@@ -1,5 +1,5 @@
-// How vectors become bytes and numbers again, in plain structs: this is compiled once for each
-// instruction set.
+// Encoding and decoding of vectors, in plain structs: this is compiled once for each instruction
+// set.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace kv {
 
-// Stored rows lie one behind the other: codes (or plain numbers) and, apart from them, metadata.
+// Stored rows are consecutive: codes (or plain numbers) and, separately, metadata.
 struct Coder {
-  // The vectors that `x` points to, numbers of the kind `from`, to `count` rows.
+  // Encodes the vectors at `x`, numbers of the kind `from`, to `count` rows.
   void (*encode)(const Format&, Number from, const uint8_t* const* x, int count, uint8_t* codes,
                  uint8_t* meta);
-  // A row, as float32.
+  // Decodes a row to float32.
   void (*decode)(const Format&, const uint8_t* codes, const uint8_t* meta, float* to);
 };
 
@@ -23,7 +23,7 @@ extern const Coder avx2_coder;
 extern const Coder avx512_coder;
 #endif
 
-// The coder of an instruction set that this processor can run; null if it cannot.
+// The coder of an instruction set, if the processor supports it; null otherwise.
 const Coder* coder(const char* isa);
 
 }  // namespace kv

@@ -6,8 +6,8 @@
 namespace kv {
 namespace {
 
-// Addresses of `count` rows that lie one behind the other, from place `at` of a block on; in strips, of
-// the first row alone of what fills one.
+// Addresses of `count` consecutive rows, from index `at` of a block on; in strips, only that of the
+// first row of a whole strip.
 void list(const uint8_t* first, int64_t step, int at, int count, bool strips, const uint8_t** to) {
   if (!strips) {
     for (int i = 0; i < count; ++i) to[at + i] = first + i * step;
@@ -21,14 +21,14 @@ void list(const uint8_t* first, int64_t step, int at, int count, bool strips, co
   }
 }
 
-// Which strips are filled by the `count` tokens behind a block's last.
+// Marks the strips that are filled by the `count` tokens after a block's last.
 void mark(Block& block, int count) {
   const int at = block.count, end = at + count;
   for (int s = at / kLanes; s * kLanes < end; ++s)
     block.whole[s] = at <= s * kLanes && (s + 1) * kLanes <= end;
 }
 
-// Repeats the last row, so that kernels need not stop within a vector.
+// Repeats the last row, so that kernels can process whole vectors.
 void pad(Block& block) {
   for (int i = block.count; i < padded(block.count); ++i)
     for (const uint8_t** rows : {block.key, block.key_meta, block.value, block.value_meta})
@@ -59,7 +59,7 @@ bool Cursor::next(Block& block) {
   return block.count > 0;
 }
 
-// Goes on to the part that the next token is in.
+// Advances to the part of the next token.
 bool Cursor::enter() {
   while (at_ < last_ && at_ >= end_) {
     before_ += job_.parts[part_].count(table_row_);
@@ -68,7 +68,7 @@ bool Cursor::enter() {
   return at_ < last_;
 }
 
-// How a block names the tokens of a part.
+// Sets how a block addresses the tokens of a part.
 void Cursor::start(const Part& part, Block& block) const {
   const auto strips = places_ == Places::kStrips ? job_.kernels->strips : nullptr;
   block.key_strips = strips && strips(part.key);
@@ -77,7 +77,7 @@ void Cursor::start(const Part& part, Block& block) const {
   block.value_step = part.paged ? part.value.bytes() : part.value_step[2];
 }
 
-// Adds tokens of the page that holds the next slot, up to a hole; false if the page cannot be.
+// Adds tokens of the page with the next slot, up to a hole; false for an invalid page.
 bool Cursor::from_pages(const Part& part, Block& block) {
   const int64_t slot = at_ - before_, column = slot / part.tokens, inside = slot % part.tokens;
   const int64_t width = part.table_width;

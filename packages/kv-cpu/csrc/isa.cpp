@@ -31,7 +31,7 @@ bool has_avx512() {
 
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-// Tiles are for processes that ask for them, as they make the state that a signal saves larger.
+// A process must request tiles, as they enlarge the state saved for a signal.
 bool has_amx() {
   static const bool granted = [] {
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -43,7 +43,7 @@ bool has_amx() {
 }
 #endif
 
-// The last that runs is used. Emulated tiles are for tests, so something else always follows them.
+// The last available one is used. Emulated tiles are for tests, so they are never the last.
 const Choice choices[] = {
     {&plain_kernels, always},
 #ifdef KV_X86
@@ -70,7 +70,7 @@ int level_of(const std::string& isa) {
   if (isa == "avx512" || !__builtin_cpu_supports("avx512bf16")) return 2;
   if (isa == "amx-emulated") return 4;
   if (has_amx()) return 5;
-  // On the Intel processor that was tried, AVX512-BF16 was slower than float32.
+  // On the Intel processor that was measured, AVX512-BF16 was slower than float32.
   if (!__builtin_cpu_is("intel")) return 3;
 #endif
   return 2;

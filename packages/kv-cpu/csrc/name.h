@@ -1,5 +1,5 @@
-// A string that an operator is given. torch's conversion to std::string never frees one of its
-// copies (2.10 to 2.13): 48 bytes at every call. This one frees all that it takes.
+// A string argument of an operator. torch's conversion to std::string never frees one of its copies
+// (2.10 to 2.13): 48 bytes at every call. This one frees all of them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// The operators as torch sees them, through its stable ABI alone.
+// The operators, registered through torch's stable ABI alone.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,10 +13,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kTensors = 4;  // of a part: data, table, length, place; or key, value, place, place
+constexpr int kTensors = 4;  // per part: data, table, length, place; or key, value, place, place
 constexpr int kNumbers = 18;
 
-// The kind of number of a dtype, as view has it.
+// The dtype of a number kind, for `view`.
 Kinds kinds_of(Number number) {
   if (number == Number::kFloat32) return kFloat32;
   return number == Number::kFloat16 ? kFloat16 : kBFloat16;
@@ -55,9 +55,9 @@ void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t*
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
     const int64_t held = part.length[table_row];
     if (held < 0 || held > room)
-      refuse("a table row has ", held, " tokens; its table has room for 0 to ", room);
+      refuse("a table row has ", held, " tokens; its table covers 0 to ", room);
     if (!job.watches.empty() && held > part.width)
-      refuse("a table row has ", held, " tokens; it was said that none has more than ", part.width);
+      refuse("a table row has ", held, " tokens; the given maximum is ", part.width);
   }
 }
 
@@ -71,7 +71,7 @@ void read_tensors(const Job& job, int64_t i, const Tensor* tensors, Part& part) 
                {"values of part ", part.value, part.values, part.value_step}};
   for (const auto& [name, format, data, step] : sides) {
     if (format.number == Number::kCodes)
-      refuse(name, i, " are integer codes; those lie in pages, plain tensors hold plain numbers");
+      refuse(name, i, " are integer codes; only pages store codes, dense tensors plain numbers");
     const View x = view(*tensors++, {name, i}, kinds_of(format.number),
                         {job.sequences, job.heads, part.width, format.dim}, Lay::kRows);
     data = x.data;
@@ -79,14 +79,14 @@ void read_tensors(const Job& job, int64_t i, const Tensor* tensors, Part& part) 
   }
 }
 
-// Positions of pages' tokens [B, H, at least the width], of plain tokens [B, width].
+// Positions of pages' tokens [B, H, at least the width], of dense tokens [B, width].
 void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
   const Label label{"positions of part ", i};
   const View x = part.paged ? view(place, label, kInt64, {job.sequences, job.heads, kAny},
                                    Lay::kStrided)
                             : view(place, label, kInt64, {job.sequences, part.width}, Lay::kStrided);
   if (part.paged && x.size(2) < part.width)
-    refuse(label, " are ", x.size(2), " of a table row; it was said that one may have ", part.width,
+    refuse(label, " cover ", x.size(2), " slots of a table row; table rows have up to ", part.width,
            " tokens");
   part.place = x.as<const int64_t>();
   part.place_step[0] = x.strides[0];
@@ -94,8 +94,8 @@ void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
   part.place_step[2] = x.strides[part.paged ? 2 : 1];
 }
 
-// numbers: paged, width, key (number, dim, bits, group), value (the same), place is given, then of
-// pages: tokens, four offsets, offset of positions, reverse
+// numbers: paged, width, key (number, dim, bits, group), value (the same), whether positions are
+// given, then for pages: tokens, four offsets, offset of positions, reverse
 Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers) {
   Part part;
   part.paged = within({"whether there are pages in part ", i}, numbers[0], 0, 1) != 0;
@@ -112,21 +112,21 @@ Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* 
   else
     read_tensors(job, i, tensors, part);
   if (placed) read_place(job, i, tensors[part.paged ? 3 : 2], part);
-  if (!part.paged || !placed)  // what fills the place of positions is not read, and a tensor still
+  if (!part.paged || !placed)  // a placeholder for positions is not read, but must be a tensor
     view(tensors[3], {"the last tensor of part ", i}, kIntegers, {kAny, kAny}, Lay::kStrided);
   for (const Watch& watch : job.watches)
     if (!placed && watch.skip > 1)
-      refuse("part ", i, " has no positions, and ", watch.skip, " tokens before a query are skipped");
+      refuse("part ", i, " has no positions; a watch with skip ", watch.skip, " needs them");
   return part;
 }
 
-// What table rows hold must be a number of bytes, as work is dealt out by it.
+// The bytes of table rows must not overflow, as work is divided by them.
 void check_work(const Job& job) {
   int64_t bytes = 0;
   for (const Part& part : job.parts)
     for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row)
       bytes = sum(bytes, product(part.count(table_row), part.bytes()));
-  if (bytes > INT64_MAX / 2) refuse("table rows have ", bytes, " bytes or more; that is too much");
+  if (bytes > INT64_MAX / 2) refuse("table rows have ", bytes, " bytes or more; that is too large");
 }
 
 }  // namespace
@@ -139,14 +139,14 @@ Number number_of(ScalarType type) {
 Format format_of(Label label, const int64_t* numbers) {
   const int64_t number = numbers[0], dim = numbers[1], bits = numbers[2], group = numbers[3];
   if (number < 0 || number > 3)
-    refuse(label, " are of kind ", number, "; there are 0, codes, and 1 to 3, plain numbers");
+    refuse(label, " are of kind ", number, "; it must be 0, codes, or 1 to 3, plain numbers");
   if (dim < 1 || dim > kMostDim)
-    refuse(label, " have ", dim, " dimensions; 1 to ", kMostDim, " are possible");
+    refuse(label, " have ", dim, " dimensions; 1 to ", kMostDim, " are supported");
   Format format{Number(number), int(dim), 0, 1, 0, 0};
   if (format.number != Number::kCodes) return format;
   if (bits != 1 && bits != 2 && bits != 4 && bits != 8)
-    refuse(label, " are codes of ", bits, " bits; 1, 2, 4 and 8 are possible");
-  if (group < 1) refuse(label, " have a scale for ", group, " dimensions; 1 or more are possible");
+    refuse(label, " are codes of ", bits, " bits; 1, 2, 4 and 8 are supported");
+  if (group < 1) refuse(label, " have a scale for ", group, " dimensions; it must be 1 or more");
   format.bits = int(bits);
   format.group = int(std::min(group, dim));  // a larger group is the whole vector
   format.stride = (format.dim * format.bits + 7) / 8;
@@ -157,7 +157,7 @@ Format format_of(Label label, const int64_t* numbers) {
 const Kernels* kernels_of(const Name& isa) {
   const Kernels* found = kernels(isa.text.c_str());
   if (!found || found->name != isa.text)
-    refuse("no kernels for ", isa.text, " here; there are ", names(false));
+    refuse("no kernels for ", isa.text, " here; choose one of ", names(false));
   return found;
 }
 
@@ -166,7 +166,7 @@ const int64_t* read_positions(const Tensor& position, int64_t sequences, int64_t
                           .as<const int64_t>();
   for (int64_t i = 0; i < sequences * length; ++i)
     if (found[i] > kMostPosition)
-      refuse("a query has position ", found[i], "; ", kMostPosition, " is the last");
+      refuse("a query has position ", found[i], "; ", kMostPosition, " is the maximum");
   return found;
 }
 
@@ -193,7 +193,7 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
   for (size_t i = 0; i < above.size(); ++i) {
     const Label label{"watch ", int64_t(i)};
     if (all - at < 3 || numbers[at + 2] > all - at - 3)
-      refuse(label, " is cut short; it takes a group, a skip, a count, and so many terms");
+      refuse(label, " is truncated; it needs a group, a skip, a count, and that many terms");
     const int64_t count = within({"terms of watch ", int64_t(i)}, numbers[at + 2], 1,
                                  kMostTerms - job.terms);
     Watch watch{Group(within({"group of watch ", int64_t(i)}, numbers[at], 0, 3)),
@@ -222,7 +222,7 @@ void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
   };
   const size_t count = numbers.size() / kNumbers;
   if (numbers.size() % kNumbers || tensors.size() != count * kTensors)
-    refuse("parts are ", numbers.size(), " numbers and ", tensors.size(), " tensors; each takes ",
+    refuse("parts are ", numbers.size(), " numbers and ", tensors.size(), " tensors; each needs ",
            kNumbers, " and ", kTensors);
   for (size_t i = 0; i < count; ++i)
     job.parts.push_back(
@@ -251,8 +251,8 @@ void parallel(int64_t count, Body body, void* context) {
 
 namespace {
 
-// The output [B, H, G, Dv] and the log-sum-exp [B, H, G] in float32, then of each part the sums
-// [terms, B, H, width] and counts [watches, B, H, width] where anything is watched.
+// The output [B, H, G, Dv] and the log-sum-exp [B, H, G] in float32, then per part the sums
+// [terms, B, H, width] and counts [watches, B, H, width] if anything is observed.
 std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensors,
                            std::vector<int64_t> parts, std::vector<int64_t> watches,
                            std::vector<double> above, int64_t value_dim, double scale,
@@ -265,7 +265,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
   for (int i = 0; i < 4; ++i) job.query_step[i] = chunk.query_step[i < 3 ? i : 4];
   job.position = chunk.position;
   read_watches(job, watches, above);
-  for (Watch& watch : job.watches)  // of one query the largest sum is the sum of the largest
+  for (Watch& watch : job.watches)  // for one query, the maximum of sums is the sum of maxima
     if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
   std::vector<Tensor> results{
       torch::stable::new_empty(q, {job.sequences, job.heads, job.group, value_dim},
@@ -282,7 +282,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 
 std::string isa(bool all) { return names(all); }
 
-// What operators take and give back; library.py expects the same.
+// Version of the operators' signatures; library.py expects the same.
 int64_t interface() { return 2; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the operators are made of, where the standard library may be used.
+// The data structures of the operators, which may use the standard library.
 #pragma once
 
 #include <atomic>
@@ -10,18 +10,17 @@
 
 namespace kv {
 
-// Queries and tokens have positions up to this, and are skipped by at most as much, so that their
-// sums are integers too.
+// Maximum position of queries and tokens, and maximum skip, so that their sums do not overflow.
 constexpr int64_t kMostPosition = INT64_MAX / 2;
 
-// Names of the instruction sets that were compiled, or of those that this processor has.
+// Names of the compiled instruction sets, or of those that the processor supports.
 std::string names(bool all);
 
-// Which of the kernels of many queries an instruction set uses, that runs here: 0 plain, 1 AVX2,
-// 2 AVX-512, 3 with AVX512-BF16, 4 with emulated tiles, 5 with AMX. VNNI stands for the best of them.
+// The prefill kernels of an available instruction set: 0 plain, 1 AVX2, 2 AVX-512, 3 with
+// AVX512-BF16, 4 with emulated tiles, 5 with AMX. VNNI uses the best of them.
 int level_of(const std::string& isa);
 
-// A tensor of integers of either size.
+// A tensor of 32-bit or 64-bit integers.
 struct Integers {
   const void* data = nullptr;
   bool wide = false;
@@ -30,42 +29,42 @@ struct Integers {
   }
 };
 
-// One tier in pages, or one set of plain tensors.
+// One tier in pages, or one set of dense tensors.
 struct Part {
   Format key, value;
   bool paged = false;
   int64_t width = 0;  // slots that are observed
-  // of pages
+  // for pages
   const uint8_t* data = nullptr;
   int64_t pages = 0, page_bytes = 0, page_step = 0, tokens = 0, table_width = 0;
   int64_t offset[4] = {0, 0, 0, 0};  // of key codes, key metadata, value codes, value metadata
-  int64_t position_offset = -1;      // of stored positions, where slots may hold no token
+  int64_t position_offset = -1;      // of stored positions, if slots may be empty
   bool reverse = false;
   Integers table, length;
-  // of plain tensors: bytes between sequences, heads and tokens
+  // for dense tensors: bytes between sequences, heads and tokens
   const uint8_t *keys = nullptr, *values = nullptr;
   int64_t key_step[3] = {0, 0, 0}, value_step[3] = {0, 0, 0};
-  // positions [B, H, width] of the tokens, where something asks for them
+  // positions [B, H, width] of the tokens, if needed
   const int64_t* place = nullptr;
   int64_t place_step[3] = {0, 0, 0};
 
   int64_t count(int64_t table_row) const { return paged ? length[table_row] : width; }
-  // of a token
+  // per token
   int64_t bytes() const {
     return key.bytes() + key.meta_bytes() + value.bytes() + value.meta_bytes();
   }
 };
 
-// One `Observe`: its terms, first the one that `mass` is of.
+// One `Observe`: its terms, first that of `mass`.
 struct Watch {
   Group group;
   int64_t skip;
-  float above;  // times an even share
+  float above;  // threshold, as a multiple of the uniform share
   std::vector<Term> terms;
-  int first;  // of its terms among the terms of all
+  int first;  // index of its first term among the terms of all
 };
 
-// Everything that a decode step is made of.
+// All inputs and results of a decode step.
 struct Job {
   const Kernels* kernels;
   int64_t sequences, heads, group, key_dim, value_dim;
@@ -74,7 +73,7 @@ struct Job {
   Number query_number;
   const uint8_t* queries;
   int64_t query_step[4];  // bytes between sequences, heads, group, dimensions
-  const int64_t* position;  // of each sequence's query
+  const int64_t* position;  // position of each sequence's query
   std::vector<Part> parts;
   std::vector<Watch> watches;
   int terms = 0;
@@ -86,7 +85,7 @@ struct Job {
   int64_t table_rows() const { return sequences * heads; }
 };
 
-// A page number or a length that cannot be. The first that is found is kept.
+// An invalid page number or length. Only the first one found is kept.
 struct Fault {
   std::atomic<int> part{-1};
   std::atomic<int64_t> page{0};
@@ -96,7 +95,7 @@ struct Fault {
   }
 };
 
-// Visible tokens that lie one behind the other.
+// Consecutive visible tokens.
 struct Run {
   int64_t slot;
   int count;
@@ -106,10 +105,10 @@ struct Run {
 struct Block {
   int part = 0, count = 0, runs = 0;
   Run run[kBlock];
-  // where the numbers of each token lie, and its scales and zeros
+  // addresses of the numbers of each token, and of its scales and zero points
   const uint8_t *key[kBlock], *key_meta[kBlock], *value[kBlock], *value_meta[kBlock];
   bool whole[kBlock / kLanes];                    // see Rows
-  bool key_strips = false, value_strips = false;  // whether they are taken so
+  bool key_strips = false, value_strips = false;  // whether they are read in strips
   int64_t key_step = 0, value_step = 0;
 
   Rows keys() const { return {count, key, key_meta, key_strips ? whole : nullptr, key_step}; }
@@ -118,17 +117,17 @@ struct Block {
   }
 };
 
-// What a block says of its tokens: which slots they are, where all of them lie too, or where strips do
-// if the kernels take them so.
+// How a block addresses its tokens: by slot, by the address of every row, or by that of strips if
+// the kernels read them.
 enum class Places { kSlots, kRows, kStrips };
 
-// Goes over the visible tokens first .. last - 1 of a table row, in the order of its parts, and
-// gives them in blocks.
+// Iterates over the visible tokens first .. last - 1 of a table row, in the order of its parts, in
+// blocks.
 class Cursor {
  public:
   Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, Fault& fault,
          Places places = Places::kRows);
-  // Fills the next block; false where there are no tokens left.
+  // Fills the next block; false after the last token.
   bool next(Block& block);
 
  private:
@@ -142,30 +141,30 @@ class Cursor {
   const Places places_;
   int64_t table_row_, at_, last_;  // in tokens of the table row
   int part_ = 0;
-  int64_t before_ = 0, end_ = 0;  // of the part: tokens in those before; where it ends, or `last`
+  int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`
 };
 
 // Tokens first .. last - 1 of a table row, for one worker.
 struct Piece {
   int64_t table_row, first, last, bytes;
   bool ends = true;        // no other piece has later tokens
-  int split = -1;          // place among the pieces of split table rows; -1: the whole table row
-  int64_t weights = 0;     // where its weights are kept, in blocks
+  int split = -1;          // index among the pieces of split table rows; -1: the whole table row
+  int64_t weights = 0;     // offset of its weights, in blocks
 };
 
-// Who computes what: the longest first, long table rows in pieces.
+// The assignment of work: the longest first, long table rows in pieces.
 struct Plan {
   std::vector<Piece> pieces;
   std::vector<int64_t> splits;       // table rows in pieces
-  std::vector<std::vector<int>> of;  // the pieces of each of those
+  std::vector<std::vector<int>> of;  // the pieces of each of these
   int split_pieces = 0;
   int64_t longest = 0;  // blocks of a whole table row, for which a worker keeps weights
-  int64_t kept = 0;     // blocks of weights that split table rows keep
+  int64_t kept = 0;     // blocks of weights of split table rows
 };
 
 Plan plan(const Job& job, int workers);
 
-// Computes it all. `parallel(n, f)` calls f(0) ... f(n - 1), each in a thread.
+// Computes everything. `parallel(n, f)` calls f(0) ... f(n - 1), each in a thread.
 using Body = void (*)(int64_t, void*);
 using Parallel = void (*)(int64_t, Body, void*);
 void run(const Job& job, int workers, Parallel parallel, Fault& fault);

@@ -21,7 +21,7 @@ const Coder* coder(const char* isa) {
   if (!kernels(isa)) return nullptr;
   if (std::strcmp(isa, "plain") == 0) return &plain_coder;
 #ifdef KV_X86
-  // What came after AVX-512 brings nothing that is used here.
+  // Extensions after AVX-512 have no use here.
   return std::strcmp(isa, "avx2") == 0 ? &avx2_coder : &avx512_coder;
 #else
   return nullptr;
@@ -31,8 +31,8 @@ const Coder* coder(const char* isa) {
 View pages_of(const Tensor& data, Use use) {
   const View pages = view(data, {"page data"}, kBytes, {kMany, kAny}, Lay::kRows, use);
   if (use == Use::kWrites && pages.size(0) > 1 && pages.strides[0] < pages.size(1))
-    refuse("page data has ", pages.size(1), " bytes a page and the next page after ",
-           pages.strides[0], "; pages that are written to must not share memory");
+    refuse("page data has ", pages.size(1), " bytes per page and a stride of ",
+           pages.strides[0], "; pages that are written must not overlap");
   return pages;
 }
 
@@ -55,7 +55,7 @@ Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers) {
       const auto [first, other] = tier.segment[i];
       if (offset < first + tier.tokens * other && first < end)
         refuse(label, " is ", offset, ", up to ", end, "; from ", first, " to ",
-               first + tier.tokens * other, " a page holds something else of its tokens");
+               first + tier.tokens * other, " the page has another field");
     }
     tier.segment[tier.segments++] = {offset, width};
   };
@@ -94,7 +94,7 @@ void check_distinct(const Tier& tier, const Integers& table_rows, int64_t count)
   std::vector<bool> named(tier.table_rows);
   for (int64_t i = 0; i < count; ++i) {
     if (named[table_rows[i]])
-      refuse("table row ", table_rows[i], " is named twice; name each that is written to once");
+      refuse("table row ", table_rows[i], " is named twice; name each written table row once");
     named[table_rows[i]] = true;
   }
 }
@@ -113,8 +113,8 @@ void Tier::check(int64_t table_row, int64_t first, int64_t last) const {
   check_table_row(table_row);
   if (first >= last) return;
   if (first < 0 || last > room())
-    refuse("a table row is said to have slots ", first, " to ", last - 1,
-           "; its table has room for 0 to ", room() - 1);
+    refuse("a table row has slots ", first, " to ", last - 1,
+           "; its table covers 0 to ", room() - 1);
   for (int64_t column = first / tokens; column <= (last - 1) / tokens; ++column)
     check_page(table[entry(table_row, column)]);
 }

@@ -1,4 +1,4 @@
-// Table rows of tokens in pages, as what writes, moves and reads them sees them.
+// Table rows of tokens in pages, for the operators that write, move and read them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,7 +15,7 @@ namespace kv {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Rows of a page that move together with a token: where the first lies, and bytes of each.
+// Rows of a page that move together with a token: offset of the first, and bytes of each.
 struct Segment {
   int64_t offset, width;
 };
@@ -25,8 +25,8 @@ constexpr int kTierNumbers = 16;
 // All table rows of one tier.
 struct Tier {
   Format format[2];  // of keys, of values
-  int64_t code[2], meta[2], score, position;  // bytes of a page; -1: pages hold none
-  Segment segment[6];  // of all that belongs to a token
+  int64_t code[2], meta[2], score, position;  // offsets in a page; -1: not stored
+  Segment segment[6];  // all segments of a token
   int segments = 0;
   uint8_t* data;
   int64_t pages, step;  // bytes from one page to the next
@@ -43,10 +43,10 @@ struct Tier {
     return at(table[entry(table_row, slot / tokens)]);
   }
   uint8_t* at(int64_t page) const { return data + page * step; }
-  // Slots of a table row, as many as its table has room for.
+  // Number of slots that the table covers per table row.
   int64_t room() const { return width * tokens; }
 
-  // Refuses slots first .. last - 1 of a table row if one is in a page that is not there.
+  // Raises if a page of the slots first .. last - 1 of a table row is missing.
   void check(int64_t table_row, int64_t first, int64_t last) const;
   void check_page(int64_t page) const;
   void check_table_row(int64_t table_row) const;
@@ -56,13 +56,13 @@ struct Tier {
               uint8_t* page, int64_t row) const;
 };
 
-// Pages [P, bytes]; those that are written to must not share memory with each other.
+// Pages [P, bytes]; those that are written must not overlap.
 View pages_of(const Tensor& data, Use use);
 
-// numbers: tokens, where key codes, key metadata, value codes and value metadata start, where scores
-// and positions do, reverse, then number, dim, bits and group of keys and of values
+// numbers: tokens, offsets of key codes, key metadata, value codes and value metadata, offsets of
+// scores and positions, reverse, then number, dim, bits and group of keys and of values
 Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers);
-// The same, of one tier alone.
+// The same, for a single tier.
 Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers);
 
 // Vectors [S, L, D] whose numbers are consecutive.
@@ -77,15 +77,15 @@ struct Vectors {
   Number number;
 };
 
-// The table rows that are named [S], all of which a tier has.
+// The named table rows [S], which must exist in the tier.
 View table_rows_of(const Tier& tier, const Tensor& table_rows, int64_t count);
 
-// Refuses a table row that is named twice: two threads would write to the same slots.
+// Raises if a table row is named twice: two threads would write to the same slots.
 void check_distinct(const Tier& tier, const Integers& table_rows, int64_t count);
 
 const Coder& coder_of(const Name& isa);
 
-// f(i) for i < count, in threads where all of that is worth more than one.
+// f(i) for i < count, in several threads if the work justifies it.
 template <typename F>
 void for_all(int64_t count, int64_t grain, const F& f) {
   torch::stable::parallel_for(0, count, grain < 1 ? 1 : grain, [&](int64_t first, int64_t last) {

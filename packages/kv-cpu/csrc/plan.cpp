@@ -5,7 +5,7 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kLeast = 1 << 15;  // bytes that are worth a piece of their own
+constexpr int64_t kLeast = 1 << 15;  // minimum bytes of a piece
 
 struct Size {
   int64_t tokens, bytes;
@@ -20,7 +20,7 @@ Size size_of(const Job& job, int64_t table_row) {
   return size;
 }
 
-// The token at which a table row's first bytes end.
+// The token at which the first `bytes` bytes of a table row end.
 int64_t token_at(const Job& job, int64_t table_row, int64_t bytes) {
   int64_t before = 0;
   for (const Part& part : job.parts) {
@@ -32,7 +32,7 @@ int64_t token_at(const Job& job, int64_t table_row, int64_t bytes) {
   return before;
 }
 
-// Blocks that so many tokens take at most, as each part begins one of its own.
+// Maximum number of blocks for `tokens` tokens, as each part starts a new block.
 int64_t blocks_of(const Job& job, int64_t tokens) {
   return tokens / kBlock + int64_t(job.parts.size());
 }

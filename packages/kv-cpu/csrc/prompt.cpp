@@ -1,4 +1,4 @@
-// Goes over the queries of each table row in tasks, and for each over the tokens in blocks, which
+// Loops over the queries of each table row in tasks, and per task over the tokens in blocks, which
 // are unpacked once for all heads of the group.
 #include <cmath>
 #include <limits>
@@ -10,7 +10,7 @@ namespace kv {
 namespace {
 
 constexpr int kNever = std::numeric_limits<int>::max();
-constexpr float kLow = -1e30f;  // below every logit, and finite, so that differences are numbers
+constexpr float kLow = -1e30f;  // below every logit, but finite, so that differences are not NaN
 constexpr float kLog2 = 1.44269504f;
 
 std::vector<Line> room(int64_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
@@ -49,7 +49,7 @@ class Attender {
   }
 
  private:
-  // Whether numbers are multiplied in bfloat16: where nothing but weights is rounded by that.
+  // Whether numbers are multiplied in bfloat16: only if nothing but weights is rounded by it.
   bool is_narrow(const Format& format) const {
     return prompt_.kernels->narrow && job_.query_number == Number::kBFloat16 &&
            (format.number == Number::kBFloat16 || is_scaled(format));
@@ -165,7 +165,7 @@ class Attender {
     }
   }
 
-  // From which query on each token of the block is seen: a stored one by all.
+  // The first query that sees each token of the block: all see a stored one.
   void find_starts(const Task& task, const Block& block, Scratch& scratch) const {
     std::vector<int>& start = scratch.start;
     const Part& part = job_.parts[block.part];
@@ -225,7 +225,7 @@ class Attender {
   Fault& fault_;
   std::vector<Sequence> sequences_;
   std::vector<int64_t> latest_;
-  std::vector<std::vector<int>> starts_;  // of each part: of each sequence and place
+  std::vector<std::vector<int>> starts_;  // per part, sequence and slot
   bool any_narrow_ = false, any_wide_ = false, any_scaled_ = false;  // of the parts' keys
   std::vector<Task> tasks_;
   std::vector<Scratch> scratch_;

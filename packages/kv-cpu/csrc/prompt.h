@@ -1,4 +1,4 @@
-// What attention of many queries is computed with, in plain structs, as attention.h says.
+// The data of attention with many queries, in plain structs, as in attention.h.
 #pragma once
 
 #include "scores.h"
@@ -7,41 +7,42 @@ namespace kv {
 
 constexpr int panels_of(int count) { return (count + kPanel - 1) / kPanel; }
 
-// Vectors of a block of tokens for products: narrow ones are bfloat16, in pairs. Where vectors have
-// one scale, these are codes, exact in either, and the scale and zero of each token lie apart.
+// Vectors of a block of tokens for products: narrow ones are bfloat16, in pairs. If vectors have
+// one scale, these are codes, exact in either, and the scale and zero point of each token are
+// separate.
 struct Packed {
   bool narrow, scaled;
   void* panels;
   float *scale, *zero;
 };
 
-// A block of tokens. Keys lie in panels of kPanel tokens, dimension by dimension; values in panels
-// of kPanel dimensions, token by token, and are zero up to the end of the last panel of tokens.
+// A block of tokens. Keys are in panels of kPanel tokens, dimension by dimension; values in panels
+// of kPanel dimensions, token by token, zero-padded to the end of the last panel of tokens.
 struct PackedBlock {
   Packed keys, values;
   int key_dim, value_dim;
-  const int* start;   // of each token the first query that sees it
-  const int* latest;  // of each panel of tokens the largest of these
+  const int* start;   // per token, the first query that sees it
+  const int* latest;  // per panel of tokens, the maximum of these
 };
 
-// kTile rows, each a query of a head of the group, and what they came to so far: weights relative
-// to 2**top. Sums lie in panels of kPanel dimensions, row by row.
+// kTile rows, each a query of a head of the group, and their partial results: weights are relative
+// to 2**top. Sums are in panels of kPanel dimensions, row by row.
 struct RowTile {
-  const void* queries;  // narrow or not, as the keys are
-  const float* totals;  // of the numbers of each query
-  const int* rank;      // of each row's query among those of the sequence; they ascend
+  const void* queries;  // narrow if the keys are
+  const float* totals;  // sums of the numbers of each query
+  const int* rank;      // index of each row's query in the sequence, ascending
   float *top, *total, *sums;
-  // room for the logits and weights of a block, and for products that are added to the sums
+  // buffers for the logits and weights of a block, and for products that are added to the sums
   float *logits, *weights, *found;
 };
 
 // The kernels of one instruction set.
 struct PromptKernels {
-  bool narrow;  // numbers in bfloat16 can be multiplied as they are
+  bool narrow;  // whether bfloat16 numbers can be multiplied directly
   void (*put_query)(Number, const void* from, int64_t step, int dim, bool narrow, void* row);
   void (*pack_keys)(const Format&, const Rows&, const Packed& to);
   void (*pack_values)(const Format&, const Rows&, const Packed& to);
-  // Adds the first panels of a block of tokens to what rows came to. Logits are to the base of 2,
+  // Adds the first panels of a block of tokens to the rows' partial results. Logits are in base 2,
   // with `scale` multiplied in.
   void (*attend)(const PackedBlock&, int panels, float scale, const RowTile&);
 };

@@ -1,4 +1,4 @@
-// The operator that attends with many queries, as torch sees it.
+// The operator for attention with many queries.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
@@ -17,7 +17,7 @@ const PromptKernels* const levels[] = {
 #endif
 };
 
-// The output [B, H, G, L, Dv] as the queries are, and the log-sum-exp [B, H, G, L] in float32.
+// The output [B, H, G, L, Dv] in the queries' dtype, and the log-sum-exp [B, H, G, L] in float32.
 std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tensors,
                              std::vector<int64_t> parts, int64_t value_dim, double scale,
                              Name isa) {

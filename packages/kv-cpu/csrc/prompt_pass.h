@@ -1,4 +1,4 @@
-// A pass of many queries that is to be made.
+// A pass of many queries.
 #pragma once
 
 #include "coder.h"
@@ -9,15 +9,15 @@
 namespace kv {
 
 struct Prompt {
-  Job job;  // its parts and the log-sum-exp [B, H, G, L] of the result; nothing is watched
+  Job job;  // its parts and the log-sum-exp [B, H, G, L] of the result; no watches
   Chunk chunk;
   const PromptKernels* kernels;
-  const Coder* coder;  // of the result
+  const Coder* coder;  // for the result
   uint8_t* out;        // [B, H, G, L, Dv], numbers of the queries' kind
 };
 
-// Attends to all parts, each query to the tokens that do not come after it; 0 and -inf for a query
-// that is padding or sees none.
+// Computes attention over all parts, of each query to the tokens at or before its position; 0 and
+// -inf for a query that is padding or sees no token.
 void attend(Prompt& prompt, int workers, Parallel parallel, Fault& fault);
 
 // Queries first .. last - 1 of a table row, in the order of their positions, for one worker.
@@ -25,16 +25,16 @@ struct Task {
   int64_t table_row, first, last, work;
 };
 
-// Cuts table rows into about equal work, the most first. What a query comes to is the same wherever
-// they are cut.
+// Splits table rows into tasks of about equal work, the largest first. A query's result does not
+// depend on the split.
 class Tasks {
  public:
-  // starts: of each part the first query of each sequence that sees a place
+  // starts: per part and sequence, the first query that sees each slot
   Tasks(const Job& job, const std::vector<Sequence>& sequences,
         const std::vector<std::vector<int>>& starts, int workers);
 
   std::vector<Task> all;
-  int64_t most = 0;  // rows of one
+  int64_t most = 0;  // maximum rows of a task
 };
 
 }  // namespace kv

@@ -6,11 +6,11 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kMostSums = 1 << 17;  // floats that a task may hold; they stay in the L2 cache
-constexpr int64_t kLeastRows = 8 * kTile;  // that pay for unpacking the tokens once more
-constexpr int64_t kTasks = 4;           // of each worker, for all to end at about the same time
+constexpr int64_t kMostSums = 1 << 17;  // floats per task, to stay in the L2 cache
+constexpr int64_t kLeastRows = 8 * kTile;  // minimum to amortize unpacking the tokens again
+constexpr int64_t kTasks = 4;           // per worker, to balance the load
 
-// Tokens that each query of a table row sees.
+// Number of tokens that each query of a table row sees.
 std::vector<int64_t> seen_by(const Job& job, const Sequence& sequence,
                              const std::vector<std::vector<int>>& starts, int64_t table_row) {
   const auto count = int64_t(sequence.place.size());

@@ -1,4 +1,4 @@
-// What reads tokens from pages, and what gives them new scores.
+// Operators that read tokens from pages, and that update scores.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kWorth = 1 << 15;  // bytes to read or write that are worth another thread
+constexpr int64_t kWorth = 1 << 15;  // bytes to read or write that justify another thread
 constexpr int64_t kAhead = 8;        // pages
-constexpr int64_t kLine = 64;        // bytes that memory gives at once
+constexpr int64_t kLine = 64;        // bytes of a cache line
 
 template <typename T>
 T load(const void* from) {
@@ -22,21 +22,21 @@ T load(const void* from) {
   return x;
 }
 
-// Bytes of a page, from the first to before the last.
+// Bytes first .. last - 1 of a page.
 struct Span {
   int64_t first, last;
 };
 
 Span scores_of(const Tier& tier) { return {tier.score, tier.score + 4 * tier.tokens}; }
 
-// Scores and positions, those of them that the pages have; else one byte.
+// The bytes of scores and positions, if the pages store them; else one byte.
 Span notes_of(const Tier& tier) {
   const auto [first, last] = std::minmax(tier.score, tier.position);
   if (last < 0) return {0, 1};
   return {first < 0 ? last : first, last + 4 * tier.tokens};
 }
 
-// Some table rows of a tier, and how many of their first slots are looked at.
+// Some table rows of a tier, and the number of slots to read in each.
 struct Chosen {
   Chosen(const Tier& of, const Tensor& length, const Tensor& table_rows, int64_t slots)
       : tier(of),
@@ -47,13 +47,13 @@ struct Chosen {
     for (int64_t i = 0; i < count; ++i) {
       table_row.push_back(which[i]);
       const int64_t there = all[table_row[i]];
-      if (there < 0) refuse("a table row has ", there, " tokens; 0 or more are possible");
+      if (there < 0) refuse("a table row has ", there, " tokens; it must have 0 or more");
       held.push_back(std::min(there, slots));
       tier.check(table_row[i], 0, held[i]);
     }
   }
 
-  // Refuses what writing scores could be led astray by.
+  // Raises if scores would overwrite arguments.
   void check_writes() const {
     check_distinct(tier, integers_of(named), count);
     check_apart(tier.pages_view, {"page data"}, tier.table_view, {"table"});
@@ -62,7 +62,7 @@ struct Chosen {
   }
 
   // f(page, slot, count of the slots from there in that page) over the held slots of table rows[i].
-  // Pages lie anywhere, so what will be looked at in those to come is asked for early.
+  // Pages are scattered, so those needed next are prefetched.
   template <typename F>
   void over_pages(int64_t i, Span span, const F& f) const {
     for (int64_t slot = 0; slot < held[i]; slot += tier.tokens) {
@@ -82,7 +82,7 @@ struct Chosen {
   std::vector<int64_t> table_row, held;
 };
 
-// As many slots as are asked for, which a table must have room for.
+// The requested number of slots, which the table must cover.
 int64_t slots_of(const Tier& tier, int64_t slots) {
   return within({"slots"}, slots, 0, tier.room());
 }
@@ -92,7 +92,7 @@ ScalarType type_of(const Format& format) {
   return format.number == Number::kBFloat16 ? ScalarType::BFloat16 : ScalarType::Float;
 }
 
-// Vectors [n, slots, D], zeros where no token is held: plain numbers as they are, codes in float32.
+// Vectors [n, slots, D], zeros in empty slots: plain numbers unchanged, codes in float32.
 Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const Tensor& like,
                     int64_t slots) {
   const Format& format = chosen.tier.format[which];
@@ -119,8 +119,8 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   return out;
 }
 
-// What table rows hold in their first slots: whether they do (bool), then scores (float32, else 0)
-// and positions (int64, else -1) where pages have them, then keys and values if asked for.
+// The first slots of table rows: whether they hold a token (bool), then scores (float32, else 0)
+// and positions (int64, else -1) if pages store them, then keys and values if requested.
 std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
                               Tensor length, Tensor table_rows, int64_t slots, bool keys,
                               bool values, Name isa) {
@@ -153,8 +153,8 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
   return found;
 }
 
-// The lowest score of each table row and its slot, the first of equal ones, of tokens at positions
-// before `until`, which is empty where none is set. No token: infinity and -1. NaN is the lowest.
+// The lowest score of each table row and its slot, the first on a tie, of tokens at positions
+// before `until`, which is empty for no bound. Without a token: infinity and -1. NaN is the lowest.
 std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t> numbers,
                                  Tensor length, Tensor table_rows, int64_t slots, Tensor until) {
   const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
@@ -164,8 +164,8 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   if (bounded && bounds.size(0) != chosen.count)
     refuse("until has ", bounds.size(0), " positions for ", chosen.count,
            " table rows; give one for each, or none");
-  if (tier.score < 0) refuse("pages hold no scores, and the lowest is asked for");
-  if (bounded && tier.position < 0) refuse("pages hold no positions, and until bounds them");
+  if (tier.score < 0) refuse("pages store no scores, and the lowest is requested");
+  if (bounded && tier.position < 0) refuse("pages store no positions, which until needs");
   const Integers bound = integers_of(bounds);
   std::vector<Tensor> found{torch::stable::new_empty(data, {chosen.count}, ScalarType::Float),
                             torch::stable::new_empty(data, {chosen.count}, ScalarType::Long)};
@@ -187,12 +187,12 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   return found;
 }
 
-// Writes score [n, L] over the slots of the pages that table rows hold, and 0 past the L-th.
+// Writes score [n, L] to the slots of the pages of table rows, and 0 past the L-th.
 void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
                   Tensor table_rows, Tensor score) {
   const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
   const Chosen chosen(tier, length, table_rows, INT64_MAX);
-  if (tier.score < 0) refuse("pages hold no scores, and new ones are given");
+  if (tier.score < 0) refuse("pages store no scores, and new ones are given");
   const View scores =
       view(score, {"score"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
   const int64_t slots = scores.size(1);
@@ -208,8 +208,8 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
-// Adds to the scores of a page's tokens; a place without one keeps its own. Without a branch, so
-// that compilers take several at once.
+// Adds to the scores of a page's tokens; an empty slot keeps its score. Without branches, so that
+// compilers vectorize the loop.
 void add(uint8_t* scores, const uint8_t* positions, const float* given, float over, int64_t held) {
   for (int64_t row = 0; row < held; ++row) {
     const auto old = load<float>(scores + 4 * row);
@@ -219,26 +219,26 @@ void add(uint8_t* scores, const uint8_t* positions, const float* given, float ov
   }
 }
 
-// Lets the scores of the slots go on: what the queries of a pass gave is mass [n, L], how many of
-// them counted is seen, and the tokens that there were before it is before [n], -1 for a table row
-// that is left alone. They are sums of mass / `over`, or, where that is 0, means over queries: then
-// a token's past counts as at most `last` queries; -1: as all there were. Past the end of a table
-// row its last page has zeros, as page_rescore leaves it.
+// Updates the scores of the slots: mass [n, L] is the attention mass of a pass, seen the number of
+// its queries that counted, and before [n] the number of tokens before it, -1 for a table row that
+// is skipped. Scores are sums of mass / `over`, or, if that is 0, means over queries: then a
+// token's past counts as at most `last` queries; -1: without limit. Past the end of a table row its
+// last page has zeros, as after page_rescore.
 void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor length,
                      Tensor table_rows, Tensor before, Tensor mass, Tensor seen, int64_t last,
                      int64_t over) {
   const Tier tier = tier_of(pages_of(data, Use::kWrites), table, numbers);
   const Chosen chosen(tier, length, table_rows, INT64_MAX);
   if (tier.score < 0 || tier.position < 0)
-    refuse("pages hold no scores or no positions; both are needed for scores to go on");
+    refuse("pages store no scores or no positions; updating scores needs both");
   const View masses = view(mass, {"mass"}, kFloat32, {chosen.count, kAny}, Lay::kContiguous);
   const int64_t slots = masses.size(1);
   const View counts = view(seen, {"seen"}, kIntegers, {chosen.count, slots}, Lay::kContiguous);
   const View befores = view(before, {"before"}, kIntegers, {chosen.count}, Lay::kContiguous);
   for (int64_t held : chosen.held)
     if (held > slots)
-      refuse("a table row has ", held, " tokens and mass is of ", slots,
-             "; give it for all of them");
+      refuse("a table row has ", held, " tokens and mass covers ", slots,
+             "; it must cover all of them");
   within({"last"}, last, -1, INT64_MAX);
   within({"over"}, over, 0, INT64_MAX);
   chosen.check_writes();

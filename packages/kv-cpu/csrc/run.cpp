@@ -11,12 +11,12 @@
 namespace kv {
 namespace {
 
-// What one piece of a table row came to: weights relative to the largest logit that was seen.
+// The partial result of one piece of a table row: weights relative to its largest logit.
 struct State {
   float *top, *total, *sums;
 };
 
-// Memory that starts where vectors like to, and holds whatever it held.
+// Aligned, uninitialized memory.
 template <typename T>
 class Uninitialized {
  public:
@@ -32,20 +32,20 @@ class Uninitialized {
   std::unique_ptr<T, Free> data_;
 };
 
-// What a worker needs for itself.
+// The buffers of a worker.
 struct Scratch {
   Uninitialized<float> numbers, weights;
-  Uninitialized<uint8_t> prepared;  // of the queries, part by part
+  Uninitialized<uint8_t> prepared;  // queries, per part
   float *queries, *query_sums;
   State state;
 };
 
-// The rows of a block that are needed next.
+// The next rows of a block.
 Ahead ahead_of(const Format& format, const Rows& rows) {
   return {rows, format.bytes(), format.meta_bytes()};
 }
 
-// What kernels ask for around their products.
+// Calls the kernels' begin and end around their products.
 class Around {
  public:
   explicit Around(const Kernels& kernels) : end_(kernels.end) {
@@ -107,7 +107,7 @@ class Runner {
 
   float* kept(const Piece& piece) const { return kept_.get() + piece.weights * block_size(); }
 
-  // Floats that a block of weights takes, its largest logits included.
+  // Floats of a block of weights, including its largest logits.
   int64_t block_size() const { return kBlock * job_.group + padded(int(job_.group)); }
 
   void attend(int worker) {
@@ -165,10 +165,10 @@ class Runner {
       float* row = scratch.queries + g * width;
       const uint8_t* at = from + g * step[2];
       const bool close = step[3] == (job_.query_number == Number::kFloat32 ? 4 : 2);
-      const int count = close ? int(job_.key_dim) : 1;  // numbers to be read at a time
+      const int count = close ? int(job_.key_dim) : 1;  // numbers to read at a time
       for (int64_t d = 0; d < job_.key_dim; d += count)
         job_.kernels->widen(job_.query_number, at + d * step[3], count, row + d);
-      float sums[kLanes] = {};  // side by side, for vectors
+      float sums[kLanes] = {};  // per lane, for vectorization
       for (int d = 0; d < width; d += kLanes)
         for (int i = 0; i < kLanes; ++i) sums[i] += row[d + i] *= job_.scale;
       scratch.query_sums[g] = std::accumulate(sums, sums + kLanes, 0.0f);
@@ -183,7 +183,7 @@ class Runner {
   void finish(int64_t table_row, const State& state) {
     for (int64_t g = 0; g < job_.group; ++g) {
       const float total = state.total[g];
-      const float share = total == 0 ? 0 : 1 / total;  // no token: the sums are 0 as well
+      const float share = total == 0 ? 0 : 1 / total;  // without tokens, the sums are 0 as well
       float* out = job_.out + (table_row * job_.group + g) * job_.value_dim;
       const float* sums = state.sums + g * job_.value_width;
       for (int64_t d = 0; d < job_.value_dim; ++d) out[d] = sums[d] * share;
@@ -192,7 +192,7 @@ class Runner {
     }
   }
 
-  // Adds up the pieces of a table row in the first of them.
+  // Merges the pieces of a table row into the first of them.
   void merge(size_t table_row) {
     const State all = split(plan_.of[table_row][0]);
     const int width = job_.value_width;
@@ -239,8 +239,8 @@ class Runner {
     }
   }
 
-  // Zeros for a piece's slots, and behind the last one's: results come as whatever memory held, so
-  // that the threads touch it first, each its own part.
+  // Zeros a piece's slots, and those after the last piece: results are uninitialized, so that each
+  // thread touches its own part first.
   void clear(const Piece& piece) const {
     int64_t before = 0;
     for (size_t which = 0; which < job_.parts.size(); ++which) {
@@ -269,7 +269,7 @@ class Runner {
       const Watch& watch = job_.watches[w];
       int32_t* seen = job_.seen[which] + w * plane + at;
       std::fill_n(seen, run.count, 1);
-      // Any stored token is at least one position before the query.
+      // A stored token is at least one position before the query.
       if (watch.skip > (part.paged ? 1 : 0)) {
         const int64_t* place = part.place + table_row / job_.heads * part.place_step[0] +
                                table_row % job_.heads * part.place_step[1];
@@ -289,7 +289,7 @@ class Runner {
   Fault& fault_;
   const Plan plan_;
   const int workers_;
-  std::vector<int64_t> prepared_;  // where each part's queries are; -1: nowhere
+  std::vector<int64_t> prepared_;  // offset of each part's queries; -1: none
   std::vector<Scratch> scratch_;
   Uninitialized<float> split_, kept_;
   std::atomic<size_t> next_{0};

@@ -1,37 +1,37 @@
-// What a pass of many queries is looked back at with, in plain structs, as attention.h says.
+// The data of the attention-mass pass of many queries, in plain structs, as in attention.h.
 #pragma once
 
 #include "attention.h"
 
 namespace kv {
 
-constexpr int kPanel = 32;     // tokens whose products are taken side by side
+constexpr int kPanel = 32;     // tokens whose products are computed together
 constexpr int kPanels = kBlock / kPanel;
 constexpr int kTile = 12;      // rows are padded to a multiple of this
-constexpr int kMostRows = 96;  // rows that are held at once, unless a group has more
+constexpr int kMostRows = 96;  // maximum rows held at once, unless a group has more
 
-// The queries of one KV head that are held: row i * group + g is of query first + i.
+// The held queries of one KV head: row i * group + g is of query first + i.
 struct HeldRows {
   int queries, group, first;
-  const float* lse;   // of each row
-  const float* even;  // of each query: an even share of the tokens up to it
+  const float* lse;   // per row
+  const float* even;  // per query: the uniform share of the tokens up to it
 };
 
-// The kernels of one instruction set. A panel holds kPanel keys, dimension by dimension; where
-// numbers are narrow, they are bfloat16 and dimensions lie in pairs. Logits are rows x kPanel.
+// The kernels of one instruction set. A panel has kPanel keys, dimension by dimension; narrow
+// numbers are bfloat16, with dimensions in pairs. Logits are rows x kPanel.
 struct ScoreKernels {
-  bool narrow;  // queries and keys in bfloat16 are multiplied as they are; else all are float32
-  // One query, `step` bytes from one number to the next, to a row of queries.
+  bool narrow;  // bfloat16 queries and keys are multiplied directly; else all are float32
+  // Converts one query, `step` bytes from one number to the next, to a row of queries.
   void (*put_query)(Number, const void* from, int64_t step, int dim, bool narrow, void* row);
-  // Keys into the panels.
+  // Writes keys to the panels.
   void (*put_keys)(const Format&, const Rows&, bool narrow, void* panels);
-  // logits = queries . keys, of a multiple of kTile rows
+  // logits = queries . keys, for a multiple of kTile rows
   void (*products)(const void* queries, int rows, int dim, bool narrow, const void* panel,
                    float* logits);
   // logits = scale * logits - lse, p = exp(logits)
   void (*soften)(float* logits, int rows, float scale, const float* lse, float* p);
   // Adds to sums[i] the group's terms of the queries that count for token i: those from start[i]
-  // on. Of the largest sum there is one for each of the group, kBlock apart.
+  // on. For kMaxOfSums there is one sum per head of the group, kBlock apart.
   void (*observe)(const float* p, const float* logits, const HeldRows&, const int* start, Term, Group,
                   float above, float* sums);
 };

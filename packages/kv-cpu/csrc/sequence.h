@@ -1,4 +1,4 @@
-// The queries of a sequence that a pass is made of, in the order of their positions.
+// The queries of a sequence in a pass, in the order of their positions.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Chunk {
 struct Sequence {
   std::vector<int64_t> place, position;
 
-  // The last real queries, at most so many.
+  // The last real queries, at most `most`.
   Sequence(const Chunk& chunk, int64_t b, int64_t most) {
     const int64_t* at = chunk.position + b * chunk.length;
     for (int64_t i = 0; i < chunk.length; ++i)
@@ -30,13 +30,13 @@ struct Sequence {
 
   int64_t latest() const { return position.empty() ? -1 : position.back(); }
 
-  // The first query that is at or after a position.
+  // The first query at or after a position.
   int from(int64_t at) const {
     return int(std::lower_bound(position.begin(), position.end(), at) - position.begin());
   }
 };
 
-struct alignas(64) Line {  // rows and panels start where a register's worth may be read
+struct alignas(64) Line {  // rows and panels start at aligned addresses
   float numbers[16];
 };
 

@@ -1,5 +1,4 @@
-// A decoding step: in every table row one token enters, and one leaves its tier or moves to
-// another.
+// A decode step: in every table row one token enters, and one is evicted or moves to another tier.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,15 +10,15 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kWorth = 128;  // table rows that are worth another thread
-constexpr int kWorkTensors = 8;  // before two of each tier
+constexpr int64_t kWorth = 128;  // table rows that justify another thread
+constexpr int kWorkTensors = 8;  // before the two of each tier
 
 struct Member {
   Tier tier;
   int32_t *table, *length;
 };
 
-// What happens to one table row; tiers are -1 where there is none.
+// The changes to one table row; a missing tier is -1.
 struct Move {
   int from = -1, to = -1, enter = -1;
   int64_t victim = 0;  // its slot
@@ -27,7 +26,7 @@ struct Move {
   bool gone() const { return from >= 0 && !swap(); }
 };
 
-// Table rows of one kind, with the candidates and what is to become of them.
+// Table rows of one kind, with their candidates and moves.
 struct Work {
   std::vector<Member> tiers;
   int64_t table_rows;
@@ -41,7 +40,7 @@ struct Work {
   std::vector<uint8_t> beside;
 
   int width() const { return tiers[0].tier.format[0].dim + tiers[0].tier.format[1].dim; }
-  // The first free slot of a tier once the victim is gone.
+  // The first free slot of a tier without the victim.
   int64_t end(int tier, int64_t table_row) const {
     const Move& move = moves[table_row];
     return int64_t(tiers[tier].length[table_row]) - (move.from == tier && move.gone());
@@ -90,16 +89,16 @@ bool opens(const Tier& tier, int64_t slot) { return slot % tier.tokens == 0; }
 void check_slot(const Tier& tier, int64_t table_row, int64_t slot, bool opened) {
   if (!opened) return tier.check(table_row, slot, slot + 1);
   if (slot / tier.tokens >= tier.width)
-    refuse("a token enters slot ", slot, "; the table has room for ", tier.room());
+    refuse("a token enters slot ", slot, "; the table covers ", tier.room());
 }
 
-// Refuses what would read or write a page that is not there, and counts what comes and goes.
+// Raises if a missing page would be read or written, and counts released and allocated pages.
 void check(const Work& work, int64_t& given, int64_t& taken) {
   for (int t = 0; t < int(work.tiers.size()); ++t) {
     const Tier& tier = work.tiers[t].tier;
     for (int64_t i = 0; i < work.table_rows; ++i) {
       const int64_t length = work.tiers[t].length[i], end = work.end(t, i), entry = work.entry(t, i);
-      if (length < 0) refuse("a table row has ", length, " tokens; 0 or more are possible");
+      if (length < 0) refuse("a table row has ", length, " tokens; it must have 0 or more");
       if (work.moves[i].from == t) {
         if (work.moves[i].victim >= length)
           refuse("slot ", work.moves[i].victim, " holds no token, the table row has ", length);
@@ -116,7 +115,7 @@ void check(const Work& work, int64_t& given, int64_t& taken) {
   }
 }
 
-// Takes the victim out, and lets the last token of its tier fill the gap.
+// Removes the victim, and moves the last token of its tier into the gap.
 void leave(Work& work, const Coder& coder, int64_t i) {
   const Move& move = work.moves[i];
   if (move.from < 0) return;
@@ -135,7 +134,7 @@ void leave(Work& work, const Coder& coder, int64_t i) {
   if (move.gone()) tier.move(tier.page(i, end), end % tier.tokens, page, row);
 }
 
-// Gives back the pages that became empty, of all kinds and tiers, and then takes new ones.
+// Releases the emptied pages, of all kinds and tiers, and then allocates new ones.
 void exchange(std::vector<Work>& works, Pool& pool, uint8_t* data, int64_t step, bool poison) {
   for (Work& work : works)
     for (int t = 0; t < int(work.tiers.size()); ++t)
@@ -188,8 +187,8 @@ void enter(Work& work, const Coder& coder, int64_t i) {
   }
 }
 
-// Everything that a step reads or writes, to see whether what is written lies apart. Tables are an
-// exception among themselves: two tiers may have a side each of one.
+// All memory that a step reads or writes, to check that written memory does not overlap. Tables may
+// overlap each other: two tiers may share one, a side each.
 class Memory {
  public:
   enum class Role { kRead, kTable, kWritten };
@@ -219,8 +218,8 @@ class Memory {
 
 using Role = Memory::Role;
 
-// tensors: candidate, victim, target [S], place [K, S], key, value [S, 1, D], score, position [S] or
-// empty, then of each tier its table [S, T] and lengths [S]
+// tensors: candidate, victim, target [S], place [K, S], key, value [S, 1, D], score, position [S]
+// or empty, then per tier its table [S, T] and lengths [S]
 Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int64_t* numbers,
              Memory& memory) {
   std::vector<Member> members;
@@ -244,11 +243,11 @@ Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int6
                        lengths.as<int32_t>()});
     const Tier &tier = members.back().tier, &first = members[0].tier;
     if (tier.room() > kMost)
-      refuse(names[0], " has room for ", tier.room(), " tokens; lengths reach to ", kMost);
+      refuse(names[0], " covers ", tier.room(), " tokens; lengths are limited to ", kMost);
     if (tier.format[0].dim != first.format[0].dim || tier.format[1].dim != first.format[1].dim ||
         (tier.score < 0) != (first.score < 0) || (tier.position < 0) != (first.position < 0))
       refuse("tier ", t, " has other dimensions, scores or positions than tier 0; tiers between "
-             "which tokens move must hold the same");
+             "which tokens move must store the same");
   }
   const Tier& tier = members[0].tier;
   auto bytes = [&](int i, const char* name) {
@@ -306,19 +305,19 @@ Pool pool_of(const View& data, const Tensor& ring, const Tensor& start, const Te
   const int64_t there = within({"number of free pages"}, *pool.free, 0, pages);
   const int64_t first = within({"start of the ring"}, *pool.start, 0, std::max<int64_t>(pages - 1, 0));
   if (there + given > pages)
-    refuse("the pool says that ", there, " of ", pages, " pages are free, and ", given,
-           " come back; that would be more than there are");
+    refuse("the pool has ", there, " of ", pages, " pages free, and the step releases ", given,
+           "; that exceeds its size");
   if (taken > there + given)
-    refuse("a step takes ", taken, " pages and ", there + given, " are free");
+    refuse("a step allocates ", taken, " pages and ", there + given, " are free");
   for (int64_t i = 0; i < taken && i < there; ++i) {
     const int64_t page = pool.ring[(first + i) % pages];
     if (page < 0 || page >= pages)
-      refuse("the pool says that page ", page, " is free; it has ", pages);
+      refuse("the pool lists page ", page, " as free; it has ", pages);
   }
   return pool;
 }
 
-// numbers: of each kind of table rows the number of its tiers, and the numbers of these
+// numbers: per kind of table rows the number of its tiers, and the numbers of these
 void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<Tensor> tensors,
                std::vector<int64_t> numbers, bool poison, Name isa) {
   const Coder& coder = coder_of(isa);
@@ -332,7 +331,7 @@ void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<
   while (at < all) {
     const int64_t tiers = within({"tiers of a kind of table rows"}, numbers[at++], 1, kMost);
     if (tiers * kTierNumbers > all - at || kWorkTensors + 2 * tiers > given_tensors - tensor)
-      refuse("a kind of table rows has ", tiers, " tiers, which take ", tiers * kTierNumbers,
+      refuse("a kind of table rows has ", tiers, " tiers, which need ", tiers * kTierNumbers,
              " numbers and ", kWorkTensors + 2 * tiers, " tensors; ", all - at, " and ",
              given_tensors - tensor, " are left");
     works.push_back(work_of(pages, &tensors[tensor], tiers, &numbers[at], memory));

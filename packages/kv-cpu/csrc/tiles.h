@@ -1,10 +1,10 @@
-// The matrix tiles of AMX: those of the processor or, where KV_EMULATED_TILES is defined, the same
-// in plain C++, for tests where there are none. Both take the same palette and the same calls.
+// The matrix tiles of AMX: those of the processor or, if KV_EMULATED_TILES is defined, an emulation
+// in plain C++, for tests without AMX. Both have the same palette and the same functions.
 //
-// Tiles 0 to 3 hold sums; 4 and 5 the left factors, tokens or queries by rows; 6 and 7 the right
-// ones, whose rows hold four bytes of each column. A product of bytes adds to sums[m][n] what
-// left[m][4 * k + i] * right[k][4 * n + i] come to over k and i, in 32 bits that wrap around. One of
-// numbers in bfloat16, two in four bytes, adds their products in float32.
+// Tiles 0 to 3 hold sums; 4 and 5 the left factors, tokens or queries as rows; 6 and 7 the right
+// ones, whose rows hold four bytes of each column. A product of bytes adds to sums[m][n] the sum of
+// left[m][4 * k + i] * right[k][4 * n + i] over k and i, in 32 bits that wrap around. One of
+// bfloat16 numbers, two in four bytes, adds their products in float32.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ namespace kv {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileBytes = 64;  // per row
 constexpr int kTileSize = kTileRows * kTileBytes;
 constexpr int kSumTiles = 4;
 
-// What LDTILECFG reads.
+// The operand of LDTILECFG.
 struct alignas(64) Palette {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row, by tile
+  uint16_t bytes[16] = {};  // per row, by tile
   uint8_t rows[16] = {};
 
-  // Left factors are of `height` rows and `depth` bytes; there are always 16 columns.
+  // Left factors have `height` rows and `depth` bytes; there are always 16 columns.
   Palette(int height, int depth) {
     for (int tile = 0; tile < 8; ++tile) {
       const bool left = tile == 4 || tile == 5, right = tile > 5;
@@ -46,11 +46,12 @@ inline __attribute__((always_inline)) void each(F&& f) {
 
 #ifndef KV_EMULATED_TILES
 
-// The tiles of this thread, configured while this lives and given back when it ends, so that nobody
-// else finds them changed and no context switch has to save them.
+// The tiles of this thread, configured during the lifetime of this object and released afterwards,
+// so that no other code sees them changed and no context switch has to save them.
 //
-// The compiler's intrinsics are not used: gcc's do not say that they read memory, so that stores to
-// what they read may come too late or not at all, and they take no template's number for a tile.
+// The compiler's intrinsics are not used: gcc's do not declare that they read memory, so that
+// stores to it may come too late or not at all, and they do not accept a template argument as a
+// tile.
 class Tiles {
  public:
   Tiles() = default;
@@ -67,7 +68,7 @@ class Tiles {
     height_ = height, depth_ = depth;
   }
 
-  // The same until `release`, for tiles that are used as they are found.
+  // The same until `release`, for tiles that are used without further configuration.
   static void configure(int height, int depth) {
     const Palette palette(height, depth);
     __asm__ volatile("ldtilecfg %0" ::"m"(palette) : "memory");
@@ -116,7 +117,7 @@ class Tiles {
 
 #else
 
-// What Intel's manual says that the instructions do. Where a processor would fault, this traps.
+// The semantics of the instructions in Intel's manual. This traps where a processor would fault.
 class Tiles {
  public:
   Tiles() = default;
@@ -143,7 +144,7 @@ class Tiles {
 
   template <int kTile>
   void load(const void* from, int64_t step) {
-    clear<kTile>();  // what lies outside of the rows and bytes in use is zero
+    clear<kTile>();  // bytes outside the rows and bytes in use are zero
     Tile& tile = tiles_[kTile];
     for (int row = 0; row < tile.rows; ++row)
       std::memcpy(tile.at[row], static_cast<const uint8_t*>(from) + row * step, tile.bytes);

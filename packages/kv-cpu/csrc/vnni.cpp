@@ -1,5 +1,5 @@
-// Kernels for AVX-512 VNNI: codes with one scale for a vector are multiplied as bytes. The rest is
-// left to the kernels in float32, compiled for AVX-512.
+// Kernels for AVX-512 VNNI: codes with one scale per vector are multiplied as bytes. All else uses
+// the float32 kernels, compiled for AVX-512.
 //
 // Queries become 16-bit integers in two planes of bytes, and so do the weights of a block of tokens
 // (14 bits where values have codes of 8 bits, as one factor must be signed); sums are exact.

@@ -1,4 +1,4 @@
-// What brings tokens into pages and moves them there.
+// Operators that write tokens to pages and move them.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 namespace kv {
 namespace {
 
-constexpr int kRun = 256;     // tokens that are encoded at once, at most
-constexpr int kShare = 512;   // columns of `keep` that a worker takes at a time
-constexpr int kWorth = 1024;  // tokens to encode that are worth another thread
+constexpr int kRun = 256;     // maximum tokens encoded at once
+constexpr int kShare = 512;   // columns of `keep` per worker and iteration
+constexpr int kWorth = 1024;  // tokens to encode that justify another thread
 
-// Tokens first .. last - 1 of what is given for table rows[i]; those kept come to slots from
-// `slot`.
+// Tokens first .. last - 1 of those given for table rows[i]; the kept ones are written to the slots
+// from `slot` on.
 struct Share {
   int64_t i, first, last, slot;
 };
@@ -47,7 +47,7 @@ class Writer {
   }
 
  private:
-  // Tokens that lie side by side in one page.
+  // Writes consecutive tokens of one page.
   void write(int64_t i, int64_t table_row, int64_t slot, const int64_t* kept, int count) const {
     uint8_t* page = tier_.page(table_row, slot);
     const int64_t row = slot % tier_.tokens;
@@ -73,7 +73,7 @@ class Writer {
 };
 
 // Writes the kept tokens of keep [S, L] to the slots of table rows[i] from start[i].
-// beside: the scores (float32) and the positions [S, L], where pages hold them
+// beside: the scores (float32) and the positions [S, L], if pages store them
 void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor table_rows,
                 Tensor start, Tensor keep, Tensor key, Tensor value, std::vector<Tensor> beside,
                 Name isa) {
@@ -92,8 +92,8 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   Fresh fresh{Vectors(keys), Vectors(values), nullptr, {}};
   const size_t wanted = size_t(tier.score >= 0) + size_t(tier.position >= 0);
   if (beside.size() != wanted)
-    refuse("beside has ", beside.size(), " tensors; pages hold ", wanted,
-           " of scores and positions, and take as many");
+    refuse("beside has ", beside.size(), " tensors; pages store ", wanted,
+           " of scores and positions, and need as many");
   for (const auto& [label, other] : {std::pair{Label{"table"}, &tier.table_view},
                                      {Label{"keep"}, &kept},
                                      {Label{"table_rows"}, &names},
@@ -118,7 +118,7 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t* mine = marks + i * columns;
-    // A table row that keeps none of its tokens has no place for them, and its start may be -1.
+    // A table row without kept tokens needs no slots, and its start may be -1.
     if (std::none_of(mine, mine + columns, [](uint8_t mark) { return mark != 0; })) continue;
     int64_t slot = within({"start"}, first[i], 0, tier.room());
     for (int64_t token = 0; token < columns; token += kShare) {
@@ -139,8 +139,8 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   });
 }
 
-// The rows of table rows[i] that stay [S, L] move to its front: the first past the end that there
-// will be goes into the first gap before it.
+// Moves the marked rows stay [S, L] of table rows[i] to the front: the first past the new end moves
+// to the first gap before it.
 void page_compact(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor table_rows,
                   Tensor stay) {
   const View pages = pages_of(data, Use::kWrites);
@@ -176,7 +176,7 @@ void page_compact(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   });
 }
 
-// Copies whole pages; no target may be a source, or a target twice.
+// Copies whole pages; no target may be a source, or be named twice.
 void page_copy(Tensor data, Tensor source, Tensor target) {
   const View pages =
       view(data, {"page data"}, kBytes, {kMany, kAny}, Lay::kContiguous, Use::kWrites);

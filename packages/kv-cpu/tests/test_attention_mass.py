@@ -1,4 +1,4 @@
-"""What native code observes of a prompt, against the oracle, for each instruction set."""
+"""The native attention-mass pass, compared with the reference, for each instruction set."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,13 +28,13 @@ EVERYTHING = frozenset({"squares", "entropy"})
 
 @pytest.fixture(autouse=True)
 def no_torch(near):
-    """Only what native code declines may be looked back at in torch."""
+    """Allow torch's attention-mass pass only for what native code declines."""
     with patch("kv_cpu.attention_mass.attention_mass", side_effect=AssertionError("torch did it")):
         yield
 
 
 def bound(dtype):
-    """Torch makes the pass where native code is plain; of 16 bits its log-sum-exp is rounded."""
+    """Return the tolerance: torch may compute the pass, whose 16-bit log-sum-exp is rounded."""
     return 2e-4 if chosen() == "plain" and dtype != torch.float32 else 2e-5
 
 
@@ -100,7 +100,7 @@ def test_the_attention_of_a_query_sums_to_one(case, padding, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)
 def test_two_chunks_observe_what_one_prompt_does(dtype):
-    """The first chunk lies in pages when the second one comes."""
+    """The first chunk is in pages when the second one is computed."""
     g = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(2, 2, n, 140, 24, generator=g).to(dtype) for n in (3, 1, 1))
     k, v, place = k[:, :, 0], v[:, :, 0], torch.arange(140).expand(2, -1)
@@ -133,7 +133,7 @@ def test_several_observations_of_one_pass_are_those_of_a_pass_each(case):
         assert torch.equal(found.out, alone.out)
         assert len(found.mass) == len(alone.mass) == (3 if observe.last != 0 else 0)
         for mine, theirs in ((found.mass, alone.mass), (found.seen, alone.seen)):
-            # A pass of fewer queries takes others of them at a time, and sums come in that order.
+            # A pass of fewer queries groups them differently, which changes the order of sums.
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
         for some, others in zip(found.also, alone.also, strict=True):
@@ -194,7 +194,7 @@ def test_observing_does_not_change_the_output(case):
 
 
 def observing(c, q=None, last=(5,)):
-    """Do all but the last step: the tables are read again in that one."""
+    """Run all but the last step, which reads the tables again."""
     done = torch_backend.forward(c.inputs())
     return lambda: torch.ops.kv_cpu.attention_mass(
         c.q if q is None else q,
@@ -226,7 +226,7 @@ def test_a_page_outside_of_the_pool_is_an_error(threads):
 
 def test_arguments_that_do_not_fit_are_errors():
     c = random_case(15, L=6, D=8, Dv=8)
-    with pytest.raises(RuntimeError, match="last has 0 numbers for 1 watches; each needs one"):
+    with pytest.raises(RuntimeError, match="last has 0 numbers for 1 watches; it needs one"):
         observing(c, last=())()
     with pytest.raises(RuntimeError, match=r"position is int64 .* it must be int64 \[\d+, 5\]"):
         observing(c, q=c.q[..., :5, :])()

@@ -1,4 +1,4 @@
-"""Decode steps in native code against the oracle, for each instruction set that runs here."""
+"""Native decode steps, compared with the reference, for each available instruction set."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_one_scale_for_a_long_vector(case, near, dim, bits):
 
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_a_weight_that_is_all_there_is(case, near, bits):
-    """The largest sums that integers have to hold."""
+    """The maximum integer sums."""
     shape = {"D": 256, "Dv": 256, "G": 4, "L": 1, "stored": 256, "page": 256, "group": 256}
     c = case(7, B=1, H=1, ragged=False, tiers=[(bits, bits)], fresh=False, **shape)
     (pages,) = c.pages

@@ -1,4 +1,4 @@
-"""A few queries of a sequence attend to pages natively; the oracle judges, and a decode step."""
+"""Native attention of a few queries, compared with the reference, and with a decode step."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -19,7 +19,7 @@ TIERS = st.lists(st.tuples(NAMES, NAMES), min_size=1, max_size=3)
 
 @pytest.fixture(autouse=True)
 def no_torch(near):
-    """Pages are left to native code."""
+    """Fail if torch reads pages."""
     with patch("kv_attention.parts.PagedPart.keys", side_effect=AssertionError("torch read them")):
         yield
 
@@ -51,7 +51,7 @@ def test_a_query_among_few_attends_as_it_does_alone(case):
     for i in range(6):
         q, position = c.q[..., i : i + 1, :], c.position[:, i : i + 1]
         alone = multi_query_decode(replace(c, q=q, position=position).inputs())
-        # As many queries as registers hold are taken at a time, so sums may round elsewhere.
+        # The number of queries per register tile changes the rounding of sums.
         torch.testing.assert_close(together.out[..., [i], :], alone.out, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(together.lse[..., [i]], alone.lse, rtol=1e-5, atol=1e-6)
 

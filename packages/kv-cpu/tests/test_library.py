@@ -1,4 +1,4 @@
-"""The library is found, chooses an instruction set, and says what is wrong."""
+"""The library is found, selects an instruction set, and reports errors."""
 
 import hashlib
 import os
@@ -73,9 +73,9 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
     whole = next(path for path in (each / FILE for each in folders()) if path.is_file())
     data = whole.read_bytes()
     (tmp_path / FILE).write_bytes(data[: len(data) // 2])
-    assert f"was cut off at {len(data) // 2} of" in _wrong(tmp_path / FILE)
+    assert f"is truncated at {len(data) // 2} of" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data[:30])
-    assert "is no library for this machine" in _wrong(tmp_path / FILE)
+    assert "is not a library for this machine" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data)
     assert _wrong(tmp_path / FILE) is None
     with patch("kv_cpu.library.INTERFACE", INTERFACE + 1):
@@ -87,7 +87,7 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
 
 
 def test_the_interface_is_counted_on_where_operators_change():
-    """A library of other operators must not be taken for this one: count INTERFACE up with them."""
+    """Increment INTERFACE when operators change, so that older libraries are rejected."""
     csrc = Path(__file__).parents[1] / "csrc"
     found = "".join(path.read_text() for path in sorted(csrc.glob("*op.cpp")))
     schemas = re.sub(r'"\s*"|\s', "", "".join(re.findall(r"m\.def\((.*?)\);", found, re.DOTALL)))
@@ -146,7 +146,7 @@ def test_random_tables_never_lead_out_of_the_pool():
 def test_lengths_that_cannot_be_are_errors():
     c = random_case(4, L=1, known=True)
     c.pages[0].length[0, 0] = -1
-    with pytest.raises(RuntimeError, match="a table row has -1 tokens; its table has room for"):
+    with pytest.raises(RuntimeError, match="a table row has -1 tokens; its table covers 0 to"):
         c.attend(backend="cpu")
     c.pages[0].length[0, 0] = 10**9
     with pytest.raises(RuntimeError, match="a table row has 1000000000 tokens"):

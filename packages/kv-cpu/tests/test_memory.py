@@ -1,4 +1,4 @@
-"""What decode steps and prompts take of memory they give back, to the byte that is counted."""
+"""Decode steps and prompts free all of their memory, by the allocator's statistics."""
 
 import ctypes
 import gc
@@ -11,12 +11,12 @@ from kv_cpu.prompt import attend_to_all
 from kv_policy import Observe
 
 TIMES = 500
-LEAK = 16  # bytes a call: the least that an allocator hands out
+LEAK = 16  # bytes per call: the smallest allocation
 ALLOWED = TIMES * LEAK // 2
 
 
 class Mallinfo2(ctypes.Structure):
-    """What glibc says of its heap."""
+    """glibc's statistics of its heap."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -29,7 +29,7 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def libc() -> ctypes.CDLL:
-    """The C library, if it counts what it has handed out."""
+    """Return the C library, if it counts allocated bytes."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         pytest.skip("this C library has no mallinfo2")
@@ -41,14 +41,14 @@ def libc() -> ctypes.CDLL:
 
 
 def taken(libc: ctypes.CDLL) -> int:
-    """Bytes in use, those mapped one by one included."""
+    """Return the bytes in use, including mapped ones."""
     gc.collect()
     found = libc.mallinfo2()
     return int(found.uordblks + found.hblkhd)
 
 
 def growth(libc: ctypes.CDLL, call: Callable[[], object]) -> int:
-    for _ in range(50):  # what is made once
+    for _ in range(50):  # one-time allocations
         call()
     before = taken(libc)
     for _ in range(TIMES):

@@ -1,6 +1,6 @@
-"""Native operators called directly: what does not fit is refused, and no memory is left.
+"""Direct calls of native operators: invalid arguments raise, without out-of-bounds access.
 
-`KV_CPU_FUZZ=50000:7` makes that many calls from that seed; `native_fuzz.py` says how.
+`KV_CPU_FUZZ=50000:7` runs that many calls with that seed; see `native_fuzz.py`.
 """
 
 import os
@@ -21,29 +21,29 @@ def test_random_calls_give_what_they_should_or_are_refused():
     faults, done = fuzz(int(seed or SEED), int(calls))
     assert not faults, "\n".join(str(fault) for fault in faults)
     assert done["calls"] == int(calls)
-    assert done["refused"] >= int(calls) // 4  # most are bent, and
+    assert done["refused"] >= int(calls) // 4  # most calls are modified, and
     assert done["calls"] - done["refused"] >= int(calls) // 8  # some are not
 
 
 def valid(name):
-    """A call of an operator that is not bent, with tokens; attention has pages first."""
+    """Return an unmodified call of an operator, with tokens, pages first in attention."""
     assert missing() is None
     makers = (Maker(Random(i), runnable()) for i in range(1000))
     return next(call for maker in makers if (call := Call(name, getattr(maker, name)())).full)
 
 
-PARTS = {"decode": 3, "prompt": 3, "attention_mass": 4}  # where the numbers of parts are
-FIRST = {  # of the first part, which is of pages
+PARTS = {"decode": 3, "prompt": 3, "attention_mass": 4}  # index of the numbers of parts
+FIRST = {  # of the first part, which is paged
     "tokens": (
         11,
         2**61,
         "tokens of a page of part 0 is 2305843009213693952; it must be 1 to 2147483647",
     ),
-    "offset": (12, 2**63 - 8, "offset of keys of part 0 is 9223372036854775800; .* do not lie"),
-    "before": (12, -4, "offset of keys of part 0 is -4; .* do not lie from there on inside"),
+    "offset": (12, 2**63 - 8, "offset of keys of part 0 is 9223372036854775800; .* do not fit"),
+    "before": (12, -4, "offset of keys of part 0 is -4; .* from there on do not fit"),
     "width": (1, -1, "width of part 0 is -1; it must be 0 to 2147483647"),
-    "kind": (2, 7, "keys of part 0 are of kind 7; there are 0, codes, and 1 to 3"),
-    "dim": (3, 0, "keys of part 0 have 0 dimensions; 1 to 1024 are possible"),
+    "kind": (2, 7, "keys of part 0 are of kind 7; it must be 0, codes, or 1 to 3"),
+    "dim": (3, 0, "keys of part 0 have 0 dimensions; 1 to 1024 are supported"),
 }
 
 
@@ -58,10 +58,10 @@ def test_numbers_of_a_part_are_refused_by_name(name, what):
 
 
 @pytest.mark.parametrize(("bits", "group", "message"), [
-    (0, 4, "keys of part 0 are codes of 0 bits; 1, 2, 4 and 8 are possible"),
-    (3, 4, "keys of part 0 are codes of 3 bits; 1, 2, 4 and 8 are possible"),
-    (4, 0, "keys of part 0 have a scale for 0 dimensions; 1 or more are possible"),
-    (4, -1, "keys of part 0 have a scale for -1 dimensions; 1 or more are possible"),
+    (0, 4, "keys of part 0 are codes of 0 bits; 1, 2, 4 and 8 are supported"),
+    (3, 4, "keys of part 0 are codes of 3 bits; 1, 2, 4 and 8 are supported"),
+    (4, 0, "keys of part 0 have a scale for 0 dimensions; it must be 1 or more"),
+    (4, -1, "keys of part 0 have a scale for -1 dimensions; it must be 1 or more"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", PARTS)
 def test_codes_that_there_are_not_are_refused(name, bits, group, message):
@@ -99,10 +99,10 @@ def test_group_0_and_negative_numbers_of_queries_are_refused():
 
 TIER = {
     "tokens": (0, 2**61, "tokens of a page is 2305843009213693952; it must be 1 to"),
-    "offset": (1, 2**63 - 8, "offset of keys is 9223372036854775800; .* do not lie"),
+    "offset": (1, 2**63 - 8, "offset of keys is 9223372036854775800; .* do not fit"),
     "scores": (5, 2**63 - 8, "offset of scores is 9223372036854775800; it must be -1 to"),
-    "dim": (13, 1025, "values have 1025 dimensions; 1 to 1024 are possible"),
-    "both": (3, None, "offset of values is .* a page holds something else of its tokens"),
+    "dim": (13, 1025, "values have 1025 dimensions; 1 to 1024 are supported"),
+    "both": (3, None, "offset of values is .* the page has another field"),
 }
 PAGES = ("page_read", "page_weakest", "page_rescore", "page_accumulate", "page_write")
 

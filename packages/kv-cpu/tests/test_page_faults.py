@@ -1,4 +1,4 @@
-"""What cannot be is an error that changes nothing, and no write ever leaves the pool."""
+"""Invalid tables and arguments raise and change nothing, and no write ever leaves the pool."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ ROOM = LAYOUT.tokens * COLUMNS
 
 
 class Pool(PagePool):
-    """A pool in the middle of memory that nobody may touch."""
+    """A pool in the middle of memory that must not change."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT.nbytes, PAGES, grows=False)
@@ -38,7 +38,7 @@ def tier(pool: Pool, table: torch.Tensor, length: torch.Tensor, reverse: bool) -
 
 
 def some(data: st.DataObject, low: int, high: int, *shape: int) -> torch.Tensor:
-    """Numbers that mostly can be, and now and then cannot."""
+    """Draw numbers that are mostly valid, and sometimes not."""
     count = int(torch.tensor(shape).prod())
     wild = st.sampled_from([-(2**31), -1, high, high + 1, 2**31 - 1])
     good = st.integers(low, high - 1)
@@ -48,7 +48,7 @@ def some(data: st.DataObject, low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 def tried(pool: Pool, changed: list[torch.Tensor], do: Callable[[], object]) -> None:
-    """Either it is done, or nothing has changed; either way nothing outside of the pool has."""
+    """Check that a call succeeds or changes nothing, and changes nothing outside of the pool."""
     watched = [pool.memory, *changed]
     before, outside = [x.clone() for x in watched], pool.outside()
     try:
@@ -125,7 +125,7 @@ def test_faults_are_named(isa):
     one, keep = torch.tensor([1]), torch.ones(1, 2, dtype=torch.bool)
     x = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 3))
     beside = (torch.zeros(1, 2), torch.zeros(1, 2).int())
-    table[1, 1] = PAGES  # the scratch page is nobody's
+    table[1, 1] = PAGES  # the scratch page
 
     def write(row, slot):
         native.write(held, TokenWrite(row, torch.tensor([slot]), keep, *x, *beside))
@@ -133,7 +133,7 @@ def test_faults_are_named(isa):
     write(one, 1)
     with pytest.raises(RuntimeError, match="a table names page 6; its pool has 6 pages"):
         write(one, 2)
-    with pytest.raises(RuntimeError, match="slots 5 to 6; its table has room for 0 to 5"):
+    with pytest.raises(RuntimeError, match="slots 5 to 6; its table covers 0 to 5"):
         write(one, 5)
     with pytest.raises(RuntimeError, match="table row 3 does not exist; there are 3"):
         write(torch.tensor([3]), 0)

@@ -1,4 +1,4 @@
-"""Decoding steps in native code next to those in torch, in programs of many operations."""
+"""Native decode steps, compared with those in torch, in programs of many operations."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TABLE_ROWS = 12
 
 
 class Program:
-    """Prompts, steps and beams at random, with all pages looked at after each."""
+    """Random prompts, steps and beams, with all pages compared after each."""
 
     def __init__(self, both: Twins, tiers: int, dims: tuple[int, int], seed: int) -> None:
         self.both, self.tiers, self.dims, self.next = both, tiers, dims, 0
@@ -85,7 +85,7 @@ def test_tiers(isa, dims, tiers, tokens, seed, data):
     forms = [
         TokenFormat(data.draw(codecs(dims[0])), data.draw(codecs(dims[1]))) for _ in range(tiers)
     ]
-    forms.sort(key=lambda form: form.nbytes + 8 * form.block, reverse=True)  # a page holds each
+    forms.sort(key=lambda form: form.nbytes + 8 * form.block, reverse=True)  # all formats fit
     Program(plain(forms, tokens), tiers, dims, seed).run(12)
 
 

@@ -1,4 +1,4 @@
-"""Native page kernels next to those in torch: every byte of every page is the same."""
+"""Native page kernels, compared with those in torch: every byte of every page is the same."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.grid(3)
 def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
-    """Two numbers of any size, and every float16 among them, make every kind of rounding."""
+    """Pairs of numbers of any size, including every float16, cover every kind of rounding."""
     g = torch.Generator().manual_seed(bits)
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     beside = halves[torch.randperm(2**16, generator=g)]
@@ -110,7 +110,7 @@ def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
 def test_plain_numbers_are_rounded_as_torch_does(isa, to, dtype):
     g = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (3, 40, 300), generator=g).int()
-    bits[1] &= ~0x1FFF  # halves, and what lies in the middle of two
+    bits[1] &= ~0x1FFF  # halves, and the midpoints between two
     bits[1] |= torch.randint(0, 3, (40, 300), generator=g).int() * 0x1000
     x = torch.cat((bits.view(torch.float32), vectors(g, 3, 5, 300)), 1).nan_to_num(0.0, 3e38, -3e38)
     x[0, :2, 0] = torch.tensor([torch.inf, -torch.inf])

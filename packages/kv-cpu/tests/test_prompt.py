@@ -1,4 +1,4 @@
-"""Many queries in native code against the oracle, for each instruction set that runs here."""
+"""Native prefill, compared with the reference, for each available instruction set."""
 
 import os
 from dataclasses import replace
@@ -23,19 +23,19 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = st.sampled_from([MOST + 1, 31, 33, 70])
 
 
-# Where AMX is, prompts under VNNI go by it.
+# With AMX, prompts under VNNI use it.
 NAMED = [name for name in runnable() if name != "vnni" or "amx" not in runnable()]
 
 
 @pytest.fixture(scope="module", params=NAMED)
 def isa(request):
-    """Each instruction set while it is forced."""
+    """Force each instruction set."""
     with patch.dict(os.environ, {FORCE: request.param}):
         yield request.param
 
 
 def native(c, threads=1):
-    """Attend natively; `plain` is asked too, though torch serves in its place."""
+    """Compute attention natively; `plain` is called as well, though torch replaces it."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -45,7 +45,7 @@ def native(c, threads=1):
 
 
 def exact_lse(c):
-    """The log-sum-exp of each query in float64."""
+    """Return the log-sum-exp of each query in float64."""
     return torch_backend.forward(replace(c, q=c.q.double()).inputs()).lse
 
 
@@ -107,7 +107,7 @@ def test_the_same_in_any_number_of_threads(case, isa, dtype, holes):
 
 
 def test_two_chunks_come_to_what_one_prompt_does(isa):
-    """The first chunk lies in pages when the second one comes."""
+    """The first chunk is in pages when the second one is computed."""
     g = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 2, n, 340, 24, generator=g) for n in (3, 1, 1))
     k, v, place = k[:, :, 0], v[:, :, 0], torch.arange(340).expand(2, -1)
@@ -183,7 +183,7 @@ def test_scales_of_any_sign_and_size(case, isa, scale):
 @pytest.mark.parametrize("names", [("8", "8"), ("8", "4"), ("1", "2"), ("bfloat16", "bfloat16")])
 @pytest.mark.grid(3)
 def test_weights_in_bfloat16_are_all_that_is_rounded(case, isa, names, seed):
-    """By half of 2**-8 each, and the output once more."""
+    """Each by half of 2**-8, and the output once more."""
     shape = {"D": 64, "Dv": 64, "group": 64, "L": 60, "stored": 500, "page": 16}
     c = case(seed, tiers=[names], dtype=torch.bfloat16, scale=0.125, **shape)
     double = replace(c, q=c.q.double())
@@ -236,7 +236,7 @@ def test_a_page_outside_of_the_pool_is_an_error(case, isa, threads):
 
 def test_arguments_that_do_not_fit_are_errors(case):
     c = case(17, L=20, tiers=[], D=8, Dv=8)
-    parts = arguments.parts([], [], c.dense, watched=False)
+    parts = arguments.parts(c.inputs(), watched=False)
     for q, position, isa, reason in (
         (
             c.q[0],

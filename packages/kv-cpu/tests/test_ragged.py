@@ -1,4 +1,4 @@
-"""Heads of several dimensions are attended to natively, group by group."""
+"""Native attention of heads of several ranks, group by group."""
 
 from collections.abc import Callable
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""What native code observes on the way, against the oracle and against the laws."""
+"""Native observations of a decode step, compared with the reference and the laws of attention."""
 
 from itertools import product
 

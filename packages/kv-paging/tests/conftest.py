@@ -1,4 +1,4 @@
-"""Tiers next to lists of the tokens that they should hold."""
+"""Tiers, compared with lists of their expected tokens."""
 
 import math
 import os
@@ -14,10 +14,10 @@ from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 
-if not torch.cuda.is_available():  # asked by triton when it is imported
+if not torch.cuda.is_available():  # triton reads this at import
     os.environ[SWITCH] = "1"
 
-collect_ignore = [] if sys.platform == "linux" else ["test_triton.py"]  # it is built for Linux
+collect_ignore = [] if sys.platform == "linux" else ["test_triton.py"]  # Linux only
 
 DIM = 4
 RAW = TokenFormat(RawCodec(DIM, torch.float32), RawCodec(DIM, torch.float32))
@@ -26,7 +26,7 @@ BOTH = frozenset({"keys", "values"})
 
 @dataclass(frozen=True)
 class Steps:
-    """Whole numbers from -100 to 100, rounded down to multiples of `step`; blocks share a byte."""
+    """Integers from -100 to 100, rounded down to multiples of `step`; blocks share a byte."""
 
     dim: int
     step: int = 1
@@ -55,7 +55,7 @@ def form(step: int = 1, block: int = 1) -> TokenFormat:
 
 
 def shortened(whole: TokenFormat, key: int, value: int) -> TokenFormat:
-    """The same format for shorter vectors."""
+    """Return the same format for shorter vectors."""
     return TokenFormat(replace(whole.key, dim=key), replace(whole.value, dim=value))
 
 
@@ -90,7 +90,7 @@ KINDS = {
 
 
 class World:
-    """Tiers and what they should hold, table row by table row."""
+    """Tiers and their expected tokens, by table row."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class World:
         shape: tuple[int, int, int] = (2, 8, 2),
         capacity: int | None = None,
         tokens: int = 3,
-        heads: list[list[int]] | None = None,  # the kind of each layer and head; None: all alike
+        heads: list[list[int]] | None = None,  # the kind of each layer and head; None: all the same
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.formats = formats = KINDS[kind]
@@ -124,7 +124,7 @@ class World:
             )
         self.shape, self.next = shape, 0
         there = [[torch.arange(DIM) < n for n in dim] for dim in dims]
-        self.there = [  # of each table row, which numbers of its keys and values a page keeps
+        self.there = [  # per table row, which elements of its keys and values a page keeps
             there[heads[n][h]]
             for n in range(shape[0])
             for _ in range(shape[1])
@@ -138,7 +138,7 @@ class World:
         return int(torch.randint(0, bound, (), generator=self.random))
 
     def tokens(self, table_rows: Tensor, *lead: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, scores that differ, positions that differ, for each table row."""
+        """Draw keys, values, distinct scores and distinct positions, for each table row."""
         lead = (len(table_rows), *lead)
         count = math.prod(lead)
         vectors = torch.randint(-100, 101, (2, *lead, DIM), generator=self.random).float()
@@ -147,7 +147,7 @@ class World:
             vectors[i] *= there.view(lead[0], *[1] * (len(lead) - 1), DIM)
         place = torch.arange(self.next, self.next + count).view(lead)
         self.next += count
-        score = (place * 7919 % 10007).float()  # differs for all that are ever made here
+        score = (place * 7919 % 10007).float()  # unique over all tokens of the test
         return vectors[0], vectors[1], score, place
 
     @staticmethod
@@ -160,7 +160,7 @@ class World:
         return token.stored(codec.step) if isinstance(codec, Steps) else token
 
     def prompt(self) -> None:
-        """One sequence ends, and another takes its place with a prompt in all tiers."""
+        """Replace one sequence by another with a prompt in all tiers."""
         sequences = self.shape[1]
         one = self.below(sequences)
         self.clear(torch.tensor([one]))
@@ -182,14 +182,14 @@ class World:
                 tier[table_row] = []
 
     def select(self) -> None:
-        """Beams: some sequences go on twice, others not at all."""
+        """Select beams: some sequences continue twice, others not at all."""
         source = torch.randint(0, self.shape[1], (self.shape[1],), generator=self.random)
         ids = self.tiers.table_rows().view(self.shape)[:, source].flatten().tolist()
         self.tiers.select(source)
         self.held = [[list(tier[i]) for i in ids] for tier in self.held]
 
     def step(self) -> None:
-        """One candidate and at most one victim in each table row."""
+        """Insert one candidate and evict at most one victim in each table row."""
         table_rows, ways = math.prod(self.shape), len(self.formats)
         weakest, place = self.tiers.weakest()
         key, value, score, position = self.tokens(self.tiers.table_rows())
@@ -223,7 +223,7 @@ class World:
                 self.held[c][table_row].append(self.rounded(c, token))
 
     def step_in(self, tier: int) -> None:
-        """A token enters each table row's tier."""
+        """Insert a token into each table row's tier."""
         table_rows = math.prod(self.shape)
         tokens = self.tokens(self.tiers.table_rows())
         kinds = torch.zeros(table_rows, dtype=torch.uint8)
@@ -233,7 +233,7 @@ class World:
             self.held[tier][table_row].append(self.rounded(tier, token))
 
     def leave(self, tier: int, place: Tensor) -> None:
-        """The weakest of each table row's tier goes."""
+        """Evict the weakest token of each table row's tier."""
         table_rows = math.prod(self.shape)
         kinds = torch.zeros(table_rows, dtype=torch.uint8)
         self.tiers.step(
@@ -243,7 +243,7 @@ class World:
             held.remove(min(held, key=lambda x: x.score))
 
     def rescore(self) -> None:
-        """All tokens of some layers get new scores."""
+        """Set new scores of all tokens of some layers."""
         layers = slice(self.below(self.shape[0]), self.shape[0])
         ids = self.tiers.table_rows(layers).tolist()
         for tier, store in zip(self.tiers.tier, self.tiers.stores, strict=True):
@@ -260,7 +260,7 @@ class World:
                 ]
 
     def accumulate(self) -> None:
-        """What all tokens of a layer are worth goes on, but in some sequences."""
+        """Update the scores of all tokens of a layer, except in some sequences."""
         ways = (RunningMean(), RunningMean(0), RunningMean(3), RunningSum(), RunningSum(6))
         layer, running = self.below(self.shape[0]), ways[self.below(len(ways))]
         ids = self.tiers.table_rows(slice(layer, layer + 1)).tolist()
@@ -274,7 +274,7 @@ class World:
             for row, table_row in enumerate(ids):
                 place = {at: slot for slot, at in enumerate(read.position[row].tolist())}
                 for i, token in enumerate(self.held[tier][table_row]):
-                    slot = place.get(token.position)  # of two stores of a tier one has it
+                    slot = place.get(token.position)  # only one of a tier's two stores has it
                     if slot is None or before[row] < 0:
                         continue
                     old, new = torch.tensor(token.score), mass[row, slot]
@@ -287,7 +287,7 @@ class World:
                     self.held[tier][table_row][i] = replace(token, score=float(score))
 
     def program(self, prompts: int, operations: int) -> None:
-        """Prompts, then operations at random, looked at after each; in the end all pages go."""
+        """Run prompts, then random operations, with checks after each; finally free all pages."""
         steps = ("prompt", *(["step"] * 5), "rescore", "accumulate", "select", "clear", "trim")
         for _ in range(prompts):
             self.prompt()
@@ -306,7 +306,7 @@ class World:
         assert self.pool.used == 0
 
     def check(self) -> None:
-        """Every token is where it should be, and every page is free or in one place."""
+        """Check that every token is in its tier, and every page is free or held once."""
         self.tiers.check()
         assert self.pool.free + self.pool.used == self.pool.capacity
         assert self.pool.used == self.tiers.pages_used
@@ -329,5 +329,5 @@ class World:
 
 @pytest.fixture
 def new_world() -> type[World]:
-    """Give the class: every test makes a world of a kind."""
+    """Return the class: every test creates a world of a kind."""
     return World

@@ -1,4 +1,4 @@
-"""Batches that share memory of somebody else's, join and fall apart, next to sequences alone."""
+"""Batches over external memory that join and split, compared with separate sequences."""
 
 from dataclasses import dataclass, replace
 
@@ -50,7 +50,7 @@ Operation = tuple[str, tuple[Tensor, ...]]  # on the table rows of one sequence
 
 
 class Shared:
-    """Batches over one pool, and what was done to each sequence of them."""
+    """Batches over one pool, and the operations on each of their sequences."""
 
     def __init__(self, kind: str, ragged: bool, seed: int, pages: int = 400) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Shared:
             forms += [_short(form) for form in self.formats]
         self.layouts = fit(forms, 4, True, True)
         page = self.layouts[0].nbytes
-        memory = torch.full((pages + 1, page + 4), 0xFF, dtype=torch.uint8)  # rows stand apart
+        memory = torch.full((pages + 1, page + 4), 0xFF, dtype=torch.uint8)  # rows have gaps
         self.pool = PagePool.over(memory[:, :page], poison=True)
         self.batches: list[tuple[Tiers | PerHeadRankTiers, list[list[Operation]]]] = []
 
@@ -93,7 +93,7 @@ class Shared:
         return key, value, score, place
 
     def act(self, batch: int, name: str, *args: Tensor) -> None:
-        """Do something to all sequences; `args` are [N, B, H, ...]."""
+        """Apply an operation to all sequences; `args` are [N, B, H, ...]."""
         tiers, done = self.batches[batch]
         _do(tiers, name, [x.flatten(0, 2) for x in args])
         for sequence, log in enumerate(done):
@@ -152,7 +152,7 @@ class Shared:
         self.pool.check(torch.cat([tiers.pages() for tiers, _ in self.batches]))
 
     def check_alike(self, batch: int) -> None:
-        """Each sequence of a batch is what the same operations make of it alone."""
+        """Check that each sequence of a batch equals one with the same operations alone."""
         tiers, done = self.batches[batch]
         assert tiers.counts().shape[2] == len(done)
         for sequence, log in enumerate(done):
@@ -180,7 +180,7 @@ def _do(tiers: Tiers | PerHeadRankTiers, name: str, args: list[Tensor]) -> None:
 
 
 def _held(store: TokenStore, sequence: int) -> list[list[list[int]]]:
-    """Of each of its rows and parts of the layout, the bytes, positions and scores included."""
+    """Return the bytes of each row and layout part, including positions and scores."""
     table_rows = store.table_rows().view(store.length.shape)[:, sequence].flatten()
     found, block = [], store.layout.format.block
     for table_row, length in zip(
@@ -227,7 +227,7 @@ def test_tables_of_other_widths_and_numbers_of_holes_join(
             many = (*lead, 17 if batch == longer else 6)
             keep = torch.ones(many, dtype=torch.bool)
             shared.act(batch, "append", torch.full(lead, tier), keep, *shared.tokens(*many))
-        if batch == longer:  # tokens of the last tier go, and leave holes
+        if batch == longer:  # remove tokens of the last tier, leaving holes
             for _ in range(3):
                 none, last = torch.full(lead, DROP), torch.full(lead, 1)
                 shared.act(batch, "step", none, last, none, *shared.tokens(*lead))
@@ -267,7 +267,7 @@ def test_a_promise_does_not_cover_sequences_that_joined_after_it() -> None:
 
     key = torch.ones(2, 4, DIM)
     other.append(0, other.table_rows(), key, key, torch.ones(2, 4, dtype=torch.bool))
-    step(mine)  # promised are two pages, for four steps
+    step(mine)  # reserves two pages, for four steps
     mine.join(other)
     with pytest.raises(PoolExhausted, match="2 pages are needed and 1 are free"):
         step(mine)
@@ -304,7 +304,7 @@ def test_what_cannot_join_is_refused() -> None:
     other = PageLayout.fitted(SMALL, layout.nbytes)
     with pytest.raises(ValueError, match="two pools"):
         mine.join(Tiers(PagePool(layout.nbytes), [layout], 1, 1, 2))
-    with pytest.raises(ValueError, match="laid out alike"):
+    with pytest.raises(ValueError, match="both sides need the same layout"):
         mine.join(Tiers(pool, [other], 1, 1, 2))
     with pytest.raises(ValueError, match="2 layers of 2 heads cannot join 1 layers of 2 heads"):
         mine.join(Tiers(pool, [layout], 2, 1, 2))
@@ -339,9 +339,9 @@ def test_a_pool_over_memory_uses_it_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("memory", "match"),
     [
-        (torch.zeros(1, 8, dtype=torch.uint8), "with a page at least"),
-        (torch.zeros(8, 4, dtype=torch.uint8).T, "a run of its own"),
-        (torch.zeros(1, 8, dtype=torch.uint8).expand(4, -1), "a run of its own"),
+        (torch.zeros(1, 8, dtype=torch.uint8), "with at least one page"),
+        (torch.zeros(8, 4, dtype=torch.uint8).T, "must be contiguous"),
+        (torch.zeros(1, 8, dtype=torch.uint8).expand(4, -1), "must be contiguous"),
     ],
 )
 def test_memory_that_cannot_hold_pages_is_refused(memory: Tensor, match: str) -> None:

@@ -1,4 +1,4 @@
-"""Page sizes: what they hold, and that no other has fewer bytes unused."""
+"""Page sizes: their contents, and that no other size has fewer unused bytes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kv_policy import RawCodec, TokenFormat
 
 
 def form(nbytes: int) -> TokenFormat:
-    """A format of this many bytes a token, all in its key but one number of its value."""
+    """Return a format with this many bytes per token, all but one element in its key."""
     return TokenFormat(RawCodec(nbytes // 2 - 1, torch.float16), RawCodec(1, torch.float16))
 
 
@@ -36,7 +36,7 @@ def test_no_page_near_it_has_fewer_bytes_unused(halves, tokens, scores, position
     formats = [form(2 * half) for half in halves]
     sizes = [f.nbytes + 4 * (scores + positions) for f in formats]
     if 2 * tokens * sizes[0] < max(sizes):
-        with pytest.raises(ValueError, match="ask for larger pages"):
+        with pytest.raises(ValueError, match="use larger pages"):
             fit(formats, tokens, scores, positions)
         return
     layouts = fit(formats, tokens, scores, positions)
@@ -58,5 +58,5 @@ def test_what_cannot_be_laid_out():
         fit([])
     with pytest.raises(ValueError, match="asked to hold 0 tokens"):
         fit([form(8)], 0)
-    with pytest.raises(ValueError, match=r"1 tokens of tier 1, .* take 100; ask for larger pages"):
+    with pytest.raises(ValueError, match=r"1 tokens of tier 1, .* take 100; use larger pages"):
         fit([form(8), form(100)], 2)

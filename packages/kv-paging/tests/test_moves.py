@@ -1,4 +1,4 @@
-"""Rows, pages and prefix sums against plain slices and loops."""
+"""Rows, pages and prefix sums, compared with slices and loops."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The pool: who holds which page, whatever happens."""
+"""The pool: the holders of pages after any program of operations."""
 
 from collections import deque
 
@@ -99,11 +99,11 @@ def test_check_names_the_page() -> None:
     pool = PagePool(1, 4)
     held = pool.allocate(2)
     pool.check(held)
-    with pytest.raises(RuntimeError, match="page 1 is in 0 places"):
+    with pytest.raises(RuntimeError, match="page 1 occurs 0 times"):
         pool.check(held[:1])
-    with pytest.raises(RuntimeError, match="page 0 is in 2 places"):
+    with pytest.raises(RuntimeError, match="page 0 occurs 2 times"):
         pool.check(torch.tensor([0, 1, 0]))
-    with pytest.raises(RuntimeError, match="page 3 is in 2 places"):
+    with pytest.raises(RuntimeError, match="page 3 occurs 2 times"):
         pool.check(torch.tensor([0, 1, 3]))
     with pytest.raises(RuntimeError, match="page 4 does not exist"):
         pool.check(torch.tensor([0, 1, 4]))
@@ -114,10 +114,10 @@ def test_what_makes_no_sense_is_refused() -> None:
         PagePool(0)
     with pytest.raises(ValueError, match="at least 0, or let it grow"):
         PagePool(8, -1)
-    with pytest.raises(ValueError, match="a pool of 0 pages cannot serve"):
+    with pytest.raises(ValueError, match="a pool of 0 pages is too small"):
         PagePool(8, 0, grows=False)
     pool = PagePool(8, 2)
-    with pytest.raises(ValueError, match="-1 pages cannot be taken"):
+    with pytest.raises(ValueError, match="-1 pages cannot be allocated"):
         pool.allocate(-1)
-    with pytest.raises(ValueError, match="1 pages are given back and only 0 are held"):
+    with pytest.raises(ValueError, match="1 pages are released and only 0 are held"):
         pool.release(torch.tensor([0]))

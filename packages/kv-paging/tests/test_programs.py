@@ -1,4 +1,4 @@
-"""Random programs of operations on two stores over one pool, against the slow oracle."""
+"""Random programs of operations on two stores over one pool, compared with the slow reference."""
 
 import copy
 from collections import Counter
@@ -18,7 +18,7 @@ VECTORS = frozenset({"keys", "values"})
 
 @dataclass(frozen=True)
 class Offset:
-    """Whole numbers from -100 to 100 as bytes, and three bytes beside them: two uneven parts."""
+    """Integers from -100 to 100 as bytes, and three more bytes: two uneven parts."""
 
     dim: int
     block: int = 1
@@ -40,7 +40,7 @@ class Offset:
 
 
 class Program:
-    """A cache of two tiers: sequences come and go, tokens too, and pages go round."""
+    """A cache of two tiers: sequences and tokens are added and removed, and pages reused."""
 
     def __init__(
         self, seed: int, tokens: int, *, slack: int = 0, capacity: int | None = None
@@ -68,7 +68,7 @@ class Program:
         return torch.rand(shape, generator=self.random) < 0.1 * self.below(11)
 
     def both(self, which: int, name: str, *arguments: Tensor | None) -> None:
-        """Do the same to a store and its oracle; a dry pool must leave the store as it was."""
+        """Call a store and its reference; an exhausted pool must leave the store unchanged."""
         oracle = copy.copy(self.oracles[which])
         oracle.tokens = {table_row: list(tokens) for table_row, tokens in oracle.tokens.items()}
         expected = getattr(oracle, name)(*arguments)
@@ -88,19 +88,19 @@ class Program:
         self.oracles[which] = oracle
 
     def some_table_rows(self, which: int) -> Tensor:
-        """All table rows, or some in any order."""
+        """Return all table rows, or some in any order."""
         every = self.stores[which].length.numel()
         chosen = torch.randperm(every, generator=self.random)
         return chosen[: self.below(every + 1)] if self.below(2) else torch.arange(every)
 
     def some_slots(self, which: int, table_rows: Tensor) -> Tensor:
-        """A slot of each table row, or -1, which leaves it alone."""
+        """Return a slot of each table row, or -1, which leaves it unchanged."""
         length = self.stores[which].length.flatten()[table_rows]
         draw = torch.rand(len(table_rows), generator=self.random)
         return (draw * (length + 1)).long() - 1
 
     def tokens(self, which: int, *shape: int) -> list[Tensor | None]:
-        """Keys, values, scores (many of them equal) and positions."""
+        """Draw keys, values, scores (many of them equal) and positions."""
         layout = self.stores[which].layout
         score = self.numbers(*shape, most=3)
         position = torch.randint(0, 1000, shape, generator=self.random)
@@ -178,7 +178,7 @@ class Program:
                 assert (mine[~held] == padding).all()
 
     def check(self) -> None:
-        """Bytes are exact, every page is free or in one place, and reading gives the tokens."""
+        """Check the bytes, that every page is free or held once, and the results of reads."""
         self.pool.check(torch.cat([store.pages() for store in self.stores]))
         assert self.pool.free + self.pool.used == self.pool.capacity
         assert self.pool.used == sum(oracle.pages for oracle in self.oracles)
@@ -231,7 +231,7 @@ def test_random_programs(tokens: int, capacity: int | None) -> None:
             program.check()
         done += program.done
     changes = {"append", "compact", "remove", "replace", "set_scores", "select", "clear"}
-    assert changes <= done.keys()  # each changed something, or this shows little
+    assert changes <= done.keys()  # each operation changed something
     assert ("dry" in done) == (capacity is not None)
 
 

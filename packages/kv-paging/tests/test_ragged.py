@@ -1,4 +1,4 @@
-"""Heads whose vectors differ in length share a pool, against lists of tokens."""
+"""Heads of different ranks that share a pool, compared with lists of tokens."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -48,10 +48,10 @@ def test_a_fixed_pool_that_runs_dry_changes_nothing(
 
 
 def test_pages_hold_what_a_kind_takes_and_no_more(new_world: Worlds) -> None:
-    """Equal pages: of shorter vectors they hold more tokens, and none is padded."""
+    """Pages of equal size: they hold more tokens of shorter vectors, without padding."""
     world = new_world("four tiers", shape=(3, 2, 3), tokens=4, heads=HEADS)
     tokens = [store.layout.tokens for store in world.tiers.stores[0].members]
-    # With a score and a position 40, 28 and 28 bytes a token, in pages of 240.
+    # With a score and a position 40, 28 and 28 bytes per token, in pages of 240.
     assert tokens == [6, 8, 8]
     assert [m.layout.format.key.dim for m in world.tiers.stores[0].members] == [4, 2, 4]
     assert len(world.tiers.parts) == 3 * 4
@@ -71,7 +71,7 @@ def test_means_need_a_row_for_each_table_row(new_world: Worlds) -> None:
     world = new_world("two tiers", shape=(3, 2, 3), heads=HEADS)
     world.prompt()
     store = world.tiers.stores[0]
-    mass = torch.zeros(7, store.longest)  # a row more than table rows
+    mass = torch.zeros(7, store.longest)  # one row more than table rows
     before, seen = torch.zeros(7, dtype=torch.long), mass.long()
     with pytest.raises(ValueError, match="before"):
         store.accumulate_layers(slice(0, 1), before, mass, seen, RunningMean())

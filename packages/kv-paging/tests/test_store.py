@@ -1,4 +1,4 @@
-"""TokenStore by example: what it lays where, what it refuses, and that refusing changes nothing."""
+"""TokenStore by example: page contents, errors, and that errors change nothing."""
 
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ def make(
 
 
 def tokens(table_rows: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values, all kept, scores and positions."""
+    """Draw keys, values, a full `keep`, scores and positions."""
     position = torch.arange(length).expand(table_rows, length)
     return (
         torch.randn(table_rows, length, 4),
@@ -187,13 +187,13 @@ def test_a_dry_pool_changes_nothing() -> None:
     with pytest.raises(PoolExhausted, match="4 pages are needed and 0 are free"):
         some.select(torch.tensor([0, 1, 1]))
     assert snapshot(some) == before
-    some.select(torch.tensor([1, 1]))  # what sequence 0 gives back is enough
+    some.select(torch.tensor([1, 1]))  # the pages released by sequence 0 suffice
     assert some.pool.free == 0
 
 
 @dataclass(frozen=True)
 class Moody:
-    """Refuses vectors that begin with 13."""
+    """A codec that raises for vectors that begin with 13."""
 
     dim: int = 4
     block: int = 1
@@ -232,7 +232,7 @@ def test_a_codec_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Pairs(RawCodec):
-    """Two tokens at a time."""
+    """A codec that encodes two tokens together."""
 
     @property
     def block(self) -> int:
@@ -244,7 +244,7 @@ def test_what_a_store_cannot_be_made_of() -> None:
     with pytest.raises(ValueError, match=r"pages of 128 bytes and the pool's have 64"):
         TokenStore(PagePool(64), PageLayout(FORMAT, 4, 128), 1, 1, 1)
     pairs = TokenFormat(Pairs(4, torch.float32), Pairs(2, torch.bfloat16))
-    with pytest.raises(ValueError, match="stores 2 tokens at a time"):
+    with pytest.raises(ValueError, match="encodes 2 tokens together"):
         TokenStore(pool, PageLayout(pairs, 4, LAYOUT.nbytes), 1, 1, 1)
     with pytest.raises(ValueError, match="1 layers, 0 sequences and 2 heads make no table row"):
         TokenStore(pool, LAYOUT, 1, 0, 2)

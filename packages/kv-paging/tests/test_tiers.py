@@ -1,4 +1,4 @@
-"""All tiers of a cache over one pool, against lists of tokens."""
+"""All tiers of a cache over one pool, compared with lists of tokens."""
 
 import math
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def test_a_step_with_one_tier_given_takes_one_page_a_table_row_at_most(
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 40), st.integers(1, 40))
 def test_a_table_from_both_sides_never_overflows(high: int, low: int, t: int, u: int) -> None:
-    """LeanKV section 5.2 says ceil(N / t), which is one too few where both last pages are open."""
+    """LeanKV section 5.2 has ceil(N / t), one too few if both last pages are partial."""
     columns = columns_for(high + low, min(t, u))
     assert pages_for(high, t) + pages_for(low, u) <= columns
     assert columns <= -(-(high + low) // min(t, u)) + 1
@@ -123,14 +123,14 @@ def test_a_hole_in_a_page_has_no_position_and_the_score_inf(
     for _ in range(3):
         world.leave(0, world.tiers.weakest()[1])
     if rescored:
-        world.rescore()  # which leaves holes alone
+        world.rescore()  # which leaves holes unchanged
     blocks = world.tiers.stores[0]
     layout, pages = blocks.layout, world.pool.data[blocks.pages()]
     first, last = layout.score_offset, layout.position_offset
     score = pages[:, first : first + 4 * layout.tokens].contiguous().view(torch.float32)
     position = pages[:, last : last + 4 * layout.tokens].contiguous().view(torch.int32)
     holes = position == -1
-    assert layout.tokens == 4  # so that every page is full
+    assert layout.tokens == 4  # every page is full
     assert int(holes.sum()) == int((blocks.length - blocks.live).sum()) > 0
     assert score[holes].isposinf().all()
     assert not score[~holes].isinf().any()
@@ -145,7 +145,7 @@ def test_a_prompt_of_blocks_that_does_not_fit_changes_nothing(new_world: Worlds)
     key, value, score, place = world.tokens(torch.tensor([0]), 6)
     keep = torch.ones(1, 6, dtype=torch.bool)
     before = world.pool.data.clone()
-    with pytest.raises(PoolExhausted):  # a page for a block, three for those that wait
+    with pytest.raises(PoolExhausted):  # a page for a block, three for the residual
         world.tiers.append(0, torch.tensor([0]), key, value, keep, score, place)
     assert torch.equal(world.pool.data, before)
     world.check()
@@ -168,10 +168,10 @@ def test_trimming_keeps_what_is_held_and_a_page_for_each_table_row_and_store(
     assert (world.pool.used, world.pool.capacity) == (used, used + spare)
     assert world.pool.least_free == spare
     assert len(world.pool.data) == used + spare
-    world.tiers.trim()  # there is nothing left to give
+    world.tiers.trim()  # nothing more to free
     world.check()
     assert world.pool.capacity == used + spare
-    world.step()  # what is left is enough for it
+    world.step()  # the remaining pages suffice
     world.check()
     assert world.pool.capacity == used + spare
 
@@ -181,7 +181,7 @@ def test_a_shared_or_fixed_pool_is_not_trimmed(new_world: Worlds) -> None:
     shared.prompt()
     pages = shared.pool.allocate(1)
     data = shared.pool.data.clone()
-    with pytest.raises(RuntimeError, match=f"page {int(pages[0])} is in 0 places"):
+    with pytest.raises(RuntimeError, match=f"page {int(pages[0])} occurs 0 times"):
         shared.tiers.trim()
     assert torch.equal(data, shared.pool.data)
     fixed = new_world("two tiers", shape=(1, 2, 2), capacity=50)
@@ -192,7 +192,7 @@ def test_a_shared_or_fixed_pool_is_not_trimmed(new_world: Worlds) -> None:
 def test_bad_tiers(new_world: Worlds) -> None:
     world = new_world("one tier of blocks", shape=(1, 1, 1))
     pool, layouts = world.pool, [world.tiers.stores[0].layout]
-    with pytest.raises(ValueError, match="a tier encodes 4 tokens together; say as `raw`"):
+    with pytest.raises(ValueError, match="a tier encodes 4 tokens together; pass `raw`"):
         Tiers(pool, layouts, 1, 1, 1)
     with pytest.raises(ValueError, match="no tier is given"):
         Tiers(pool, [], 1, 1, 1)

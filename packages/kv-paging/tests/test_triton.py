@@ -1,4 +1,4 @@
-"""Page kernels in Triton next to those in torch: every byte of every page is the same."""
+"""Triton's page kernels, compared with those in torch: every byte of every page is the same."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ BOTH = frozenset({"keys", "values"})
 
 
 # Keys, values, their dimensions, tokens of a page: each kind of number, whole vectors and groups
-# that do and do not divide them, pages of odd sizes, which are aligned to nothing.
+# that do and do not divide them, pages of odd, unaligned sizes.
 FORMATS = [
     ("8", "4", 128, 128, 16),
     ("4", "2", 65, 33, 3),
@@ -83,7 +83,7 @@ def test_tokens_are_written_read_and_moved(keys, values, key, value, tokens) -> 
 
 @pytest.mark.parametrize(("bits", "part"), [((8, 4), 1), ((2, 1), 8)])
 def test_scales_zeros_and_codes_of_many_pairs_of_numbers(bits, part) -> None:
-    """Two numbers of any size, and every float16 among them, make every kind of rounding."""
+    """Pairs of numbers of any size, including every float16, cover every kind of rounding."""
     g = torch.Generator().manual_seed(bits[0])
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     other = halves[torch.randperm(2**16, generator=g)]
@@ -103,7 +103,7 @@ def test_scales_zeros_and_codes_of_many_pairs_of_numbers(bits, part) -> None:
 def test_plain_numbers_are_rounded_as_torch_does(to) -> None:
     g = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (3, 40, 300), generator=g).int()
-    bits[1] &= ~0x1FFF  # halves, and what lies in the middle of two
+    bits[1] &= ~0x1FFF  # halves, and the midpoints between two
     bits[1] |= torch.randint(0, 3, (40, 300), generator=g).int() * 0x1000
     x = torch.cat((bits.view(torch.float32), vectors(g, 3, 5, 300)), 1).nan_to_num(0.0, 3e38, -3e38)
     x[0, :2, 0] = torch.tensor([torch.inf, -torch.inf])
@@ -114,7 +114,7 @@ def test_plain_numbers_are_rounded_as_torch_does(to) -> None:
 
 
 def test_what_is_stored_as_it_is_keeps_every_bit() -> None:
-    """Also the payload of a NaN, where no number is turned into another dtype."""
+    """Including the payload of a NaN, if the stored dtype is the input's."""
     bits = torch.randint(-(2**15), 2**15, (1, 3, 512), generator=torch.Generator().manual_seed(0))
     bits = torch.cat((bits, torch.tensor([0x7C01, 0x7E55, -1]).expand(1, 3, 3)), 2).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -132,7 +132,7 @@ def test_tokens_at_any_places_of_memory_without_a_scratch_page(
     count = 37
     pages = -(-count // tokens) + 1
     place = torch.randperm(pages * tokens, generator=g)[:count]
-    # Memory of others may begin anywhere, and its rows may stand apart.
+    # External memory may be unaligned, and its rows may have gaps.
     room = torch.full((pages, layout.nbytes + tokens), 0xFF, dtype=torch.uint8)
     x = [strided(vectors(g, count, 1, dim).half(), 2)[:, 0] for dim in (key, value)]
     found = []
@@ -172,7 +172,7 @@ def test_a_store_that_holds_nothing() -> None:
 
 
 def test_prompts_of_many_blocks() -> None:
-    """More tokens than any program takes, or sums, at a time."""
+    """More tokens than any program processes, or sums, at a time."""
     g = torch.Generator().manual_seed(1)
     both = one_store(PageLayout.sized(form("float16", "bfloat16", 2, 3), 13, True, True), 1)
     x, place = vectors(g, 1, 1050, 5), torch.arange(1050)[None]
@@ -185,7 +185,7 @@ def test_prompts_of_many_blocks() -> None:
 
 
 def tiers_of(forms: list[TokenFormat], tokens: int, shape: tuple[int, int, int]) -> Both:
-    forms = sorted(forms, key=lambda one: one.nbytes, reverse=True)  # a page holds each
+    forms = sorted(forms, key=lambda one: one.nbytes, reverse=True)  # all formats fit
     layouts = fit(forms, tokens, True, True)
     return Both(lambda pool: Tiers(pool, layouts, *shape), layouts[0].nbytes)
 
@@ -280,7 +280,7 @@ def test_what_is_not_for_these_kernels_goes_to_torch() -> None:
     assert select_page_kernels(known, DEVICE, "triton") is triton_kernels
     assert (
         select_page_kernels(known, torch.device("cuda")) is torch_kernels
-    )  # by name only, on a GPU too
+    )  # by name only, even on a GPU
     wide = PageLayout.sized(form("8", "4", 1025, 3), 2)
     assert declined("triton", wide, DEVICE) == "vectors of more than 1024 dimensions"
     assert select_page_kernels(wide, DEVICE, "triton") is torch_kernels

@@ -1,4 +1,4 @@
-"""A step over tiers whose tokens stand alone never makes the host wait, however many there are."""
+"""A step over individually encoded tokens never synchronizes, for any number of table rows."""
 
 import math
 
@@ -15,7 +15,7 @@ BOTH = frozenset({"keys", "values"})
 
 
 class Reads(TorchFunctionMode):
-    """Refuses what reads memory past the dispatcher: on the CPU, tolist is no operation."""
+    """Raises for reads of memory that bypass the dispatcher, such as tolist on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") in {"tolist", "numpy", "cpu", "__array__"}:
@@ -24,7 +24,7 @@ class Reads(TorchFunctionMode):
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and refuses what needs a number of the device or indexes by a mask."""
+    """Counts operations, and raises for reads from the device and indexing by masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def formats(tiers: int) -> list[TokenFormat]:
 
 
 def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int]:
-    """Count the operations of steps, scores and reading, over tiers that hold something."""
+    """Return the operations of steps, scores and reads, over nonempty tiers."""
     random = torch.Generator().manual_seed(1)
     layouts = fit(formats(tiers), 5, True, True)
     table_rows = math.prod(shape)
@@ -87,9 +87,9 @@ def operations(tiers: int, shape: tuple[int, int, int], fixed: bool) -> list[int
         step()
     if not fixed:
         pool.reserve(pool.free + 4 * tiers * table_rows)
-    step()  # the pool promises pages for some steps here, and asks how many there are
+    step()  # the pool reserves pages for some steps here, and reads the number of free ones
     for store in cache.stores:
-        store.widen(40)  # now and then a step widens a table, which takes operations of its own
+        store.widen(40)  # a step sometimes widens a table, which needs further operations
     counts = []
     for _ in range(4):
         with Watch() as watch:

@@ -91,7 +91,7 @@ def test_an_explicit_name_is_refused_at_construction(
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
         PolicyCache(parse("k8v4"), SHAPE, backend="fast")
     native(None)
-    with pytest.raises(ValueError, match="'cpu' is made for tensors on cpu, and these are on meta"):
+    with pytest.raises(ValueError, match="'cpu' supports tensors on cpu; these are on meta"):
         PolicyCache(parse("k8v4"), SHAPE, device="meta", backend="cpu")
     assert not caplog.records
 

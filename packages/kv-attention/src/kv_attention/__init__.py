@@ -1,4 +1,4 @@
-"""Attention over pages of compressed keys and values, in parts that add up exactly."""
+"""Attention over pages of compressed keys and values, in partial results that merge exactly."""
 
 from kv_attention.attention import attend
 from kv_attention.backends import (

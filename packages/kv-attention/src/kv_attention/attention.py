@@ -1,4 +1,4 @@
-"""Attention over pages and plain tokens at once."""
+"""Attention over paged and dense tokens together."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -26,10 +26,10 @@ def attend(
     backend: str = "torch",
     others: Sequence[Observe] = (),
 ) -> Attended:
-    """Attend to the union of several tiers in pages and several tensors of plain tokens.
+    """Compute attention over the union of paged tiers and dense tensors of tokens.
 
-    Every stored token precedes all queries, so all see it; a plain token is seen by the queries
-    that do not come before it. A query that is padding, or sees no token, gives zeros.
+    Every stored token precedes all queries and is visible to all of them; a dense token is visible
+    to the queries at its position or later. A query that is padding, or sees no token, returns 0.
 
     >>> import torch
     >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
@@ -39,27 +39,27 @@ def attend(
             [0.5000, 0.5000]])
 
     Args:
-        q: queries by KV head and place in its group, in any floating-point dtype.
-        position: of the queries, -1 for padding; real ones ascend.
-        pages: stored tokens, one entry a tier.
-        dense: plain tokens, such as the raw window and the fresh chunk.
-        scale: what to multiply the logits with.
-        observe: the attention to sum per token; `last` counts the real queries of each sequence.
-            Whether to ask in decoding, as `generated` says, is up to the caller.
+        q: queries by KV head and index in the GQA group, in any floating-point dtype.
+        position: positions of the queries, -1 for padding; the others ascend.
+        pages: stored tokens, one entry per tier.
+        dense: dense tokens, such as the raw window and the new chunk.
+        scale: the factor of the logits.
+        observe: the attention mass to sum per token; `last` counts the real queries of a sequence.
+            The caller decides whether to observe decode steps, as `generated` specifies.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
-            row has; needed, and read, only where `observe.skip` is above 1 or `gumbel` is set.
+            table row; required, and read, only if `observe.skip` is above 1 or `gumbel` is set.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
 
-    A decode step, one query of each sequence, never waits for the device where `longest` of the
-    pages and `full` of the plain tokens are given.
+    A decode step, one query of each sequence, does not synchronize with the device if `longest` of
+    the pages and `full` of the dense tokens are given.
 
     Returns:
-        The output in the dtype of `q`, and per part, pages first, the mass and counts asked for, in
+        The output in the dtype of `q`, and per part, pages first, the requested mass and counts, in
         float32 (float64 for queries in float64) and int32.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a backend that cannot be used.
+        ValueError: the shapes do not match, or the backend is unavailable.
     """
     check_queries(q, position)
     value_dim = check_parts(q, pages, dense)

@@ -1,4 +1,4 @@
-"""The implementations of attention, by name."""
+"""The attention backends, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from kv_policy import Backend, installed_backends, interpreter
 
 @runtime_checkable
 class Attend(Protocol):
-    """What a backend does; `kv_attention.attend` has checked the arguments."""
+    """The function of a backend; `kv_attention.attend` has checked the arguments."""
 
     def __call__(self, inputs: AttentionInputs) -> Attended:
-        """Attend to all parts."""
+        """Compute attention over all parts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The fastest backend that can be used for a device, and why each faster one cannot."""
+    """The fastest available backend for a device, and the reason against each faster one."""
 
     name: str
     passed_over: Mapping[str, str]
@@ -34,9 +34,9 @@ class BackendChoice:
 
 @cache
 def all_backends() -> Mapping[str, Backend]:
-    """Return all backends by name: those that installed packages register, and those here.
+    """Return all backends by name: those registered by installed packages, and the built-in ones.
 
-    The names of those here are taken: nobody else's backend replaces them.
+    A registered backend cannot replace a built-in one.
     """
     every = (
         Backend("reference", "float64, slow: the reference", lambda: reference.attend),
@@ -54,12 +54,12 @@ def all_backends() -> Mapping[str, Backend]:
 
 
 def available() -> dict[str, str | None]:
-    """Say of every backend why it cannot be used on this machine; None if it can."""
+    """Return, per backend, why it is unavailable on this machine; None if it is available."""
     return {name: backend.missing() for name, backend in all_backends().items()}
 
 
 def choose_backend(device: torch.device | str) -> BackendChoice:
-    """Choose the fastest backend that can be used here for tensors on a device.
+    """Choose the fastest available backend for tensors on a device.
 
     >>> choose_backend("meta")
     BackendChoice(name='torch', passed_over={})
@@ -76,24 +76,24 @@ def choose_backend(device: torch.device | str) -> BackendChoice:
 
 
 def check_backend(name: str, device: torch.device | str) -> None:
-    """Refuse a backend that there is not, or that cannot be used here for a device.
+    """Raise if a backend is unknown, or unavailable for a device.
 
     Raises:
-        ValueError: the sentence says why.
+        ValueError: the backend is unknown or unavailable; the message has the reason.
     """
     load_backend(name)
     kind, devices = torch.device(device).type, all_backends()[name].devices
     if devices and kind not in devices:
         raise ValueError(
-            f"backend {name!r} is made for tensors on {', '.join(devices)}, and these are on {kind}"
+            f"backend {name!r} supports tensors on {', '.join(devices)}; these are on {kind}"
         )
 
 
 def load_backend(name: str) -> Attend:
-    """Give the implementation of that name.
+    """Return the backend with this name.
 
     Raises:
-        ValueError: there is none, or it cannot be used on this machine.
+        ValueError: the backend is unknown, or unavailable on this machine.
     """
     found = all_backends()
     if name not in found:

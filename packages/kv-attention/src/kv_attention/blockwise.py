@@ -1,4 +1,4 @@
-"""Plain attention over a part of the tokens, in blocks of bounded size."""
+"""Unfused attention over a part of the tokens, in blocks of bounded size."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,11 +12,11 @@ from kv_attention.vectors import Vectors
 def blockwise(
     q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: AttentionPart, value_dim: int
 ) -> Partial:
-    """Attend to a part, block after block; each block of tokens is read once.
+    """Compute attention over a part, block by block; each block of tokens is read once.
 
     Args:
-        q: queries, with the scale of the logits multiplied in.
-        position: of the queries.
+        q: queries, already multiplied by the scale of the logits.
+        position: positions of the queries.
         part: the tokens.
         value_dim: Dv.
     """
@@ -51,12 +51,12 @@ def _block(
     top = x.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
     weights = x.sub_(top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    # The largest weight is 1, so a total below 1 is that of a query that sees nothing.
+    # The largest weight is 1, so the total is below 1 only for a query that sees no token.
     out = values.weigh(weights.flatten(0, 1).flatten(1, 2)).view(*q.shape[:-1], -1)
     return Partial(out.div_(total.clamp(min=1)), (top + total.log()).squeeze(-1))
 
 
 def logits(q: Float[Tensor, "B H G L D"], keys: Vectors) -> Float[Tensor, "B H G L S"]:
-    """Products of queries and keys, in memory of their own."""
+    """Return the products of queries and keys, in a new tensor."""
     rows = q.flatten(0, 1).flatten(1, 2)
     return keys.dot(rows).view(*q.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Sentences for arguments that do not fit each other."""
+"""Checks of the arguments' shapes and dtypes against each other."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from kv_policy import Observe, PagedTokens
 
 
 def check_queries(q: Tensor, position: Tensor) -> None:
-    """Refuse queries of a wrong shape, and positions that are not theirs."""
+    """Raise if queries, or their positions, have a wrong shape."""
     if q.ndim != 5 or 0 in q.shape or not q.is_floating_point():
         raise ValueError(
             f"queries are {q.dtype} of shape {tuple(q.shape)}; give floating-point numbers of "
@@ -26,7 +26,7 @@ def check_queries(q: Tensor, position: Tensor) -> None:
 def check_parts(
     q: Float[Tensor, "B H G L D"], pages: Sequence[PagedTokens], dense: Sequence[DenseTokens]
 ) -> int:
-    """Refuse tokens that do not fit the queries or each other; give the dimension of values."""
+    """Return the dimension of values; raise if tokens do not match the queries or each other."""
     dims = set()
     for i, part in enumerate(pages):
         _check_pages(f"pages[{i}]", part, q)
@@ -51,7 +51,7 @@ def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) ->
         )
     if part.data.shape[1] != layout.nbytes:
         raise ValueError(
-            f"{name} has pages of {part.data.shape[1]} bytes; its layout says {layout.nbytes}"
+            f"{name} has pages of {part.data.shape[1]} bytes; its layout has {layout.nbytes}"
         )
     if layout.format.key.dim != q.shape[-1]:
         raise ValueError(
@@ -61,17 +61,17 @@ def _check_pages(name: str, part: PagedTokens, q: Float[Tensor, "B H G L D"]) ->
     room, longest = part.table.shape[2] * layout.tokens, longest_of(part)
     if longest > room:
         raise ValueError(
-            f"{name} has a table row of {longest} tokens; its table has room for {room}"
+            f"{name} has a table row of {longest} tokens; its table covers at most {room}"
         )
     if part.holes and not layout.positions:
         raise ValueError(
-            f"{name} may have slots without a token and its pages hold no positions, which would "
-            "say where; lay them out with positions=True"
+            f"{name} may have empty slots, and its pages store no positions to mark them; "
+            "use a layout with positions=True"
         )
 
 
 def longest_of(part: PagedTokens) -> int:
-    """Give a bound of the table rows' lengths; where `longest` does not say it, the host waits."""
+    """Return an upper bound of the table rows' lengths; synchronize if `longest` is None."""
     return int(part.length.max()) if part.longest is None else part.longest
 
 
@@ -101,7 +101,7 @@ def check_positions(
     positions: Sequence[Int[Tensor, "B H _"] | None],
     observe: Observe,
 ) -> None:
-    """Refuse positions that are not those of the pages, or are needed and missing."""
+    """Raise if positions do not match the pages, or are required and missing."""
     if len(positions) != len(pages):
         raise ValueError(
             f"page_positions has {len(positions)} entries for {len(pages)} tiers in pages"

@@ -1,4 +1,4 @@
-"""The fused attention kernel of torch for CPUs, wherever a pass has many queries."""
+"""Torch's fused attention kernel for CPUs, for passes with many queries."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,11 +9,11 @@ from kv_attention.parts import DensePart, PagedPart, block_sizes
 
 
 def is_causal(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: DensePart) -> bool:
-    """Whether query i sees just the places j <= i, and the kernel takes tensors like these."""
+    """Whether query i sees exactly the keys j <= i, and the kernel supports these tensors."""
     key, value, place = part.tokens.key, part.tokens.value, part.tokens.position
     if (
         q.device.type != "cpu"
-        or position.shape[1] == 1  # the host would wait for little
+        or position.shape[1] == 1  # synchronizing would cost more than it saves
         or key.shape != value.shape
         or not q.dtype == key.dtype == value.dtype
         or not q.stride(-1) == key.stride(-1) == value.stride(-1) == 1
@@ -26,13 +26,13 @@ def is_causal(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part:
 
 
 def causal(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Partial:
-    """Attend to the fresh chunk; rows of padding queries hold anything.
+    """Compute attention over the new chunk; rows of padding queries are undefined.
 
     The output is in the dtype of the queries.
     """
     key, value, hidden = part.tokens.key, part.tokens.value, None
     if not part.full:
-        # A hidden place weighs 0, and 0 times NaN is not 0: what lies there is cleared as well.
+        # A masked key has weight 0, but 0 times NaN is NaN: zero its key and value too.
         empty = part.tokens.position < 0
         key = key.masked_fill(empty[:, None, :, None], 0)
         value = value.masked_fill(empty[:, None, :, None], 0)
@@ -41,12 +41,12 @@ def causal(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Part
 
 
 def is_worth_it(q: Float[Tensor, "B H G L D"], value_dim: int) -> bool:
-    """Whether decoding blocks of stored tokens for the kernel is cheaper than using their codes."""
+    """Whether dequantizing stored tokens for the kernel is cheaper than using their codes."""
     return q.device.type == "cpu" and q.shape[2] * q.shape[3] > q.shape[4] == value_dim
 
 
 def stored(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: PagedPart) -> Partial:
-    """Attend to stored tokens, decoded block by block; `q` has the scale multiplied in."""
+    """Compute attention over stored tokens, dequantized block by block; `q` includes the scale."""
     total = Partial.empty(q, q.shape[-1])
     _, tokens = block_sizes(q, q.shape[-1])
     for at in part.spans(tokens):
@@ -57,7 +57,7 @@ def stored(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Pa
             hidden = ~held.flatten(0, 1)
             key = key.only(~hidden)
         found = _fused(q, key.rows, value.rows, hidden, False, 1.0)
-        if seen is not None:  # the kernel's own log-sum-exp over nothing is not -inf
+        if seen is not None:  # the kernel's log-sum-exp of no token is not -inf
             some = held.any(dim=-1)[..., None, None]
             found = Partial(found.out, found.lse.where(some, -torch.inf))
         total = total + found
@@ -77,7 +77,7 @@ def _fused(
     if hidden is not None:
         bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)
         bias = bias[:, None, None].expand(-1, 1, length, -1)
-    # The query heads of a group share their key by a stride of 0: nothing is repeated.
+    # The query heads of a group share their key by a stride of 0, without a copy.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.flatten(0, 1),
         key[:, None].expand(-1, group, -1, -1),

@@ -1,4 +1,4 @@
-"""Gumbel noise on logits, for policies that watch what attention might have been."""
+"""Gumbel noise on logits, for policies that score tokens by perturbed attention."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from kv_attention.parts import AttentionPart, block_sizes, reach
 
 
 def noise(query: Int[Tensor, "..."], token: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Give each pair of positions its number from the standard Gumbel distribution.
+    """Return a sample of the standard Gumbel distribution for each pair of positions.
 
-    A 32-bit hash of the two (the finalizer of MurmurHash3) makes a number between 0 and 1.
+    A 32-bit hash of the pair (the finalizer of MurmurHash3) yields a uniform number in (0, 1).
     """
     mask = 0xFFFFFFFF
     x = (query.long() * 0x9E3779B1 + token.long() * 0x85EBCA77) & mask
@@ -30,7 +30,7 @@ def perturb(
     token: Int[Tensor, "B _ S"],
     temperature: float,
 ) -> None:
-    """Add the noise to logits, and divide by the temperature, in place."""
+    """Add the noise to logits and divide by the temperature, in place."""
     pairs = noise(position[:, None, None, :, None], token[:, :, None, None])
     x.add_(pairs.to(x.dtype)).div_(temperature)
 
@@ -41,7 +41,7 @@ def perturbed_lse(
     parts: Sequence[AttentionPart],
     temperature: float,
 ) -> Float[Tensor, "B H G L"]:
-    """Sum up the exponentials of perturbed logits over all parts, as a logarithm."""
+    """Return the log-sum-exp of the perturbed logits over all parts."""
     size, tokens = block_sizes(q, q.shape[-1])
     total = q.new_full(q.shape[:-1], -torch.inf)
     for part in parts:

@@ -1,4 +1,4 @@
-"""The arguments of an attention pass, as `attend` checked them and backends take them."""
+"""The arguments of an attention pass, checked by `attend` and passed to backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kv_policy import Observe, PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Queries, the tokens they attend to, and what to observe of the pass.
+    """Queries, the tokens they attend to, and the observations of the pass.
 
     Attributes:
         q: queries.
@@ -23,8 +23,8 @@ class AttentionInputs:
         page_positions: positions of the stored tokens by slot, one entry per tier.
         value_dim: Dv.
         scale: the factor of the logits.
-        observations: the attention mass to sum; the first is that of the output, the rest become
-            its `others`.
+        observations: the attention masses to sum; the first belongs to the output, the others
+            become its `others`.
     """
 
     q: Float[Tensor, "B H G L D"]

@@ -1,4 +1,4 @@
-"""The second pass: how much attention each token got, from the log-sum-exp of the first."""
+"""The attention-mass pass: attention per token, from the log-sum-exp of the first pass."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -12,11 +12,11 @@ from kv_attention.gumbel import perturb
 from kv_attention.parts import AttentionPart, block_sizes, reach
 from kv_policy import Observe
 
-_NEAR: Final = 256  # tokens in a block where queries come among them
+_NEAR: Final = 256  # tokens per block of the new chunk
 
 
 class Sums(NamedTuple):
-    """What was observed of a part of the tokens."""
+    """The observed sums of a part of the tokens."""
 
     mass: Float[Tensor, "B H S"]
     seen: Int[Tensor, "B H S"]
@@ -30,22 +30,22 @@ def observe_part(
     part: AttentionPart,
     observe: Observe,
 ) -> Sums:
-    """Sum the attention that each token of a part got, and count the queries that it came from.
+    """Sum the attention received by each token of a part, and count the contributing queries.
 
     Args:
-        q: the queries that count, with the scale of the logits multiplied in.
-        position: theirs, or -1 for one that does not count after all.
-        lse: theirs, over all parts, of the logits that are to be summed.
+        q: the observed queries, already multiplied by the scale of the logits.
+        position: their positions, or -1 for a query that does not count.
+        lse: their log-sum-exp, over all parts, of the observed logits.
         part: the tokens.
-        observe: what to sum; `last` is already done, by `last_queries`.
+        observe: the observation; `last` has been applied by `last_queries`.
     """
     seen = q.new_zeros((*q.shape[:2], part.width), dtype=torch.int32)
     apart = q.shape[2:3] if observe.group == "max-of-sums" else ()
     sums = q.new_zeros((1 + len(observe.also), *q.shape[:2], *apart, part.width))
     size, tokens = block_sizes(q, q.shape[-1])
-    # In a decode step the host does not wait for an answer.
+    # A decode step does not synchronize with the device.
     all_real = position.shape[1] > 1 and bool((position >= 0).all())
-    # Blocks on the diagonal are worked out in full and half thrown away, so small ones waste less.
+    # Blocks on the diagonal are computed in full and half masked, so small blocks waste less.
     spans = list(part.spans(min(tokens, _NEAR) if position.shape[1] > 1 else tokens))
     limits = reach(position, part, spans, observe.skip)
     for at, (first, settled) in zip(spans, limits, strict=True):
@@ -70,7 +70,7 @@ def observe_part(
             for i, each in enumerate(_terms(p, position[:, chunk], observe)):
                 sums[i][..., at] += _summed(each, observe)
     if observe.group == "mean":
-        sums /= q.shape[2]  # at the end: what is counted, with `above`, is whole until then
+        sums /= q.shape[2]  # at the end, because counts of `above` are integers until here
     mass, *also = sums.amax(dim=3) if apart else sums
     return Sums(mass, seen, dict(zip(sorted(observe.also), also, strict=True)))
 
@@ -78,7 +78,7 @@ def observe_part(
 def _terms(
     p: Float[Tensor, "B H G L S"], position: Int[Tensor, "B L"], observe: Observe
 ) -> Iterator[Float[Tensor, "B H G L S"]]:
-    """What is summed: of the attention itself first, then whatever else is asked."""
+    """Yield the summands: the first term of the observation, then its `also`."""
     if observe.above is not None:
         even = (position + 1).clamp(min=1).to(p.dtype).reciprocal()
         yield (p > observe.above * even[:, None, None, :, None]).to(p.dtype)
@@ -91,7 +91,7 @@ def _terms(
 def _counts(
     position: Int[Tensor, "B L"], part: AttentionPart, at: slice, observe: Observe, all_real: bool
 ) -> Bool[Tensor, "B _ _ S"] | None:
-    """Which queries count for which tokens; None: all for all."""
+    """Return which queries count for which tokens; None: all for all."""
     query = position[:, None, :, None]
     counts = part.visible(at, position)
     if not all_real:
@@ -117,7 +117,7 @@ def last_queries(
     lse: Float[Tensor, "B H G L"],
     last: int | None,
 ) -> tuple[Float[Tensor, "B H G w D"], Int[Tensor, "B w"], Float[Tensor, "B H G w"]]:
-    """Pick the last real queries of each sequence; position -1 where it has fewer."""
+    """Select the last real queries of each sequence; position -1 if it has fewer."""
     length = position.shape[1]
     if last is None or last >= length:
         return q, position, lse

@@ -1,4 +1,4 @@
-"""Attention over a part of the tokens, in a form that adds up exactly."""
+"""Attention over a part of the tokens, in a form that merges exactly."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over some set of tokens: the output, and the log of the sum of exp(logits).
+    """Attention over a set of tokens: the output, and the log-sum-exp of the logits.
 
-    Partials of disjoint sets add up to the partial of their union, in any order and grouping
-    (Milakov and Gimelshein 2018; the attention state of FlashInfer). No tokens at all have output 0
-    and log-sum-exp -inf, and add nothing.
+    Partials of disjoint sets merge to the partial of their union, in any order and grouping
+    (Milakov and Gimelshein 2018; the attention state of FlashInfer). The partial of no tokens has
+    output 0 and log-sum-exp -inf, and is neutral.
     """
 
     out: Float[Tensor, "B H G L Dv"]
     lse: Float[Tensor, "B H G L"]
 
     def __add__(self, other: "Partial") -> "Partial":
-        """Attention over the tokens of both, which must have none in common."""
+        """Merge with the attention over a disjoint set of tokens."""
         lse = torch.logaddexp(self.lse, other.lse)
-        finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # no -inf - -inf where both are empty
+        finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # avoid -inf - -inf if both are empty
         mine = (self.lse - finite).exp()[..., None]
         others = (other.lse - finite).exp()[..., None]
         return Partial(self.out * mine + other.out * others, lse)
 
     def only(self, real: Bool[Tensor, "B L"]) -> "Partial":
-        """The same for real queries, and no tokens at all for the others."""
+        """Return the partial with padding queries replaced by the partial of no tokens."""
         kept = real[:, None, None, :]
         return Partial(
             torch.where(kept[..., None], self.out, 0), torch.where(kept, self.lse, -torch.inf)
@@ -36,7 +36,7 @@ class Partial:
 
     @classmethod
     def empty(cls, q: Float[Tensor, "B H G L D"], value_dim: int) -> "Partial":
-        """Attention of these queries over no tokens, in float32 or in float64 if they are."""
+        """Return the partial of no tokens, in float32, or float64 for queries in float64."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros((*q.shape[:-1], value_dim), dtype=dtype, device=q.device)
         return cls(out, out.new_full(q.shape[:-1], -torch.inf))

@@ -1,6 +1,6 @@
-"""The tokens that attention goes over, block by block: those in pages, and those in tensors.
+"""The tokens of an attention pass, read block by block: paged parts and dense parts.
 
-Both kinds answer the same questions about `at`, a run of S slots of each of the R = B * H rows.
+Both have the same methods, for a range `at` of S slots of each of the R = B * H table rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,56 +15,56 @@ from kv_attention.tokens import DenseTokens
 from kv_attention.vectors import Vectors, read
 from kv_policy import Codec, PagedTokens
 
-_FAR: Final = 2**30  # a position that no query has
-ROOM = 1 << 19  # numbers in a temporary tensor: 2 MiB in float32
+_FAR: Final = 2**30  # a position after every query
+ROOM = 1 << 19  # elements of a temporary tensor: 2 MiB in float32
 
 
 @dataclass(frozen=True)
 class PagedPart:
-    """The tokens of one tier. All of them come before the queries."""
+    """The tokens of one tier. All of them precede the queries."""
 
     pages: PagedTokens
-    shortest: int  # all slots before that hold a token
+    shortest: int  # all slots before this one hold a token
     width: int
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # compute dtype
     positions: Int[Tensor, "B H _"] | None = None
-    before: ClassVar[int] = 1  # so far at least does a token lie before a query that sees it
+    before: ClassVar[int] = 1  # minimum distance of a token to a query that sees it
 
     @classmethod
     def of(
         cls, pages: PagedTokens, dtype: torch.dtype, positions: Int[Tensor, "B H _"] | None
     ) -> "PagedPart":
-        """Look up how long the table rows are, where the host does not know it."""
+        """Create the part; read the table rows' lengths if the host does not know them."""
         if pages.longest is not None:
             return cls(pages, 0, pages.longest, dtype, positions)
         shortest, longest = (int(x) for x in pages.length.aminmax())
         return cls(pages, 0 if pages.holes else shortest, longest, dtype, positions)
 
     def spans(self, size: int) -> Iterator[slice]:
-        """All slots, in runs of whole pages."""
+        """Yield all slots, in ranges of whole pages."""
         tokens = self.pages.layout.tokens
         step = max(1, size // tokens) * tokens
         return (slice(start, min(start + step, self.width)) for start in range(0, self.width, step))
 
     def keys(self, at: slice) -> Vectors:
-        """The keys there."""
+        """Return the keys of these slots."""
         return self._read(at, self.pages.layout.format.key, first=0)
 
     def values(self, at: slice) -> Vectors:
-        """The values there; zero where no token is."""
+        """Return the values of these slots; zero in empty slots."""
         form = self.pages.layout.format
         values = self._read(at, form.value, first=len(form.key.parts))
         held = self._held(at)
         return values if held is None else values.only(held.flatten(0, 1))
 
     def position(self, at: slice) -> Int[Tensor, "B H S"]:
-        """The positions of the tokens there, which the caller has to have given."""
+        """Return the positions of the tokens of these slots, which the caller must have given."""
         if self.positions is None:
             raise ValueError("positions of stored tokens were not given")
         return self.positions[..., at]
 
     def visible(self, at: slice, position: Int[Tensor, "B L"]) -> Bool[Tensor, "B H 1 S"] | None:
-        """Which slots hold a token; None: all of them."""
+        """Return the mask of slots that hold a token; None: all of them."""
         held = self._held(at)
         return None if held is None else held[:, :, None]
 
@@ -99,7 +99,7 @@ class PagedPart:
             pages = table[..., table.shape[2] - last : table.shape[2] - first].flip(-1)
         else:
             pages = table[..., first:last]
-        if at.stop > self.shortest:  # what lies past a table row's last page is not its page number
+        if at.stop > self.shortest:  # entries past a table row's last page are no page numbers
             column = torch.arange(first, last, device=table.device)
             pages = pages.where(column * tokens < self.pages.length[..., None], 0)
         return pages.reshape(-1)
@@ -107,34 +107,34 @@ class PagedPart:
 
 @dataclass(frozen=True)
 class DensePart:
-    """Tokens in plain tensors, each with a position."""
+    """Tokens in dense tensors, each with a position."""
 
     tokens: DenseTokens
-    full: bool  # every place holds a token
-    dtype: torch.dtype  # to compute in
+    full: bool  # every slot holds a token
+    dtype: torch.dtype  # compute dtype
     before: ClassVar[int] = 0
 
     @classmethod
     def of(cls, tokens: DenseTokens, dtype: torch.dtype) -> "DensePart":
-        """Look up whether places are empty, where nobody says it."""
+        """Create the part; check for empty slots if `full` is None."""
         full = tokens.full
         return cls(tokens, bool((tokens.position >= 0).all()) if full is None else full, dtype)
 
     @property
     def width(self) -> int:
-        """Places in the tensors."""
+        """Number of slots in the tensors."""
         return self.tokens.position.shape[1]
 
     def spans(self, size: int) -> Iterator[slice]:
-        """All places, in runs of `size`."""
+        """Yield all slots, in ranges of `size`."""
         return (slice(start, min(start + size, self.width)) for start in range(0, self.width, size))
 
     def keys(self, at: slice) -> Vectors:
-        """The keys there."""
+        """Return the keys of these slots."""
         return Vectors(self._rows(self.tokens.key, at))
 
     def values(self, at: slice) -> Vectors:
-        """The values there; zero where no token is."""
+        """Return the values of these slots; zero in empty slots."""
         values = Vectors(self._rows(self.tokens.value, at))
         if self.full:
             return values
@@ -142,11 +142,11 @@ class DensePart:
         return values.only(held.expand(-1, self.tokens.value.shape[1], -1).flatten(0, 1))
 
     def position(self, at: slice) -> Int[Tensor, "B 1 S"]:
-        """The positions of the tokens there."""
+        """Return the positions of the tokens of these slots."""
         return self.tokens.position[:, None, at]
 
     def visible(self, at: slice, position: Int[Tensor, "B L"]) -> Bool[Tensor, "B 1 L S"]:
-        """The tokens that do not come after a query."""
+        """Return the mask of the tokens at or before each query."""
         stored = self.tokens.position[:, None, None, at]
         return (stored >= 0) & (stored <= position[:, None, :, None])
 
@@ -158,10 +158,10 @@ AttentionPart: TypeAlias = PagedPart | DensePart
 
 
 def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int]:
-    """Queries and tokens to take at a time, so that no temporary is much larger than ROOM."""
+    """Return the queries and tokens per block, so that temporaries have about ROOM elements."""
     sequences, heads, group, length, dim = q.shape
     table_rows = sequences * heads
-    rows = group * min(length, 64)  # enough to pay for reading a block of tokens
+    rows = group * min(length, 64)  # enough to amortize the read of a block of tokens
     tokens = max(1, ROOM // (table_rows * max(rows, dim, value_dim)))
     queries = max(1, ROOM // (table_rows * group * tokens))
     return queries, tokens
@@ -170,10 +170,10 @@ def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int
 def reach(
     position: Int[Tensor, "B L"], part: AttentionPart, spans: Sequence[slice], skip: int
 ) -> list[list[int]]:
-    """For each run of tokens the first query that may count, and the first from which all do.
+    """Return, per range of tokens, the first query that may count and the first from which all do.
 
-    Before the one no query counts for any of the tokens, and from the other on all for all. Of a
-    single query, or for stored tokens, the host does not ask.
+    Before the former no query counts for any of the tokens, and from the latter on all count for
+    all. For a single query, or stored tokens, this does not synchronize with the device.
     """
     if isinstance(part, PagedPart) or position.shape[1] == 1:
         return [[0, position.shape[1]]] * len(spans)
@@ -181,8 +181,8 @@ def reach(
     empty = place < 0
     first = [place.masked_fill(empty, _FAR)[:, at].amin() for at in spans]
     last = [place.masked_fill(empty, _FAR)[:, at].amax() + skip for at in spans]
-    latest = position.amax(dim=0).cummax(dim=0).values  # of the queries up to here
-    earliest = position.amin(dim=0).flip(0).cummin(dim=0).values.flip(0)  # of those from here on
+    latest = position.amax(dim=0).cummax(dim=0).values  # of the queries so far
+    earliest = position.amin(dim=0).flip(0).cummin(dim=0).values.flip(0)  # of this query and after
     start = torch.searchsorted(latest, torch.stack(first).to(latest.dtype))
     settled = torch.searchsorted(earliest, torch.stack(last).to(earliest.dtype))
     found: list[list[int]] = torch.stack((start, settled), dim=1).tolist()

@@ -1,4 +1,4 @@
-"""Attention of heads whose vectors differ in length."""
+"""Attention of heads whose vectors differ in rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from kv_policy import Observe, PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """Some heads of a layer whose keys have the same length, and whose values have.
+    """Heads of a layer with the same rank of keys and the same rank of values.
 
-    `pages` has an entry for each store of the layer, alike in all groups; None where these heads
-    hold nothing of it.
+    `pages` has an entry for each store of the layer, in the same order in all groups; None if these
+    heads store no tokens there.
     """
 
     heads: Int[Tensor, " h"]
@@ -27,7 +27,7 @@ class HeadGroup:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Numbers in a key and in a value."""
+        """Dimensions of a key and of a value."""
         return self.dense[0].key.shape[-1], self.dense[0].value.shape[-1]
 
 
@@ -41,24 +41,24 @@ def attend_ragged(
     backend: str = "torch",
     others: Sequence[Observe] = (),
 ) -> Attended:
-    """Attend as `attend` does, each group of heads in its own dimensions.
+    """Compute attention as `attend` does, each group of heads in its own dimensions.
 
     Args:
-        q: queries; those of a head end with zeros where its keys are shorter than D.
-        position: of the queries, -1 for padding.
+        q: queries, zero-padded if a head's keys are shorter than D.
+        position: positions of the queries, -1 for padding.
         groups: all heads of the layer, each in one group, with the same dense tokens in order.
-        value_dim: Dv, at least the length of any head's values.
-        scale: what to multiply the logits with.
-        observe: the attention to sum per token.
+        value_dim: Dv, at least the dimension of any head's values.
+        scale: the factor of the logits.
+        observe: the attention mass to sum per token.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
 
     Returns:
-        What `attend` gives. Outputs of shorter values end with zeros. What was observed has a part
-        for every entry of `pages`, without places where no group holds anything of it.
+        The result of `attend`. Outputs of shorter values are zero-padded. The observed sums have a
+        part for every entry of `pages`, with no slots if no group stores tokens there.
 
     Raises:
-        ValueError: what `attend` refuses.
+        ValueError: as `attend`.
     """
     found = [_attended(q, position, group, scale, observe, backend, others) for group in groups]
     out = q.new_zeros((*q.shape[:-1], value_dim))
@@ -99,7 +99,7 @@ def _attended(
 def _joined(
     heads: int, groups: Sequence[HeadGroup], found: Sequence[Attended], out: Tensor
 ) -> Attended:
-    """Lay what was observed of each group side by side, part by part."""
+    """Concatenate the observed sums of the groups, part by part."""
     if not found[0].mass:
         return Attended(out)
     parts = range(len(groups[0].pages) + len(groups[0].dense))
@@ -122,7 +122,7 @@ def _joined(
 def _side_by_side(
     heads: int, groups: Sequence[HeadGroup], each: Sequence[Sequence[Tensor]], part: int
 ) -> Tensor:
-    """One part's sums of all heads; heads that hold less end with zeros."""
+    """Return one part's sums of all heads; shorter heads are zero-padded."""
     pieces = [
         (group.heads, sums[place])
         for group, sums in zip(groups, each, strict=True)
@@ -136,7 +136,7 @@ def _side_by_side(
 
 
 def _place(group: HeadGroup, part: int) -> int | None:
-    """Which of a group's results is that of a part of the layer's tokens."""
+    """Return the index of a part of the layer's tokens in a group's results."""
     held = [i for i, pages in enumerate(group.pages) if pages is not None]
     if part >= len(group.pages):
         return len(held) + part - len(group.pages)

@@ -1,4 +1,4 @@
-"""The judge of the other backends: attention by its definition, in float64, row by table row."""
+"""The float64 reference of the backends: attention by definition, one table row at a time."""
 
 from typing import NamedTuple
 
@@ -17,20 +17,20 @@ class ReferenceTokens(NamedTuple):
 
     key: Float[Tensor, "S D"]
     value: Float[Tensor, "S Dv"]
-    position: Int[Tensor, " S"]  # -1 if it is not known, or no token is here
+    position: Int[Tensor, " S"]  # -1 if unknown, or the slot is empty
     stored: Bool[Tensor, " S"]
 
 
 def attend(inputs: AttentionInputs) -> Attended:
-    """Attend anew for every observation."""
+    """Compute attention separately for every observation."""
     return Attended.of(_attend(inputs, what) for what in inputs.observations)
 
 
 def _attend(inputs: AttentionInputs, observe: Observe) -> Attended:
-    """Decode the tokens of one table row after another, and take a plain softmax over them.
+    """Decode the tokens of one table row after another, and apply a plain softmax over them.
 
-    Slow on purpose, and it shares no code with the backends that it judges. It holds a number per
-    query head, query and token of a table row.
+    Slow on purpose; it shares no code with the backends that are tested against it. It holds one
+    number per query head, query and token of a table row.
     """
     q, position, pages, dense = inputs.q, inputs.position, inputs.pages, inputs.dense
     sequences, heads = q.shape[:2]
@@ -106,7 +106,7 @@ def paged(
 
 
 def plain(tokens: DenseTokens, b: int, h: int) -> ReferenceTokens:
-    """Take one table row of plain tensors; places without a token become zeros."""
+    """Return one table row of dense tensors; empty slots become zeros."""
     position = tokens.position[b]
     empty = (position < 0)[:, None]
     return ReferenceTokens(
@@ -118,14 +118,14 @@ def plain(tokens: DenseTokens, b: int, h: int) -> ReferenceTokens:
 
 
 def visible(position: Int[Tensor, " L"], tokens: ReferenceTokens) -> Bool[Tensor, "L S"]:
-    """Say which tokens a query sees; a padding query sees none."""
+    """Return the mask of tokens that a query sees; a padding query sees none."""
     query = position[:, None]
     before = (tokens.position >= 0) & (tokens.position <= query)
     return (query >= 0) & (tokens.stored | before)
 
 
 def softmax(logits: Float[Tensor, "G L S"], visible: Bool[Tensor, "L S"]) -> Float[Tensor, "G L S"]:
-    """Turn the visible logits of a query into probabilities; all 0 if there are none."""
+    """Return the softmax of a query's visible logits; all 0 if no token is visible."""
     p = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return p.masked_fill(~visible, 0)
 
@@ -135,14 +135,14 @@ def watched(position: Int[Tensor, " L"], last: int | None) -> Bool[Tensor, " L"]
     real = position >= 0
     if last is None:
         return real
-    later = real.long().flip(0).cumsum(0).flip(0)  # real queries from here on
+    later = real.long().flip(0).cumsum(0).flip(0)  # real queries from this one on
     return real & (later <= last)
 
 
 def term(
     p: Float[Tensor, "G L S"], position: Int[Tensor, " L"], observe: Observe, kind: str | None
 ) -> Float[Tensor, "G L S"]:
-    """What is summed of the probabilities: what `observe` says first, or one of its `also`."""
+    """Return the summand: the first term of `observe`, or one of its `also`."""
     if kind == "entropy":
         return torch.where(p > 0, -p * p.log(), 0)
     if kind == "squares":

@@ -1,4 +1,4 @@
-"""What goes into attention besides pages, and what comes out."""
+"""Dense tokens as input of attention, and its result."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DenseTokens:
-    """Tokens in plain tensors: the raw window, the fresh chunk of a forward pass.
+    """Tokens in dense tensors: the raw window, or the new chunk of a forward pass.
 
-    A token is visible to the queries that do not come before it. A place with position -1 holds no
-    token, and whatever lies there has no effect.
+    A token is visible to the queries at its position or later. A slot with position -1 is empty,
+    and its contents have no effect.
 
-    `full` says whether every place holds a token; None looks, for which the host waits.
+    `full` states whether every slot holds a token; None checks, which synchronizes with the device.
     """
 
     key: Float[Tensor, "B H S D"]
@@ -25,13 +25,13 @@ class DenseTokens:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The output of attention, and per part of the tokens what was observed of it.
+    """The output of attention, and the observed sums per part of the tokens.
 
-    Parts are in the order paged, then dense; a paged part has as many places as its longest
-    row, or as its `longest` says, in the order of its slots. `mass` is summed as the contract's
-    `Observe` says, `seen` is the number of queries that counted into it, and `also` holds the sums
-    that were asked for besides. All are empty if nothing was to be observed, and 0 at places
-    without a token. `others` has the same for each further `Observe` of the pass.
+    Parts are in the order paged, then dense; a paged part has as many slots as its longest table
+    row, or as its `longest`, in slot order. `mass` is summed as defined by `kv_policy.Observe`,
+    `seen` is the number of contributing queries, and `also` holds the additional sums. All are
+    empty without an observation, and 0 in empty slots. `others` has the same for each further
+    `Observe` of the pass.
     """
 
     out: Float[Tensor, "B H G L Dv"]

@@ -1,4 +1,4 @@
-"""Attention in plain torch, in blocks: no decompressed copy of a layer is ever held."""
+"""Attention in plain torch, in blocks: a layer is never dequantized as a whole."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
@@ -20,7 +20,7 @@ from kv_policy import Observe
 
 
 class Forward(NamedTuple):
-    """A pass over all parts, before anything is observed of it.
+    """The result of a pass over all parts, before the attention-mass pass.
 
     `lse` is the log-sum-exp of each query's logits over all parts, in the dtype of the sums.
     """
@@ -32,24 +32,24 @@ class Forward(NamedTuple):
 
 
 def attend(inputs: AttentionInputs) -> Attended:
-    """Attend part by part and add up; then sum the attention mass that is observed.
+    """Compute attention part by part and merge; then sum the observed attention mass.
 
     Logits and sums are in float32, or in float64 if the queries are. A temporary holds about
-    `parts.ROOM` numbers; the fresh chunk goes through torch's own fused kernel where that fits.
+    `parts.ROOM` elements; the new chunk uses torch's fused kernel if it supports the input.
     """
     done = forward(inputs)
     return Attended.of(attention_mass(done, what) for what in inputs.observations)
 
 
 def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
-    """Attend part by part and add up; the output is in the dtype of the queries.
+    """Compute attention part by part and merge; the output is in the dtype of the queries.
 
-    `stored` is attention over all pages, where another way to it was taken.
+    `stored` is the attention over all pages, if it has been computed by other means.
     """
     q, position, parts = inputs.q, inputs.position, parts_of(inputs)
 
     @cache
-    def scaled() -> Tensor:  # where it is asked for: a prompt alone needs no copy of its queries
+    def scaled() -> Tensor:  # lazy: a prompt without stored tokens needs no copy of its queries
         return q.to(inputs.sum_dtype) * inputs.scale
 
     left = parts if stored is None else parts[len(inputs.pages) :]
@@ -57,14 +57,14 @@ def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
     partials += [] if stored is None else [stored]
     total = reduce(add, partials) if partials else Partial.empty(q, inputs.value_dim)
     real = position >= 0
-    # A decode step never asks the device: there, nothing is cheaper than a look.
+    # A decode step skips the check, which would synchronize with the device.
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
     return Forward(inputs, parts, total.out.to(q.dtype), total.lse)
 
 
 def parts_of(inputs: AttentionInputs) -> list[AttentionPart]:
-    """Return all parts as they are read for these queries, pages first."""
+    """Return all parts in the compute dtype of these queries, pages first."""
     dtype = inputs.sum_dtype
     pages = zip(inputs.pages, inputs.page_positions, strict=True)
     return [

@@ -1,4 +1,4 @@
-"""A block of stored vectors, and the two products that attention takes with them."""
+"""A block of stored vectors, and the two matrix products of attention with it."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from kv_policy import BitLayout, Codec
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """S vectors of each of R table rows: row by row, or as integer codes with a scale and a zero.
+    """S vectors of each of R table rows: plain, or as integer codes with a scale and a zero point.
 
-    The vector is code * scale + zero. A scale or zero per vector stays outside of the products,
-    so that codes are never multiplied out.
+    The vector is code * scale + zero. A scale or zero point per vector is applied outside the
+    products, without dequantizing the codes.
     """
 
     rows: Float[Tensor, "R S D"]
@@ -22,7 +22,7 @@ class Vectors:
     zero: Float[Tensor, "R S"] | None = None
 
     def dot(self, q: Float[Tensor, "R Q D"]) -> Float[Tensor, "R Q S"]:
-        """Products of each query with each vector."""
+        """Return the dot products of each query with each vector."""
         products = q @ self.rows.mT
         if self.scale is None or self.zero is None:
             return products
@@ -30,27 +30,27 @@ class Vectors:
         return products.mul_(self.scale[:, None]).add_(shift)
 
     def weigh(self, p: Float[Tensor, "R Q S"]) -> Float[Tensor, "R Q D"]:
-        """Sums of the vectors with each query's weights."""
+        """Return the sums of the vectors with each query's weights."""
         if self.scale is None or self.zero is None:
             return p @ self.rows
         return (p * self.scale[:, None]) @ self.rows + p @ self.zero[..., None]
 
     def plain(self) -> "Vectors":
-        """The same, multiplied out: worth it for more queries than there are dimensions."""
+        """Return the dequantized vectors; faster if there are more queries than dimensions."""
         if self.scale is None or self.zero is None:
             return self
         return Vectors((self.rows * self.scale[..., None]).add_(self.zero[..., None]))
 
     def head(self, count: int) -> "Vectors":
-        """The first vectors of each table row."""
+        """Return the first vectors of each table row."""
         if self.scale is None or self.zero is None:
             return Vectors(self.rows[:, :count])
         return Vectors(self.rows[:, :count], self.scale[:, :count], self.zero[:, :count])
 
     def only(self, held: Bool[Tensor, "R S"]) -> "Vectors":
-        """The same with zero vectors where no token is held, whatever bytes lie there."""
+        """Return the vectors with zeros in empty slots, whatever bytes these contain."""
         if self.scale is None or self.zero is None:
-            # Bits, all or none: half the time of masked_fill, and a NaN times 0 would stay a NaN.
+            # A bit mask takes half the time of masked_fill, and multiplying by 0 would keep a NaN.
             bits = torch.int64 if self.rows.dtype == torch.float64 else torch.int32
             kept = self.rows.view(bits) & -held.to(bits)[..., None]
             return Vectors(kept.view(self.rows.dtype))
@@ -60,13 +60,13 @@ class Vectors:
 def read(
     parts: list[UInt8[Tensor, "n _"]], codec: Codec, table_rows: int, dtype: torch.dtype
 ) -> Vectors:
-    """Read the encoded blocks of equally many pages of each table row.
+    """Read the encoded blocks of the same number of pages of each table row.
 
     Args:
-        parts: per part of the codec the bytes of n = rows * pages pages, in memory of its own.
-        codec: what they are encoded with.
-        table_rows: R, table rows the pages belong to, one after the other.
-        dtype: what to compute in.
+        parts: per part of the codec the bytes of n = rows * pages pages, in contiguous tensors.
+        codec: the codec of the blocks.
+        table_rows: R; the pages are ordered by table row.
+        dtype: the compute dtype.
     """
     layout = codec.layout
     if layout is not None and layout.tokens == 1 and len(parts) == 2 and 8 % layout.bits == 0:
@@ -85,7 +85,7 @@ def _codes(
     dtype: torch.dtype,
 ) -> Vectors:
     packed = codes.view(table_rows, -1, layout.stride)
-    if layout.bits < 8:  # plane i of the dimensions is at bit i * bits of every byte
+    if layout.bits < 8:  # bit plane i of the dimensions is at bit i * bits of every byte
         mask = (1 << layout.bits) - 1
         planes = [(packed >> shift) & mask for shift in range(0, 8, layout.bits)]
         packed = torch.cat(planes, dim=-1)

@@ -1,4 +1,4 @@
-"""Random paged caches: a small integer codec, and pages filled after PageLayout alone."""
+"""Random paged caches: a small integer codec, and pages filled by PageLayout alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ NOT_A_PAGE = -(10**6)
 
 
 def aligned(data: Tensor) -> Tensor:
-    """Copy to memory of its own, so that it can be viewed as wider numbers."""
+    """Copy to separate memory, so that it can be viewed as wider numbers."""
     return data.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Asymmetric integers after BitLayout, one dimension after another."""
+    """Asymmetric integers in a BitLayout, one dimension after another."""
 
     dim: int
     bits: int
@@ -71,7 +71,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Shared:
-    """Blocks of tokens that share their mean: two parts, and no layout to read codes by."""
+    """Blocks of tokens that share their mean: two parts, and no BitLayout."""
 
     dim: int
     block: int
@@ -96,7 +96,7 @@ class Shared:
 
 
 def codec(name: str, dim: int, group: int, block: int) -> Codec:
-    """Make a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype."""
+    """Return a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype."""
     if name.isdigit():
         return Integers(dim, int(name), group)
     return Shared(dim, block) if name == "shared" else RawCodec(dim, getattr(torch, name))
@@ -113,9 +113,9 @@ def pack(
 ) -> PagedTokens:
     """Encode the first `length[b, h]` tokens of [B, H, S, D] into pages in a shuffled order.
 
-    A byte that no token wrote is 255: NaN in every floating-point format, the largest code. Entries
-    of the table past a row's last page are no page numbers. Where a `position` is given, pages
-    hold it, and the bytes of a slot whose position is -1 are 255 if its token stands alone.
+    Bytes that no token uses are 255: NaN in every floating-point format, the largest code. Entries
+    of the table past a row's last page are not valid page numbers. If a `position` is given, pages
+    store it, and the bytes of a slot with position -1 are 255 unless tokens are block-encoded.
     """
     form = TokenFormat(*codecs)
     exact = PageLayout.sized(form, tokens, bool(spare % 2), position is not None)
@@ -133,7 +133,7 @@ def pack(
         count = int(length[b, h])
         blocks = -(-count // form.block)
         for x, of, segments in halves:
-            # The last block is filled up with its last token, the last page with bytes 255.
+            # The last block is padded with its last token, the last page with bytes 255.
             slots = torch.arange(blocks * form.block).clamp(max=max(count - 1, 0))
             rows = torch.full((len(mine) * layout.rows, sum(of.parts)), 255, dtype=torch.uint8)
             if count:
@@ -165,7 +165,7 @@ class Case:
     scale: float = 0.3
 
     def to(self, device: str) -> "Case":
-        """Give the same on a device."""
+        """Return the case on a device."""
         pages = [
             replace(p, data=p.data.to(device), table=p.table.to(device), length=p.length.to(device))
             for p in self.pages
@@ -180,7 +180,7 @@ class Case:
         return Case(self.q.to(device), self.position.to(device), pages, dense, places, self.scale)
 
     def inputs(self, *observations: Observe) -> AttentionInputs:
-        """These arguments as a backend takes them."""
+        """Return the arguments for a backend."""
         dim = check_parts(self.q, self.pages, self.dense)
         places = self.page_positions
         given = (self.q, self.position, self.pages, self.dense, places, dim, self.scale)
@@ -192,7 +192,7 @@ class Case:
         backend: str = "torch",
         others: Sequence[Observe] = (),
     ) -> Attended:
-        """Attend with these arguments."""
+        """Compute attention with these arguments."""
         return attend(
             self.q,
             self.position,
@@ -231,11 +231,11 @@ def random_case(
     known: bool = False,
     scale: float = 0.3,
 ) -> Case:
-    """Draw a cache of tiers of up to `stored` tokens, a window and a fresh chunk of L tokens.
+    """Draw a cache of tiers of up to `stored` tokens, a window and a new chunk of L tokens.
 
-    `padding` is none, left, right or all (of the last sequence). Places without a token hold NaN.
-    With `reverse` tables grow from the right, with `holes` some slots of pages hold no token, with
-    `known` the host knows a bound of the lengths, and which plain tensors are full.
+    `padding` is none, left, right or all (of the last sequence). Empty slots contain NaN. With
+    `reverse` tables are filled from the right, with `holes` some slots of pages are empty, with
+    `known` the host knows a bound of the lengths, and which dense tensors are full.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -248,7 +248,7 @@ def random_case(
     pages, positions, past = [], [], 0
     for names in tiers:
         length = count(stored, B, H) if ragged else torch.full((B, H), stored)
-        wide = stored + 3  # positions may be given for more slots than there are
+        wide = stored + 3  # more positions than slots may be given
         codecs = codec(names[0], D, group, block), codec(names[1], Dv, group, block)
         place = torch.arange(past, past + wide).expand(B, H, -1)
         place = place.where(place - past < length[..., None], -1)

@@ -1,4 +1,4 @@
-"""How a backend is held against the oracle: over which caches, and how near it has to come."""
+"""Comparison of a backend with the float64 reference: the caches, and the tolerances."""
 
 import torch
 from hypothesis import strategies as st

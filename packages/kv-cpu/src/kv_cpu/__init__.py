@@ -1,4 +1,4 @@
-"""Native code for CPUs: attention straight from compressed pages, and what writes them."""
+"""Native code for CPUs: attention on compressed pages, and page kernels."""
 
 from kv_cpu.backend import attend
 from kv_cpu.library import chosen, compiled, forced, missing, runnable

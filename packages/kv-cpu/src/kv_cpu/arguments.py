@@ -1,4 +1,4 @@
-"""What the native operators take, and how what they found is handed out."""
+"""Conversion of arguments and results for the native operators."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -12,28 +12,28 @@ from kv_policy import Observe, PagedTokens
 from kv_policy.described import NUMBERS, described
 
 MOST_DIM: Final = 1024  # of a vector
-MOST_GROUP: Final = 4096  # queries that a KV head has at a position
+MOST_GROUP: Final = 4096  # queries of a KV head per position
 TERMS: Final = {"squares": 1, "entropy": 2}
 GROUPS: Final = {"sum": 0, "mean": 1, "max": 2, "max-of-sums": 3}
 
 
 def refused(inputs: AttentionInputs) -> str | None:
-    """Return why native code does not take a pass; None if it does."""
+    """Return why native code does not support a pass; None if it does."""
     q = inputs.q
     if q.device.type != "cpu":
         return f"tensors on {q.device.type}"
     if not 0 < q.shape[2] <= MOST_GROUP:
-        return f"{q.shape[2]} queries of a KV head; 1 to {MOST_GROUP} are native"
+        return f"{q.shape[2]} queries of a KV head; native code supports 1 to {MOST_GROUP}"
     for tokens in inputs.dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
-            return "plain tokens with numbers that are not consecutive"
+            return "dense tokens whose numbers are not consecutive"
     return compiled.refused(inputs, MOST_DIM)
 
 
 def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list[int]]:
     """Return the tensors and the numbers of all parts.
 
-    Positions and widths of pages are only read where attention mass is observed (`watched`).
+    Positions and widths of pages are only read if attention mass is observed (`watched`).
     """
     tensors: list[Tensor] = []
     numbers: list[int] = []
@@ -48,7 +48,7 @@ def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list
 
 
 def watches(watched: Iterable[Observe]) -> tuple[list[int], list[float]]:
-    """Give the numbers of all that is watched, and the shares that they count above."""
+    """Return the numbers of all observations, and their thresholds of counted shares."""
     watched = [what for what in watched if what.last != 0]
     numbers = [number for what in watched for number in _watch(what)]
     return numbers, [what.above or 0.0 for what in watched]
@@ -57,7 +57,7 @@ def watches(watched: Iterable[Observe]) -> tuple[list[int], list[float]]:
 def to_attended(
     out: Float[Tensor, "B H G L Dv"], found: Sequence[Tensor], watched: Sequence[Observe]
 ) -> list[Attended]:
-    """Give each observation its own: sums and counts of each part, one behind the other."""
+    """Assign the sums and counts of each part to their observations."""
     sums, seen = found[::2], found[1::2]
     term = row = 0
     results: list[Attended] = []

@@ -1,7 +1,7 @@
-"""A pass of several queries of a sequence, and the attention mass that a policy observes of it.
+"""A pass of several queries per sequence, and its attention-mass pass.
 
-The attention matrix is never held: with the log-sum-exp of the pass, its blocks are computed again
-and summed over the queries.
+The attention matrix is never stored: its blocks are recomputed from the log-sum-exp of the pass and
+summed over the queries.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ from kv_policy import Observe
 
 
 def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
-    """Attend, then sum the attention mass natively unless `declined` returns a reason.
+    """Compute attention, then sum the attention mass natively unless `declined` returns a reason.
 
-    Many queries attend natively unless `prompt.declined` returns a reason, and few to pages. All
-    observations are made together, in float32. Errors are those of `backend.attend`.
+    Attention of many queries is native unless `prompt.declined` returns a reason, and that of few
+    queries over pages. All observations are computed together, in float32. Errors are those of
+    `backend.attend`.
     """
     if prompt.declined(inputs, isa) is None:
         found = prompt.attend_to_all(inputs, isa)
@@ -40,7 +41,7 @@ def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
 def observe_all(
     done: Forward, watched: Sequence[Observe], isa: str | None = None
 ) -> list[Attended]:
-    """Sum the attention mass of a pass for several observations at once, none of them declined."""
+    """Sum the attention mass of a pass for several observations, none of them declined."""
     found: Sequence[Tensor] = ()
     inputs = done.inputs
     length = inputs.q.shape[3]
@@ -61,7 +62,7 @@ def observe_all(
 
 
 def declined(inputs: AttentionInputs, what: Observe) -> str | None:
-    """Return why torch observes this of a pass; None if native code does."""
+    """Return why torch computes this observation of a pass; None if native code does."""
     if what.gumbel is not None:
         return "attention under Gumbel noise is observed"
     return refused(inputs)

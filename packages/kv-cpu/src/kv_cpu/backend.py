@@ -1,4 +1,4 @@
-"""The backend `cpu` of kv-attention: native code where it is faster, torch everywhere else."""
+"""The backend `cpu` of kv-attention: native code if it is faster, torch otherwise."""
 
 import torch
 
@@ -10,18 +10,18 @@ from kv_cpu.library import chosen
 
 
 def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
-    """Attend to all parts, natively unless `declined` returns a reason.
+    """Compute attention over all parts, natively unless `declined` returns a reason.
 
-    Products and sums are in float32, whatever the dtype of the queries; the output has theirs.
+    Products and sums are in float32 for all dtypes of queries; the output has the queries' dtype.
 
     Args:
         inputs: the pass.
-        isa: the instruction set to use; None: what `chosen` returns.
+        isa: the instruction set to use; None: that of `chosen`.
 
     Raises:
-        RuntimeError: a table names a page that its pool does not have, or a length is impossible.
+        RuntimeError: a table names a page outside its pool, or a length is out of range.
         OSError: the library cannot be loaded.
-        ValueError: the environment names an instruction set that does not run here.
+        ValueError: the environment names an instruction set that is unavailable here.
     """
     if inputs.q.shape[3] > 1:
         return attention_mass.attend(inputs, isa)
@@ -41,10 +41,10 @@ def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
 
 
 def declined(inputs: AttentionInputs) -> str | None:
-    """Return why torch makes a pass instead of native code; None if it does not.
+    """Return why torch computes a pass instead of native code; None if native code does.
 
-    Of a pass of several queries this is about its output; `attention_mass.declined` is about what
-    is observed of it.
+    For a pass of several queries this concerns its output; `attention_mass.declined` concerns its
+    observations.
     """
     if inputs.q.shape[3] != 1:
         return prompt.declined(inputs)

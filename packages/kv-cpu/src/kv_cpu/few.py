@@ -1,7 +1,7 @@
-"""A few queries of a sequence over pages, such as a draft that is checked: a decode step of more.
+"""A few queries per sequence over pages, such as draft tokens to verify: a wider decode step.
 
-Every query sees every stored token, so the queries of a sequence may stand beside each other as
-those of a group do.
+Every query sees every stored token, so the queries of a sequence are processed like those of a GQA
+group.
 """
 
 from dataclasses import replace
@@ -13,16 +13,16 @@ from kv_attention import AttentionInputs, Partial
 from kv_cpu.arguments import MOST_GROUP, parts, refused
 from kv_cpu.library import chosen
 
-MOST: Final = 8  # queries of a sequence; torch decodes a block of tokens once for any number
+MOST: Final = 8  # queries of a sequence; torch decodes a block once for any number of queries
 
 
 def multi_query_decode(inputs: AttentionInputs, isa: str | None = None) -> Partial | None:
-    """Attend to all pages; None if the queries are too many, or native code does not take them.
+    """Compute attention over all pages; None for too many queries, or an unsupported pass.
 
-    Rows of padding queries hold anything.
+    Rows of padding queries are undefined.
 
     Raises:
-        RuntimeError: a table names a page that its pool does not have, or a length is impossible.
+        RuntimeError: a table names a page outside its pool, or a length is out of range.
     """
     q = inputs.q
     if not inputs.pages or q.shape[3] > MOST or q.shape[2] * q.shape[3] > MOST_GROUP:

@@ -1,4 +1,4 @@
-"""The compiled library: where it is, whether it loads, and which instruction sets it may use."""
+"""The compiled library: its path, whether it loads, and the instruction sets it may use."""
 
 import os
 import sys
@@ -12,11 +12,11 @@ import torch
 
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
 FILE: Final = "libkv_cpu.so"
-INTERFACE: Final = 2  # what the operators take and give back; the library says the same
+INTERFACE: Final = 2  # version of the operators' signatures; equal to the library's
 
 
 def missing() -> str | None:
-    """Say why the library cannot be used on this machine; None if it can."""
+    """Return why the library is unavailable on this machine; None if it is available."""
     reason = _load()
     if reason is None:
         try:
@@ -27,7 +27,7 @@ def missing() -> str | None:
 
 
 def compiled() -> tuple[str, ...]:
-    """Give the instruction sets that the library has kernels for, the fastest last.
+    """Return the instruction sets of the library's kernels, the fastest last.
 
     Raises:
         OSError: the library cannot be loaded.
@@ -36,10 +36,10 @@ def compiled() -> tuple[str, ...]:
 
 
 def runnable() -> tuple[str, ...]:
-    """Give those that this processor has too; `plain` is always among them.
+    """Return those that this processor supports; `plain` is always among them.
 
-    `amx-emulated` is for tests: it is never the last, so it is used only where `KV_CPU_ISA` names
-    it. Prompts under `vnni` use AMX where it is.
+    `amx-emulated` is for tests: it is never the last, so it is used only if `KV_CPU_ISA` names it.
+    Prompts under `vnni` use AMX if available.
 
     Raises:
         OSError: the library cannot be loaded.
@@ -48,11 +48,11 @@ def runnable() -> tuple[str, ...]:
 
 
 def chosen() -> str:
-    """Give the instruction set to use: the last that runs here, or what the environment names.
+    """Return the instruction set to use: the last available one, or that of the environment.
 
     Raises:
         OSError: the library cannot be loaded.
-        ValueError: `KV_CPU_ISA` names one that does not run here.
+        ValueError: `KV_CPU_ISA` names one that is unavailable here.
     """
     found = runnable()
     name = os.environ.get(FORCE)
@@ -64,7 +64,7 @@ def chosen() -> str:
 
 
 def forced() -> str | None:
-    """Give the assignment by which the environment chooses an instruction set, if it does."""
+    """Return the environment's assignment of an instruction set, if any."""
     name = os.environ.get(FORCE)
     return f"{FORCE}={name}" if name else None
 
@@ -88,7 +88,7 @@ def _load() -> str | None:
 
 
 def _wrong(path: Path) -> str | None:
-    """Say why a file is no whole library of 64 bits; the loader crashes on some others."""
+    """Return why a file is not a complete 64-bit library; the loader crashes on some others."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -96,18 +96,18 @@ def _wrong(path: Path) -> str | None:
     except OSError as error:
         return f"its library does not load: {error}"
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
-        return f"its library does not load: {path} is no library for this machine"
-    # The table of sections, by e_shoff, e_shentsize and e_shnum, is what a file ends with.
+        return f"its library does not load: {path} is not a library for this machine"
+    # A file ends with the section header table, described by e_shoff, e_shentsize and e_shnum.
     end = int.from_bytes(head[40:48], "little") + int.from_bytes(
         head[58:60], "little"
     ) * int.from_bytes(head[60:62], "little")
     if end > size:
-        return f"its library does not load: {path} was cut off at {size} of {end} bytes"
+        return f"its library does not load: {path} is truncated at {size} of {end} bytes"
     return None
 
 
 def _loaded(path: Path) -> str | None:
-    """Load the library; say why it cannot be used, if it cannot."""
+    """Load the library; return why it is unavailable, or None."""
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -117,16 +117,16 @@ def _loaded(path: Path) -> str | None:
     if found != INTERFACE:
         return (
             f"its library {path} has interface {found}, and these sources have {INTERFACE}: it was "
-            "built from others; install or build kv-cpu again"
+            "built from other sources; install or build kv-cpu again"
         )
     return None
 
 
 def folders() -> list[Path]:
-    """Give the folders where the library may lie.
+    """Return the folders that may contain the library.
 
-    An editable install keeps what was built apart from the sources, and an import hook may know the
-    sources alone; the metadata of the install says where the rest is.
+    An editable install separates build outputs from the sources, and an import hook may know only
+    the sources; the metadata of the install has the location of the rest.
     """
     found = [Path(folder) for folder in sys.modules[__package__].__path__]
     with suppress(PackageNotFoundError):

@@ -1,8 +1,8 @@
-"""The page kernels `cpu` of kv-paging: what writes, moves and reads tokens in pages, natively.
+"""The page kernels `cpu` of kv-paging, which write, move and read tokens in pages natively.
 
-Pages are those of `kv_paging.torch_kernels` to the last byte, but for the payload of a NaN that is
-stored as it is. Rows and tables are checked before anything is written, and a page that is not
-there is an error.
+Pages are bit-identical to those of `kv_paging.torch_kernels`, except for the payload of a NaN that
+is stored unchanged. Rows and tables are checked before anything is written, and a missing page
+raises an error.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def declined(layout: PageLayout, device: torch.device) -> str | None:
-    """Say why pages of a layout are not for native code; None if they are."""
+    """Return why native code does not support pages of a layout; None if it does."""
     if device.type != "cpu":
         return f"pages on {device.type}"
     if max(layout.format.key.dim, layout.format.value.dim) > MOST_DIM:
@@ -42,10 +42,10 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
 
 
 def write(pages: PagedTokens, tokens: TokenWrite) -> None:
-    """Encode tokens and write them; vectors in float64 are encoded by torch.
+    """Encode tokens and write them; torch encodes vectors in float64.
 
     Raises:
-        RuntimeError: a table names a page that is not there; nothing was written.
+        RuntimeError: a table names a missing page; nothing was written.
     """
     if tokens.key.dtype not in NUMBERS or tokens.value.dtype not in NUMBERS:
         torch_kernels.write(pages, tokens)
@@ -70,10 +70,10 @@ def place(
     key: Float[Tensor, "n D"],
     value: Float[Tensor, "n Dv"],
 ) -> None:
-    """Encode tokens and write each to its row of its page: table rows of a page and a token each.
+    """Encode tokens and write each to its row of its page, as table rows of one page and token.
 
     Raises:
-        RuntimeError: a page is not there; nothing was written.
+        RuntimeError: a page is missing; nothing was written.
     """
     if len(page) == 0:
         return
@@ -95,10 +95,10 @@ def place(
 
 
 def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
-    """Move tokens that stay to the front.
+    """Move kept tokens to the front.
 
     Raises:
-        RuntimeError: a table names a page that is not there; nothing was moved.
+        RuntimeError: a table names a missing page; nothing was moved.
     """
     torch.ops.kv_cpu.page_compact(*_tier(pages), table_rows.contiguous(), stay.contiguous())
 
@@ -109,9 +109,9 @@ def copy_pages(
     """Copy whole pages.
 
     Raises:
-        RuntimeError: a page is not there; nothing was copied.
+        RuntimeError: a page is missing; nothing was copied.
     """
-    if not data.is_contiguous():  # memory of somebody else's, see PagePool.over
+    if not data.is_contiguous():  # external memory, see PagePool.over
         torch_kernels.copy_pages(data, source, target)
         return
     torch.ops.kv_cpu.page_copy(data, source.contiguous(), target.contiguous())
@@ -123,7 +123,7 @@ def read(
     """Read tokens.
 
     Raises:
-        RuntimeError: a table names a page that is not there.
+        RuntimeError: a table names a missing page.
     """
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
@@ -141,7 +141,7 @@ def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tens
     """Write new scores.
 
     Raises:
-        RuntimeError: a table names a page that is not there; nothing was written.
+        RuntimeError: a table names a missing page; nothing was written.
     """
     torch.ops.kv_cpu.page_rescore(
         *_tier(pages), pages.length[:, 0], table_rows.contiguous(), *_scores(score)
@@ -156,10 +156,10 @@ def accumulate(
     seen: Int[Tensor, "S L"],
     running: Running,
 ) -> None:
-    """Let scores go on.
+    """Update scores.
 
     Raises:
-        RuntimeError: a table names a page that is not there; nothing was written.
+        RuntimeError: a table names a missing page; nothing was written.
     """
     torch.ops.kv_cpu.page_accumulate(
         *_tier(pages),
@@ -173,7 +173,7 @@ def accumulate(
 
 
 def _running(running: Running) -> tuple[int, int]:
-    """As native code has it: the past that counts, -1 for all; a sum's divisor, 0 for a mean."""
+    """Return native arguments: a mean's past weight, -1: no limit; a divisor, 0 for a mean."""
     if isinstance(running, RunningSum):
         return -1, running.over
     return -1 if running.last is None else running.last, 0
@@ -188,7 +188,7 @@ def weakest(
     """Find the lowest scores.
 
     Raises:
-        RuntimeError: a table names a page that is not there.
+        RuntimeError: a table names a missing page.
     """
     bound = table_rows[:0] if until is None else until
     score, slot = torch.ops.kv_cpu.page_weakest(
@@ -198,10 +198,10 @@ def weakest(
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """Do a step in one call; with candidates in float64 torch does it.
+    """Apply a step in one call; torch handles candidates in float64.
 
     Raises:
-        RuntimeError: a table or the pool names a page that is not there, or the pool has too few;
+        RuntimeError: a table or the pool names a missing page, or the pool has too few pages;
             nothing has changed.
     """
     candidates = [work.candidate for work in works]
@@ -229,7 +229,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
 
 
 def _tier(pages: PagedTokens) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Everything of a tier but its lengths; native code has no use for the scratch page."""
+    """Return the arguments of a tier except its lengths, without the scratch page."""
     return pages.data[:-1], pages.table[:, 0], _numbers(pages.layout, pages.reverse)
 
 

@@ -1,4 +1,4 @@
-"""What kv-cpu registers: a backend of attention and the page kernels that belong to it."""
+"""The registration of kv-cpu: an attention backend and its page kernels."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""Many queries of a sequence over pages and plain tokens, such as a prompt or a chunk of one.
+"""Prefill: many queries of a sequence over paged and dense tokens, for a prompt or a chunk.
 
-Tokens are unpacked in blocks, each once for as many queries as a core's cache has room for, and
-attended to with an online softmax (FlashAttention; Dao et al., 2022).
+Tokens are unpacked in blocks, each once for as many queries as fit in a core's cache, with an
+online softmax (FlashAttention; Dao et al., 2022).
 """
 
 import torch
@@ -13,12 +13,12 @@ from kv_cpu.library import chosen
 
 
 def attend_to_all(inputs: AttentionInputs, isa: str | None = None) -> Partial:
-    """Attend to all parts; 0 and -inf for a query that is padding or sees nothing.
+    """Compute attention over all parts; 0 and -inf for a query that is padding or sees no token.
 
     The output is in the dtype of the queries, the log-sum-exp in float32.
 
     Raises:
-        RuntimeError: a table names a page that its pool does not have, or a length is impossible.
+        RuntimeError: a table names a page outside its pool, or a length is out of range.
     """
     out, lse = torch.ops.kv_cpu.prompt(
         inputs.q,
@@ -32,10 +32,10 @@ def attend_to_all(inputs: AttentionInputs, isa: str | None = None) -> Partial:
 
 
 def declined(inputs: AttentionInputs, isa: str | None = None) -> str | None:
-    """Return why torch makes a pass of many queries; None if native code does."""
+    """Return why torch computes a pass of many queries; None if native code does."""
     queries = inputs.q.shape[3]
     if queries <= MOST:
-        return f"{queries} queries of a sequence; up to {MOST} are native over pages alone"
+        return f"{queries} queries of a sequence; native code supports {MOST} over pages alone"
     if (isa or chosen()) == "plain":
-        return "prompts are attended to natively with AVX2 or more, and this is `plain`"
+        return "native prefill needs AVX2 or more, and this is `plain`"
     return refused(inputs)

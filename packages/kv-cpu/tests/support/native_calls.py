@@ -1,4 +1,4 @@
-"""Random calls of the native operators, as their arguments are: valid ones, and those bent."""
+"""Random calls of the native operators: valid ones, and modified ones."""
 
 import ctypes
 import mmap
@@ -13,16 +13,16 @@ from torch import Tensor
 from kv_policy.described import NUMBERS
 
 PAGE: Final = mmap.PAGESIZE
-SLOT: Final = 32 * PAGE  # the most that a tensor may take
+SLOT: Final = 32 * PAGE  # maximum size of a tensor
 CANARY: Final = 0xA5
 DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 Arg = Tensor | None | int | float | str | list  # lists of any of these
 
 
 class Arena:
-    """Memory for tensors that end where a page begins that nobody may read or write.
+    """Memory for tensors that end at an inaccessible page.
 
-    Before a tensor lie bytes that hold `CANARY`.
+    The bytes before a tensor are `CANARY`.
     """
 
     def __init__(self, slots: int = 96) -> None:
@@ -43,7 +43,7 @@ class Arena:
         self._taken = []
 
     def put(self, x: Tensor) -> Tensor:
-        """Copy a tensor, strides and all, to a place of its own."""
+        """Copy a tensor, including its strides, to a separate slot."""
         size = x.element_size()
         reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
         nbytes = 0 if x.numel() == 0 else reach * size
@@ -55,7 +55,7 @@ class Arena:
         if nbytes == 0:
             return x
         placed = slot[SLOT - nbytes :].view(x.dtype).as_strided(x.shape, x.stride())
-        if 0 in x.stride():  # what repeats is written once
+        if 0 in x.stride():  # repeated elements are written once
             first = tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())
             placed[first].copy_(x[first])
         else:
@@ -71,7 +71,7 @@ class Arena:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The numbers of a tensor as bytes, so that each NaN is itself."""
+    """Return a tensor's elements as bytes, to compare NaN bitwise."""
     if x.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
@@ -79,7 +79,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and whether no memory stands behind one of its tensors."""
+    """A call, and whether one of its tensors has no memory."""
 
     name: str
     args: list[Arg]
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def full(self) -> bool:
-        """Whether none of the first tensors is empty, and attention is to pages first."""
+        """Whether none of the first tensors is empty, and the first part of attention is paged."""
         lists = [arg for arg in self.args if isinstance(arg, list)]
         attends = not self.name.startswith("page_")
         if attends and (not lists[1] or not lists[1][0]):
@@ -103,7 +103,7 @@ class Call:
 
 @dataclass
 class Maker:
-    """What draws calls."""
+    """Draws random calls."""
 
     random: Random
     isas: tuple[str, ...]
@@ -155,7 +155,7 @@ class Maker:
         return key, value, self.format(key), self.format(value)
 
     def pages(self, tokens: int, formats: list[list[int]], more: int) -> tuple[Tensor, list[int]]:
-        """Pages, and where in them lie codes and metadata of both sides and `more` rows of 4."""
+        """Return pages, and the offsets of codes, metadata and `more` rows of 4 bytes."""
         pages, columns, places = 6, [], []
         at = 0
 
@@ -182,7 +182,7 @@ class Maker:
         return torch.cat(columns, dim=1), places
 
     def tier(self, table_rows: int, more: tuple[bool, bool], dims: tuple[int, int] | None = None):
-        """Pages, the table, the numbers and the lengths of a tier."""
+        """Return the pages, the table, the numbers and the lengths of a tier."""
         key, value = dims or (self.dim(), self.dim())
         formats = [self.format(key), self.format(value)]
         tokens, width = self.random.randint(1, 5), self.random.randint(1, 4)
@@ -305,7 +305,7 @@ class Maker:
     def page_write(self) -> list[Arg]:
         more = (self.random.random() < 0.5, self.random.random() < 0.5)
         data, table, numbers, _ = self.tier(3, more)
-        table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # a page each
+        table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # one page each
         table_rows, room = self.table_rows(3), numbers[0] * table.shape[1]
         columns = self.random.randint(0, room)
         start = self.integers(0, room - columns + 1, len(table_rows), dtype=self.either())
@@ -376,7 +376,7 @@ OTHERS += (torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.compl
 
 
 def bend(call: Call, random: Random) -> Call:
-    """Change one argument, or a number or a tensor of one."""
+    """Change one argument, or a number or a tensor in it."""
     args = [list(arg) if isinstance(arg, list) else arg for arg in call.args]
     which = random.randrange(len(args))
     arg = args[which]
@@ -469,7 +469,7 @@ def _bent_tensor(
     if how == 12:
         return random.choice(tensors), False, "another of its tensors"
     if how == 13:
-        if random.random() < 0.5:  # memory that torch did not allocate cannot be shared so
+        if random.random() < 0.5:  # memory from another allocator cannot be shared lazily
             return torch._lazy_clone(x.clone()), False, "sharing memory until it is written"
         if random.random() < 0.5:
             return None, True, "None"

@@ -1,7 +1,7 @@
-"""Calls native operators with arguments that may not fit, many of them in one process.
+"""Calls native operators with possibly invalid arguments, many of them in one process.
 
-Each call either gives what the judge works out, or raises and changes nothing; no byte beside what
-it was given ever changes. A process that ends is started anew behind the call that ended it:
+Each call either returns what the reference computes, or raises and changes nothing; bytes outside
+its arguments never change. A process that ends is restarted after the call that ended it:
 
     python native_fuzz.py SEED CALLS
 """
@@ -27,12 +27,12 @@ import native_judge
 from kv_cpu import missing, runnable
 from native_calls import Arena, Arg, Call, Maker, bend, bytes_of
 
-MEMORY = 8 << 30  # bytes of addresses that a call may take beyond those of its process
-HANGS = 120  # seconds without an end that no call may take
+MEMORY = 8 << 30  # address space that a call may add to its process
+HANGS = 120  # maximum seconds of a call
 
 
 def call_of(seed: int, index: int) -> Call:
-    """A call by its number, whatever was called before it."""
+    """Return a call by its number, independent of earlier calls."""
     random = Random(f"{seed} {index}")
     call = Maker(random, runnable()).call()
     for _ in range(random.choice([0, 1, 1, 1, 1, 2, 2, 3, 5])):
@@ -49,7 +49,7 @@ def tensors_in(args: list[Arg]) -> Iterator[Tensor]:
 
 
 def mapped(args: list[Arg], f: Any) -> list[Any]:
-    """The same arguments, of each tensor f of it; one that is given twice is so again."""
+    """Return the arguments with f applied to each tensor; repeated tensors remain identical."""
     done: dict[int, Any] = {}
 
     def one(arg: Arg) -> Any:
@@ -65,7 +65,7 @@ def mapped(args: list[Arg], f: Any) -> list[Any]:
 
 
 def place(arena: Arena, x: Tensor, random: Random) -> Tensor:
-    """Most tensors go to guarded memory; a few stay in memory of their own, for sanitizers."""
+    """Move most tensors to guarded memory; a few stay in separate memory, for sanitizers."""
     here = x.device.type == "cpu" and not torch._C._is_cow_tensor(x)
     odd = here and x.data_ptr() % max(x.element_size(), 1)
     if not here or odd or random.random() < 0.2:
@@ -74,26 +74,26 @@ def place(arena: Arena, x: Tensor, random: Random) -> Tensor:
 
 
 def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool]:
-    """Say what is wrong with what a call does; None if nothing is. And whether it was refused."""
+    """Return the fault of a call, or None, and whether it raised."""
     arena.clear()
     shrunk = [x for x in tensors_in(call.args) if x.device.type == "cpu" and _is_short(x)]
     args = call.args if shrunk else mapped(call.args, lambda x: place(arena, x, random))
     whole = [] if shrunk else [x for x in tensors_in(args) if x.device.type == "cpu"]
     before = [bytes_of(x) for x in whole]
-    expected, reason = None, "no memory stands behind an argument"
+    expected, reason = None, "an argument has no memory"
     copies = [] if call.hopeless or shrunk else mapped(args, torch.clone)
     if copies:
         try:
             expected = getattr(native_judge, call.name)(*copies)
-        except Exception as error:  # whatever it stumbles over
-            reason = f"the judge says {type(error).__name__}: {error}"
+        except Exception as error:  # any error of the reference
+            reason = f"the reference raises {type(error).__name__}: {error}"
     try:
         found = getattr(torch.ops.kv_cpu, call.name)(*args)
-    # TypeError, and NotImplementedError, which is a RuntimeError, are of torch's dispatcher: an
-    # argument is of a wrong kind. Whatever the error, a valid call that is refused is a fault.
+    # TypeError, and NotImplementedError, which is a RuntimeError, are raised by torch's dispatcher
+    # for arguments of a wrong type. For a valid call, any error is a fault.
     except (RuntimeError, TypeError) as error:
         if "allocate memory" in str(error) or "bad_alloc" in str(error):
-            return f"it asks for memory out of proportion: {error}", True
+            return f"it allocates excessive memory: {error}", True
         same = all(torch.equal(a, bytes_of(x)) for a, x in zip(before, whole, strict=True))
         if not same:
             return f"refused, and changed its arguments: {error}", True
@@ -111,7 +111,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
             return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
     for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
         if not _equal(x, y):
-            return f"tensor {i} holds something else than it should", False
+            return f"tensor {i} differs from the reference", False
     return None, False
 
 
@@ -126,7 +126,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def work(seed: int, first: int, calls: int, progress: Path) -> None:
-    """Do calls first .. calls - 1; each number is written down before its call."""
+    """Run calls first .. calls - 1; write each number before its call."""
     warnings.simplefilter("ignore")
     reason = missing()
     if reason is not None:
@@ -146,14 +146,14 @@ def work(seed: int, first: int, calls: int, progress: Path) -> None:
 
 
 def _limit_memory() -> None:
-    """Let what asks for too much fail alone; under sanitizers addresses are not counted."""
+    """Let excessive allocations fail in their call; sanitizers reserve too many addresses."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     if taken < 1 << 40:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
 
 
 def fuzz(seed: int, calls: int) -> tuple[list[list[Any]], dict[str, int]]:
-    """Do many calls in another process; give what was wrong, and how many calls were refused."""
+    """Run many calls in another process; return the faults, and how many calls raised."""
     faults: list[list[Any]] = []
     done = {"calls": 0, "refused": 0}
     first = 0

@@ -1,7 +1,7 @@
-"""What native operators are to give, worked out from their arguments slowly and in the open.
+"""A reference of the native operators: slow, straightforward computation from their arguments.
 
-Every place that is read or written is looked up with its bounds checked, so that a call that leaves
-the memory of its arguments is an IndexError here.
+Every access is bounds-checked, so a call that would leave the memory of its arguments raises
+IndexError here.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from kv_quant import IntegerCodec
 DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
 EXACT: Final = 0.0
-NEAR: Final = 3e-3  # of all instruction sets; what a single one keeps to, other tests show
-MOST: Final = 4096  # slots and dimensions: the judge takes no more memory than that needs
-LARGE: Final = 64.0  # numbers above this are rounded by more than `NEAR`
+NEAR: Final = 3e-3  # for all instruction sets; other tests check the tolerance of each
+MOST: Final = 4096  # slots and dimensions: bounds the memory of the reference
+LARGE: Final = 64.0  # numbers above this have a rounding error of more than `NEAR`
 
 
 def at(x: Tensor | Sequence[int], i: int) -> int:
-    """An item, never one counted from the end."""
+    """Return an item, never counted from the end."""
     if not 0 <= i < len(x):
         raise IndexError(f"{i} of {len(x)}")
     return int(x[i])
@@ -52,7 +52,7 @@ class Format:
         return RawCodec(self.dim, DTYPES[self.number])
 
     def decode(self, codes: Tensor, meta: Tensor) -> Tensor:
-        """Numbers of one vector, in float64."""
+        """Return the numbers of one vector, in float64."""
         if self.number:
             return codes.clone().view(DTYPES[self.number]).double()
         d = torch.arange(self.dim)
@@ -64,7 +64,7 @@ class Format:
 
 
 def span(page: Tensor, offset: int, row: int, width: int) -> Tensor:
-    """The bytes of a row of a page."""
+    """Return the bytes of a row of a page."""
     first = offset + row * width
     if offset < 0 or row < 0 or first + width > len(page):
         raise IndexError(f"bytes {first} to {first + width} of {len(page)}")
@@ -81,7 +81,7 @@ def vector(page: Tensor, place: Sequence[int], form: Format, row: int) -> Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """The tokens of a table row in a part: slots, vectors, positions, whether pages hold them."""
+    """The tokens of a table row in a part: slots, vectors, positions, whether they are paged."""
 
     slot: list[int]
     key: Tensor
@@ -123,7 +123,7 @@ def held(tensors: Sequence[Tensor], numbers: Sequence[int], b: int, h: int) -> H
 
 @dataclass(frozen=True)
 class Bounds:
-    """Numbers from one to another; where they are not known, NaN."""
+    """Lower and upper bounds of numbers; NaN if unknown."""
 
     low: Tensor
     high: Tensor
@@ -143,7 +143,7 @@ def exactly(x: Tensor) -> Bounds:
 
 
 def unknown(x: Tensor, near: float) -> Bounds:
-    """Numbers as they are, where they are small enough to be compared."""
+    """Return bounds of numbers, if they are small enough to be compared."""
     x = x.masked_fill(~(x.abs() < LARGE), torch.nan)
     return Bounds(x, x, near)
 
@@ -160,7 +160,7 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
 
 
 def attention(q, position, tensors, numbers, value_dim, scale):
-    """The output and log-sum-exp of each query, and of each table row its parts and logits."""
+    """Return each query's output and log-sum-exp, and each table row's parts and logits."""
     at(range(MOST), value_dim)
     sequences, heads, group, length, _ = q.shape
     parts = parts_of(tensors, numbers)
@@ -191,7 +191,7 @@ def attention(q, position, tensors, numbers, value_dim, scale):
 
 
 def observed(q, position, lse, table_rows, numbers, watches, above, last):
-    """Bounds of the sums of each part, and of the counts."""
+    """Return bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
     widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), 18)]
     described, rest = [], list(watches)
@@ -216,7 +216,7 @@ def observed(q, position, lse, table_rows, numbers, watches, above, last):
             apart = torch.where(stored, 1, 0)[None] >= skip
             counts = counts & (apart | (position[b][:, None] >= where + skip))
             difference = (logits - lse[b, h][..., None]).clamp(min=-87)
-            # With another log-sum-exp than that of the pass nothing is known.
+            # With a log-sum-exp that is not of the pass, the result is unknown.
             difference = difference.masked_fill(difference > 1e-3, torch.nan)
             p = torch.where(counts, difference.exp(), 0.0)
             even = share / (position[b][:, None] + 1).double()
@@ -276,13 +276,13 @@ def prompt(q, position, tensors, numbers, value_dim, scale, isa):
 
 
 def _largest(x: Tensor) -> float:
-    """The largest magnitude; NaN, which is in no bounds, says nothing of it."""
+    """Return the largest magnitude; NaN, which is in no bounds, is ignored."""
     return float(x.masked_fill(x.isnan(), 0).abs().max())
 
 
 def attention_mass(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
     table_rows = {}
-    if any(last):  # of no query nothing is observed, and nothing is read for it
+    if any(last):  # without queries nothing is observed or read
         _, _, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
     return observed(q, position, lse.double(), table_rows, numbers, watches, above, last)
 
@@ -331,7 +331,7 @@ class Tier:
                 raise IndexError("dimensions")
             codes = form.codec.encode(x[None, None].float() if form.number == 0 else x[None, None])
             codes = codes.reshape(-1)
-            if form.number:  # what bits a NaN has is not promised: native code writes the quiet one
+            if form.number:  # the bits of a NaN are undefined: native code writes the quiet one
                 codes.view(DTYPES[form.number])[x.isnan()] = torch.nan
             span(page, self.places[2 * which], row, form.bytes).copy_(codes[: form.bytes])
             if form.groups:

@@ -1,4 +1,4 @@
-"""Random formats, and caches whose pages native code writes beside those that torch does."""
+"""Random formats, and pairs of caches written by native code and by torch."""
 
 from collections.abc import Callable
 
@@ -28,10 +28,10 @@ FORMATS = st.tuples(DIMS, DIMS).flatmap(
 
 
 def twins(make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers], nbytes: int) -> Twins:
-    """Twins, of which native code writes the second's pages."""
+    """Return twins, of which native code writes the second's pages."""
     return Twins(make, nbytes, "cpu")
 
 
 def one_store(layout: PageLayout, table_rows: int = 3) -> Twins:
-    """Twins of a store."""
+    """Return twins of a store."""
     return page_twins.one_store(layout, table_rows, "cpu")

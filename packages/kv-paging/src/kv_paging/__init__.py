@@ -1,4 +1,4 @@
-"""A pool of equal byte pages, and a table row of pages per sequence, layer and KV head."""
+"""A pool of fixed-size byte pages, and a table row of pages per sequence, layer and KV head."""
 
 from kv_paging.checks import PoolExhausted
 from kv_paging.head_pages import expect_joined, join_all, release_all, select_all

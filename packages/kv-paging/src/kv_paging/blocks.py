@@ -1,4 +1,4 @@
-"""Tokens that are encoded together: they come and go one by one, their bytes block by block."""
+"""Stores of block-encoded tokens: removed one by one, freed block by block."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,9 +16,9 @@ from kv_policy import PageLayout
 class BlockStore(TokenStore):
     """The full blocks of a tier whose format encodes several tokens together.
 
-    Every length is a whole number of blocks. A token that goes leaves a hole: its position becomes
-    -1 and its score inf, and its bytes stay until its block has no token left. Then the table row's
-    last block moves there, bytes as they are.
+    Every length is a multiple of the block size. A removed token leaves a hole: its position
+    becomes -1 and its score inf, and its bytes remain until its block is empty. Then the table
+    row's last block moves there, without being encoded again.
     """
 
     in_blocks = True
@@ -33,28 +33,28 @@ class BlockStore(TokenStore):
         *,
         facing: HeadPages | None = None,
     ) -> None:
-        """Start with empty table rows; see Table rows."""
+        """Create empty table rows; see HeadPages."""
         super().__init__(pool, layout, layers, sequences, heads, facing=facing)
         self._holes = torch.zeros_like(self._length)
 
     @property
     def live(self) -> Int[Tensor, "N B H"]:
-        """Tokens in each table row, holes not counted."""
+        """Tokens in each table row, excluding holes."""
         return self._length.long() - self._holes.long()
 
     @property
     def table_bytes(self) -> int:
-        """Memory of page tables, lengths and numbers of holes."""
+        """Bytes of page tables, lengths and hole counts."""
         return super().table_bytes + self._holes.numel() * self._holes.itemsize
 
     def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
-        """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
+        """Evict the tokens not marked by `keep`; return whole pages to the pool.
 
         Returns:
-            Pages that went back.
+            The number of pages returned to the pool.
 
         Raises:
-            ValueError: `keep` says nothing about some slots, or pages hold no positions.
+            ValueError: `keep` does not cover all slots, or pages store no positions.
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         self._expect_positions()
@@ -66,7 +66,7 @@ class BlockStore(TokenStore):
         stay = stay & keep[:, :longest]
         self._make_holes(table_rows, gone)
         block = self.layout.format.block
-        # `longest` is a whole number of blocks.
+        # `longest` is a multiple of the block size.
         full = stay.view(len(stay), longest // block, block).any(-1)
         freed = self._compact(table_rows, length, wrong, full, block)
         left = full.sum(1) * block - stay.sum(1)
@@ -74,10 +74,10 @@ class BlockStore(TokenStore):
         return freed
 
     def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each table row; slot -1 leaves a table row alone.
+        """Evict one token of each table row; slot -1 leaves a table row unchanged.
 
         Raises:
-            ValueError: a slot past the table row's end, or pages hold no positions.
+            ValueError: a slot past the table row's end, or pages store no positions.
         """
         expect_shape("slot", slot, table_rows.shape[0])
         named, length, wrong = self._named(table_rows)
@@ -94,35 +94,35 @@ class BlockStore(TokenStore):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Refuse: a token cannot be written into a block that is encoded.
+        """Raise: a token of an encoded block cannot be overwritten.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
             f"{self.layout.format.block} tokens are encoded together here, so none of them can be "
-            "overwritten; remove it, and append the other through Tiers"
+            "overwritten; remove the token and append the new one through Tiers"
         )
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
-        """Let each head of sequence b keep its first length[b] slots at most.
+        """Truncate each head of sequence b to at most its first length[b] slots.
 
         Raises:
-            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+            ValueError: a negative length, not one length per sequence, or one inside a block.
         """
         self.expect_lengths(length)
         self.expect_whole(length[:, None])
         super().truncate(length)
-        # What is cut off may have had holes.
+        # Count holes anew: the truncated slots may have included some.
         left, slots = self._length.flatten().long(), self.longest
         holes = before(left, slots) & ~present(self.whole(), self.table_rows(), slots)
         self._holes.copy_(holes.sum(1).view_as(self._holes))
 
     def expect_whole(self, length: Int[Tensor, "B _"]) -> None:
-        """Refuse to cut a block.
+        """Raise if a length would end inside a block.
 
         Raises:
-            ValueError: a length, shorter than a table row, that is not a whole number of blocks.
+            ValueError: a length below a table row's that is not a multiple of the block size.
         """
         block = self.layout.format.block
         cut = (length % block != 0) & (length < self._length)
@@ -132,7 +132,7 @@ class BlockStore(TokenStore):
             raise ValueError(
                 f"{block} tokens are encoded together, and {asked} tokens of a table row of "
                 f"{int(self._length[layer, sequence, head])} would end inside such a block; keep a "
-                "multiple of that, or a format in which every token stands alone"
+                "multiple of that, or use a format that encodes each token separately"
             )
 
     def _make_holes(self, table_rows: Tensor, gone: Bool[Tensor, "S L"]) -> None:
@@ -142,15 +142,15 @@ class BlockStore(TokenStore):
         if scores is not None:
             inf = torch.full((len(page), 1), torch.inf, device=page.device)
             put(self.pool.data, scores, page, row, inf.view(torch.uint8))
-        assert positions is not None  # they were asked for
+        assert positions is not None  # positions were requested
         none = torch.full((len(page), 1), -1, dtype=torch.int32, device=page.device)
         put(self.pool.data, positions, page, row, none.view(torch.uint8))
 
     def _expect_positions(self) -> None:
         if not self.layout.positions:
             raise ValueError(
-                "pages of this layout hold no positions, and where tokens are encoded together a "
-                "place without a token is known by its position; lay them out with positions=True"
+                "pages of this layout store no positions, which mark empty slots in block-encoded "
+                "formats; use a layout with positions=True"
             )
 
     def _reorder(self, rows: Tensor, source: Tensor) -> None:
@@ -158,7 +158,7 @@ class BlockStore(TokenStore):
         self._holes = self._holes[:, source].contiguous()
 
     def _join(self, other: HeadPages) -> None:
-        assert isinstance(other, BlockStore)  # stores of other kinds were refused
+        assert isinstance(other, BlockStore)  # other store types were rejected
         self._holes = torch.cat((self._holes, other._holes), 1)
         super()._join(other)
 
@@ -167,10 +167,10 @@ class BlockStore(TokenStore):
         self._holes = self._holes[:, :0].contiguous()
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
-        """Let finished sequences give all their pages back; they go on as empty ones.
+        """Return all pages of finished sequences to the pool; the sequences remain, empty.
 
         Raises:
-            ValueError: a sequence that does not exist, or is named twice.
+            ValueError: a sequence does not exist or is named twice.
         """
         super().clear(sequences)
         self._holes[:, sequences] = 0

@@ -1,14 +1,14 @@
-"""What is refused before anything changes, each with a sentence."""
+"""Argument checks before anything changes, with the messages of their exceptions."""
 
 import torch
 from torch import Tensor
 
 
 class PoolExhausted(RuntimeError):
-    """More pages were asked for than are free, and the pool may not grow; nothing was changed."""
+    """More pages were requested than are free, and the pool may not grow; nothing has changed."""
 
     def __init__(self, needed: int, free: int) -> None:
-        """Say how many pages were needed and how many there were."""
+        """Record the needed and the free pages."""
         super().__init__(
             f"{needed} pages are needed and {free} are free; give the pool more pages, keep fewer "
             "tokens, or finish a sequence first"
@@ -18,10 +18,10 @@ class PoolExhausted(RuntimeError):
 
 
 def expect_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
-    """Refuse a tensor of another shape; None stands for any size.
+    """Raise if a tensor has another shape; None matches any size.
 
     Raises:
-        ValueError: the shape differs; both are named.
+        ValueError: the shape differs; the message has both.
     """
     fits = tensor.ndim == len(shape) and all(
         want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
@@ -32,10 +32,10 @@ def expect_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
 
 
 def expect_field(name: str, tensor: Tensor | None, stored: bool, *shape: int) -> None:
-    """Refuse scores or positions that pages do not hold, and their absence where pages do.
+    """Raise if scores or positions are given but not stored in pages, or vice versa.
 
     Raises:
-        ValueError: what is given and what pages hold do not agree, or the shape differs.
+        ValueError: the argument and the layout disagree, or the shape differs.
     """
     if tensor is None:
         if stored:
@@ -47,23 +47,23 @@ def expect_field(name: str, tensor: Tensor | None, stored: bool, *shape: int) ->
 
 
 def expect_cover(name: str, slots: int, longest: int) -> None:
-    """Refuse a tensor over fewer slots than the longest table row fills.
+    """Raise if a tensor has fewer slots than the longest table row.
 
     Raises:
-        ValueError: some slots would have no answer.
+        ValueError: some slots are not covered.
     """
     if slots < longest:
         raise ValueError(
             f"{name} covers {slots} slots and the longest of the rows holds {longest} tokens; "
-            "it must cover all of them, as read gives them"
+            "it must cover all of them, as returned by read"
         )
 
 
 def expect_within(name: str, tensor: Tensor, most: int) -> None:
-    """Refuse numbers that are not from 0 to `most`.
+    """Raise if any number is outside 0 to `most`.
 
     Raises:
-        ValueError: one is not; the first such is named.
+        ValueError: a number is out of range; the message has the first one.
     """
     strange = tensor[(tensor < 0) | (tensor > most)]
     if strange.numel():
@@ -71,43 +71,43 @@ def expect_within(name: str, tensor: Tensor, most: int) -> None:
 
 
 def expect_sizes(page_bytes: int, pages: int, grows: bool) -> None:
-    """Refuse a pool that can serve nobody.
+    """Raise if the sizes of a pool are invalid.
 
     Raises:
-        ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.
+        ValueError: a page of no bytes, a negative number of pages, or none in a fixed pool.
     """
     if page_bytes < 1:
-        raise ValueError(f"a page of {page_bytes} bytes holds nothing; give it at least 1")
+        raise ValueError(f"a page of {page_bytes} bytes stores nothing; give it at least 1")
     if pages < (0 if grows else 1):
         raise ValueError(
-            f"a pool of {pages} pages cannot serve anybody; give it at least "
+            f"a pool of {pages} pages is too small; give it at least "
             f"{0 if grows else 1}, or let it grow"
         )
 
 
 def expect_memory(data: Tensor) -> None:
-    """Refuse what cannot be the pages of a pool and its scratch page.
+    """Raise if a tensor cannot be the pages of a pool and its scratch page.
 
     Raises:
-        ValueError: fewer than two rows, rows that overlap or are not runs, or no bytes.
+        ValueError: fewer than two rows, overlapping or non-contiguous rows, or no bytes.
     """
     if data.dtype != torch.uint8 or data.ndim != 2 or len(data) < 2 or data.shape[1] < 1:
         raise ValueError(
             f"the memory is {data.dtype} of shape {tuple(data.shape)}; give it as uint8 of "
-            "shape (pages + 1, bytes of a page), with a page at least"
+            "shape (pages + 1, bytes of a page), with at least one page"
         )
     if data.stride(1) != 1 or data.stride(0) < data.shape[1]:
         raise ValueError(
             f"the memory has the strides {data.stride()}; each page of {data.shape[1]} bytes "
-            "must be a run of its own"
+            "must be contiguous and must not overlap another"
         )
 
 
 def expect_each_once(free: Tensor, held: Tensor, pages: int) -> None:
-    """Check that free pages and held ones are all pages, each exactly once.
+    """Check that free and held pages together are all pages, each exactly once.
 
     Raises:
-        RuntimeError: a page is missing, or is in two places.
+        RuntimeError: a page is missing or occurs twice.
     """
     everywhere = torch.cat((free, held))
     strange = everywhere[(everywhere < 0) | (everywhere >= pages)]
@@ -118,6 +118,6 @@ def expect_each_once(free: Tensor, held: Tensor, pages: int) -> None:
     if len(wrong):
         page = int(wrong[0, 0])
         raise RuntimeError(
-            f"page {page} is in {int(places[page])} places; every page is either free or held "
-            f"once ({len(free)} are free, {len(held)} are named as held, {pages} exist)"
+            f"page {page} occurs {int(places[page])} times; every page must be either free or held "
+            f"once ({len(free)} are free, {len(held)} are listed as held, {pages} exist)"
         )

@@ -1,4 +1,4 @@
-"""The free list of a pool: a ring buffer of page ids, and the plan by which a pool shrinks."""
+"""The free list of a pool: a ring buffer of page ids, and the plan to shrink a pool."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class FreeList:
-    """Page ids in a contiguous, wrapping run: taken at its start, given back at its end.
+    """Free page ids in a ring buffer: allocated at its start, released at its end.
 
-    `ids` has a place for each of P pages, and one more for what a mask rules out. Everything is on
-    the device, and nothing here waits for it. What changes these tensors in place, as a native step
-    does, takes and gives back pages.
+    `ids` has an entry for each of P pages, and one more as a target for masked writes. All state is
+    on the device, without synchronization. Native steps allocate and release pages by changing
+    these tensors in place.
     """
 
     ids: Int[Tensor, " P1"]
@@ -22,41 +22,41 @@ class FreeList:
 
     @classmethod
     def of(cls, first: Int[Tensor, " n"], pages: int, count: Int[Tensor, ""]) -> "FreeList":
-        """Let the first of so many pages' places hold these, of which `count` are free."""
+        """Create a list of `pages` entries that starts with `first`, of which `count` are free."""
         ids = torch.zeros(pages + 1, dtype=torch.int32, device=first.device)
         ids[: len(first)] = first.to(ids.dtype)
         return cls(ids, torch.zeros_like(count), count)
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
+        """Size in bytes."""
         every = (self.ids, self.start, self.count)
         return sum(each.numel() * each.itemsize for each in every)
 
     def first(self, count: int) -> Int[Tensor, " count"]:
-        """Give the ids of the first `count` free pages, in order."""
+        """Return the ids of the first `count` free pages, in order."""
         return self.ids[self._places(self.start, count)].long()
 
     def skip(self, count: int | Int[Tensor, ""]) -> None:
-        """Take the first `count` pages."""
+        """Allocate the first `count` pages."""
         self.start = (self.start + count) % self._size
         self.count = self.count - count
 
     def add(self, pages: Int[Tensor, " n"]) -> None:
-        """Give pages back."""
+        """Release pages."""
         places = self._places(self.start + self.count, len(pages))
         self.ids[places] = pages.to(self.ids.dtype)
         self.count = self.count + len(pages)
 
     def take(self, wanted: Bool[Tensor, " S"]) -> Int[Tensor, " S"]:
-        """Take a page for each marked row; the others get the number of pages."""
+        """Allocate a page for each marked row; the others get the number of pages as their id."""
         rank = wanted.long().cumsum(0)
         pages = self.ids[(self.start + rank - 1) % self._size].long()
         self.skip(rank[-1])
         return pages.where(wanted, len(self.ids) - 1)
 
     def give(self, pages: Int[Tensor, " S"], back: Bool[Tensor, " S"]) -> None:
-        """Give back the page of each marked row."""
+        """Release the page of each marked row."""
         rank = back.long().cumsum(0)
         place = (self.start + self.count + rank - 1) % self._size
         self.ids[place.where(back, len(self.ids) - 1)] = pages.to(self.ids.dtype)
@@ -73,25 +73,25 @@ class FreeList:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Which pages move where, and what all pages are called after that."""
+    """The page moves of a compaction, and the new id of every page."""
 
     source: Int[Tensor, " n"]
     target: Int[Tensor, " n"]
-    ids: Int[Tensor, " P1"]  # new id of each page, and of the scratch page; 0 for what is gone
-    free: Int[Tensor, " m"]  # pages free after that, in order
+    ids: Int[Tensor, " P1"]  # new id of each page, and of the scratch page; 0 for removed pages
+    free: Int[Tensor, " m"]  # free pages after the compaction, in order
 
 
 def together(held: Int[Tensor, " n"], pages: int, fewer: int) -> Together:
-    """Say how held pages fit into the first `fewer` of `pages` pages: only those beyond move.
+    """Plan the move of held pages into the first `fewer` of `pages` pages.
 
-    There are at most `fewer` of them, each named once. The host waits for the device.
+    Only pages beyond these move. At most `fewer` are held, each named once. Synchronizes.
     """
     ids = torch.arange(pages + 1, device=held.device)
     taken = torch.zeros(pages, dtype=torch.bool, device=held.device)
     taken[held] = True
     source = taken[fewer:].nonzero()[:, 0] + fewer
     gaps = (~taken[:fewer]).nonzero()[:, 0]
-    # Held pages beyond are as many as gaps before, less those that stay free.
+    # There are as many held pages beyond as gaps before, minus the gaps that stay free.
     target, free = gaps[: len(source)], gaps[len(source) :]
     ids[fewer:] = 0
     ids[source], ids[pages] = target, fewer

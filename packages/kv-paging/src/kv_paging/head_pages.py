@@ -1,7 +1,7 @@
-"""Rows of slots over a pool: which pages each holds and how many slots, whatever is stored in them.
+"""Table rows of slots over a pool: the pages and the length of each, for any token format.
 
-Sequences are selected, joined and released here in several stores at once, as the stores of a cache
-share a pool, and two may share a page table.
+Sequences are selected, joined and released here in several stores at once, because the stores of a
+cache share a pool, and two may share a page table.
 """
 
 from collections.abc import Sequence
@@ -23,36 +23,37 @@ _ALL: Final = slice(None)
 
 @dataclass(slots=True)
 class Lengths:
-    """How long table rows are, which a store shares with the one that faces it in a page table.
+    """The lengths of table rows, shared with the store at the other end of the page table.
 
-    The two know each other by this alone: were each to hold the other, their pages would wait for
-    the garbage collector.
+    The two stores share only this object: mutual references would keep their pages alive until the
+    garbage collector runs.
     """
 
     length: Int[Tensor, "N B H"]
-    tokens: int  # in a page
+    tokens: int  # per page
 
     def pages(self) -> Int[Tensor, " S"]:
-        """Count the pages of each table row."""
+        """Return the number of pages of each table row."""
         return pages_for(self.length.flatten().long(), self.tokens)
 
 
 class HeadPages:
-    """A table row of slots per layer, sequence and KV head, each with a length of its own.
+    """A table row of slots per layer, sequence and KV head, each with a separate length.
 
     Slot i of a row is slot i % tokens of the table row's page i // tokens. Operations take the ids
-    of the table rows they are about, each named once, and work on all of them at once. What is
-    refused, by PoolExhausted or otherwise, leaves everything as it was. Several stores, of
-    different layouts, may share a pool, and two a page table.
+    of their table rows, each named once, and process all of them together. If an operation raises,
+    PoolExhausted or another exception, nothing has changed. Several stores, of different layouts,
+    may share a pool, and two a page table.
 
-    Here and in TokenStore, the host waits for the device where `_agree` reads the few numbers that
-    an operation must know (how many pages, how long, whether the arguments are right): once an
-    operation. select, clear and truncate wait once more to check sequences; append, replace and
-    remove once more, and compact twice, to list tokens with `nonzero`. Nothing else waits: what
-    works on a layer or on all table rows (`read_layer`, `weakest_all`, ...) goes by `longest`.
+    Here and in TokenStore, the host synchronizes with the device in `_agree`, which reads the few
+    numbers that an operation must know (number of pages, lengths, validity of the arguments): once
+    per operation. select, clear and truncate synchronize once more to check sequences; append,
+    replace and remove once more, and compact twice, to list tokens with `nonzero`. Nothing else
+    synchronizes: operations on a layer or on all table rows (`read_layer`, `weakest_all`, ...) use
+    `longest`.
     """
 
-    in_blocks: ClassVar[bool] = False  # whether tokens that are encoded together can be stored
+    in_blocks: ClassVar[bool] = False  # whether block-encoded tokens can be stored
 
     def __init__(
         self,
@@ -64,30 +65,30 @@ class HeadPages:
         *,
         facing: "HeadPages | None" = None,
     ) -> None:
-        """Start with empty table rows; they hold no page.
+        """Create empty table rows; they hold no page.
 
         Args:
-            pool: where pages come from.
-            layout: how a page holds tokens.
+            pool: the pool of the pages.
+            layout: the page layout.
             layers: N.
             sequences: B.
             heads: H.
-            facing: a store of as many rows; this one's pages are counted from the right of its
+            facing: a store of as many rows; this store's pages are counted from the right of its
                 page table. Such stores are selected together, by `select_all`.
 
         Raises:
-            ValueError: the layout's pages are not the pool's, its codecs take several tokens at
-                a time, or there would be no table row.
+            ValueError: the layout's page size differs from the pool's, its codecs encode several
+                tokens together, or there would be no table row.
         """
         if layout.nbytes != pool.page_bytes:
             raise ValueError(
                 f"the layout is for pages of {layout.nbytes} bytes and the pool's have "
-                f"{pool.page_bytes}; lay it out with PageLayout.fitted(format, {pool.page_bytes})"
+                f"{pool.page_bytes}; use PageLayout.fitted(format, {pool.page_bytes})"
             )
         if layout.format.block != 1 and not self.in_blocks:
             raise ValueError(
-                f"the format stores {layout.format.block} tokens at a time; only formats in which "
-                "every token stands alone can be stored here, others as a tier of Tiers"
+                f"the format encodes {layout.format.block} tokens together; this store needs a "
+                "format that encodes each token separately; use others as a tier of Tiers"
             )
         if min(layers, sequences, heads) < 1:
             raise ValueError(
@@ -117,12 +118,12 @@ class HeadPages:
 
     @property
     def table(self) -> Int[Tensor, "N B H T"]:
-        """Page ids, int32; what stands past a table row's last page means nothing."""
+        """Page ids, int32; entries past a table row's last page are undefined."""
         return self._table.ids.view(*self._length.shape, self._table.width)
 
     @property
     def length(self) -> Int[Tensor, "N B H"]:
-        """Slots in each table row, int32: its tokens, and holes where there are any."""
+        """Slots in each table row, int32: its tokens, and its holes."""
         return self._length
 
     @property
@@ -132,7 +133,7 @@ class HeadPages:
 
     @property
     def longest(self) -> int:
-        """No table row has more slots, as far as the host knows: exact after what waits anyway."""
+        """An upper bound of the slots per table row; exact after operations that synchronize."""
         return min(self._longest, self._table.width * self.layout.tokens)
 
     @property
@@ -142,42 +143,42 @@ class HeadPages:
 
     @property
     def pages_used(self) -> int:
-        """Pages the table rows hold; the host waits for the device."""
+        """Pages held by the table rows; synchronizes with the device."""
         return int(self._pages_for(self._length).sum())
 
     @property
     def table_bytes(self) -> int:
-        """Memory of page tables and lengths; a shared table counts where its left side is."""
+        """Bytes of page tables and lengths; a shared table is counted by its left store."""
         own = 0 if self._table.reverse else self._table.nbytes
         return own + self._length.numel() * self._length.itemsize
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the table rows hold; for `PagePool.check`."""
+        """Return the ids of all pages held by the table rows; for `PagePool.check`."""
         return self._table.within(self.held_pages())
 
     def held_pages(self) -> Int[Tensor, " S"]:
-        """Count the pages of each table row."""
+        """Return the number of pages of each table row."""
         return self._held.pages()
 
     def sequence_pages(self) -> Int[Tensor, " B"]:
-        """Count the pages of each sequence over all layers and heads, without waiting."""
+        """Return the pages of each sequence over all layers and heads, without synchronizing."""
         return self._pages_for(self._length.long()).sum((0, 2))
 
     def table_rows(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
-        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         ids = torch.arange(self._length.numel(), device=self.pool.device)
         return ids.view(self._length.shape)[layers].flatten()
 
     def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Count the pages that so many more tokens of all table rows take."""
+        """Return the number of pages for `count` more tokens of all table rows."""
         length = self._length.flatten().long()
         return (self._pages_for(length + count) - self._pages_for(length)).sum()
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
-        """Let finished sequences give all their pages back; they go on as empty ones.
+        """Return all pages of finished sequences to the pool; the sequences remain, empty.
 
         Raises:
-            ValueError: a sequence that does not exist, or is named twice.
+            ValueError: a sequence does not exist or is named twice.
         """
         layers, every, heads = self._length.shape
         expect_within("sequence", sequences, every - 1)
@@ -190,18 +191,18 @@ class HeadPages:
         self._shorten(table_rows, length, after, freed, longest)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
-        """Let each head of sequence b keep its first length[b] slots at most.
+        """Truncate each head of sequence b to at most its first length[b] slots.
 
-        These are the oldest tokens as long as tokens were only appended.
+        These are the oldest tokens if tokens have only been appended.
 
         Raises:
-            ValueError: a negative length, or not one for each sequence.
+            ValueError: a negative length, or not one length per sequence.
         """
         self.expect_lengths(length)
         self.cut(length[:, None].expand_as(self._length))
 
     def cut(self, length: Int[Tensor, "N B H"]) -> None:
-        """Let every table row keep its first slots, so many at most."""
+        """Truncate every table row to at most its first `length` slots."""
         before = self._length.flatten().long()
         after = before.minimum(length.flatten().long())
         lost = (self._pages_for(before) - self._pages_for(after)).sum()
@@ -209,10 +210,10 @@ class HeadPages:
         self._shorten(self.table_rows(), before, after, freed, longest)
 
     def expect_lengths(self, length: Int[Tensor, "*B"]) -> None:
-        """Refuse what are not lengths of all sequences.
+        """Raise if these are not lengths of all sequences.
 
         Raises:
-            ValueError: a negative length, or not one for each sequence.
+            ValueError: a negative length, or not one length per sequence.
         """
         expect_shape("length", length, self._length.shape[1])
         if (length < 0).any():
@@ -220,18 +221,18 @@ class HeadPages:
 
     @property
     def page_table(self) -> PageTable:
-        """The table itself; its rows are the table rows."""
+        """Return the page table; its rows are the table rows."""
         return self._table
 
     def set_longest(self, longest: int) -> None:
-        """Set the bound of lengths."""
+        """Set the upper bound of lengths."""
         self._longest = longest
 
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)
 
     def _named(self, table_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give safe ids, the table rows' lengths, and how many ids are repeated or do not exist."""
+        """Return safe ids, the table rows' lengths, and the number of repeated or invalid ids."""
         every = self._length.numel()
         safe = table_rows.clamp(0, every - 1)
         mark = torch.zeros(every, dtype=torch.bool, device=self.pool.device)
@@ -240,7 +241,7 @@ class HeadPages:
         return safe, self._length.view(-1)[safe].long(), wrong
 
     def _agree(self, wrong: Tensor, *values: Tensor) -> list[int]:
-        """Read what the host must know, all at once: here the host waits for the device."""
+        """Read the numbers that the host must know; this synchronizes with the device once."""
         bad, *known = torch.stack((wrong, *values)).tolist()
         if bad:
             raise ValueError(
@@ -250,17 +251,17 @@ class HeadPages:
         return [int(value) for value in known]
 
     def _longest_if(self, table_rows: Tensor, after: Tensor) -> Tensor:
-        """Give the largest length there will be once table rows have the length `after`."""
+        """Return the maximum length after `table_rows` get the lengths `after`."""
         return self._length.flatten().long().scatter(0, table_rows, after).amax()
 
     def _columns_if(self, table_rows: Tensor, needed: Tensor) -> Tensor:
-        """Give the columns the table must have once table rows hold `needed` pages."""
+        """Return the columns of the table required if `table_rows` hold `needed` pages."""
         if self._facing is not None:
             needed = needed + self._facing.pages()[table_rows]
         return needed.amax() if needed.numel() else needed.new_zeros(())
 
     def widen(self, columns: int) -> None:
-        """Make room in the page table for `columns` pages of every row, both sides together."""
+        """Widen the page table to `columns` pages per row, both sides together."""
         if self._facing is None:
             self._table.widen(columns)
             return
@@ -270,25 +271,25 @@ class HeadPages:
     def _enter(
         self, table_rows: Tensor, held: Tensor, extra: Tensor, pages: Tensor, columns: int
     ) -> None:
-        """Deal out pages to table rows, `extra` to each after those held; the lengths stay.
+        """Append `extra` pages to each table row after those held; the lengths are unchanged.
 
-        Until a length is set nobody sees the new slots, so this can be given up half-way.
+        The new slots are invisible until a length is set, so this can be abandoned half-way.
         """
         self.widen(columns)
         row, column = spread(held, extra, pages.shape[0])
         self._table.enter(table_rows[row], column, pages)
 
     def _reorder(self, rows: Tensor, source: Tensor) -> None:
-        """Let table row i have the pages of rows[i], and sequence b the lengths of source[b]."""
-        if not self._table.reverse:  # the right side goes with the left
+        """Assign pages of rows[i] to table row i, and lengths of source[b] to sequence b."""
+        if not self._table.reverse:  # the right side is reordered with the left
             self._table.reorder(rows)
         self._length = self._length[:, source].contiguous()
         self._changes += 1
 
     def _join(self, other: "HeadPages") -> None:
-        """Let the other's sequences come after these, in every layer; it has none then."""
+        """Append the other's sequences in every layer; the other has none afterwards."""
         longest = max(self.longest, other.longest)
-        if not self._table.reverse:  # the right side goes with the left
+        if not self._table.reverse:  # the right side is joined with the left
             left = (self.held_pages(), other.held_pages())
             self._table.join(other._table, len(self._length), left if self._facing else None)
         self._length = torch.cat((self._length, other._length), 1)
@@ -297,7 +298,7 @@ class HeadPages:
         other._empty()
 
     def _empty(self) -> None:
-        """Have no sequence; what pages there were are free, or belong to others."""
+        """Remove all sequences; their pages are free, or belong to other stores."""
         if not self._table.reverse:
             self._table.reorder(self.table_rows()[:0])
         self._length = self._length[:, :0].contiguous()
@@ -305,7 +306,7 @@ class HeadPages:
         self._changes += 1
 
     def _copy(self, count: Tensor, total: int) -> None:
-        """Give each table row copies of its first `count` pages, instead of those it has."""
+        """Replace the pages of each table row by copies of its first `count` pages."""
         table_row, column = spread(torch.zeros_like(count), count, total)
         pages = self.pool.allocate(total)
         source = self._table.lookup(table_row, column)
@@ -315,7 +316,7 @@ class HeadPages:
     def _shorten(
         self, table_rows: Tensor, before: Tensor, after: Tensor, freed: int, longest: int
     ) -> None:
-        """Give back the pages past the new ends, `freed` in all, and set the lengths."""
+        """Release the pages past the new ends, `freed` in total, and set the lengths."""
         first = self._pages_for(after)
         row, column = spread(first, self._pages_for(before) - first, freed)
         self.pool.release(self._table.lookup(table_rows[row], column))
@@ -327,19 +328,19 @@ class HeadPages:
         self._changes += 1
 
     def _place(self, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the page, and the row inside it, of a slot of each table row."""
+        """Return the page of a slot of each table row, and the row inside it."""
         size = self.layout.tokens
         return self._table.lookup(table_rows, slot // size), slot % size
 
 
 def join_all(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
-    """Let their sequences come after mine in every layer, store by store; they have none then.
+    """Append the sequences of `theirs` in every layer, store by store; they have none afterwards.
 
-    Pages change their owner and nothing else: no byte of one moves, and nothing waits for the
-    device. What costs time are the page tables, which are laid side by side.
+    Pages only change their owner: no bytes are copied, without synchronizing with the device. The
+    cost is the concatenation of the page tables.
 
     Raises:
-        ValueError: what `expect_joined` refuses; nothing has changed.
+        ValueError: as `expect_joined`; nothing has changed.
     """
     expect_joined(mine, theirs)
     for store, other in zip(mine, theirs, strict=True):
@@ -347,7 +348,7 @@ def join_all(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
 
 
 def expect_joined(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
-    """Refuse stores whose sequences cannot become sequences of others.
+    """Raise if the sequences of some stores cannot be joined to others.
 
     Raises:
         ValueError: the same stores, another pool, other layouts, or other layers or heads.
@@ -361,12 +362,12 @@ def expect_joined(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> Non
             raise ValueError("sequences cannot join themselves; name other tiers over the pool")
         if store.pool is not other.pool:
             raise ValueError(
-                "the pages lie in two pools, and joining copies none; make both over one pool"
+                "the pages are in two pools, and joining copies none; create both over one pool"
             )
         if type(store) is not type(other) or store.layout != other.layout:
             raise ValueError(
-                f"pages laid out as {other.layout} cannot join pages laid out as {store.layout}; "
-                "both sides must be laid out alike"
+                f"pages of layout {other.layout} cannot join pages of layout {store.layout}; "
+                "both sides need the same layout"
             )
         (layers, _, heads), (others, _, more) = store.length.shape, other.length.shape
         if (layers, heads) != (others, more):
@@ -377,22 +378,22 @@ def expect_joined(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> Non
 
 
 def expect_some(stores: Sequence[HeadPages]) -> None:
-    """Refuse to go on where there is no sequence.
+    """Raise if there is no sequence.
 
     Raises:
         ValueError: all were released, or have joined others.
     """
     if not stores[0].length.shape[1]:
         raise ValueError(
-            "no sequence is left here: all were released, or have joined others; go on with those, "
-            "or let new ones join"
+            "no sequence is left here: all were released, or have joined others; use the tiers "
+            "that have them, or let new sequences join"
         )
 
 
 def release_all(stores: Sequence[HeadPages]) -> None:
-    """Let all sequences of stores over one pool go; their pages are free, and no sequence is left.
+    """Release all sequences of stores over one pool, with all their pages.
 
-    The host waits for the device once.
+    Synchronizes with the device once.
     """
     held = [store.held_pages() for store in stores]
     for store, count, total in zip(
@@ -404,15 +405,15 @@ def release_all(stores: Sequence[HeadPages]) -> None:
 
 
 def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
-    """Let the sequences become source[0], source[1], ... in all stores over one pool, or in none.
+    """Replace the sequences by source[0], source[1], ... in all stores over one pool, or in none.
 
-    The stores have the same sequences, and layers and heads of their own. A sequence named for the
-    first time keeps its pages, one named again gets copies of them, and one not named gives them
-    back. The number of sequences becomes B2.
+    The stores have the same sequences, but may differ in layers and heads. The first occurrence of
+    a sequence keeps its pages, further ones get copies of them, and sequences not named release
+    theirs. The number of sequences becomes B2.
 
     Raises:
-        PoolExhausted: too few pages for the copies, those given back counted in.
-        ValueError: a sequence that does not exist, or none.
+        PoolExhausted: too few pages for the copies, including those released.
+        ValueError: a sequence does not exist, or none is named.
     """
     pool, sequences = stores[0].pool, stores[0].length.shape[1]
     if source.numel() == 0:
@@ -439,13 +440,13 @@ def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
 
 
 def move_together(pool: PagePool, stores: Sequence[HeadPages], free: int) -> None:
-    """Shrink a pool whose pages these stores hold until so many are free, and tell their tables.
+    """Shrink a pool whose pages these stores hold to `free` free pages, and update their tables.
 
     Raises:
         ValueError: the pool may not grow.
-        RuntimeError: somebody else holds pages of the pool; nothing has changed.
+        RuntimeError: other stores hold pages of the pool; nothing has changed.
     """
     ids = pool.shrink(torch.cat([store.pages() for store in stores]), free)
     for store in stores:
-        if not store.page_table.reverse:  # the right side goes with the left
+        if not store.page_table.reverse:  # the right side is renamed with the left
             store.page_table.rename(ids)

@@ -1,6 +1,6 @@
-"""Page kernels: the operations on the bytes of pages, and how an implementation is selected.
+"""Page kernels: the operations on the bytes of pages, and the choice of an implementation.
 
-The kernels in torch serve every device and format, and are the oracle of the others. Those in
+The kernels in torch support every device and format, and are the reference of the others. Those in
 Triton, for GPUs, need the extra `triton`. Installed packages register more (`kv_policy.Backend`).
 """
 
@@ -21,18 +21,18 @@ from kv_policy import PagedTokens, PageLayout, Running, installed_backends
 
 @runtime_checkable
 class PageKernels(Protocol):
-    """Operations on the rows of a tier, each all at once; their callers have checked arguments.
+    """Batched operations on the rows of a tier; the callers have checked the arguments.
 
     `pages` are all rows of a tier as PagedTokens of B = S sequences with a head each, over the
     memory of the whole pool, its scratch page last. `table_rows` names some of them, each once.
     """
 
     def write(self, pages: PagedTokens, tokens: TokenWrite) -> None:
-        """Encode the marked tokens and write them, in order, to slots start[i] and on.
+        """Encode the marked tokens and write them, in order, to slots from start[i] on.
 
-        The table has pages for all of them; where a format takes several tokens together, they fill
-        blocks. A codec that refuses leaves the table rows as they are up to `start`, and altogether
-        where it is about a token of each.
+        The table has pages for all of them; if a format encodes several tokens together, they fill
+        whole blocks. If a codec raises, slots before `start` are unchanged, and all slots are if
+        there is one token per table row.
         """
         ...
 
@@ -45,19 +45,19 @@ class PageKernels(Protocol):
         key: Float[Tensor, "n D"],
         value: Float[Tensor, "n Dv"],
     ) -> None:
-        """Encode tokens and write each to its row of its page, in memory that is nobody's pool.
+        """Encode tokens and write each to its row of its page, in memory outside a pool.
 
-        Every token stands alone, and pages hold neither scores nor positions. A codec that refuses
-        leaves the pages alone.
+        Each token is encoded separately, and pages store neither scores nor positions. If a codec
+        raises, the pages are unchanged.
         """
         ...
 
     def compact(
         self, pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]
     ) -> None:
-        """Move the marked blocks past the new end into the gaps before it, the first to the first.
+        """Move the marked blocks past the new end into the gaps before it, in order.
 
-        Bytes, scores and positions go as they are (MoveCache, Algorithm 1 of KV-Compress).
+        Bytes, scores and positions are copied unchanged (MoveCache, Algorithm 1 of KV-Compress).
         """
         ...
 
@@ -70,13 +70,13 @@ class PageKernels(Protocol):
     def read(
         self, pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
     ) -> Stored:
-        """Give what table rows hold in their first slots."""
+        """Return the tokens in the first slots of table rows."""
         ...
 
     def rescore(
         self, pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]
     ) -> None:
-        """Write new scores slot by slot, and 0 from the L-th to the end of a row's last page."""
+        """Write new scores slot by slot, and 0 from slot L to the end of a row's last page."""
         ...
 
     def accumulate(
@@ -88,9 +88,9 @@ class PageKernels(Protocol):
         seen: Int[Tensor, "S L"],
         running: Running,
     ) -> None:
-        """Let the scores of the first L slots go on, as `update` of `running` says.
+        """Update the scores of the first L slots, as `running.update`.
 
-        A table row before whose pass there were -1 tokens is left alone.
+        A table row with `before` -1 is unchanged.
         """
         ...
 
@@ -101,16 +101,17 @@ class PageKernels(Protocol):
         slots: int,
         until: Int[Tensor, " S"] | None,
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score in the first slots and the first slot that has it, else inf and -1.
+        """Return the lowest score in the first slots and the first slot with it, else inf and -1.
 
-        With `until`, only of tokens at positions before that.
+        With `until`, only tokens at earlier positions are considered.
         """
         ...
 
     def step(self, pool: PagePool, works: Sequence[DecodeStep]) -> None:
-        """Do a step, for rows of one kind after another: tokens, tables, lengths and the pool.
+        """Apply a decode step, by kind of rows: update tokens, tables, lengths and the pool.
 
-        All give back pages before any takes one. The pool has the pages, the tables the columns.
+        All kinds release pages before any allocates one. The pool has the pages, the tables the
+        columns.
         """
         ...
 
@@ -123,12 +124,12 @@ OWN: Final[Mapping[str, str]] = MappingProxyType(
 def select_page_kernels(
     layout: PageLayout, device: torch.device, name: str | None = None
 ) -> PageKernels:
-    """Give the code for pages of a layout: that of a name, or the fastest that is there.
+    """Return the page kernels with this name for a layout, or the fastest available ones.
 
-    What a name declines, as `declined` says, is done in torch.
+    Layouts that these kernels decline, as in `declined`, use torch.
 
     Raises:
-        ValueError: there is none of that name, or it cannot be used on this machine.
+        ValueError: the name is unknown, or unavailable on this machine.
     """
     if name is not None and (reason := _missing(name)) is not None:
         raise ValueError(f"page kernels {name!r} cannot be used here: {reason}")
@@ -139,10 +140,10 @@ def select_page_kernels(
 
 
 def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
-    """Say why pages of a layout go to torch and not to the kernels of a name; None if they do not.
+    """Return why the kernels with this name do not support a layout; None if they do.
 
     Raises:
-        ValueError: there are none of that name.
+        ValueError: the name is unknown.
     """
     reason = _missing(name)
     if reason is None and name != "torch":
@@ -151,20 +152,20 @@ def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
 
 
 def shared(each: Sequence[PageKernels]) -> PageKernels:
-    """Give the kernels that all use, for what is done to all of them at once."""
+    """Return the kernels that all have in common, for operations on all of them at once."""
     first = each[0]
     return first if all(one is first for one in each) else _load("torch")
 
 
 def page_kernels_of(backend: str) -> str:
-    """Return the name of the page kernels that write what a backend of attention reads."""
+    """Return the name of the page kernels for an attention backend."""
     registered = installed_backends().get(backend)
     has = backend in OWN or (registered is not None and registered.page_kernels is not None)
     return backend if has else "torch"
 
 
 def _preferred(device: torch.device) -> list[str]:
-    # Kernels in Triton are only taken by name, until a GPU has timed them.
+    # Triton kernels are only selected by name, until their speed on a GPU has been measured.
     every = installed_backends().values()
     return [
         each.name
@@ -193,4 +194,4 @@ def _missing(name: str) -> str | None:
 
 
 def _load(name: str) -> PageKernels:
-    return cast(PageKernels, import_module(_module(name)))  # a module is its functions
+    return cast(PageKernels, import_module(_module(name)))  # a module of functions

@@ -1,4 +1,4 @@
-"""The layouts of pages that tiers share: which go together, and the size that formats fill."""
+"""Page layouts of the tiers of a pool: compatibility, and the best common page size."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from kv_policy import PageLayout, TokenFormat
 
 
 def expect_alike(layouts: Sequence[PageLayout]) -> None:
-    """Refuse tiers between which tokens cannot move.
+    """Raise if tokens cannot move between these tiers.
 
     Raises:
-        ValueError: no tier, layouts that store scores or positions in some tiers only, or vectors
-            of different dimensions.
+        ValueError: no tier, scores or positions stored in some tiers only, or vectors of different
+            dimensions.
     """
     if not layouts:
         raise ValueError("no tier is given; give the page layout of one at least")
@@ -18,7 +18,7 @@ def expect_alike(layouts: Sequence[PageLayout]) -> None:
     if len(beside) > 1:
         raise ValueError(
             "some tiers store scores or positions and others do not; tokens move between them, so "
-            "lay all out alike"
+            "use the same for all layouts"
         )
     dims = {(layout.format.key.dim, layout.format.value.dim) for layout in layouts}
     if len(dims) > 1:
@@ -29,11 +29,11 @@ def expect_alike(layouts: Sequence[PageLayout]) -> None:
 
 
 def waiting_layout(layout: PageLayout, raw: TokenFormat | None) -> PageLayout:
-    """Lay out a page of the tokens that wait until they fill a block of this layout."""
+    """Return the page layout of the residual tokens, which do not fill a block of `layout` yet."""
     if raw is None:
         raise ValueError(
-            f"a tier encodes {layout.format.block} tokens together; say as `raw` how they are "
-            "stored until there are so many"
+            f"a tier encodes {layout.format.block} tokens together; pass `raw`, the format of "
+            "tokens until a block is full"
         )
     return PageLayout.fitted(raw, layout.nbytes, layout.scores, layout.positions)
 
@@ -44,30 +44,31 @@ def fit(
     scores: bool = False,
     positions: bool = False,
 ) -> tuple[PageLayout, ...]:
-    """Lay out equal pages for several formats, of the size that leaves the fewest bytes unused.
+    """Return layouts of equal pages for several formats, with the fewest unused bytes.
 
-    A page of a format that takes b bytes a block (its codes and metadata, and 4 bytes each for the
-    score and the position of every token) holds nbytes // b blocks, and nbytes % b bytes of it are
-    unused. Looked at are all pages that blocks of the first format fill exactly, of about `tokens`
-    tokens: from half of that to twice as much, and at least a block of each format. The one with
-    the smallest unused share, over all formats, is taken; of equal ones the nearest to `tokens`.
+    A page of a format that takes b bytes per block (its codes and metadata, and 4 bytes each for
+    the score and the position of every token) holds nbytes // b blocks, and nbytes % b bytes of it
+    are unused. The candidates are all pages that blocks of the first format fill exactly, of about
+    `tokens` tokens: from half of that to twice as much, and at least a block of each format. The
+    one with the smallest unused share, over all formats, is chosen; on a tie the nearest to
+    `tokens`.
 
-    With one format nothing is unused and a page holds `tokens` tokens, to whole blocks. K8V4 and
-    K4V2 at 64 dimensions with scores and positions take 112 and 64 bytes a token: 16 of the first
-    and 28 of the second fill 1,792 bytes, with none left over.
+    With one format nothing is unused and a page holds `tokens` tokens, rounded to whole blocks.
+    K8V4 and K4V2 at 64 dimensions with scores and positions take 112 and 64 bytes per token: 16 of
+    the first and 28 of the second fill 1,792 bytes exactly.
 
     Args:
         formats: of the tiers, best first.
-        tokens: of the first format in a page, about.
+        tokens: approximate number of tokens of the first format per page.
         scores: pages hold a float32 score per token.
         positions: pages hold an int32 position per token.
 
     Raises:
-        ValueError: no format, tokens below 1, or a page of twice as many tokens that still has no
-            room for a block of some format.
+        ValueError: no format, tokens below 1, or a page of twice as many tokens is still smaller
+            than a block of some format.
     """
     if not formats:
-        raise ValueError("no format is given; give that of one tier at least")
+        raise ValueError("no format is given; give at least that of one tier")
     if tokens < 1:
         raise ValueError(f"a page is asked to hold {tokens} tokens; ask for at least 1")
     first = formats[0]
@@ -79,7 +80,7 @@ def fit(
         raise ValueError(
             f"a page of {tokens} tokens of the first format has about {blocks * bytes_of[0]} "
             f"bytes, and {formats[worst].block} tokens of tier {worst}, which are encoded "
-            f"together, take {bytes_of[worst]}; ask for larger pages"
+            f"together, take {bytes_of[worst]}; use larger pages"
         )
 
     def unused(count: int) -> tuple[float, int]:

@@ -1,7 +1,7 @@
-"""Rows of bytes between pages and tensors: the one place that reads and writes page data.
+"""Rows of bytes between pages and tensors: all torch reads and writes of page data.
 
-A page is a run of segments of equal rows; scores and positions are segments like the others, with
-rows of 4 bytes. Nothing here knows what the bytes mean, and nothing assumes that a segment is
+A page is a sequence of segments of equal rows; scores and positions are segments like the others,
+with rows of 4 bytes. This module neither interprets the bytes nor assumes that a segment is
 aligned.
 """
 
@@ -17,7 +17,7 @@ from kv_policy import PageLayout
 
 # Wider units move fewer elements; 8 bytes is the widest that any machine copies at once.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_BYTES = 1 << 24  # copied at a time while rows or pages change places
+_MOST_BYTES = 1 << 24  # copied at a time while rows or pages move
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,22 @@ class Segment:
 
 
 def format_segments(layout: PageLayout) -> tuple[Segment, ...]:
-    """Give a segment for each part of the format, in order."""
+    """Return a segment for each part of the format, in order."""
     return tuple(Segment(*segment) for segment in layout.segments)
 
 
 def score_segment(layout: PageLayout) -> Segment | None:
-    """Give the segment of the float32 scores, if pages hold them."""
+    """Return the segment of the float32 scores, if pages store them."""
     return Segment(layout.score_offset, layout.tokens, 4) if layout.scores else None
 
 
 def position_segment(layout: PageLayout) -> Segment | None:
-    """Give the segment of the int32 positions, if pages hold them."""
+    """Return the segment of the int32 positions, if pages store them."""
     return Segment(layout.position_offset, layout.tokens, 4) if layout.positions else None
 
 
 def block_segments(layout: PageLayout) -> tuple[Segment, ...]:
-    """Give all segments with a row per block: what belongs to its tokens moves with a block."""
+    """Return all segments with one row per block: a block moves with its scores and positions."""
     beside = (score_segment(layout), position_segment(layout))
     width = 4 * layout.format.block
     return (
@@ -61,11 +61,11 @@ def put(
     row: Int[Tensor, " n"],
     source: UInt8[Tensor, "n width"],
 ) -> None:
-    """Write row i of `source` to row `row[i]` of page `page[i]`; places must differ."""
+    """Write row i of `source` to row `row[i]` of page `page[i]`; the targets must differ."""
     if page.numel() == 0:
         return
     unit = _unit(data, segment)
-    # A single row of a wider tensor calls itself contiguous, wherever it starts: copy it.
+    # A single row of a wider tensor reports itself as contiguous at any offset: copy it.
     rows = source.clone(memory_format=torch.contiguous_format)
     _rows(data, segment, unit)[page, row] = rows.view(_UNITS[unit])
 
@@ -76,7 +76,7 @@ def take(
     page: Int[Tensor, "*S"],
     row: Int[Tensor, "*S"],
 ) -> UInt8[Tensor, "*S width"]:
-    """Read row `row[i]` of page `page[i]`; zeros where there is no page at all."""
+    """Read row `row[i]` of page `page[i]`; zeros if there are no pages."""
     if len(data) == 0 or page.numel() == 0:
         return data.new_zeros(*page.shape, segment.width)
     return _rows(data, segment, _unit(data, segment))[page, row].view(torch.uint8)
@@ -98,7 +98,7 @@ def put_pages(
 def take_pages(
     data: UInt8[Tensor, "P nbytes"], segment: Segment, page: Int[Tensor, "S T"]
 ) -> UInt8[Tensor, "S slots width"]:
-    """Read all rows of whole pages, those of one table row's pages one after the other."""
+    """Read all rows of whole pages, concatenated per table row."""
     if len(data) == 0 or page.numel() == 0:
         return data.new_zeros(len(page), page.shape[1] * segment.rows, segment.width)
     rows = _rows(data, segment, _unit(data, segment))[page]
@@ -111,9 +111,9 @@ def move(
     source: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor],
 ) -> None:
-    """Copy blocks from (page, row) to (page, row) with all that belongs to them, bytes as they are.
+    """Copy blocks from (page, row) to (page, row), with their scores and positions, unchanged.
 
-    No target may be a source of another. The copy goes in pieces, so it needs no second cache.
+    No target may be the source of another copy. The copy is chunked to bound temporary memory.
     """
     segments = block_segments(layout)
     widest = max(segment.width for segment in segments)
@@ -126,7 +126,7 @@ def move(
 def copy_pages(
     data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
 ) -> None:
-    """Copy whole pages, in pieces."""
+    """Copy whole pages, in chunks."""
     for piece in _pieces(source.shape[0], data.shape[1]):
         data[target[piece]] = data[source[piece]]
 

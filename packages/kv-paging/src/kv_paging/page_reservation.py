@@ -1,8 +1,8 @@
-"""What the host knows of tiers without asking the device: how long rows can be, pages promised.
+"""Host-side bounds for steps without synchronization: lengths of rows, and reserved pages.
 
-Each store bounds its own longest row. Here it is bounded how many tokens two stores that share a
-page table can have in one table row together, so that the table never overflows, and for how many
-steps a promise of pages lasts.
+Each store bounds its longest row. This module bounds the tokens of two stores that share a page
+table per table row, so that the table never overflows, and the number of steps that a reservation
+of pages covers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,44 +16,45 @@ from kv_paging.head_pages import join_all
 from kv_paging.store import TokenStore
 from kv_paging.table import columns_for, pages_for
 
-_PATIENCE: Final = 64  # steps after which lengths are read, if nothing else made the host wait
+_PATIENCE: Final = 64  # steps after which lengths are read, unless the host synchronized before
 
 
 class PageReservation:
-    """Room for the steps to come, in the pool and in page tables.
+    """Reserves pages of the pool and columns of page tables for upcoming steps.
 
-    Stores come in groups, one for each kind of table rows, with a store per tier. Of a group, two
-    stores after one another share a page table.
+    Stores are grouped, one group per kind of table rows, with a store per tier. In a group,
+    consecutive stores share a page table in pairs.
     """
 
     def __init__(self, groups: Sequence[Sequence[TokenStore]]) -> None:
-        """Know that the table rows of the stores are empty."""
+        """Start with stores whose table rows are empty."""
         self._groups = tuple(map(tuple, groups))
         self._stores = [store for group in self._groups for store in group]
         self._pool = self._stores[0].pool
-        # A step brings a row of the first tier its candidate, and of a later one a victim too.
+        # A step adds the candidate to a row of the first tier, and also a victim to one of a later
+        # tier.
         self._grown = tuple(min(i + 1, 2) for i in range(len(self._groups[0])))
         shortest = min(store.layout.tokens for store in self._stores)
-        self._steps = max(1, shortest // self._grown[-1])  # with no second new page in a table row
+        self._steps = max(1, shortest // self._grown[-1])  # with at most one new page per table row
         self._pages = -(-self._steps * self._grown[-1] // shortest)
         self._steps_left = 0
         self._patience = _PATIENCE
         self._promise = -1
         self._changes = -1
-        self._totals: list[int] = []  # of each pair that shares a table
+        self._totals: list[int] = []  # per pair that shares a table
 
     @property
     def spare(self) -> int:
-        """Pages that the pool promises at a time: with so many free, a step need not wait."""
+        """Pages reserved at a time: with this many free, a step does not synchronize."""
         return sum(store.length.numel() for store in self._stores) * self._pages
 
     def for_step(self, need: Callable[[], Int[Tensor, ""]]) -> None:
-        """Make room for a step, and let the stores know bounds of the lengths after it.
+        """Reserve pages for a step, and update the stores' bounds of lengths.
 
-        The pool promises a page per row and tier, which lasts for as many steps as fill a page.
+        The pool reserves a page per row and tier, which covers as many steps as fill a page.
 
         Raises:
-            PoolExhausted: the pool is fixed, and has not even what `need` says; nothing has
+            PoolExhausted: the pool is fixed, and has fewer pages than `need` returns; nothing has
                 changed.
         """
         self._note_changes()
@@ -71,9 +72,9 @@ class PageReservation:
         self._widen()
 
     def join(self, other: "PageReservation") -> None:
-        """Join the stores of the other to these, and know bounds that hold for all table rows.
+        """Join the stores of the other to these, with bounds that hold for all table rows.
 
-        What is promised is for the table rows there were, so the next step asks the pool anew.
+        The reservation covers only the former table rows, so the next step reserves again.
 
         Raises:
             ValueError: the stores cannot be joined; nothing has changed.
@@ -91,7 +92,7 @@ class PageReservation:
         return [group[i : i + 2] for group in self._groups for i in range(0, len(group), 2)]
 
     def _note_changes(self) -> None:
-        """Bound the totals anew where stores have changed otherwise than by steps."""
+        """Update the bounds if stores have changed other than by steps."""
         changes = self._changes_of_stores()
         if changes != self._changes:
             self._changes = changes
@@ -101,7 +102,7 @@ class PageReservation:
         return sum(store.changes for store in self._stores)
 
     def _read(self) -> None:
-        """Ask the device how long table rows are: here the host waits for it."""
+        """Read the lengths of table rows; this synchronizes with the device."""
         length = [store.length.flatten().long() for store in self._stores]
         each = iter(length)
         pairs = [torch.stack([next(each) for _ in pair]).sum(0) for pair in self._pairs]
@@ -112,7 +113,7 @@ class PageReservation:
         self._patience = _PATIENCE
 
     def _widen(self) -> None:
-        """Make room in the tables for what a step can bring, and note how long rows may be."""
+        """Widen the tables for the tokens of a step, and update the bounds of lengths."""
         grown = [self._grown[i : i + 2] for i in range(0, len(self._grown), 2)] * len(self._groups)
         for i, (pair, more) in enumerate(zip(self._pairs, grown, strict=True)):
             self._totals[i] = total = self._totals[i] + more[0]

@@ -1,4 +1,4 @@
-"""A pool of equal byte pages with a circular list of the free ones."""
+"""A pool of fixed-size byte pages with a ring buffer of the free ones."""
 
 from collections.abc import Callable
 
@@ -14,17 +14,17 @@ _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
 
 
 class PagePool:
-    """Equal byte pages for everybody; it knows which are free, and not what the others hold.
+    """Fixed-size byte pages; the pool tracks the free pages, not the contents of the others.
 
-    The ids of the free pages are one contiguous, wrapping run of a ring: taking advances its start,
-    giving back appends at its end, so any number of pages is taken or given back at once, and a
-    prefix sum over the takers' needs tells each which of them are its own (LeanKV section 5.2).
+    The ids of the free pages are one contiguous range of a ring buffer: allocation advances its
+    start and release appends at its end, so any number of pages is allocated or released at once,
+    and a prefix sum over the requested counts assigns the pages (LeanKV section 5.2).
 
-    The ring, its start and the number of free pages are on the device. The host knows a lower bound
-    of that number. `take` and `give` let the device decide how many pages go, and never wait for
-    it; `allocate` and `release` are for a number that the host knows. The host reads the true
-    number, and waits for it, in `free`, `used` and `check`, and in `allocate`, `reserve` and
-    `ensure` if the lower bound is below what is asked.
+    The ring buffer, its start and the number of free pages are on the device. The host knows a
+    lower bound of that number. `take` and `give` leave the number of pages to the device, and never
+    synchronize; `allocate` and `release` are for a number known to the host. The host reads the
+    true number, and synchronizes, in `free`, `used` and `check`, and in `allocate`, `reserve` and
+    `ensure` if the lower bound is below the requested number.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class PagePool:
         poison: bool = False,
         kernels: str | None = None,
     ) -> None:
-        """Hold `pages` free pages of `page_bytes` bytes.
+        """Create `pages` free pages of `page_bytes` bytes.
 
         Args:
             page_bytes: bytes of one page.
-            pages: pages to begin with.
-            grows: take more memory when no page is free; otherwise that is PoolExhausted.
-            device: where the pages and the list of free ones live.
-            poison: fill free pages with NaN bytes, so that a test sees when one is read.
-            kernels: name of the code that writes and reads the pages, see `kernels.chosen`; None:
-                native code on a CPU, or Triton on a GPU, where it is installed and can, else torch.
+            pages: initial number of pages.
+            grows: allocate more memory when no page is free, instead of raising PoolExhausted.
+            device: the device of the pages and the free list.
+            poison: fill free pages with NaN bytes, so that tests detect reads of them.
+            kernels: name of the page kernels, see `kernels.select_page_kernels`; None: native code
+                on a CPU, or Triton on a GPU, if installed and supported, else torch.
 
         Raises:
-            ValueError: a page of no bytes, fewer than no pages, or none in a pool that cannot grow.
+            ValueError: a page of no bytes, a negative number of pages, or none in a fixed pool.
         """
         expect_sizes(page_bytes, pages, grows)
         self.page_bytes = page_bytes
@@ -67,17 +67,17 @@ class PagePool:
     def over(
         cls, data: UInt8[Tensor, "P1 N"], *, poison: bool = False, kernels: str | None = None
     ) -> "PagePool":
-        """Use memory that somebody else owns: each row is a page, and the last the scratch page.
+        """Create a pool over external memory: each row is a page, and the last the scratch page.
 
-        All pages are free to begin with, and none is cleared or copied. The pool never grows.
+        All pages are initially free, and none is cleared or copied. The pool never grows.
 
         Args:
-            data: the memory; rows may stand apart, each is a run of bytes.
+            data: the memory; rows may have gaps between them, each is contiguous.
             poison: as in the constructor; free pages are all of `data`.
             kernels: as in the constructor.
 
         Raises:
-            ValueError: fewer than two rows, rows that overlap or are not runs, or no bytes.
+            ValueError: fewer than two rows, overlapping or non-contiguous rows, or no bytes.
         """
         expect_memory(data)
         pool = cls(data.shape[1], device=data.device, poison=poison, kernels=kernels)
@@ -90,66 +90,66 @@ class PagePool:
 
     @property
     def data(self) -> UInt8[Tensor, "P page_bytes"]:
-        """The bytes of all pages; growth replaces this tensor, so ask for it again each time."""
+        """The bytes of all pages; growth replaces this tensor, so do not keep a reference."""
         return self._data[:-1]
 
     @property
     def padded(self) -> UInt8[Tensor, "P1 page_bytes"]:
-        """All pages, and after them a scratch page for writes that are to have no effect."""
+        """All pages, followed by a scratch page for masked writes."""
         return self._data
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the pages."""
         return self._data.device
 
     @property
     def capacity(self) -> int:
-        """Pages there are; as a page id, the scratch page of `padded`."""
+        """Number of pages; as a page id, the scratch page of `padded`."""
         return self._data.shape[0] - 1
 
     @property
     def free(self) -> int:
-        """Pages nobody holds; the host waits for the device."""
+        """Number of free pages; synchronizes with the device."""
         return int(self.ring.count)
 
     @property
     def used(self) -> int:
-        """Pages somebody holds; the host waits for the device."""
+        """Number of held pages; synchronizes with the device."""
         return self.capacity - self.free
 
     @property
     def least_free(self) -> int:
-        """A lower bound of the free pages that are promised to nobody, known without waiting."""
+        """A lower bound of the free, unreserved pages, known without synchronizing."""
         return self._least
 
     @property
     def promises(self) -> int:
-        """A number that changes when what `ensure` promised before no longer holds."""
+        """A number that changes when earlier reservations of `ensure` are no longer valid."""
         return self._promises
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all pages, free ones included, whoever owns it."""
+        """Bytes of all pages, including free ones and external memory."""
         return self.capacity * self.page_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Memory beside the pages: list of the free ones with its ends, and the scratch page."""
+        """Bytes besides the pages: the free list with its ends, and the scratch page."""
         return self.page_bytes + self.ring.nbytes
 
     def allocate(self, count: int) -> Int[Tensor, " count"]:
-        """Take `count` pages and give their ids, in the order in which they became free.
+        """Allocate `count` pages and return their ids, in the order in which they were freed.
 
-        A pool that grows and has too few takes what is missing, a sixteenth of what it has at
-        least, so that pages are copied rarely; while it grows, old and new pages both exist.
+        A pool that grows and has too few pages adds the missing ones, at least a sixteenth of its
+        size, so that pages are rarely copied; during growth, old and new pages both exist.
 
         Raises:
             PoolExhausted: too few are free and the pool may not grow.
             ValueError: a negative count.
         """
         if count < 0:
-            raise ValueError(f"{count} pages cannot be taken; ask for 0 or more")
+            raise ValueError(f"{count} pages cannot be allocated; request 0 or more")
         self._promises += 1
         if count > self._least and self._look() < count:
             self._grow_for(count, self.capacity // 16)
@@ -159,14 +159,14 @@ class PagePool:
         return pages
 
     def release(self, pages: Int[Tensor, " n"]) -> None:
-        """Give pages back; each must be held, and be named once. `check` finds who breaks this.
+        """Release pages, each held and named once. `check` detects violations.
 
         Raises:
             ValueError: more pages than can be held.
         """
         count, most = pages.shape[0], self.capacity - self._least
         if count > most:
-            raise ValueError(f"{count} pages are given back and only {most} are held")
+            raise ValueError(f"{count} pages are released and only {most} are held")
         if count == 0:
             return
         self._promises += 1
@@ -176,14 +176,14 @@ class PagePool:
             self._data[pages] = _POISON
 
     def take(self, wanted: Bool[Tensor, " S"]) -> Int[Tensor, " S"]:
-        """Take a page for each marked row, without waiting; `ensure` that there are enough.
+        """Allocate a page for each marked row, without synchronizing; call `ensure` before.
 
         Rows that are not marked get the scratch page of `padded`.
         """
         return self.ring.take(wanted) if len(wanted) else wanted.long()
 
     def give(self, pages: Int[Tensor, " S"], back: Bool[Tensor, " S"]) -> None:
-        """Give back the page of each marked row, which must be held, without waiting."""
+        """Release the page of each marked row, which must be held, without synchronizing."""
         if len(back) == 0:
             return
         self.ring.give(pages, back)
@@ -191,20 +191,20 @@ class PagePool:
             self._data[pages.where(back, self.capacity)] = _POISON
 
     def ensure(self, most: int, need: Callable[[], Int[Tensor, ""]] | None = None) -> bool:
-        """Promise pages to somebody who will `take` them later, and say how many.
+        """Reserve pages for later calls of `take`, and return whether all of them are reserved.
 
-        The lower bound decides. Only if it is below `most` does the host wait for the device, once,
-        for the true number of free pages. If that is too small as well, a pool that grows does, by
-        a sixteenth at least, and a fixed one asks for the number really needed next.
+        The lower bound decides. Only if it is below `most` does the host synchronize, once, to read
+        the true number of free pages. If that is too small as well, a growing pool grows by at
+        least a sixteenth, and a fixed one falls back to the number returned by `need`.
 
         Args:
-            most: pages that may be taken before somebody asks the pool for anything else, as
-                `promises` tells.
-            need: gives the pages that the next call of `take` needs, those counted off that are
-                given back before it. None: as many as `most`.
+            most: pages that may be allocated before any other request to the pool, as tracked by
+                `promises`.
+            need: returns the pages that the next call of `take` needs, minus those released before
+                it. None: as many as `most`.
 
         Returns:
-            Whether `most` pages are promised; otherwise only what `need` gave.
+            Whether `most` pages are reserved; otherwise only the number returned by `need`.
 
         Raises:
             PoolExhausted: not even those are free, and the pool may not grow; nothing has changed.
@@ -223,7 +223,7 @@ class PagePool:
         return True
 
     def reserve(self, free: int) -> None:
-        """Make sure that `free` pages are free, growing by exactly what is missing.
+        """Ensure that `free` pages are free, growing by exactly the missing number.
 
         Raises:
             PoolExhausted: too few are free and the pool may not grow.
@@ -232,32 +232,32 @@ class PagePool:
             self._grow_for(free, 0)
 
     def shrink(self, held: Int[Tensor, " n"], free: int) -> Int[Tensor, " P1"]:
-        """Give memory back until only so many pages are free; the others move together.
+        """Shrink the memory to `free` free pages, and move the held pages together.
 
-        While pages are copied to the smaller memory, both exist. The host waits for the device.
+        While pages are copied to the smaller memory, both exist. Synchronizes with the device.
 
         Args:
             held: the pages in all tables over this pool, each once, in any order.
-            free: pages that stay free, or all there are if these are fewer.
+            free: number of pages that remain free, or all free pages if these are fewer.
 
         Returns:
-            The new id of each page there was, and of the scratch page; 0 for pages that are gone.
+            The new id of each former page, and of the scratch page; 0 for removed pages.
 
         Raises:
             ValueError: the pool may not grow, or a negative number of pages.
-            RuntimeError: `held` are not the pages that are held; nothing has changed.
+            RuntimeError: `held` are not exactly the held pages; nothing has changed.
         """
         if not self.grows:
             raise ValueError("a pool that cannot grow cannot shrink; let it grow, or keep its size")
         if free < 0:
-            raise ValueError(f"{free} pages cannot stay free; name 0 or more")
+            raise ValueError(f"{free} pages cannot stay free; use 0 or more")
         self.check(held)
         new = min(held.shape[0] + free, self.capacity)
         if new == self.capacity:
             return torch.arange(new + 1, device=self.device)
         plan = together(held.long(), self.capacity, new)
         copy_pages(self._data, plan.source, plan.target)
-        # One page more than stays becomes the scratch page, whatever it held.
+        # The page after the remaining ones becomes the scratch page.
         self._data, self._least = self._data[: new + 1].clone(), len(plan.free)
         count = torch.full_like(self.ring.count, self._least)
         self.ring = FreeList.of(plan.free, new, count)
@@ -265,15 +265,15 @@ class PagePool:
         return plan.ids
 
     def check(self, held: Int[Tensor, " n"]) -> None:
-        """Check that free pages and held ones (those in all tables) are all pages, each once.
+        """Check that free and held pages (those in all tables) are all pages, each once.
 
         Raises:
-            RuntimeError: a page is missing, or is in two places.
+            RuntimeError: a page is missing or occurs twice.
         """
         expect_each_once(self.ring.first(self.free), held.long().to(self.device), self.capacity)
 
     def _look(self) -> int:
-        """Read how many are free, with those that were promised and not taken yet."""
+        """Read the number of free pages, including those reserved and not allocated yet."""
         self._promises += 1
         self._least = self.free
         return self._least
@@ -284,13 +284,13 @@ class PagePool:
         self._grow(max(count - self._least, step), self._least)
 
     def _grow(self, more: int, free: int) -> None:
-        """Add pages; `free` is the number of those there are."""
+        """Add pages; `free` is the number of free pages before."""
         old, new = self.capacity, self.capacity + more
         data = torch.zeros(new + 1, self.page_bytes, dtype=torch.uint8, device=self.device)
         data[:old] = self._data[:old]
         if self.poison:
             data[old:] = _POISON
-        # The run of free ids is laid out anew from 0: the old one may wrap at the old capacity.
+        # Copy the range of free ids to 0: the old one may wrap at the old capacity.
         more_ids = torch.arange(old, new, device=self.device)
         ids = torch.cat((self.ring.first(free), more_ids))
         self._data, self.ring = data, FreeList.of(ids, new, self.ring.count + more)

@@ -1,4 +1,4 @@
-"""Tiers of heads whose vectors differ in length, in equal pages of one pool."""
+"""Tiers of heads whose vectors differ in rank, in equal pages of one pool."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ from kv_policy import PageLayout, TokenFormat
 
 
 class PerHeadRankTiers(Sequences):
-    """The tokens of K tiers where a head has a kind: how many numbers its keys and values take.
+    """The tokens of K tiers with heads of several kinds, each with its rank of keys and values.
 
-    It does what `Tiers` does, with the same rows. Vectors come and go padded with zeros to the
-    longest of any kind; pages hold what the kind says and no more. Heads of all kinds share the
+    The interface is that of `Tiers`, with the same rows. Vectors are zero-padded to the maximum
+    rank on input and output; pages store only the rank of the kind. Heads of all kinds share the
     pool, so a page holds more tokens of a head with shorter vectors.
     """
 
@@ -39,17 +39,17 @@ class PerHeadRankTiers(Sequences):
         *,
         raw: Sequence[TokenFormat] | None = None,
     ) -> None:
-        """Start with empty tiers; they hold no page.
+        """Create empty tiers; they hold no page.
 
         Args:
-            pool: where pages come from.
-            layouts: of each kind, how a page of each tier holds tokens.
-            kind: of each layer and head, an index into `layouts`; all are used.
+            pool: the pool of the pages.
+            layouts: per kind, the page layout of each tier.
+            kind: per layer and head, an index into `layouts`; all are used.
             sequences: B.
-            raw: of each kind, how tokens wait until a block is full, where a format needs it.
+            raw: per kind, the format of tokens until a block is full, if a format needs it.
 
         Raises:
-            ValueError: kinds of different numbers of tiers, or what Tiers refuses.
+            ValueError: kinds with different numbers of tiers, or as `Tiers`.
         """
         self.pool = pool
         self.kinds = RankGroups(kind.to(pool.device), sequences)
@@ -74,30 +74,30 @@ class PerHeadRankTiers(Sequences):
 
     @property
     def parts(self) -> tuple[TokenStore, ...]:
-        """The stores of all kinds, each of table rows with vectors of one length."""
+        """The stores of all kinds, each with vectors of one rank."""
         return tuple(store for tiers in self.each for store in tiers.parts)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether some tier encodes several tokens together; then steps wait for the device."""
+        """Whether some tier encodes several tokens together; then steps synchronize."""
         return self.each[0].in_blocks
 
     @property
     def pages_used(self) -> int:
-        """Pages the tiers hold; the host waits for the device."""
+        """Pages held by the tiers; synchronizes with the device."""
         return sum(tiers.pages_used for tiers in self.each)
 
     @property
     def table_bytes(self) -> int:
-        """Memory of page tables and lengths."""
+        """Bytes of page tables and lengths."""
         return sum(tiers.table_bytes for tiers in self.each)
 
     def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         return self.kinds.table_rows(layers)
 
     def counts(self) -> Int[Tensor, "K N B H"]:
-        """Count the tokens of each tier, without waiting."""
+        """Return the number of tokens in each tier, without synchronizing."""
         return self.kinds.by_cell([tiers.counts()[..., 0] for tiers in self.each])
 
     def append(
@@ -110,11 +110,11 @@ class PerHeadRankTiers(Sequences):
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
+        """Encode the tokens marked by `keep` and append them, in order, to their table rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         expect_some(self.parts)
         forms = [tiers.parts[0].layout.format for tiers in self.each]
@@ -138,17 +138,17 @@ class PerHeadRankTiers(Sequences):
                 )
 
     def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
-        """Let the sequences become source[0], source[1], ... in all stores, or in none.
+        """Replace the sequences by source[0], source[1], ... in all stores, or in none.
 
         Raises:
-            PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
+            PoolExhausted: too few pages for the copies, including those released.
+            ValueError: a sequence does not exist, or none is named.
         """
         super().select(source, also)
         self.kinds.sequences = len(source)
 
     def join(self, other: Sequences) -> None:
-        """Let the sequences of other tiers over the pool come after these, as `Tiers.join` does.
+        """Append the sequences of other tiers over the pool, as `Tiers.join`.
 
         Raises:
             ValueError: another pool, other layouts, or heads of other kinds; nothing has changed.
@@ -164,24 +164,24 @@ class PerHeadRankTiers(Sequences):
             other.kinds.sequences = 0
 
     def release(self) -> None:
-        """Let all sequences go, as `Tiers.release` does."""
+        """Release all sequences, as `Tiers.release`."""
         super().release()
         self.kinds.sequences = 0
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
-        """Let finished sequences give all their pages back; they go on as empty ones.
+        """Return all pages of finished sequences to the pool; the sequences remain, empty.
 
         Raises:
-            ValueError: a sequence that does not exist, or is named twice.
+            ValueError: a sequence does not exist or is named twice.
         """
         for tiers in self.each:
             tiers.clear(sequences)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
-        """Let each head of sequence b keep its first length[b] tokens of each tier at most.
+        """Truncate each head of sequence b to at most its first length[b] tokens in each tier.
 
         Raises:
-            ValueError: a negative length, or not one for each sequence.
+            ValueError: a negative length, or not one length per sequence.
         """
         for tiers in self.each:
             tiers.expect_cut(length)
@@ -191,10 +191,10 @@ class PerHeadRankTiers(Sequences):
     def weakest(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
-        """Give the lowest score of each table row in each tier, and where it is, as `Tiers` does.
+        """Return the lowest score of each table row in each tier, and its place, as `Tiers`.
 
         Raises:
-            ValueError: pages hold no scores, or no positions where these are asked about.
+            ValueError: pages store no scores, or no positions although `until` is given.
         """
         rows = [self.kinds.rows(i) for i in range(self.kinds.count)]
         found = [
@@ -217,11 +217,11 @@ class PerHeadRankTiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Let one token enter each row, and one leave or move to a later tier, as `Tiers` does.
+        """Insert one token into each table row and evict or move one, as `Tiers`.
 
         Raises:
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         works = []
         for i, tiers in enumerate(self.each):

@@ -1,4 +1,4 @@
-"""One tier of heads whose vectors differ in length, seen as one store."""
+"""One tier of heads whose vectors differ in rank, with the interface of one store."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,13 +15,13 @@ from kv_policy import PagedTokens, Running
 
 
 class PerHeadRankStore:
-    """The stores of all kinds of heads, over all table rows; vectors are padded with zeros.
+    """The stores of all kinds of heads, over all table rows; vectors are zero-padded.
 
-    Rows have the numbers they have in a store without kinds. What `members` refuse is refused.
+    Row numbers are those of a store without kinds. Errors are those of `members`.
     """
 
     def __init__(self, kinds: RankGroups, members: Sequence[TokenStore]) -> None:
-        """Join stores, one a kind, each with a layer for each of its cells and a single head."""
+        """Combine stores, one per kind, each with a layer per cell and a single head."""
         self._kinds = kinds
         self.members = tuple(members)
 
@@ -37,36 +37,36 @@ class PerHeadRankStore:
 
     @property
     def longest(self) -> int:
-        """No table row has more slots."""
+        """An upper bound of the slots per table row."""
         return max(member.longest for member in self.members)
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the table rows hold; for `PagePool.check`."""
+        """Return the ids of all pages held by the table rows; for `PagePool.check`."""
         return torch.cat([member.pages() for member in self.members])
 
     def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         return self._kinds.table_rows(layers)
 
     def view_kind(self, kind: int, layer: int) -> PagedTokens | None:
-        """Give a layer's heads of one kind as attention reads them; None: they hold nothing."""
+        """Return a layer's heads of one kind as attention reads them; None if they are empty."""
         member, span = self.members[kind], self._kinds.span(kind, layer)
         if span.start == span.stop or not member.longest:
             return None
         return member.view_layers(span)
 
     def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
-        """Give what the table rows of a layer hold, over `longest` slots."""
+        """Return the tokens in the table rows of a layer, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
     def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
-        """Give what the table rows of some layers hold, as `read_layer` does."""
+        """Return the tokens in the table rows of some layers, as `read_layer`."""
         members = self._members(layers)
         found = [(rows, member.read_layers(span, vectors)) for member, span, rows in members]
         return _joined(found, self._count(layers), self.longest, self._dims)
 
     def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
-        """Give what table rows hold, as TokenStore does."""
+        """Return the tokens in table rows, as TokenStore."""
         split = self._kinds.split(table_rows)
         found = [
             (place, member.read(own, vectors))
@@ -77,18 +77,18 @@ class PerHeadRankStore:
         return _joined(found, len(table_rows), longest, self._dims)
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
-        """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
+        """Set the scores of a layer's tokens, slot by slot as in `read_layer`.
 
         Raises:
-            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+            ValueError: pages store no scores, or fewer slots than `longest` are given.
         """
         self.set_layers_scores(slice(layer, layer + 1), score)
 
     def set_layers_scores(self, layers: slice, score: Float[Tensor, "S L"]) -> None:
-        """Give the tokens of some layers new scores, slot by slot as `read_layers` has them.
+        """Set the scores of some layers' tokens, slot by slot as in `read_layers`.
 
         Raises:
-            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+            ValueError: pages store no scores, or fewer slots than `longest` are given.
         """
         expect_shape("score", score, self._count(layers), None)
         for member, span, rows in self._members(layers):
@@ -102,10 +102,10 @@ class PerHeadRankStore:
         seen: Int[Tensor, "S L"],
         running: Running,
     ) -> None:
-        """Let the scores of some layers' tokens go on with a pass, as TokenStore does.
+        """Update the scores of some layers' tokens with a pass, as TokenStore.
 
         Raises:
-            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
+            ValueError: pages store no scores or positions, or fewer slots than `longest` are given.
         """
         count = self._count(layers)
         expect_shape("before", before, count)
@@ -115,13 +115,13 @@ class PerHeadRankStore:
             member.accumulate_layers(span, before[rows], mass[rows], seen[rows], running)
 
     def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
-        """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
+        """Evict the tokens not marked by `keep`; return whole pages to the pool.
 
         Returns:
-            Pages that went back.
+            The number of pages returned to the pool.
 
         Raises:
-            ValueError: `keep` says nothing about some tokens.
+            ValueError: `keep` does not cover all tokens.
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         split = self._kinds.split(table_rows)
@@ -137,11 +137,11 @@ class PerHeadRankStore:
         return max(f.key.dim for f in forms), max(f.value.dim for f in forms)
 
     def _count(self, layers: slice) -> int:
-        """Table rows of some layers."""
+        """Return the number of table rows of some layers."""
         return len(self._kinds.layers(layers)) * self._kinds.sequences * self._kinds.kind.shape[1]
 
     def _members(self, layers: slice) -> Iterator[tuple[TokenStore, slice, Int[Tensor, " n"]]]:
-        """Where the rows of some layers are: a store, its layers, and which of the table rows."""
+        """Yield each store with rows of some layers, its layers, and the indices of these rows."""
         before = 0
         for layer in self._kinds.layers(layers):
             for kind, member in enumerate(self.members):
@@ -151,7 +151,7 @@ class PerHeadRankStore:
             before += self._count(slice(layer, layer + 1))
 
     def _rows(self, kind: int, layer: int) -> Int[Tensor, " n"]:
-        """Where, among a layer's table rows, those of a kind are, in the order of their own."""
+        """Return the indices of a kind's rows among a layer's table rows, in the kind's order."""
         heads = self._kinds.heads(kind, layer)
         sequence = torch.arange(self._kinds.sequences, device=heads.device)
         return (sequence * self._kinds.kind.shape[1] + heads[:, None]).flatten()
@@ -160,7 +160,7 @@ class PerHeadRankStore:
 def _joined(
     found: Sequence[tuple[Tensor, Stored]], table_rows: int, longest: int, dims: tuple[int, int]
 ) -> Stored:
-    """Lay what kinds hold side by side, by the places of their table rows."""
+    """Combine the tokens of several kinds, by the indices of their table rows."""
 
     def whole(part: Callable[[Stored], Tensor | None], fill: int, dim: int = 0) -> Tensor | None:
         out: Tensor | None = None

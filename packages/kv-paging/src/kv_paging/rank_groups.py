@@ -1,4 +1,4 @@
-"""Heads of several kinds, and where their table rows are among those of their kind."""
+"""Heads of several kinds, and the mapping between all table rows and those of a kind."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class RankGroups:
-    """The rows of N layers, B sequences and H heads, sorted by the kind of their layer and head.
+    """The rows of N layers, B sequences and H heads, grouped by the kind of their layer and head.
 
-    A table row has the number ((layer * B) + sequence) * H + head among all, and among those of its
-    kind cell * B + sequence, where cells are the pairs of layer and head of that kind, in order.
+    A table row has the number ((layer * B) + sequence) * H + head among all, and the number
+    cell * B + sequence in its kind, where cells are the (layer, head) pairs of the kind, in order.
     """
 
     def __init__(self, kind: Int[Tensor, "N H"], sequences: int) -> None:
-        """Sort the heads; kinds are numbered from 0, with none left out."""
+        """Group the heads; kinds are numbered from 0 without gaps."""
         self.kind = kind
         self.sequences = sequences
         self.heads_of: list[list[int]] = kind.tolist()
@@ -32,32 +32,32 @@ class RankGroups:
         self._ends = each.cumsum(1).tolist()
 
     def where(self, kind: int) -> tuple[Int[Tensor, " cells"], Int[Tensor, " cells"]]:
-        """The layer and the head of each cell of a kind."""
+        """Return the layer and the head of each cell of a kind."""
         layer, head = self._where[kind].T
         return layer, head
 
     def span(self, kind: int, layer: int) -> slice:
-        """The cells of a kind that are of this layer."""
+        """Return the cells of a kind in this layer."""
         ends = self._ends[kind]
         return slice(ends[layer - 1] if layer else 0, ends[layer])
 
     def heads(self, kind: int, layer: int) -> Int[Tensor, " h"]:
-        """The heads of a layer that are of this kind, in order."""
+        """Return the heads of a layer with this kind, in order."""
         where: Tensor = self._where[kind][self.span(kind, layer)]
         return where[:, 1]
 
     def layers(self, layers: slice) -> range:
-        """The numbers of some layers."""
+        """Return the numbers of some layers."""
         return range(len(self.heads_of))[layers]
 
     def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """The numbers of the table rows of some layers."""
+        """Return the numbers of the table rows of some layers."""
         layer_count, heads = self.kind.shape
         every = torch.arange(layer_count * self.sequences * heads, device=self.kind.device)
         return every.view(layer_count, -1)[layers].flatten()
 
     def rows(self, kind: int) -> Int[Tensor, " S"]:
-        """The numbers that the table rows of a kind have among all, in the order of their own."""
+        """Return the numbers of a kind's table rows among all, in the kind's order."""
         layer, head = self._where[kind].T[..., None]
         sequence = torch.arange(self.sequences, device=layer.device)
         number: Tensor = (layer * self.sequences + sequence) * self.kind.shape[1] + head
@@ -66,7 +66,7 @@ class RankGroups:
     def split(
         self, table_rows: Int[Tensor, " S"]
     ) -> list[tuple[Int[Tensor, " n"], Int[Tensor, " n"]]]:
-        """Say of each kind where in the list its rows are, and their numbers among their own."""
+        """Return, per kind, the indices of its rows in the list, and their numbers in the kind."""
         heads = self.kind.shape[1]
         layer = table_rows // (heads * self.sequences)
         sequence, head = table_rows // heads % self.sequences, table_rows % heads
@@ -78,7 +78,7 @@ class RankGroups:
     def all_table_rows(
         self, table_rows: Int[Tensor, " S"], number: Int[Tensor, " S"]
     ) -> list[Int[Tensor, " n"]]:
-        """Give each kind a number for all its table rows: those named get theirs, others 0."""
+        """Return, per kind, a number for all its table rows: 0 for rows that are not named."""
         every = torch.zeros(
             self.kind.numel() * self.sequences, dtype=number.dtype, device=number.device
         )
@@ -86,14 +86,14 @@ class RankGroups:
         return [every[self.rows(i)] for i in range(self.count)]
 
     def by_table_row(self, each: Sequence[Tensor]) -> Tensor:
-        """What is [K, table_rows] of each kind, over all table rows."""
+        """Combine [K, table_rows] tensors of each kind into one over all table rows."""
         whole = each[0].new_zeros(len(each[0]), self.kind.numel() * self.sequences)
         for i, part in enumerate(each):
             whole[:, self.rows(i)] = part
         return whole
 
     def by_cell(self, each: Sequence[Tensor]) -> Tensor:
-        """What is [K, cells, B] of each kind, as [K, N, B, H]."""
+        """Combine [K, cells, B] tensors of each kind into [K, N, B, H]."""
         layers, heads = self.kind.shape
         whole = each[0].new_zeros(layers, heads, len(each[0]), each[0].shape[2])
         for where, part in zip(self._where, each, strict=True):

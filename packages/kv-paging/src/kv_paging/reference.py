@@ -1,4 +1,4 @@
-"""The slow oracle of TokenStore: lists of tokens as Python bytes, one at a time, without pages."""
+"""A slow reference of TokenStore: lists of tokens as Python bytes, one at a time, without pages."""
 
 import struct
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from kv_policy import Codec, PageLayout
 
 
 class Token(NamedTuple):
-    """One stored token: its encoded key and value, and what stands beside them."""
+    """One stored token: its encoded key and value, score and position."""
 
     key: bytes
     value: bytes
@@ -20,14 +20,14 @@ class Token(NamedTuple):
 
 
 class ReferenceStore:
-    """Does what TokenStore says, one table row and one token after the other.
+    """The semantics of TokenStore, one table row and one token at a time.
 
-    Table rows are lists by id, in the order of slots. It has no pool, so it never runs dry; `pages`
-    says how many pages its tokens would take.
+    Table rows are lists by id, in the order of slots. There is no pool, so it is never exhausted;
+    `pages` computes the number of pages for its tokens.
     """
 
     def __init__(self, layout: PageLayout, layers: int, sequences: int, heads: int) -> None:
-        """Start with empty table rows."""
+        """Create empty table rows."""
         self.layout = layout
         self.layers, self.sequences, self.heads = layers, sequences, heads
         self.tokens: dict[int, list[Token]] = {
@@ -36,7 +36,7 @@ class ReferenceStore:
 
     @property
     def pages(self) -> int:
-        """Pages that the tokens need."""
+        """Number of pages required by the tokens."""
         return sum(-(-len(tokens) // self.layout.tokens) for tokens in self.tokens.values())
 
     def append(
@@ -48,14 +48,14 @@ class ReferenceStore:
         score: Tensor | None = None,
         position: Tensor | None = None,
     ) -> None:
-        """Put the marked tokens at the ends of their table rows."""
+        """Append the marked tokens to their table rows."""
         for s, table_row in enumerate(table_rows.tolist()):
             for t in range(keep.shape[1]):
                 if keep[s, t]:
                     self.tokens[table_row].append(self._token((s, t), key, value, score, position))
 
     def set_scores(self, table_rows: Tensor, score: Tensor) -> None:
-        """Give stored tokens new scores."""
+        """Set the scores of stored tokens."""
         for s, table_row in enumerate(table_rows.tolist()):
             self.tokens[table_row] = [
                 token._replace(score=_float32(score[s, t]))
@@ -63,7 +63,7 @@ class ReferenceStore:
             ]
 
     def compact(self, table_rows: Tensor, keep: Tensor) -> int:
-        """Drop the unmarked tokens; kept ones past the new end fill the holes, in order."""
+        """Evict the unmarked tokens; kept ones past the new end fill the holes, in order."""
         pages = self.pages
         for s, table_row in enumerate(table_rows.tolist()):
             old = self.tokens[table_row]
@@ -82,13 +82,13 @@ class ReferenceStore:
         score: Tensor | None = None,
         position: Tensor | None = None,
     ) -> None:
-        """Overwrite one token of each table row, none where the slot is -1."""
+        """Overwrite one token of each table row; none if the slot is -1."""
         for s, (table_row, i) in enumerate(zip(table_rows.tolist(), slot.tolist(), strict=True)):
             if i >= 0:
                 self.tokens[table_row][i] = self._token((s,), key, value, score, position)
 
     def remove(self, table_rows: Tensor, slot: Tensor) -> None:
-        """Take one token out of each table row; the last one takes its slot."""
+        """Evict one token of each table row; the last one moves to its slot."""
         for table_row, i in zip(table_rows.tolist(), slot.tolist(), strict=True):
             if i >= 0:
                 last = self.tokens[table_row].pop()
@@ -96,7 +96,7 @@ class ReferenceStore:
                     self.tokens[table_row][i] = last
 
     def weakest(self, table_rows: Tensor) -> list[tuple[float, int]]:
-        """Give the lowest score of each table row and its first slot."""
+        """Return the lowest score of each table row and its first slot."""
         found = []
         for table_row in table_rows.tolist():
             scores = [float("inf") if t.score is None else t.score for t in self.tokens[table_row]]
@@ -105,7 +105,7 @@ class ReferenceStore:
         return found
 
     def select(self, source: Tensor) -> None:
-        """Let the sequences become the ones named."""
+        """Replace the sequences by the ones named."""
         old, before, named = self.tokens, self.sequences, source.tolist()
         self.sequences = len(named)
         self.tokens = {
@@ -145,7 +145,7 @@ class ReferenceStore:
 
 
 def stored(store: TokenStore) -> dict[int, list[Token]]:
-    """Read what a store's pages hold, byte by byte from the layout's arithmetic alone."""
+    """Read the tokens in a store's pages, byte by byte from the layout's offsets alone."""
     layout, tokens = store.layout, store.layout.tokens
     segments, keys = layout.segments, len(layout.format.key.parts)
     score, position = layout.score_offset, layout.position_offset

@@ -1,4 +1,4 @@
-"""A tier whose format encodes several tokens together: full blocks, and the tokens that wait."""
+"""A tier with a block-encoded format: full blocks, and the residual tokens."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,17 +12,17 @@ from kv_paging.tokens import BOTH, Stored
 
 
 class ResidualTier:
-    """Full blocks in the tier's format, and fewer tokens than a block in the raw one.
+    """Full blocks in the tier's format, and a residual of less than a block in the raw one.
 
-    A row's tokens wait raw until they are as many as a block; then they are encoded as one, and
-    never again. A place, as `weakest_all` gives it and `fetch`, `remove` and `replace` take it, is
-    twice the slot in the blocks, or twice the slot among the waiting tokens and one.
+    A row's residual tokens are stored raw until they fill a block; then they are encoded together,
+    once. A place, as returned by `weakest_all` and accepted by `fetch`, `remove` and `replace`, is
+    twice the slot in the blocks, or twice the slot in the residual plus one.
 
-    Everything but `weakest_all` waits for the device.
+    Everything but `weakest_all` synchronizes with the device.
     """
 
     def __init__(self, blocks: BlockStore, waiting: TokenStore) -> None:
-        """Join two stores over the same table rows."""
+        """Combine two stores over the same table rows."""
         self.blocks, self.waiting = blocks, waiting
         self.pool = blocks.pool
 
@@ -35,19 +35,19 @@ class ResidualTier:
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Add tokens to those that wait, and encode what fills blocks.
+        """Append tokens to the residual, and encode full blocks.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         block = self.blocks.layout.format.block
-        if self.waiting.longest + keep.shape[1] < block:  # known without asking the device
+        if self.waiting.longest + keep.shape[1] < block:  # known without synchronizing
             self.waiting.append(table_rows, key, value, keep, score, position)
             return
         expect_shape("keep", keep, table_rows.shape[0], None)
         self.blocks.expect_tokens(key, value, score, position, *keep.shape)
-        old = self.waiting.read(table_rows, BOTH)  # refuses table rows that are not there
+        old = self.waiting.read(table_rows, BOTH)  # raises for invalid table rows
         count = old.held.sum(1) + keep.sum(1)
         filled = count // block * block
         every = torch.cat((old.held, keep), 1)
@@ -57,7 +57,7 @@ class ResidualTier:
         tokens = _after(old, key, value, score, position)
         self.blocks.append(table_rows, tokens[0], tokens[1], goes, tokens[2], tokens[3])
         self.waiting.compact(table_rows, old.held & ~drains)
-        # A table row that filled no block has its old tokens still.
+        # A table row without a full block keeps its old residual.
         rest = every & ~goes
         rest[:, : old.held.shape[1]] &= drains
         self.waiting.append(table_rows, tokens[0], tokens[1], rest, tokens[2], tokens[3])
@@ -65,7 +65,7 @@ class ResidualTier:
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each table row and its place, as TokenStore does."""
+        """Return the lowest score of each table row and its place, as TokenStore."""
         score, slot = self.blocks.weakest_all(until)
         other, loose = self.waiting.weakest_all(until)
         first = (slot >= 0) & ((score <= other) | (loose < 0))
@@ -73,7 +73,7 @@ class ResidualTier:
         return score.where(first, other), place.clamp(min=-1)
 
     def fetch(self, table_rows: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> Stored:
-        """Read one token of each table row, as TokenStore does."""
+        """Read one token of each table row, as TokenStore."""
         slot, loose = _split(place)
         first, second = self.blocks.fetch(table_rows, slot), self.waiting.fetch(table_rows, loose)
         assert first.key is not None  # fetch decodes both
@@ -90,19 +90,19 @@ class ResidualTier:
         )
 
     def remove(self, table_rows: Int[Tensor, " S"], place: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each table row; place -1 leaves a table row alone."""
+        """Evict one token of each table row; place -1 leaves a table row unchanged."""
         slot, loose = _split(place)
         self.waiting.remove(table_rows, loose)
         if bool((slot >= 0).any()):
             self.blocks.remove(table_rows, slot)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
-        """Let each head of sequence b keep its first length[b] tokens at most.
+        """Truncate each head of sequence b to at most its first length[b] tokens.
 
-        These are the oldest as long as tokens were only appended: blocks come before what waits.
+        These are the oldest if tokens have only been appended: blocks precede the residual.
 
         Raises:
-            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+            ValueError: a negative length, not one length per sequence, or one inside a block.
         """
         self.expect_cut(length)
         held = self.blocks.length.long()
@@ -110,23 +110,23 @@ class ResidualTier:
         self.blocks.truncate(length)
 
     def expect_cut(self, length: Int[Tensor, " B"]) -> None:
-        """Refuse what `truncate` refuses.
+        """Raise if `truncate` would.
 
         Raises:
-            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+            ValueError: a negative length, not one length per sequence, or one inside a block.
         """
         self.blocks.expect_lengths(length)
         self.blocks.expect_whole(length[:, None])
 
     def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Bound the pages that so many more tokens take, at most a block in each table row."""
+        """Return a bound of the pages for `count` more tokens, at most a block per table row."""
         tokens, block = self.blocks.layout.tokens, self.blocks.layout.format.block
         loose, length = (s.length.flatten().long() for s in (self.waiting, self.blocks))
         fills = (loose + count >= block) & (length % tokens == 0)
         return self.waiting.pages_for_more(count) + fills.sum()
 
     def _reserve(self, table_rows: Tensor, filled: Tensor, rest: Tensor) -> None:
-        """Make sure of all pages before anything changes, where the pool may have too few."""
+        """Reserve all pages before anything changes, if the pool may have too few."""
         blocks, waiting = self.blocks, self.waiting
         if blocks.pool.grows:
             return
@@ -154,8 +154,8 @@ def _after(
     score: Tensor | None,
     position: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Put new tokens behind those that wait."""
-    assert old.key is not None  # they were asked for
+    """Append new tokens to the residual."""
+    assert old.key is not None  # vectors were requested
     assert old.value is not None
     return (
         _join(old.key, key),

@@ -1,4 +1,4 @@
-"""What happens to whole sequences of tiers: they change places, join others, come and go."""
+"""Operations on whole sequences of tiers: select, join and release."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kv_paging.store import TokenStore
 class Sequences(ABC):
     """The sequences of tiers over one pool, in all stores at once.
 
-    Where other stores over the pool belong to the same sequences, they go along as `also`.
+    Other stores of the same sequences over the pool are passed as `also`.
     """
 
     pool: PagePool
@@ -25,60 +25,60 @@ class Sequences(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[TokenStore, ...]:
-        """The stores of all kinds, each of table rows with vectors of one length."""
+        """The stores of all kinds, each with vectors of one rank."""
 
     def pages(self) -> Int[Tensor, " n"]:
-        """Give the ids of all pages the tiers hold; for `PagePool.check`."""
+        """Return the ids of all pages held by the tiers; for `PagePool.check`."""
         return torch.cat([store.pages() for store in self.parts])
 
     def check(self) -> None:
-        """Check that every page is either free or in one place, where nobody else uses the pool.
+        """Check that every page is free or held once, if nothing else uses the pool.
 
         Raises:
-            RuntimeError: a page is missing, or is in two places.
+            RuntimeError: a page is missing or occurs twice.
         """
         self.pool.check(self.pages())
 
     def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
-        """Let the sequences become source[0], source[1], ... in all stores, or in none.
+        """Replace the sequences by source[0], source[1], ... in all stores, or in none.
 
         Raises:
-            PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none.
+            PoolExhausted: too few pages for the copies, including those released.
+            ValueError: a sequence does not exist, or none is named.
         """
         select_all((*self.parts, *also), source)
 
     def join(self, other: "Sequences") -> None:
-        """Let the sequences of other tiers over the pool come after these, in every layer.
+        """Append the sequences of other tiers over the pool, in every layer.
 
-        Pages change their owner: no byte of one moves, and nothing waits for the device. The other
-        tiers are left without a sequence, as after `release`.
+        Pages only change their owner: no bytes are copied, without synchronizing with the device.
+        The other tiers have no sequences afterwards, as after `release`.
 
         Raises:
             ValueError: another pool, other layouts, or other layers or heads; nothing has changed.
         """
         if type(self) is not type(other):
             raise ValueError(
-                f"{type(other).__name__} cannot join {type(self).__name__}; both must be alike"
+                f"{type(other).__name__} cannot join {type(self).__name__}; both need one type"
             )
         self._room.join(other._room)
 
     def release(self) -> None:
-        """Let all sequences go, with all pages, in one wait for the device.
+        """Release all sequences with all their pages; synchronizes once.
 
-        There is no sequence then, and tokens and steps are refused, until others join.
+        Without sequences, tokens and steps are rejected until others join.
         """
         release_all(self.parts)
 
     def trim(self, also: Sequence[HeadPages] = ()) -> None:
-        """Give back the memory of a growing pool that nobody holds and the next steps do not need.
+        """Shrink a growing pool: free the memory that the next steps do not need.
 
-        Free stay as many pages as a step may take: one per row and store, two where a page holds
-        a single token. Held pages move, bytes as they are, and views are made anew. While they are
-        copied, the old memory and the new one both exist. The host waits for the device.
+        As many pages stay free as a step may allocate: one per row and store, or two if a page
+        holds a single token. Held pages move unchanged, and views become invalid. During the copy,
+        the old and the new memory both exist. Synchronizes with the device.
 
         Raises:
             ValueError: the pool may not grow.
-            RuntimeError: somebody else holds pages of the pool; nothing has changed.
+            RuntimeError: other stores hold pages of the pool; nothing has changed.
         """
         move_together(self.pool, (*self.parts, *also), self._room.spare)

@@ -1,8 +1,7 @@
-"""One token enters a table row and one leaves or moves, in all table rows at once, without waiting.
+"""A decode step of all table rows without synchronization: insert one token, evict or move one.
 
-Only what is true of all rows is decided here on the host: which tiers there are. Everything else
-is masks, so the number of operations depends on the tiers alone. What a mask rules out is written
-to the pool's scratch page.
+The host only decides by the tiers, which are the same for all rows. Everything else is masked, so
+the number of operations depends on the tiers alone. Masked writes target the pool's scratch page.
 """
 
 from collections.abc import Sequence
@@ -22,50 +21,50 @@ from kv_policy import PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What a step does to the table rows of one tier."""
+    """The changes of a step to the table rows of one tier."""
 
     pages: PagedTokens
-    slot: Int[Tensor, " S"]  # of the victim; 0 where there is none
-    leaves: Bool[Tensor, " S"]  # the victim is of this tier
+    slot: Int[Tensor, " S"]  # of the victim; 0 without a victim
+    leaves: Bool[Tensor, " S"]  # the victim is in this tier
     swap: Bool[Tensor, " S"]  # and the candidate takes its slot
-    arrives: Bool[Tensor, " S"]  # an earlier tier's victim comes to this one
-    enters: Bool[Tensor, " S"]  # the candidate comes to a new slot
-    end: Int[Tensor, " S"]  # length once the victim is gone
+    arrives: Bool[Tensor, " S"]  # an earlier tier's victim moves to this one
+    enters: Bool[Tensor, " S"]  # the candidate gets a new slot
+    end: Int[Tensor, " S"]  # length without the victim
 
     @property
     def table(self) -> PageTable:
-        """Its side of the page table."""
+        """The tier's side of the page table."""
         return PageTable.over(self.pages)
 
     @property
     def gone(self) -> Bool[Tensor, " S"]:
-        """Where the last token moves into the victim's slot."""
+        """Whether the last token moves into the victim's slot."""
         return self.leaves & ~self.swap
 
     @property
     def length(self) -> Int[Tensor, " S"]:
-        """Tokens after the step."""
+        """Number of tokens after the step."""
         return self.end + self.arrives.long() + self.enters.long()
 
     @property
     def entry(self) -> Int[Tensor, " S"]:
-        """The candidate's new slot: it comes after the victim."""
+        """The candidate's new slot, after the victim."""
         return self.end + self.arrives.long()
 
     @property
     def emptied(self) -> Bool[Tensor, " S"]:
-        """Where the last page has no token any more."""
+        """Whether the last page becomes empty."""
         return self.gone & (self.end % self.pages.layout.tokens == 0)
 
     @property
     def opened(self) -> tuple[Bool[Tensor, " S"], Bool[Tensor, " S"]]:
-        """Where the victim, and where the candidate, is the first token of a new page."""
+        """Whether the victim, and whether the candidate, is the first token of a new page."""
         tokens = self.pages.layout.tokens
         return self.arrives & (self.end % tokens == 0), self.enters & (self.entry % tokens == 0)
 
 
 def plan_step(work: DecodeStep) -> tuple[TierPlan, ...]:
-    """Say what a step does to each tier; nothing is changed."""
+    """Plan the changes of a step to each tier, without applying them."""
     plans, choice = [], work.choice
     moved = torch.zeros_like(choice.candidate, dtype=torch.bool)
     for tier, pages in enumerate(work.tiers):
@@ -87,16 +86,16 @@ def plan_step(work: DecodeStep) -> tuple[TierPlan, ...]:
 
 
 def pages_needed(works: Sequence[DecodeStep]) -> Int[Tensor, ""]:
-    """Count the pages that a step takes, less those it gives back first."""
+    """Return the pages allocated by a step, minus those it releases first."""
     plans = [plan for work in works for plan in plan_step(work)]
     opened = torch.cat([mask for plan in plans for mask in plan.opened])
     return opened.sum() - torch.cat([plan.emptied for plan in plans]).sum()
 
 
 def carry_out(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """Do a step; see `PageKernels.step`."""
+    """Apply a step; see `PageKernels.step`."""
     planned = [plan_step(work) for work in works]
-    # A codec that refuses does so before anything has changed.
+    # If a codec raises, nothing has changed yet.
     entering = [_entering(p, work.candidate) for p, work in zip(planned, works, strict=True)]
     every = [plan for plans in planned for plan in plans]
     emptied = [_fill_gap(plan) for plan in every]
@@ -111,7 +110,7 @@ def carry_out(pool: PagePool, works: Sequence[DecodeStep]) -> None:
 def _entering(
     plans: Sequence[TierPlan], candidate: NewTokens
 ) -> tuple[NewTokens, list[tuple[UInt8[Tensor, "n _"], ...]]]:
-    """The victims and the candidates, and both encoded for each tier."""
+    """Return the victims and the candidates, and both encoded for each tier."""
     arriving = merge(_victims(plans[:-1], candidate), candidate)
     return arriving, [encode_tokens(p.pages.layout, arriving.key, arriving.value) for p in plans]
 
@@ -122,7 +121,7 @@ def _write(
     arriving: NewTokens,
     new: tuple[Int[Tensor, " S"], Int[Tensor, " S"]],
 ) -> None:
-    """Write what enters a tier to its slots, `new` pages where a slot is the first of its page."""
+    """Write a tier's new tokens to their slots, in `new` pages if a slot opens its page."""
     table, data, tokens = plan.table, plan.pages.data, plan.pages.layout.tokens
     for slot, page, some in zip((plan.end, plan.entry), new, plan.opened, strict=True):
         table.enter_some(slot // tokens, page, some)
@@ -142,7 +141,7 @@ def _write(
 
 
 def _victims(plans: Sequence[TierPlan], like: NewTokens) -> NewTokens:
-    """Decode the victims that may go to a later tier; anything where there is none."""
+    """Decode the victims that may move to a later tier; undefined without a victim."""
     found = like
     for plan in plans:
         tokens, data = plan.pages.layout.tokens, plan.pages.data
@@ -159,7 +158,7 @@ def _victims(plans: Sequence[TierPlan], like: NewTokens) -> NewTokens:
 
 
 def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
-    """Move the last token into the victim's slot, and give its page."""
+    """Move the last token into the victim's slot, and return its page."""
     data, tokens, gone = plan.pages.data, plan.pages.layout.tokens, plan.gone
     last = plan.table.find(plan.end // tokens)
     gap = plan.table.find(plan.slot // tokens).where(gone, len(data) - 1)
@@ -170,8 +169,8 @@ def _fill_gap(plan: TierPlan) -> Int[Tensor, " S"]:
 
 
 def or_else(tokens: NewTokens, mask: Bool[Tensor, " S"], found: Stored) -> NewTokens:
-    """The same, with what was found, one token of each table row, where it is marked."""
-    assert found.key is not None  # vectors were asked for
+    """Return the tokens with the marked ones replaced by `found`, one per table row."""
+    assert found.key is not None  # vectors were requested
     assert found.value is not None
     score, position = tokens.score, tokens.position
     if found.score is not None and score is not None:
@@ -187,7 +186,7 @@ def or_else(tokens: NewTokens, mask: Bool[Tensor, " S"], found: Stored) -> NewTo
 
 
 def merge(first: NewTokens, second: NewTokens) -> NewTokens:
-    """Put two lists of tokens one after the other."""
+    """Concatenate two lists of tokens."""
     score, position = None, None
     if first.score is not None and second.score is not None:
         score = torch.cat((first.score, second.score))

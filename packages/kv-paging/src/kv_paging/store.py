@@ -1,4 +1,4 @@
-"""One tier of a cache: tokens of one format, with score and position beside them, in pages."""
+"""One tier of a cache: tokens of one format in pages, with scores and positions."""
 
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
@@ -13,48 +13,48 @@ from kv_policy import PagedTokens, Running
 
 
 class TokenStore(HeadPages):
-    """The tokens of one tier; tokens are encoded once, and after that only bytes move.
+    """The tokens of one tier; a token is encoded once, after which only its bytes move.
 
-    Operations on rows by number check the numbers, and wait for the device to do so. Those on a
-    layer or on all table rows do not wait, and read as many slots as `longest` says.
+    Operations on rows by number validate the numbers, which synchronizes with the device. Those on
+    a layer or on all table rows do not synchronize, and read `longest` slots.
     """
 
     def view(self, layer: int) -> PagedTokens:
-        """Give one layer as attention reads it; good until the next operation."""
+        """Return one layer as attention reads it; valid until the next operation."""
         return self._view(self.table[layer], self._length[layer], self.pool.data)
 
     def view_layers(self, layers: slice) -> PagedTokens:
-        """Give some layers as one, the heads of all side by side; good until the next operation."""
+        """Return some layers as one with the heads of all; valid until the next operation."""
         table, length = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.table, self._length))
         return self._view(table, length, self.pool.data)
 
     def whole(self) -> PagedTokens:
-        """Give all rows as `PageKernels` take them; good until the pool or the table grows."""
+        """Return all rows as `PageKernels` read them; valid until the pool or the table grows."""
         length = self._length.view(-1, 1)
         return self._view(self._table.ids[:, None], length, self.pool.padded)
 
     def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
-        """Give what table rows hold: scores and positions where pages have them, vectors if asked.
+        """Return the tokens in table rows: scores and positions if stored, vectors if requested.
 
-        Vectors are decoded for all table rows named, so name few at a time, such as one layer's.
+        Vectors are decoded for all these table rows, so read few at a time, such as one layer's.
         """
         table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
         return self.kernels.read(self.whole(), table_rows, longest, vectors)
 
     def read_layer(self, layer: int, vectors: VectorNames = NONE) -> Stored:
-        """Give what the table rows of a layer hold, as `read` does, over `longest` slots."""
+        """Return the tokens in the table rows of a layer, as `read`, over `longest` slots."""
         return self.read_layers(slice(layer, layer + 1), vectors)
 
     def read_layers(self, layers: slice, vectors: VectorNames = NONE) -> Stored:
-        """Give what the table rows of some layers hold, as `read_layer` does."""
+        """Return the tokens in the table rows of some layers, as `read_layer`."""
         return self.kernels.read(self.whole(), self.table_rows(layers), self.longest, vectors)
 
     def fetch(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> Stored:
-        """Read one token of each table row, vectors included, as tensors of length 1.
+        """Read one token of each table row, including vectors, as tensors of length 1.
 
-        Slot -1 gives no token. This is how a token is taken to another tier: fetched here, appended
-        there, removed here.
+        Slot -1 returns no token. To move a token to another tier, fetch it here, append it there,
+        and remove it here.
 
         Raises:
             ValueError: a slot that holds no token.
@@ -65,10 +65,10 @@ class TokenStore(HeadPages):
         return self._fetch(table_rows, slot)
 
     def set_scores(self, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-        """Give stored tokens new scores, slot by slot; what lies past a table row's end is unused.
+        """Set the scores of stored tokens, slot by slot; those past a table row's end are ignored.
 
         Raises:
-            ValueError: pages hold no scores, or some tokens would get none.
+            ValueError: pages store no scores, or some tokens are not covered.
         """
         self._expect_scores()
         expect_shape("score", score, table_rows.shape[0], None)
@@ -78,18 +78,18 @@ class TokenStore(HeadPages):
         self.kernels.rescore(self.whole(), table_rows, score[:, :longest])
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
-        """Give the tokens of a layer new scores, slot by slot as `read_layer` has them.
+        """Set the scores of a layer's tokens, slot by slot as in `read_layer`.
 
         Raises:
-            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+            ValueError: pages store no scores, or fewer slots than `longest` are given.
         """
         self.set_layers_scores(slice(layer, layer + 1), score)
 
     def set_layers_scores(self, layers: slice, score: Float[Tensor, "S L"]) -> None:
-        """Give the tokens of some layers new scores, as `set_layer_scores` does.
+        """Set the scores of some layers' tokens, as `set_layer_scores`.
 
         Raises:
-            ValueError: pages hold no scores, or fewer slots than `longest` says are given.
+            ValueError: pages store no scores, or fewer slots than `longest` are given.
         """
         self._expect_scores()
         table_rows = self.table_rows(layers)
@@ -105,17 +105,17 @@ class TokenStore(HeadPages):
         seen: Int[Tensor, "S L"],
         running: Running,
     ) -> None:
-        """Let the scores of some layers' tokens, means over queries or sums, go on with a pass.
+        """Update the scores of some layers' tokens, means over queries or sums, with a pass.
 
         Args:
-            layers: which.
-            before: for each row, the tokens of its sequence before the pass; -1 leaves it alone.
-            mass: what the queries of the pass gave each slot, as `read_layers` has them.
-            seen: how many of the queries counted for it.
-            running: which mean or sum.
+            layers: the layers.
+            before: for each row, the tokens of its sequence before the pass; -1 skips the row.
+            mass: attention mass of the queries of the pass per slot, in the order of `read_layers`.
+            seen: number of queries counted per slot.
+            running: the kind of mean or sum.
 
         Raises:
-            ValueError: pages hold no scores or positions, or fewer slots than `longest` are given.
+            ValueError: pages store no scores or positions, or fewer slots than `longest` are given.
         """
         self._expect_scores()
         self._expect_positions()
@@ -130,12 +130,12 @@ class TokenStore(HeadPages):
     def weakest(
         self, table_rows: Int[Tensor, " S"]
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the lowest score of each table row and its slot, the first of equal ones.
+        """Return the lowest score of each table row and its slot, the first on a tie.
 
-        An empty table row gives inf and -1. Only scores are read.
+        An empty table row returns inf and -1. Only scores are read.
 
         Raises:
-            ValueError: pages hold no scores.
+            ValueError: pages store no scores.
         """
         table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
@@ -144,10 +144,10 @@ class TokenStore(HeadPages):
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-        """Give the same as `weakest`, for all rows, of the tokens of positions before `until`.
+        """Return the same as `weakest` for all rows, of the tokens at positions before `until`.
 
         Raises:
-            ValueError: pages hold no scores, or no positions where these are asked about.
+            ValueError: pages store no scores, or no positions although `until` is given.
         """
         return self._weakest(self.table_rows(), self.longest, until)
 
@@ -160,12 +160,12 @@ class TokenStore(HeadPages):
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
+        """Encode the tokens marked by `keep` and append them, in order, to their table rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here, or
-                a number of tokens that does not fill blocks of those encoded together.
+            ValueError: shapes do not match, scores or positions are missing or not stored here, or
+                the number of tokens of a block-encoded format is not a multiple of the block size.
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         self.expect_tokens(key, value, score, position, *keep.shape)
@@ -185,7 +185,7 @@ class TokenStore(HeadPages):
         if odd:
             raise ValueError(
                 f"{block} tokens are encoded together here, and a table row is given a number that "
-                "does not fill such blocks; append through Tiers, where the others wait"
+                "does not fill such blocks; append through Tiers, which store the residual raw"
             )
         pages = self.pool.allocate(total)
         try:
@@ -198,16 +198,16 @@ class TokenStore(HeadPages):
         self._set_length(table_rows, after, longest)
 
     def compact(self, table_rows: Int[Tensor, " S"], keep: Bool[Tensor, "S L"]) -> int:
-        """Let go of the tokens not marked by `keep`; whole pages go back to the pool.
+        """Evict the tokens not marked by `keep`; return whole pages to the pool.
 
-        Kept tokens past the new end move into the holes before it, the first into the first, with
-        their scores and positions (MoveCache, Algorithm 1 of KV-Compress).
+        Kept tokens past the new end move into the holes before it, in order, with their scores and
+        positions (MoveCache, Algorithm 1 of KV-Compress).
 
         Returns:
-            Pages that went back.
+            The number of pages returned to the pool.
 
         Raises:
-            ValueError: `keep` says nothing about some tokens.
+            ValueError: `keep` does not cover all tokens.
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         table_rows, length, wrong = self._named(table_rows)
@@ -222,10 +222,10 @@ class TokenStore(HeadPages):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Overwrite one token of each table row in place; slot -1 leaves a table row alone.
+        """Overwrite one token of each table row in place; slot -1 leaves a table row unchanged.
 
         Raises:
-            ValueError: a slot that holds no token, shapes that do not fit, scores or positions
+            ValueError: a slot that holds no token, shapes that do not match, or scores or positions
                 missing or not stored here.
         """
         expect_shape("slot", slot, table_rows.shape[0])
@@ -244,9 +244,9 @@ class TokenStore(HeadPages):
         self.kernels.write(self.whole(), tokens)
 
     def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
-        """Let go of one token of each table row; the table row's last token moves into its slot.
+        """Evict one token of each table row; the table row's last token moves into its slot.
 
-        Slot -1 leaves a table row alone. A page that becomes empty goes back to the pool.
+        Slot -1 leaves a table row unchanged. A page that becomes empty returns to the pool.
 
         Raises:
             ValueError: a slot that holds no token.
@@ -268,11 +268,11 @@ class TokenStore(HeadPages):
         self._shorten(table_rows, length, after, total, longest)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Let the sequences become source[0], source[1], ...: beams, repeats, a smaller batch.
+        """Replace the sequences by source[0], source[1], ...: beams, repeats, a smaller batch.
 
         Raises:
-            PoolExhausted: too few pages for the copies, those given back counted in.
-            ValueError: a sequence that does not exist, or none; or a store that shares its table.
+            PoolExhausted: too few pages for the copies, including those released.
+            ValueError: a sequence does not exist, none is named, or the store shares its table.
         """
         if self._facing is not None:
             raise ValueError("two stores share a page table; select both, as Tiers.select does")
@@ -281,10 +281,10 @@ class TokenStore(HeadPages):
     def expect_tokens(
         self, key: Tensor, value: Tensor, score: Tensor | None, position: Tensor | None, *shape: int
     ) -> None:
-        """Refuse tokens that do not fit the layout.
+        """Raise if tokens do not match the layout.
 
         Raises:
-            ValueError: a shape that does not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         expect_shape("key", key, *shape, self.layout.format.key.dim)
         expect_shape("value", value, *shape, self.layout.format.value.dim)
@@ -329,12 +329,12 @@ class TokenStore(HeadPages):
 
     def _expect_scores(self) -> None:
         if not self.layout.scores:
-            raise ValueError("pages of this layout hold no scores; lay them out with scores=True")
+            raise ValueError("pages of this layout store no scores; use a layout with scores=True")
 
     def _expect_positions(self) -> None:
         if not self.layout.positions:
             raise ValueError(
-                "pages of this layout hold no positions; lay them out with positions=True"
+                "pages of this layout store no positions; use a layout with positions=True"
             )
 
     def _agree_slots(
@@ -346,17 +346,17 @@ class TokenStore(HeadPages):
             first = int(empty.int().argmax())
             raise ValueError(
                 f"slot {int(slot[first])} holds no token, the table row has {int(length[first])}; "
-                "name a slot before that, or -1 to leave the table row alone"
+                "name a slot before that, or -1 to leave the table row unchanged"
             )
         return known
 
     def _compact(
         self, table_rows: Tensor, length: Tensor, wrong: Tensor, stay: Tensor, block: int
     ) -> int:
-        """Let go of the blocks of `block` slots that are not marked; the last ones fill the gaps.
+        """Evict the blocks of `block` slots that are not marked; the last ones fill the gaps.
 
         Returns:
-            Pages that went back.
+            The number of pages returned to the pool.
         """
         after = stay.sum(1) * block
         freed = (self._pages_for(length) - self._pages_for(after)).sum()
@@ -375,13 +375,13 @@ def read_slots(
     slot: Int[Tensor, "S L"],
     vectors: VectorNames = BOTH,
 ) -> Stored:
-    """Read the tokens in slots of table rows; unlike `TokenStore.fetch` it checks nothing.
+    """Read the tokens in slots of table rows; unlike `TokenStore.fetch`, without checks.
 
     Args:
-        store: of a format in which every token stands alone.
-        table_rows: which table rows; one may be named again.
-        slot: of each table row, slots before its end.
-        vectors: what to decode.
+        store: of a format that encodes each token separately.
+        table_rows: the table rows; may repeat.
+        slot: slots of each table row, before its end.
+        vectors: the vectors to decode.
     """
     page, row = store._place(table_rows[:, None].expand_as(slot), slot)
 
@@ -401,13 +401,13 @@ def write_slots(
     score: Float[Tensor, "S L"] | None = None,
     position: Int[Tensor, "S L"] | None = None,
 ) -> None:
-    """Overwrite the tokens in the marked slots; unlike `TokenStore.replace` it checks nothing.
+    """Overwrite the tokens in the marked slots; unlike `TokenStore.replace`, without checks.
 
     Args:
-        store: of a format in which every token stands alone.
-        table_rows: which table rows.
-        slot: of each table row, slots before its end, those marked each once.
-        some: which to write; the others go to the pool's scratch page.
+        store: of a format that encodes each token separately.
+        table_rows: the table rows.
+        slot: slots of each table row, before its end; marked ones are unique.
+        some: the slots to write; the others are redirected to the pool's scratch page.
         key: of the tokens.
         value: of the tokens.
         score: of the tokens; None keeps the stored scores.
@@ -427,5 +427,5 @@ def write_slots(
 
 
 def most(length: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-    """Give the largest length, 0 if there is none."""
+    """Return the largest length, 0 if there are no lengths."""
     return length.amax() if length.numel() else length.new_zeros(())

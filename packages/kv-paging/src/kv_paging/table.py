@@ -1,4 +1,4 @@
-"""Which pages a row holds: page tables, and the prefix sum that deals out pages to table rows."""
+"""Page tables, and the prefix sum that assigns pages to table rows."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,17 +13,17 @@ Length = TypeVar("Length", int, Tensor)
 
 
 def pages_for(length: Length, tokens: int) -> Length:
-    """Count the pages that hold `length` tokens at `tokens` tokens a page."""
+    """Return the number of pages for `length` tokens at `tokens` tokens per page."""
     return (length + (tokens - 1)) // tokens
 
 
 def columns_for(total: int, tokens: int) -> int:
-    """Bound the pages of two tiers that hold `total` tokens of a table row together.
+    """Return a bound of the pages of two tiers with `total` tokens of a table row together.
 
-    Each tier may have a page that is not full, so this is one more than a single tier needs at
-    `tokens`, the smaller of their tokens a page: ceil(a / t) + ceil(b / u) <= ceil((a + b) / t) + 1
-    for u >= t. LeanKV section 5.2 gives its table ceil((a + b) / t) entries, which a row of one
-    token in each tier overflows.
+    Each tier may have a partial page, so this is one more than a single tier needs at `tokens`, the
+    smaller of their tokens per page: ceil(a / t) + ceil(b / u) <= ceil((a + b) / t) + 1 for u >= t.
+    LeanKV section 5.2 gives its table ceil((a + b) / t) entries, which a row of one token in each
+    tier overflows.
     """
     return pages_for(total, tokens) + 1
 
@@ -33,9 +33,9 @@ def spread(
 ) -> tuple[Int[Tensor, " total"], Int[Tensor, " total"]]:
     """List the columns first[i] to first[i] + count[i] - 1 of every row i, as rows and columns.
 
-    Item k of the list is page k of what is taken or given back: the prefix sum over the rows' needs
-    is all the coordination there is (LeanKV section 5.3). `total` is the sum of `count`, which the
-    caller has read, so that nothing here waits for the device.
+    Item k of the list is page k of those allocated or released: the prefix sum over the rows'
+    counts is the only coordination (LeanKV section 5.3). `total` is the sum of `count`, which the
+    caller has read, so this does not synchronize with the device.
     """
     each = torch.arange(count.shape[0], device=count.device)
     row = torch.repeat_interleave(each, count, output_size=total)
@@ -46,38 +46,38 @@ def spread(
 
 @dataclass(slots=True)
 class _Ids:
-    """The ids themselves, which both sides of a table see."""
+    """The ids, shared by both sides of a table."""
 
     ids: Int[Tensor, "table_rows T"]
 
 
 class PageTable:
-    """The page ids of every table row, column by column; past its last page they are stale.
+    """The page ids of every table row, by column; entries past its last page are stale.
 
     A table has two sides: one tier counts columns from the left, and another, through `facing`,
     from the right of the same rows (LeanKV section 5.2).
     """
 
     def __init__(self, table_rows: int, device: torch.device) -> None:
-        """Start with one column; id 0 stands where no page was entered yet."""
+        """Create a table of one column, filled with id 0."""
         self._shared = _Ids(torch.zeros(table_rows, 1, dtype=torch.int32, device=device))
         self.reverse = False
 
     @classmethod
     def over(cls, pages: PagedTokens) -> "PageTable":
-        """Give the side of a table that belongs to a tier of table rows with a head each."""
+        """Return the side of a table that belongs to a tier of table rows with a head each."""
         table = object.__new__(cls)
         table._shared, table.reverse = _Ids(pages.table[:, 0]), pages.reverse
         return table
 
     def facing(self) -> "PageTable":
-        """Give the other side of the same table."""
+        """Return the other side of the same table."""
         other = object.__new__(PageTable)
         other._shared, other.reverse = self._shared, not self.reverse
         return other
 
     def shares_with(self, other: "PageTable") -> bool:
-        """Say whether the two are sides of one table, or the same."""
+        """Return whether both are sides of one table, or the same side."""
         return self._shared is other._shared
 
     @property
@@ -87,21 +87,21 @@ class PageTable:
 
     @property
     def width(self) -> int:
-        """T, columns of both sides together."""
+        """T, the columns of both sides together."""
         return self._shared.ids.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the table, both sides together."""
+        """Bytes of the table, both sides together."""
         return self.ids.numel() * self.ids.itemsize
 
     def widen(self, columns: int, left: Int[Tensor, " table_rows"] | None = None) -> None:
-        """Make room for `columns` pages a table row; an eighth at least, so that it happens rarely.
+        """Widen the table to `columns` pages per table row, by at least an eighth to do so rarely.
 
         Args:
             columns: pages of both sides.
-            left: pages of each row that are counted from the left, where there is another side:
-                what lies right of them stays at the right end.
+            left: pages of each row that are counted from the left, if there is another side:
+                the columns after these remain at the right end.
         """
         ids, width = self.ids, self.width
         if columns <= width:
@@ -115,12 +115,12 @@ class PageTable:
         layers: int,
         left: tuple[Int[Tensor, " table_rows"], Int[Tensor, " others"]] | None,
     ) -> None:
-        """Let another table's rows come after these, layer by layer; it has none then.
+        """Append another table's rows, layer by layer; it has none afterwards.
 
         Args:
             other: a table of as many layers.
-            layers: N; the table rows of a layer lie together.
-            left: of both tables, what `widen` takes.
+            layers: N; the table rows of a layer are consecutive.
+            left: of both tables, as in `widen`.
         """
         columns = max(self.width, other.width)
         both = []
@@ -132,7 +132,7 @@ class PageTable:
         other._shared.ids = other.ids[:0]
 
     def block(self, table_rows: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
-        """Give the first `columns` page ids of table rows, stale ones included; all exist."""
+        """Return the first `columns` page ids of table rows, including stale ones; all exist."""
         if self.reverse:
             return self.ids[table_rows, max(self.width - columns, 0) :].flip(1).long()
         return self.ids[table_rows, :columns].long()
@@ -140,22 +140,22 @@ class PageTable:
     def within(
         self, count: Int[Tensor, " table_rows"], total: int | None = None
     ) -> Int[Tensor, " n"]:
-        """Give the first `count` page ids of every row; `total` is their sum, if it is known."""
+        """Return the first `count` page ids of every row; `total` is their sum, if known."""
         total = int(count.sum()) if total is None else total
         return self.lookup(*spread(torch.zeros_like(count), count, total))
 
     def lookup(self, table_rows: Int[Tensor, "*n"], column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """Give the page id at `column[i]` of table row `table_rows[i]`."""
+        """Return the page id at `column[i]` of table row `table_rows[i]`."""
         return self.ids[table_rows, self._place(column)].long()
 
     def enter(
         self, table_rows: Int[Tensor, " n"], column: Int[Tensor, " n"], pages: Int[Tensor, " n"]
     ) -> None:
-        """Put page ids at `column[i]` of table row `table_rows[i]`."""
+        """Set page ids at `column[i]` of table row `table_rows[i]`."""
         self.ids[table_rows, self._place(column)] = pages.to(self.ids.dtype)
 
     def find(self, column: Int[Tensor, " table_rows"]) -> Int[Tensor, " table_rows"]:
-        """Give the page id at a column of every table row; any where there is no such column."""
+        """Return the page id at a column of every table row; undefined for missing columns."""
         return self.ids.gather(1, self._inside(column))[:, 0].long()
 
     def enter_some(
@@ -164,18 +164,18 @@ class PageTable:
         pages: Int[Tensor, " table_rows"],
         some: Bool[Tensor, " table_rows"],
     ) -> None:
-        """Put a page id at a column of each marked table row."""
+        """Set the page id at a column of each marked table row."""
         place = self._inside(column)
         kept = self.ids.gather(1, place)
         ids = pages.to(self.ids.dtype)[:, None].where(some[:, None], kept)
         self.ids.scatter_(1, place, ids)
 
     def reorder(self, table_rows: Int[Tensor, " n"]) -> None:
-        """Let table row i become a copy of the row that `table_rows[i]` has now, on both sides."""
+        """Replace table row i by a copy of the row `table_rows[i]`, on both sides."""
         self._shared.ids = self.ids[table_rows]
 
     def rename(self, ids: Int[Tensor, " P1"]) -> None:
-        """Let page i be ids[i] from now on, on both sides; stale entries, too, name a page."""
+        """Replace page id i by ids[i], on both sides; stale entries, too, remain valid ids."""
         self._shared.ids = ids[self.ids.long()].to(self.ids.dtype)
 
     def _place(self, column: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class PageTable:
 
 
 def _beside(ids: Tensor, more: Tensor, left: Tensor | None) -> Tensor:
-    """Put more columns right of all, or between the two sides where the left has so many."""
+    """Insert columns at the right end, or between the sides after `left` columns."""
     wider = torch.cat((ids, more), 1)
     if left is None:
         return wider

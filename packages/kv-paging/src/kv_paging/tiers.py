@@ -1,4 +1,4 @@
-"""All tiers of a cache over one pool, and the step that moves tokens between them."""
+"""All tiers of a cache over one pool, and the decode step that moves tokens between them."""
 
 from collections.abc import Sequence
 
@@ -23,16 +23,16 @@ from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
 class Tiers(Sequences):
-    """The tokens of K tiers, each table row's over all of them, in pages of one pool.
+    """The tokens of K tiers of each table row, in pages of one pool.
 
-    Two stores after one another share a page table, from its left and right (LeanKV section 5.2).
-    `append`, `select`, `clear` and `truncate` wait for the device. `step` does not, except once
-    where the pool's lower bound of free pages is too low (see `PagePool.ensure`), and once every 64
-    steps, to read how long table rows are.
+    Consecutive stores share a page table in pairs, from its left and right (LeanKV section 5.2).
+    `append`, `select`, `clear` and `truncate` synchronize with the device. `step` does not, except
+    once if the pool's lower bound of free pages is too low (see `PagePool.ensure`), and once every
+    64 steps, to read the lengths of table rows.
 
-    A tier whose format encodes several tokens together has two stores: full blocks, and after it
-    the tokens that wait raw, in pages of the same pool, until there are as many as a block. Steps
-    of such tiers wait for the device.
+    A tier with a block-encoded format has two stores: full blocks, followed by the residual tokens,
+    raw in pages of the same pool until they fill a block. Steps of such tiers synchronize with the
+    device.
     """
 
     def __init__(
@@ -45,20 +45,19 @@ class Tiers(Sequences):
         *,
         raw: TokenFormat | None = None,
     ) -> None:
-        """Start with empty tiers; they hold no page.
+        """Create empty tiers; they hold no page.
 
         Args:
-            pool: where pages come from.
-            layouts: how a page of each tier holds tokens, the best tier first.
+            pool: the pool of the pages.
+            layouts: the page layout of each tier, the best tier first.
             layers: N.
             sequences: B.
             heads: H.
-            raw: how tokens wait for a block to be full, where a format encodes several together.
+            raw: the format of tokens until a block is full, for block-encoded formats.
 
         Raises:
-            ValueError: no tier, layouts that store scores or positions in some tiers only or
-                vectors of different dimensions, no `raw` where it is needed, or what TokenStore
-                refuses.
+            ValueError: no tier, scores or positions stored in some tiers only, vectors of different
+                dimensions, a missing `raw`, or as TokenStore.
         """
         expect_alike(layouts)
         self.pool = pool
@@ -94,42 +93,42 @@ class Tiers(Sequences):
 
     @property
     def parts(self) -> tuple[TokenStore, ...]:
-        """The stores; where heads are of several kinds there are more of them than `stores`."""
+        """The stores; with heads of several kinds there are more of them than `stores`."""
         return self.stores
 
     @property
     def members(self) -> tuple[TokenStore | ResidualTier, ...]:
-        """The tiers, each a store or a pair of them."""
+        """The tiers, each one or two stores."""
         return self._members
 
     @property
     def in_blocks(self) -> bool:
-        """Whether some tier encodes several tokens together; then steps wait for the device."""
+        """Whether some tier encodes several tokens together; then steps synchronize."""
         return len(self.stores) > len(self._members)
 
     @property
     def pages_used(self) -> int:
-        """Pages the tiers hold; the host waits for the device."""
+        """Pages held by the tiers; synchronizes with the device."""
         return int(torch.stack([store.held_pages().sum() for store in self.stores]).sum())
 
     @property
     def table_bytes(self) -> int:
-        """Memory of page tables and lengths."""
+        """Bytes of page tables and lengths."""
         return sum(store.table_bytes for store in self.stores)
 
     def table_rows(self, layers: slice = slice(None)) -> Int[Tensor, " S"]:
-        """Give the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
+        """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         return self.stores[0].table_rows(layers)
 
     def counts(self) -> Int[Tensor, "K N B H"]:
-        """Count the tokens of each tier, without waiting."""
+        """Return the number of tokens in each tier, without synchronizing."""
         live = [torch.zeros_like(self.stores[0].live) for _ in range(self.tiers)]
         for tier, store in zip(self.tier, self.stores, strict=True):
             live[tier] = live[tier] + store.live
         return torch.stack(live)
 
     def views(self, layer: int) -> tuple[PagedTokens, ...]:
-        """Give one layer of each store that may hold something; good until the next operation."""
+        """Return one layer of each possibly nonempty store; valid until the next operation."""
         return tuple(store.view(layer) for store in self.stores if store.longest)
 
     def append(
@@ -142,41 +141,41 @@ class Tiers(Sequences):
         score: Float[Tensor, "S L"] | None = None,
         position: Int[Tensor, "S L"] | None = None,
     ) -> None:
-        """Encode the tokens marked by `keep` and put them, in order, at the ends of their rows.
+        """Encode the tokens marked by `keep` and append them, in order, to their table rows.
 
         Raises:
             PoolExhausted: the pool has too few pages and may not grow.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         expect_some(self.stores)
         self._members[tier].append(table_rows, key, value, keep, score, position)
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
-        """Let finished sequences give all their pages back; they go on as empty ones.
+        """Return all pages of finished sequences to the pool; the sequences remain, empty.
 
         Raises:
-            ValueError: a sequence that does not exist, or is named twice.
+            ValueError: a sequence does not exist or is named twice.
         """
         for store in self.stores:
             store.clear(sequences)
 
     def truncate(self, length: Int[Tensor, " B"]) -> None:
-        """Let each head of sequence b keep its first length[b] tokens of each tier at most.
+        """Truncate each head of sequence b to at most its first length[b] tokens in each tier.
 
-        These are the oldest tokens as long as tokens were only appended.
+        These are the oldest tokens if tokens have only been appended.
 
         Raises:
-            ValueError: a negative length, or not one for each sequence.
+            ValueError: a negative length, or not one length per sequence.
         """
         self.expect_cut(length)
         for member in self._members:
             member.truncate(length)
 
     def expect_cut(self, length: Int[Tensor, " B"]) -> None:
-        """Refuse what `truncate` refuses.
+        """Raise if `truncate` would.
 
         Raises:
-            ValueError: a negative length, not one for each sequence, or one that cuts a block.
+            ValueError: a negative length, not one length per sequence, or one inside a block.
         """
         expect_some(self.stores)
         self.stores[0].expect_lengths(length)
@@ -185,21 +184,21 @@ class Tiers(Sequences):
                 member.expect_cut(length)
 
     def pages_for_more(self, tier: int, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
-        """Bound the pages that so many more tokens of all table rows take in a tier."""
+        """Return a bound of the pages for `count` more tokens of all table rows in a tier."""
         return self._members[tier].pages_for_more(count)
 
     def weakest(
         self, until: Int[Tensor, " S"] | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
-        """Give the lowest score of each table row in each tier, and where it is, without waiting.
+        """Return each table row's lowest score per tier, and its place, without synchronizing.
 
-        A place is a number for `step`; a tier without a token gives inf and place -1.
+        A place is a number for `step`; a tier without a token returns inf and place -1.
 
         Args:
-            until: look only at tokens of positions before this, for each table row.
+            until: consider only tokens at positions before this, for each table row.
 
         Raises:
-            ValueError: pages hold no scores, or no positions where these are asked about.
+            ValueError: pages store no scores, or no positions although `until` is given.
         """
         found = [member.weakest_all(until) for member in self._members]
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
@@ -215,27 +214,26 @@ class Tiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Let one token enter each table row, and one leave or move to a later tier.
+        """Insert one token into each table row, and evict or move one to a later tier.
 
-        A victim that moves is decoded from its tier and encoded anew. A candidate of the victim's
-        tier takes its slot; otherwise the tier's last token does, and a page that is emptied goes
-        back before any is taken. Each tier takes a page per row at most, or two if a page holds
+        A victim that moves is decoded from its tier and encoded again. A candidate of the victim's
+        tier takes its slot; otherwise the tier's last token does, and an emptied page is released
+        before any is allocated. Each tier allocates at most a page per row, or two if a page holds
         one token.
 
         Args:
             candidate: tier of the new token, or DROP.
-            victim: tier whose weakest token moves, or NOBODY; nothing moves either where `place`
-                is -1.
+            victim: tier whose weakest token moves, or NOBODY; nothing moves if `place` is -1.
             target: a later tier than the victim's, or DROP.
-            place: what `weakest` gave.
+            place: the places returned by `weakest`.
             key: of the new token.
             value: of the new token.
-            score: of the new token, if pages hold scores.
-            position: of the new token, if pages hold positions.
+            score: of the new token, if pages store scores.
+            position: of the new token, if pages store positions.
 
         Raises:
             PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         chosen, token = Placement(candidate, victim, target), NewTokens(key, value, score, position)
         self.expect_step(chosen, place, token)
@@ -247,14 +245,14 @@ class Tiers(Sequences):
         kernels.step(self.pool, [self.work(chosen, place, token)])
 
     def work(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> DecodeStep:
-        """Give a step as data; good until the pool or a table grows."""
+        """Return a step as data; valid until the pool or a table grows."""
         return DecodeStep(tuple(store.whole() for store in self.stores), choice, place, token)
 
     def expect_step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
-        """Refuse a step that does not fit.
+        """Raise if a step does not match the tiers.
 
         Raises:
-            ValueError: shapes that do not fit, scores or positions missing or not stored here.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         expect_some(self.stores)
         table_rows = self.stores[0].length.numel()

@@ -1,4 +1,4 @@
-"""Tokens in pages: vectors through their codecs, scores and positions beside them."""
+"""Tokens in pages: encoded vectors, scores and positions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ BOTH: Final[VectorNames] = frozenset({"keys", "values"})
 class Stored:
     """Tokens of S table rows in the order of their slots, padded to the longest table row.
 
-    Where `held` is false there is no token: its score is 0, its position -1, its vectors are 0.
+    If `held` is false the slot is empty: its score is 0, its position -1, its vectors are 0.
     """
 
     held: Bool[Tensor, "S L"]
-    score: Float[Tensor, "S L"] | None = None  # float32, if pages hold scores
-    position: Int[Tensor, "S L"] | None = None  # if pages hold positions
-    key: Float[Tensor, "S L D"] | None = None  # if asked for
-    value: Float[Tensor, "S L Dv"] | None = None  # if asked for
+    score: Float[Tensor, "S L"] | None = None  # float32, if pages store scores
+    position: Int[Tensor, "S L"] | None = None  # if pages store positions
+    key: Float[Tensor, "S L D"] | None = None  # if requested
+    value: Float[Tensor, "S L Dv"] | None = None  # if requested
 
 
 def write_tokens(
@@ -50,16 +50,16 @@ def write_tokens(
 ) -> None:
     """Encode tokens and write each, with its score and position, to its row of its page.
 
-    Where the format encodes several tokens together, those of a block come one after the other.
+    For block-encoded formats, the tokens of a block are consecutive.
     """
-    # All is encoded before anything is written: a codec that refuses leaves the pages alone.
+    # Everything is encoded before anything is written: if a codec raises, pages are unchanged.
     write_encoded(data, layout, page, row, encode_tokens(layout, key, value), score, position)
 
 
 def encode_tokens(
     layout: PageLayout, key: Float[Tensor, "n D"], value: Float[Tensor, "n Dv"]
 ) -> tuple[UInt8[Tensor, "blocks _"], ...]:
-    """Encode tokens, and give the bytes of each part of the format."""
+    """Encode tokens, and return the bytes of each part of the format."""
     form = layout.format
     parts: list[Tensor] = []
     for codec, x in ((form.key, key), (form.value, value)):
@@ -77,7 +77,7 @@ def write_encoded(
     score: Float[Tensor, " n"] | None,
     position: Int[Tensor, " n"] | None,
 ) -> None:
-    """Write tokens that are encoded already."""
+    """Write tokens that are already encoded."""
     block = layout.format.block
     where = (page, row) if block == 1 else (page[::block], row[::block] // block)
     for segment, part in zip(format_segments(layout), parts, strict=True):
@@ -102,12 +102,12 @@ def write_scores(
 
 
 def read_scores(rows: UInt8[Tensor, "*S 4"]) -> Float[Tensor, "*S"]:
-    """Read bytes as scores."""
+    """Convert bytes to scores."""
     return rows.view(torch.float32)[..., 0]
 
 
 def read_positions(rows: UInt8[Tensor, "*S 4"]) -> Int[Tensor, "*S"]:
-    """Read bytes as positions."""
+    """Convert bytes to positions."""
     return rows.view(torch.int32)[..., 0].long()
 
 
@@ -118,10 +118,10 @@ def read_tokens(
     vectors: VectorNames,
     inside: Int[Tensor, " S"] | None = None,
 ) -> Stored:
-    """Read tokens with what `take` gives for a segment, at least L slots of it.
+    """Read tokens from the rows that `take` returns per segment, at least L slots.
 
-    Whatever bytes are where no token is held do not show. With `inside` one block of each row is
-    taken, and its token of that number is given, so L is 1.
+    Bytes in empty slots have no effect. With `inside`, one block of each row is taken and only its
+    token of that number is returned, so L is 1.
     """
     scores, positions = score_segment(layout), position_segment(layout)
     parts, keys = format_segments(layout), len(layout.format.key.parts)

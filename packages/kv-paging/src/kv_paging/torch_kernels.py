@@ -1,4 +1,4 @@
-"""The page kernels in torch, on any device and for any codec: the judge of the native ones."""
+"""The page kernels in torch, for any device and codec: the reference of the other kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -43,15 +43,15 @@ __all__ = [
     "write",
 ]
 
-_ROWS: Final = 1 << 14  # tokens encoded at a time: what a codec needs for them stays small
+_ROWS: Final = 1 << 14  # tokens encoded at a time, to bound the codec's temporary memory
 
 
 def write(pages: PagedTokens, tokens: TokenWrite) -> None:
-    """Encode tokens and write them; the host waits for the device, to list those kept."""
+    """Encode tokens and write them; synchronizes with the device to list the kept ones."""
     table_rows, score, position = tokens.table_rows, tokens.score, tokens.position
     block, columns = pages.layout.format.block, tokens.keep.shape[1]
     slot = tokens.start[:, None] + tokens.keep.cumsum(1) - 1
-    # A token of each row is encoded before any is written: what a codec refuses is not replaced.
+    # Encode a token of each row before writing any, so that nothing is replaced if a codec raises.
     rows = max(max(_ROWS, len(table_rows)) // block, 1) * block
     for kept in torch.split(tokens.keep.flatten().nonzero()[:, 0], rows):
         place = (kept // columns, kept % columns)
@@ -79,11 +79,11 @@ def place(
 
 
 def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
-    """Move blocks that stay to the front; the host waits for the device, twice."""
+    """Move kept blocks to the front; synchronizes with the device twice."""
     block = pages.layout.format.block
     inside = before(stay.sum(1), stay.shape[1])
     # A table row has as many kept blocks past its new end as gaps before it, so the two lists, both
-    # in the order of table rows, pair up by themselves.
+    # in the order of table rows, match element by element.
     source, target = (stay & ~inside).nonzero(), (~stay & inside).nonzero()
     places = []
     for listed in (source, target):
@@ -102,9 +102,9 @@ def read(
 
 
 def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-    """Write scores; what would lie past a table row's last page goes to the scratch page."""
+    """Write scores; those past a table row's last page are redirected to the scratch page."""
     segment = score_segment(pages.layout)
-    assert segment is not None  # the caller has seen to it
+    assert segment is not None  # checked by the caller
     tokens = pages.layout.tokens
     columns = pages_for(score.shape[1], tokens)
     padded = score.new_zeros(len(score), columns * tokens)
@@ -126,9 +126,9 @@ def accumulate(
     seen: Int[Tensor, "S L"],
     running: Running,
 ) -> None:
-    """Let scores go on."""
+    """Update scores."""
     held = read(pages, table_rows, mass.shape[1], NONE)
-    assert held.score is not None  # the caller has seen to it
+    assert held.score is not None  # checked by the caller
     assert held.position is not None
     score = running.update(held.score, held.position, before[:, None], mass, seen)
     rescore(pages, table_rows, score.where(before[:, None] >= 0, held.score))
@@ -140,10 +140,10 @@ def weakest(
     slots: int,
     until: Int[Tensor, " S"] | None,
 ) -> tuple[Float[Tensor, " S"], Int[Tensor, " S"]]:
-    """Find the lowest scores, without waiting."""
+    """Find the lowest scores, without synchronizing."""
     scores, positions = score_segment(pages.layout), position_segment(pages.layout)
-    assert scores is not None  # the caller has seen to it
-    # One slot at least, for argmin to point at where all table rows are empty.
+    assert scores is not None  # checked by the caller
+    # At least one slot, as argmin needs one even if all table rows are empty.
     take_all = _taker(pages, table_rows, max(slots, 1))
     score = read_scores(take_all(scores))
     held = _present(pages, table_rows, score.shape[1], take_all)
@@ -151,13 +151,13 @@ def weakest(
         held = held & (read_positions(take_all(positions)) < until[:, None])
     score = score.masked_fill(~held, torch.inf)
     slot = score.argmin(1)
-    # Where all that is held has the score inf, the first inf may be a place without a token.
+    # If all held scores are inf, the first inf may be in an empty slot.
     slot = slot.where(held.gather(1, slot[:, None])[:, 0], held.int().argmax(1))
     return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """Do a step, without waiting."""
+    """Apply a step, without synchronizing."""
     carry_out(pool, works)
 
 
@@ -184,7 +184,7 @@ def _present(
 
 
 def _taker(pages: PagedTokens, table_rows: Tensor, slots: int) -> Callable[[Segment], Tensor]:
-    """What reads a segment of all pages with the first slots."""
+    """Return a function that reads a segment of all pages with the first slots."""
     page = PageTable.over(pages).block(table_rows, pages_for(slots, pages.layout.tokens))
     return lambda segment: take_pages(pages.data, segment, page)
 
@@ -194,6 +194,6 @@ def _lengths(pages: PagedTokens, table_rows: Tensor) -> Int[Tensor, " S"]:
 
 
 def _place(pages: PagedTokens, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the page, and the row inside it, of a slot of each table row."""
+    """Return the page of a slot of each table row, and the row inside it."""
     size = pages.layout.tokens
     return PageTable.over(pages).lookup(table_rows, slot // size), slot % size

@@ -1,8 +1,7 @@
-"""The page kernels in Triton, for a GPU: what writes, moves and reads tokens in pages there.
+"""The page kernels in Triton, which write, move and read tokens in pages on a GPU.
 
-Pages are those of `kv_paging.torch_kernels` to the last byte, but for the payload of a NaN that is
-stored as it is. Nothing waits for the device. Triton is
-imported by what is called and not before.
+Pages are bit-identical to those of `kv_paging.torch_kernels`, except for the payload of a NaN that
+is stored unchanged. Nothing synchronizes with the device. Triton is imported at the first call.
 """
 
 from collections.abc import Sequence
@@ -34,11 +33,11 @@ __all__ = [
     "write",
 ]
 
-_MOST_DIM: Final = 1024  # a row of it still fits into a tile
+_MOST_DIM: Final = 1024  # a row of this size still fits into a tile
 
 
 def declined(layout: PageLayout, device: torch.device) -> str | None:
-    """Say why pages of a layout are not for these kernels; None if they are."""
+    """Return why these kernels do not support pages of a layout; None if they do."""
     if device.type != "cuda" and not interpreted():
         return f"pages on {device.type}"
     if max(layout.format.key.dim, layout.format.value.dim) > _MOST_DIM:
@@ -64,7 +63,7 @@ def place(
     key: Float[Tensor, "n D"],
     value: Float[Tensor, "n Dv"],
 ) -> None:
-    """Encode tokens and write each to its row of its page; those in float64 torch does."""
+    """Encode tokens and write each to its row of its page; torch encodes those in float64."""
     if _known(key, value):
         from kv_paging.gpu import writing
 
@@ -74,7 +73,7 @@ def place(
 
 
 def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor, "S R"]) -> None:
-    """Move tokens that stay to the front."""
+    """Move kept tokens to the front."""
     from kv_paging.gpu import moving
 
     moving.compact(pages, table_rows, stay)
@@ -99,7 +98,7 @@ def read(
 
 
 def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
-    """Write new scores; pages past a table row's end stay as they are."""
+    """Write new scores; pages past a table row's end are unchanged."""
     from kv_paging.gpu import reading
 
     reading.rescore(pages, table_rows, score)
@@ -113,7 +112,7 @@ def accumulate(
     seen: Int[Tensor, "S L"],
     running: Running,
 ) -> None:
-    """Let scores go on."""
+    """Update scores."""
     from kv_paging.gpu import accumulating
 
     accumulating.accumulate(pages, table_rows, before, mass, seen, running)
@@ -132,11 +131,10 @@ def weakest(
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """Do a step in three launches, two more for each further kind of table rows.
+    """Apply a step in three launches, two more for each further kind of table rows.
 
-    Everything is changed in place and no size depends on data, so a step can be captured in a CUDA
-    graph; it is to be captured anew once the pool or a table has grown. Candidates in float64 are
-    for torch.
+    All updates are in place and no size depends on data, so a step can be captured in a CUDA graph;
+    capture it again after the pool or a table has grown. Torch handles candidates in float64.
     """
     from kv_paging.gpu import step as steps
 

@@ -1,4 +1,4 @@
-"""A step where tokens of some tier are encoded together: the tiers act in turn, and wait."""
+"""A decode step with block-encoded tiers, which are processed in turn and synchronize."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ def step_in_turn(
     place: Int[Tensor, "K S"],
     candidate: NewTokens,
 ) -> None:
-    """Do what `step.carry_out` does, by the operations of each tier.
+    """Apply a step, as `step.carry_out`, by the operations of each tier.
 
-    A fixed pool must have all pages that tokens enter before any comes back.
+    A fixed pool must have all pages for new tokens before any page is released.
 
     Raises:
-        PoolExhausted: it has not; nothing has changed.
+        PoolExhausted: it does not; nothing has changed.
     """
     table_rows = torch.arange(place.shape[1], device=place.device)
     leaves, swaps, arrives, enters = _moves(members, choice, place)
@@ -50,7 +50,7 @@ def step_in_turn(
 
 
 def _paired(x: Tensor) -> Tensor:
-    """Two lists after one another as two tokens of each table row."""
+    """Combine two consecutive lists into two tokens per table row."""
     first, second = x.chunk(2)
     return torch.stack((first, second), 1)
 
@@ -58,7 +58,7 @@ def _paired(x: Tensor) -> Tensor:
 def _moves(
     members: Sequence[TokenStore | ResidualTier], choice: Placement, place: Int[Tensor, "K S"]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Per tier: whose victim leaves, whose candidate takes its slot, what arrives, what enters."""
+    """Return per tier the masks of victims, reused slots, arriving victims and new candidates."""
     leaves = [(choice.victim == i) & (place[i] >= 0) for i in range(len(members))]
     arrives, moved = [], torch.zeros_like(leaves[0])
     for tier, mine in enumerate(leaves):
@@ -75,7 +75,7 @@ def _moves(
 def reserve_step(
     turns: Sequence[tuple[Sequence[TokenStore | ResidualTier], Placement, Int[Tensor, "K _"]]],
 ) -> None:
-    """Make sure of the pages that the tokens of a step can take, for all kinds of table rows.
+    """Reserve the pages for the tokens of a step, for all kinds of table rows.
 
     Raises:
         PoolExhausted: a fixed pool has too few; nothing has changed.

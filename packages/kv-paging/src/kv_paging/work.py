@@ -1,4 +1,4 @@
-"""What page kernels do, as data: the tokens of a write, and the moves of a decode step."""
+"""Arguments of page kernels: the tokens of a write, and the moves of a decode step."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from kv_policy import PagedTokens
 
 @dataclass(frozen=True, slots=True)
 class TokenWrite:
-    """Tokens to encode, and the slots of the table rows that they are written to.
+    """Tokens to encode, and the slots of the table rows for them.
 
     Attributes:
         table_rows: the ids of the table rows, each named once.
-        start: the first slot to write to in each.
-        keep: which tokens to write, in order; a row's other tokens are left out.
+        start: the first slot to write in each.
+        keep: the tokens to write, in order; a row's other tokens are skipped.
         key: keys.
         value: values.
-        score: scores, where the layout stores them.
-        position: positions, where the layout stores them.
+        score: scores, if the layout stores them.
+        position: positions, if the layout stores them.
     """
 
     table_rows: Int[Tensor, " S"]
@@ -33,7 +33,7 @@ class TokenWrite:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """A token of each table row."""
+    """One token per table row."""
 
     key: Float[Tensor, "S D"]
     value: Float[Tensor, "S Dv"]
@@ -43,7 +43,7 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a step does: where the candidate goes, which tier's victim moves, and where to."""
+    """A step's decisions: the candidate's tier, the tier of the victim, and its new tier."""
 
     candidate: UInt8[Tensor, " S"]
     victim: UInt8[Tensor, " S"]
@@ -52,10 +52,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step of the rows of one kind: K tiers over one pool, and what happens to their tokens.
+    """A step of the rows of one kind: K tiers over one pool, and the moves of their tokens.
 
-    `tiers` are of all table rows, see `PageKernels`. `place` is the victim's slot in each tier, -1
-    where it has none.
+    `tiers` contain all table rows, see `PageKernels`. `place` is the victim's slot in each tier, -1
+    without a victim.
     """
 
     tiers: tuple[PagedTokens, ...]

@@ -22,7 +22,7 @@ STRANGE = [torch.inf, -torch.inf, torch.nan]
 
 
 def vectors(generator: torch.Generator, *shape: int, strange: bool = False) -> Tensor:
-    """Numbers of all sizes, some of them at the edges; whole rows may be equal."""
+    """Draw numbers of all sizes, some at the limits; whole rows may be equal."""
     x = torch.randn(shape, generator=generator)
     x = x * torch.pow(10.0, torch.randint(-9, 5, (*shape[:-1], 1), generator=generator))
     edges = torch.tensor(EDGES + (STRANGE if strange else []))
@@ -33,7 +33,7 @@ def vectors(generator: torch.Generator, *shape: int, strange: bool = False) -> T
 
 
 def strided(x: Tensor, way: int) -> Tensor:
-    """The same numbers, otherwise in memory."""
+    """Return the same numbers with another memory layout."""
     if way == 1:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if way == 2:
@@ -44,7 +44,7 @@ def strided(x: Tensor, way: int) -> Tensor:
 
 
 class Twins:
-    """A cache under page kernels in torch on a CPU, and one under those of a name on a device."""
+    """A cache with torch's page kernels on a CPU, and one with named kernels on a device."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Twins:
         return zip(*parts, strict=True)
 
     def do(self, name: str, *arguments: object) -> list[object]:
-        """Do it to both, and give what each gives."""
+        """Call a method of both, and return both results."""
         there = [x.to(self.device) if isinstance(x, Tensor) else x for x in arguments]
         first, second = self.each
         return [getattr(first, name)(*arguments), getattr(second, name)(*there)]
 
     def check(self) -> None:
-        """All bytes are the same, and the tables, the lengths and the free pages."""
+        """Check that all bytes, tables, lengths and free pages are equal."""
         first, second = self.pools
         assert torch.equal(first.data, second.data.cpu())
-        assert torch.equal(first.ring.ids[:-1], second.ring.ids[:-1].cpu())  # the last is nobody's
+        assert torch.equal(first.ring.ids[:-1], second.ring.ids[:-1].cpu())  # the last is unused
         assert int(first.ring.start) == int(second.ring.start)
         assert int(first.ring.count) == int(second.ring.count)
         for pair in self.stores:
@@ -89,7 +89,7 @@ class Twins:
 def one_store(
     layout: PageLayout, table_rows: int, kernels: str, device: torch.device | str = "cpu"
 ) -> Twins:
-    """Twins of a store."""
+    """Return twins of a store."""
     return Twins(
         lambda pool: TokenStore(pool, layout, 1, table_rows, 1), layout.nbytes, kernels, device
     )

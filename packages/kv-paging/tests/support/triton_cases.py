@@ -1,7 +1,7 @@
-"""Caches whose pages Triton's kernels write beside those that torch does on the CPU.
+"""Pairs of caches written by Triton's kernels and by torch on the CPU.
 
-Where there is a GPU, the kernels are compiled and run there. Elsewhere Triton's interpreter runs
-them, which tests/conftest.py switches on before anything imports triton.
+With a GPU, the kernels are compiled and run there. Otherwise Triton's interpreter runs them, which
+tests/conftest.py enables before triton is imported.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NAMED = dict(zip(("float32", "float16", "bfloat16"), DTYPES, strict=True))
 
 
 def same(first: object, second: object) -> None:
-    """All tensors are equal, bit by bit but for NaN, and so are their dtypes."""
+    """Check that all tensors are equal, bitwise except for NaN, with equal dtypes."""
     if isinstance(first, Tensor):
         assert isinstance(second, Tensor)
         assert first.dtype == second.dtype
@@ -38,7 +38,7 @@ def same(first: object, second: object) -> None:
 
 
 class Both(Twins):
-    """Twins that are alike after everything that is done to both."""
+    """Twins that are compared after every operation."""
 
     def __init__(
         self, make: Callable[[PagePool], TokenStore | Tiers | PerHeadRankTiers], nbytes: int
@@ -46,14 +46,14 @@ class Both(Twins):
         super().__init__(make, nbytes, "triton", DEVICE)
 
     def do(self, name: str, *arguments: object) -> object:
-        """Do it to both, see that both give the same, and give that."""
+        """Call a method of both, check that the results are equal, and return one."""
         first, second = super().do(name, *arguments)
         same(first, second)
         self.check()
         return first
 
     def make_room(self) -> None:
-        """No pool or table grows in a step or two."""
+        """Grow the pool and tables in advance, for the next steps."""
         for pool, one in zip(self.pools, self.each, strict=True):
             pool.reserve(256)
             for store in one.stores:
@@ -65,7 +65,7 @@ def one_store(layout: PageLayout, table_rows: int = 3) -> Both:
 
 
 def codec(kind: str, dim: int) -> Codec:
-    """Integers as "bits" or "bits/group", and plain numbers by the name of a dtype."""
+    """Return integers by "bits" or "bits/group", and plain numbers by the name of a dtype."""
     if kind in NAMED:
         return RawCodec(dim, NAMED[kind])
     bits, _, group = kind.partition("/")
@@ -77,7 +77,7 @@ def form(keys: str, values: str, key: int, value: int) -> TokenFormat:
 
 
 class Program:
-    """Prompts, steps and beams at random, with all pages looked at after each."""
+    """Random prompts, steps and beams, with all pages compared after each."""
 
     def __init__(
         self, both: Both, tiers: int, table_rows: int, sequences: int, dims: tuple[int, int]
@@ -121,7 +121,7 @@ class Program:
         self.both.do("select", self.below(self.sequences, self.sequences))
 
     def run(self, *steps: int, dtypes: list[torch.dtype] = DTYPES) -> None:
-        """A prompt, so many steps, and beams; and again."""
+        """Run a prompt, the given numbers of steps, and beams, repeatedly."""
         for many in steps:
             self.append()
             for i in range(many):

@@ -1,4 +1,4 @@
 """The backend `triton`: attention over pages on a GPU.
 
-Only the backend's loader imports what lies here, so that kv-attention needs no triton.
+Only the backend's loader imports these modules, so kv-attention does not require triton.
 """

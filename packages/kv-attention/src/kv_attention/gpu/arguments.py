@@ -1,4 +1,4 @@
-"""A part of the tokens as kernels take it: tensors and strides, and what is compiled in."""
+"""A part of the tokens as kernel arguments: tensors, strides and compile-time constants."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -14,8 +14,8 @@ from kv_attention.tokens import DenseTokens
 from kv_policy import PagedTokens
 from kv_policy.described import NUMBERS, described
 
-LOG2E: Final = 1.4426950408889634  # the logits of kernels are in powers of two
-PLAIN: Final = 4  # the kind of number of plain tensors, which have their type
+LOG2E: Final = 1.4426950408889634  # kernels compute logits in base 2
+PLAIN: Final = 4  # the number kind of dense tensors, whose dtype is separate
 Form: TypeAlias = tuple[int, ...]
 
 
@@ -24,14 +24,14 @@ class PartArguments:
     """A part of the tokens of a layer.
 
     Attributes:
-        tokens: What programs read it with, see `tiles`.
+        tokens: Kernel arguments that locate the tokens, see `tiles`.
         length: Slots of each table row, [table_rows].
-        width: No table row has more slots, where somebody asked for it.
-        paged: Whether it is in pages.
+        width: Upper bound of the slots per table row, if requested.
+        paged: Whether the tokens are in pages.
         key: FORM of keys, see `reading`.
         value: FORM of values.
-        page: Tokens of a page, offset of positions or -1, whether the table is reversed, and what
-            addresses are multiples of.
+        page: Tokens of a page, offset of positions or -1, whether the table is reversed, and the
+            alignment of addresses.
     """
 
     tokens: tuple[Any, ...]
@@ -43,11 +43,11 @@ class PartArguments:
     page: tuple[int, int, bool, int] = (1, -1, False, 1)
 
     def products(self, q: torch.dtype, *, interpreted: bool) -> tuple[Any, ...]:
-        """The type of products with keys and with values, for queries of a dtype."""
+        """Return the dtypes of products with keys and with values, for queries of a dtype."""
         return tuple(computed(form, q, bf16=not interpreted) for form in (self.key, self.value))
 
     def constants(self, q: torch.dtype, *, interpreted: bool, asm: bool) -> dict[str, Any]:
-        """What a kernel that reads these tokens is compiled for, for queries of a dtype."""
+        """Return the compile-time constants of a kernel that reads these tokens."""
         return {
             "PAGED": self.paged,
             "AS": self.products(q, interpreted=interpreted),
@@ -59,9 +59,10 @@ class PartArguments:
 
 
 def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
-    """The type of a product: no less exact than the query and what is stored.
+    """Return the dtype of a product: at least as precise as the query and the stored vector.
 
-    Codes are exact in float16. Without `bf16`, as in Triton's interpreter, float32 stands for it.
+    Codes are exact in float16. Without `bf16`, as in Triton's interpreter, float32 replaces
+    bfloat16.
     """
     kind = form[0] if form[0] != PLAIN else form[5]
     if q == torch.float32 or kind == NUMBERS[torch.float32]:
@@ -72,7 +73,7 @@ def computed(form: Form, q: torch.dtype, *, bf16: bool) -> Any:
 
 
 def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
-    """Give a tier; how long its table rows are at most is looked up only if it is watched."""
+    """Return the arguments of a tier; `width` is computed only if the part is observed."""
     found = described(pages.layout)
     tokens, *places = found.places
     key = (*found.formats[:4], places[0], places[1])
@@ -95,7 +96,7 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
 
 
 def dense_part(dense: DenseTokens, heads: int) -> PartArguments:
-    """Give tokens in plain tensors."""
+    """Return the arguments of dense tokens."""
     key, value, place = dense.key, dense.value, dense.position
     batch, width = place.shape
     length = torch.full((batch * heads,), width, dtype=torch.int32, device=place.device)
@@ -105,10 +106,10 @@ def dense_part(dense: DenseTokens, heads: int) -> PartArguments:
 
 
 def padded(dim: int) -> int:
-    """The power of two that a tile is wide: at least 16, as tensor cores want it."""
+    """Round up to a power of two of at least 16, the minimum of tensor cores."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def rows_of(x: Float[Tensor, "B H G L D"]) -> tuple[int, ...]:
-    """Strides of everything but the queries of a sequence."""
+    """Return the strides of all dimensions except the queries of a sequence."""
     return (x.stride(0), x.stride(1), x.stride(2), x.stride(4))

@@ -1,8 +1,8 @@
-"""Attention mass: how much attention each token got, summed without the attention matrix.
+"""Attention mass: the attention received by each token, without storing the attention matrix.
 
 A decode step keeps its logits, and the mass follows from these and the log-sum-exp over all parts.
-A prefill takes a second pass: a program holds a tile of keys, goes over the queries, computes their
-attention again from the log-sum-exp of the first pass, and sums it column by column.
+A prefill needs a second pass: a program loads a tile of keys, loops over the queries, recomputes
+their attention from the log-sum-exp of the first pass, and sums it by column.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ _LOG2E = tl.constexpr(LOG2E)
 @triton.jit
 @no_type_check
 def term_of(p, even, above, TERM: tl.constexpr):
-    """What is summed of the attention p: itself, its square, its entropy, or whether it is large.
+    """Return the summand of the attention p: p, its square, its entropy, or whether it is large.
 
-    `even` is the attention that every token up to a query would get if all got the same.
+    `even` is the attention if it were uniform over every token up to the query.
     """
     if TERM == 1:
         return p * p
@@ -45,7 +45,7 @@ def term_of(p, even, above, TERM: tl.constexpr):
 @triton.jit
 @no_type_check
 def finite(lse):
-    """A log-sum-exp that may be taken off a logit: 0 where nothing is seen and nothing counts."""
+    """Replace a log-sum-exp of -inf, of a query that sees no token, by 0."""
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 
@@ -73,8 +73,8 @@ def mass_of_step_kernel(
 ):
     """Sum the terms over a group: `mass` is [terms, table_rows, width], `seen` [table_rows, width].
 
-    `logits` [table_rows, GROUP, width] are in powers of 2, `lse` [table_rows, GROUP] not. With FAR
-    tokens count from `skip` positions before the query on.
+    `logits` [table_rows, GROUP, width] are in base 2, `lse` [table_rows, GROUP] is natural. With
+    FAR, tokens count from `skip` positions before the query on.
     """
     r = tl.program_id(1)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def attention_of(
     KEY: tl.constexpr,
     AS: tl.constexpr,
 ):
-    """Attention of queries of one head to a tile of keys: [queries, BLOCK]."""
+    """Return the attention of one head's queries to a tile of keys: [queries, BLOCK]."""
     rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
     rows = rows + (g * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
     asked = (at >= 0)[:, None] & (d < KEY[1])[None, :]
@@ -177,9 +177,9 @@ def mass_of_pass_kernel(
 ):
     """Sum each term over queries and a group: `mass` is [terms, table_rows, width].
 
-    `lse` is [table_rows, GROUP, queries] in natural logs, `position` [B, queries], ascending but
-    for padding at -1. MODE: 0 sums over the group, 1 takes the mean, 2 the largest of each query,
-    3 the largest of the heads' sums. `seen` [table_rows, width] counts queries.
+    `lse` is [table_rows, GROUP, queries] in natural logs, `position` [B, queries], ascending except
+    for padding at -1. MODE: 0 sums over the group, 1 averages, 2 takes each query's maximum, 3 the
+    maximum of the heads' sums. `seen` [table_rows, width] counts queries.
     """
     r = tl.program_id(1)
     b, h = r // heads, r % heads
@@ -189,7 +189,7 @@ def mass_of_pass_kernel(
     key, k_scale, k_zero, held, page, _ = read_key(
         tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], ASM
     )
-    nearest = tl.zeros([BLOCK], tl.int64)  # the first position that counts for a token
+    nearest = tl.zeros([BLOCK], tl.int64)  # the first query position that counts for a token
     if FAR:
         mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
         place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=held, other=0)
@@ -258,7 +258,7 @@ def mass_of_step(
     places: Sequence[Places],
     what: Observe,
 ) -> Attended:
-    """Sum the attention of a decode step that kept its logits."""
+    """Sum the attention mass of a decode step from its logits."""
     if what.last == 0:
         return Attended(done.out)
     batch, heads, group = done.lse.shape
@@ -302,18 +302,18 @@ def mass_of_pass(
     machine: Machine,
     what: Observe,
 ) -> Attended:
-    """Sum the attention of the queries that count, tile by tile, anew.
+    """Recompute and sum the attention of the observed queries, tile by tile.
 
     Args:
-        rows: those queries.
-        position: theirs, ascending, -1 for one that does not count.
-        lse: theirs over all parts.
-        out: of the pass.
+        rows: the observed queries.
+        position: their positions, ascending, -1 for a query that does not count.
+        lse: their log-sum-exp over all parts.
+        out: the output of the pass.
         parts: all tokens, with their widths.
         places: positions of the tokens of each part.
-        scale: what to multiply the logits with.
-        machine: where this runs.
-        what: to be summed; its `last` is already done.
+        scale: the factor of the logits.
+        machine: the device.
+        what: the observation; its `last` has been applied.
     """
     batch, heads, group, queries, _ = rows.shape
     found = []
@@ -355,7 +355,7 @@ def mass_of_pass(
 def _sums(
     part: PartArguments, batch: int, heads: int, what: Observe, device: torch.device
 ) -> tuple[Float[Tensor, "terms B H W"], Int[Tensor, "B H W"], tuple[int, ...]]:
-    """Memory for what is observed of a part, and the kernels' numbers of the terms."""
+    """Allocate the sums of a part, and return the kernels' numbers of the terms."""
     first = 3 if what.above is not None else int(what.power == 2)
     terms = (first, *(TERMS[name] for name in sorted(what.also)))
     mass = torch.empty(len(terms), batch, heads, part.width, dtype=torch.float32, device=device)
@@ -364,7 +364,7 @@ def _sums(
 
 
 def _placed(part: PartArguments, place: Places) -> tuple[Tensor, tuple[int, ...]]:
-    """Positions of a part's tokens with their strides; anything where nobody asks for them."""
+    """Return the positions of a part's tokens with their strides; unused ones are arbitrary."""
     if place is None:
         return part.length, (0, 0, 0)
     return place, (place.stride(0), place.stride(1) if place.shape[1] > 1 else 0, place.stride(2))

@@ -1,4 +1,4 @@
-"""The backend `triton` of kv-attention: compiled for GPUs, torch for what it does not take."""
+"""The backend `triton` of kv-attention: kernels for GPUs, torch for unsupported passes."""
 
 from typing import Final
 
@@ -12,11 +12,11 @@ from kv_attention.torch_backend import attention_mass as attention_mass_in_torch
 from kv_policy import Observe
 from kv_policy.interpreter import interpreted
 
-MOST_DIM: Final = 256  # of a vector: wider tiles do not fit beside each other
+MOST_DIM: Final = 256  # of a vector: wider tiles do not fit in shared memory together
 
 
 def declined(inputs: AttentionInputs) -> str | None:
-    """Say why a pass goes to torch; None if it does not."""
+    """Return why a pass falls back to torch; None if it does not."""
     device = inputs.q.device.type
     if device != "cuda" and not interpreted():
         return f"tensors on {device}"
@@ -24,15 +24,15 @@ def declined(inputs: AttentionInputs) -> str | None:
 
 
 def attend(inputs: AttentionInputs) -> Attended:
-    """Attend to all parts by kernels where `declined` has no reason against it.
+    """Compute attention over all parts, by kernels if `declined` returns None.
 
-    Logits and sums are in float32; products are in float16 or bfloat16 where queries and tokens
-    are, and codes always fit. A decode step does not wait for the device, except for how long the
-    table rows are where somebody observes them and nobody said it.
+    Logits and sums are in float32; products are in float16 or bfloat16 if queries and tokens are,
+    for which codes are exact. A decode step does not synchronize with the device, except to find
+    the longest table row if it is observed and `longest` is None.
     """
     if declined(inputs) is not None:
         return attend_in_torch(inputs)
-    # Late, as only here anything needs triton.
+    # A late import: only this function needs triton.
     from kv_attention.gpu.arguments import dense_part, paged_part
     from kv_attention.gpu.attention_mass import mass_of_pass, mass_of_step
     from kv_attention.gpu.decode import decode
@@ -56,7 +56,7 @@ def attend(inputs: AttentionInputs) -> Attended:
     def seen(what: Observe) -> Attended:
         if what.last == 0:
             return Attended(out)
-        if what.gumbel is not None:  # noise of torch's own making
+        if what.gumbel is not None:  # the noise is computed in torch
             return attention_mass_in_torch(Forward(inputs, parts_of(inputs), out, lse), what)
         if q.shape[3] == 1:
             return mass_of_step(step, position, parts, places, what)

@@ -1,10 +1,10 @@
-"""Decode steps: one query of each sequence and head over all parts of the tokens.
+"""Decode steps: one query per sequence and head over all parts of the tokens (split-KV).
 
-A launch for each part plans, another attends, and a last one combines.
-The tiles of all table rows form one line, and every program takes an equal stretch of it, wherever
-rows begin and end; so no program waits for the longest table row. For each table row it meets, a
-program writes an output and a log-sum-exp to a slot of its own: program p and table row r use slot
-p + r, which no other pair does. `combine_kernel` adds them up.
+One launch per part plans, another computes attention, and a last one combines.
+The tiles of all table rows are concatenated and split evenly among the programs, across row
+boundaries, so no program waits for the longest table row. For each table row in its range, a
+program writes an output and a log-sum-exp to a separate slot: program p and table row r use slot
+p + r, which is unique to this pair. `combine_kernel` merges them.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from kv_attention.gpu.tuning import Machine, tiling
 @triton.jit
 @no_type_check
 def plan_kernel(length, ends, table_rows, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Count tiles: ends[r] is how many there are in table rows 0 to r."""
+    """Count tiles: ends[r] is the number of tiles in table rows 0 to r."""
     before = tl.zeros((), tl.int32)
     for first in range(0, table_rows, WIDE):
         at = first + tl.arange(0, WIDE)
@@ -48,7 +48,7 @@ def plan_kernel(length, ends, table_rows, BLOCK: tl.constexpr, WIDE: tl.constexp
 @triton.jit
 @no_type_check
 def table_row_of(ends, table_rows, tile, WIDE: tl.constexpr):
-    """The table row that a tile belongs to: as many table rows end before it."""
+    """Return the table row of a tile: the number of table rows that end before it."""
     count = tl.zeros((), tl.int32)
     for first in range(0, table_rows, WIDE):
         at = first + tl.arange(0, WIDE)
@@ -87,14 +87,14 @@ def decode_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Attend to a stretch of the tiles of a part.
+    """Compute attention over a range of the tiles of a part.
 
-    `found` is [slots, GROUP, Dv] and `lse` [slots, GROUP], in powers of two. With WATCH, `logits`
-    [table_rows, GROUP, width] gets every logit, -inf where no token is seen. AS and PADDED: of keys
-    and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is reversed,
-    and what addresses are multiples of.
+    `found` is [slots, GROUP, Dv] and `lse` [slots, GROUP], in base 2. With WATCH, `logits`
+    [table_rows, GROUP, width] stores every logit, -inf if no token is visible. AS and PADDED: of
+    keys and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is
+    reversed, and the alignment of addresses.
     """
-    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself
+    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an element is not a constexpr by itself
     program = tl.program_id(0)
     total = tl.load(ends + table_rows - 1)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
@@ -178,11 +178,11 @@ def combine_kernel(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add up what programs found of a table row, over all parts.
+    """Merge the programs' results per table row, over all parts.
 
     `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
-    DIM], `lse_out` [table_rows, GROUP] with natural logs; 0 and -inf where nothing is seen, or
-    the query is padding.
+    DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
+    no token.
     """
     r = tl.program_id(0)
     g, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -215,7 +215,7 @@ def combine_kernel(
 
 
 class Decoded(NamedTuple):
-    """A decode step; `logits` of each part are in powers of two, where they were asked for."""
+    """A decode step's result; `logits` of each part, if requested, are in base 2."""
 
     out: Float[Tensor, "B H G 1 Dv"]
     lse: Float[Tensor, "B H G"]
@@ -232,16 +232,16 @@ def decode(
     *,
     watched: bool = False,
 ) -> Decoded:
-    """Attend to all parts, without waiting for the device.
+    """Compute attention over all parts, without synchronizing with the device.
 
     Args:
         q: queries in float32, float16 or bfloat16.
-        position: of the queries, -1 for padding.
+        position: positions of the queries, -1 for padding.
         parts: all tokens.
         value_dim: Dv.
-        scale: what to multiply the logits with.
-        machine: where this runs.
-        watched: keep the logits, as wide as the parts say.
+        scale: the factor of the logits.
+        machine: the device.
+        watched: keep the logits, with the widths of the parts.
     """
     batch, heads, group, _, _ = q.shape
     table_rows, device = batch * heads, q.device

@@ -1,8 +1,8 @@
-"""Prefill: many queries of a sequence over all parts of the tokens, by FlashAttention's pass.
+"""Prefill: many queries of a sequence over all parts of the tokens, as in FlashAttention.
 
-One launch for each part continues from the output and log-sum-exp of those before (Dao et al.,
-2022). The queries of a group are rows of one tile, query after query, so that a tile of tokens is
-unpacked once for all heads that share it.
+One launch per part continues from the output and log-sum-exp of the previous ones (Dao et al.,
+2022). The queries of a GQA group are rows of one tile, ordered by query, so that a tile of tokens
+is unpacked once for all heads that share it.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ def read_key(
     AS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile of keys with scales and zeros, and which slots hold a token.
+    """Load a tile of keys with scales and zero points, and the mask of occupied slots.
 
-    After these come the page and the row of each slot, or the positions of plain tokens.
+    Also return the page and the row of each slot, or the positions of dense tokens.
     """
     held = slot < count
     if PAGED:
@@ -63,7 +63,7 @@ def read_key(
             tokens[0], tokens[1], page, row, held, d, KEY, PAGE[3], AS, ASM
         )
         return tile, scale, zero, held, page, row
-    else:  # what follows a return is compiled all the same
+    else:  # code after a return is still compiled
         place = places_of(tokens, b, slot, held).to(tl.int64)
         held = place >= 0
         tile = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS)
@@ -74,7 +74,7 @@ def read_key(
 @triton.jit
 @no_type_check
 def behind(tokens, b, width, latest, WIDE: tl.constexpr):
-    """Where plain tokens end that a query at position `latest` may see."""
+    """Return the end of the dense tokens that a query at position `latest` may see."""
     last = tl.zeros((), tl.int32)
     for first in range(0, width, WIDE):
         slot = first + tl.arange(0, WIDE)
@@ -113,13 +113,13 @@ def prompt_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Attend to a part, or go on with what was found of others.
+    """Compute attention over a part, or continue from the result of other parts.
 
     `before` and `out` are [table_rows, GROUP, queries, Dv], `before_lse` and `lse`
-    [table_rows, GROUP, queries] in natural logarithms; with CONTINUES, `before` is added to.
-    `position` is [B, queries], -1 for padding, which gets 0 and -inf.
+    [table_rows, GROUP, queries] in natural logarithms; with CONTINUES, `before` is merged in.
+    `position` is [B, queries], -1 for padding, whose result is 0 and -inf.
     """
-    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an entry is no constexpr by itself
+    OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an element is not a constexpr by itself
     r = tl.program_id(1)
     b, h = r // heads, r % heads
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -140,7 +140,7 @@ def prompt_kernel(
     undo = unshift(dv, VALUE) / boost_of(VALUE)
     weight = tl.zeros([ROWS], tl.float32)
     shift = tl.zeros([ROWS], tl.float32)
-    if CONTINUES:  # what was found is one token more, of its own logit and value
+    if CONTINUES:  # the previous result acts as one token with its own logit and value
         highest = tl.load(before_lse + mine, mask=real, other=float("-inf")) / LN2
         weight = (highest > float("-inf")).to(tl.float32)
         sums = tl.load(before + place_out, mask=inside, other=0) / undo[None, :]
@@ -184,7 +184,7 @@ def attend_to_all(
     scale: float,
     machine: Machine,
 ) -> Partial:
-    """Attend to all parts; 0 and -inf for a query that is padding or sees nothing.
+    """Compute attention over all parts; 0 and -inf for a query that is padding or sees no token.
 
     The output is in the dtype of the queries, the log-sum-exp in float32.
     """

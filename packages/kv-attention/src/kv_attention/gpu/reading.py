@@ -1,11 +1,11 @@
-"""How a program reads a tile of stored vectors: codes stay codes, and masked slots read as zero.
+"""Loading tiles of stored vectors without dequantizing codes; masked slots read as zero.
 
 A tile is [BLOCK, PADDED]: slots of a row, and dimensions padded to a power of two. Integer codes
-are not shifted down to their values. The code of dimension d stands at bit `shift(d)` of its byte,
-so the byte under a mask is code * 2**shift(d), exact in float16; the query, or the output, takes
-2**-shift(d) in once. A scale and a zero per vector stay outside of the products as well.
+are not shifted down to their values. The code of dimension d is at bit `shift(d)` of its byte, so
+the masked byte is code * 2**shift(d), exact in float16; the factor 2**-shift(d) is applied once to
+the query or the output. A scale and a zero point per vector are applied outside the products, too.
 
-A FORM is what `kv_policy.described` says of a vector and its place in a page: kind of number (0:
+A FORM describes a vector and its offsets in a page, from `kv_policy.described`: number kind (0:
 codes, 1 to 3: float32, float16 and bfloat16), dimensions, bits, dimensions that share a scale, and
 the byte offsets of codes or numbers and of metadata. ALIGN divides all addresses of fields.
 """
@@ -15,7 +15,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# Four bytes under their masks become four float16: 0x6400 + b is 1024 + b, from which 1024 goes.
+# Widen four masked bytes to four float16: 0x6400 + b encodes 1024 + b; subtract 1024.
 WIDEN = tl.constexpr(
     """{
     .reg .b32 kept, offset;
@@ -32,7 +32,7 @@ WIDEN = tl.constexpr(
 @triton.jit
 @no_type_check
 def shift_of(d, FORM: tl.constexpr):
-    """The bit at which the code of each dimension stands; 0 for plain numbers and padding."""
+    """Return the bit offset of the code of each dimension; 0 for plain numbers and padding."""
     if FORM[0] == 0:
         BYTES: tl.constexpr = (FORM[1] * FORM[2] + 7) // 8
         return tl.where(d < FORM[1], d // BYTES * FORM[2], 0)
@@ -42,14 +42,14 @@ def shift_of(d, FORM: tl.constexpr):
 @triton.jit
 @no_type_check
 def unshift(d, FORM: tl.constexpr):
-    """2**-shift of each dimension, float32."""
+    """Return 2**-shift of each dimension, float32."""
     return ((127 - shift_of(d, FORM)) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 @no_type_check
 def word16(data, stride, page, at, there, ALIGN: tl.constexpr):
-    """Two bytes from byte `at` of pages, as uint16; 0 where masked."""
+    """Load two bytes from byte `at` of pages, as uint16; 0 if masked."""
     if ALIGN % 2 == 0:
         halves = data.to(tl.pointer_type(tl.uint16))
         return tl.load(halves + (page * (stride // 2) + at // 2), mask=there, other=0)
@@ -61,7 +61,7 @@ def word16(data, stride, page, at, there, ALIGN: tl.constexpr):
 @triton.jit
 @no_type_check
 def word32(data, stride, page, at, there, ALIGN: tl.constexpr):
-    """Four bytes from byte `at` of pages, as uint32; 0 where masked."""
+    """Load four bytes from byte `at` of pages, as uint32; 0 if masked."""
     if ALIGN % 4 == 0:
         words = data.to(tl.pointer_type(tl.uint32))
         return tl.load(words + (page * (stride // 4) + at // 4), mask=there, other=0)
@@ -74,7 +74,7 @@ def word32(data, stride, page, at, there, ALIGN: tl.constexpr):
 def codes_tile(
     data, stride, page, row, held, d, FORM: tl.constexpr, AS: tl.constexpr, ASM: tl.constexpr
 ):
-    """Codes times 2**shift, in the type AS."""
+    """Load codes times 2**shift, in the type AS."""
     BYTES: tl.constexpr = (FORM[1] * FORM[2] + 7) // 8
     start = page * stride + (FORM[4] + row * BYTES)
     there = held[:, None] & (d < FORM[1])[None, :]
@@ -90,7 +90,7 @@ def codes_tile(
 @triton.jit
 @no_type_check
 def meta_of(data, stride, page, row, there, group, FORM: tl.constexpr, ALIGN: tl.constexpr):
-    """Scale and zero of a group of a vector, in float32; 0 where masked."""
+    """Load the scale and zero point of a group of a vector, in float32; 0 if masked."""
     GROUPS: tl.constexpr = (FORM[1] + FORM[3] - 1) // FORM[3]
     at = FORM[5] + row * (4 * GROUPS) + 2 * group
     if GROUPS == 1 and ALIGN % 4 == 0:
@@ -106,7 +106,7 @@ def meta_of(data, stride, page, row, there, group, FORM: tl.constexpr, ALIGN: tl
 @triton.jit
 @no_type_check
 def raw_tile(data, stride, page, row, held, d, FORM: tl.constexpr, ALIGN: tl.constexpr):
-    """Plain numbers, in the type in which they are stored."""
+    """Load plain numbers, in their stored type."""
     SIZE: tl.constexpr = 4 if FORM[0] == 1 else 2
     WORD: tl.constexpr = tl.uint32 if SIZE == 4 else tl.uint16
     there = held[:, None] & (d < FORM[1])[None, :]
@@ -120,7 +120,7 @@ def raw_tile(data, stride, page, row, held, d, FORM: tl.constexpr, ALIGN: tl.con
             bits = word32(data, stride, page[:, None], at, there, ALIGN)
         else:
             bits = word16(data, stride, page[:, None], at, there, ALIGN)
-    # One return: the compiler compares the types of all, taken or not.
+    # A single return: the compiler compares the types of all returns, even of untaken branches.
     if FORM[0] == 1:
         numbers = bits.to(tl.float32, bitcast=True)
     elif FORM[0] == 2:
@@ -144,9 +144,9 @@ def paged_tile(
     AS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile in the type AS, with the scale and zero of each slot that are still to be applied.
+    """Load a tile in the type AS, with each slot's scale and zero point still to be applied.
 
-    Where a vector has several scales all is applied here, but for 2**-shift.
+    If a vector has several scales, all of them are applied here; 2**-shift is not.
     """
     one = tl.full(row.shape, 1.0, tl.float32)
     if FORM[0] == 0:
@@ -171,8 +171,8 @@ def paged_tile(
 def pages_of(
     table, slot, held, columns, TOKENS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The page of each slot of a tile, and the row inside it."""
-    if TOKENS % BLOCK == 0:  # the tile lies inside a page: one number for all
+    """Return the page of each slot of a tile, and the row inside it."""
+    if TOKENS % BLOCK == 0:  # the tile is inside one page: load a single page number
         column = tl.min(slot, axis=0) // TOKENS
         if REVERSE:
             column = columns - 1 - column

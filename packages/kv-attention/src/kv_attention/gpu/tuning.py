@@ -1,4 +1,4 @@
-"""How large tiles are and how many programs run: data, per architecture and kind of tokens."""
+"""Tile sizes and program counts, tuned per architecture and class of tokens."""
 
 import json
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from kv_attention.gpu.tiles import soften
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where kernels run."""
+    """The device that runs the kernels."""
 
     architecture: str  # such as sm_90, or "interpreter"
-    programs: int  # that a decode step is divided between
-    asm: bool  # whether there is PTX
+    programs: int  # number of programs of a decode step
+    asm: bool  # whether PTX is supported
 
     @property
     def interpreted(self) -> bool:
@@ -31,17 +31,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A kernel's tile and how it is compiled."""
+    """A kernel's tile sizes and compile options."""
 
     block: int  # tokens of a tile
     warps: int
-    stages: int  # of a loop's loads that are under way at a time
-    queries: int = 64  # rows of a tile of queries, where there are many
+    stages: int  # pipelined loads of a loop
+    queries: int = 64  # rows of a tile of queries in prefill
 
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """Ask what a device is."""
+    """Return the properties of a device."""
     if not isinstance(soften, triton.JITFunction):
         return Machine("interpreter", 5, False)
     about = torch.cuda.get_device_properties(device)
@@ -53,7 +53,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def tiling(machine: Machine, kernel: str, part: PartArguments, q: torch.dtype) -> Tiling:
-    """Give what was found best for such tokens on such a device, or a sane default."""
+    """Return the tuned tiling of such tokens on such a device, or a default."""
     data = tuned()["tiles"]
     found: dict[str, int] = {}
     for name in classes(part, q, interpreted=machine.interpreted):
@@ -63,10 +63,10 @@ def tiling(machine: Machine, kernel: str, part: PartArguments, q: torch.dtype) -
 
 
 def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterator[str]:
-    """Under which names to look for sizes of tiles, a later one goes over those before it.
+    """Yield the names of tuned tile sizes; a later one overrides those before it.
 
-    Addresses of vectors whose length is no power of two take registers, and products in float32
-    several times those of others, so tiles are smaller there.
+    Addresses of vectors whose length is not a power of two need registers, and products in float32
+    several times those of other dtypes, so these classes have smaller tiles.
     """
     yield "default"
     if any(padded(form[1]) != form[1] for form in (part.key, part.value)):
@@ -79,7 +79,7 @@ def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterat
 
 
 def class_of(part: PartArguments) -> str:
-    """The bits of keys and values, and the wider of the two: what decides how a kernel does."""
+    """Return the class of tokens: the bits of keys and values, and the larger dimension."""
     names = [f"{form[2]}" if form[0] == 0 else "plain" for form in (part.key, part.value)]
     where = "pages" if part.paged else "dense"
     return f"{where}-{names[0]}-{names[1]}-{max(part.key[1], part.value[1])}"
@@ -87,9 +87,9 @@ def class_of(part: PartArguments) -> str:
 
 @cache
 def tuned() -> Any:
-    """Read what `benchmarks/gpu_tune.py` found.
+    """Read the results of `benchmarks/gpu_tune.py`.
 
-    `programs` are those of a decode step for each multiprocessor, by architecture; `tiles` are
-    fields of `Tiling` by architecture, kernel and one of `classes`.
+    `programs` are those of a decode step per multiprocessor, by architecture; `tiles` are fields of
+    `Tiling` by architecture, kernel and one of `classes`.
     """
     return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())

@@ -1,5 +1,5 @@
-"""The page kernels in Triton, and what launches them; see `kv_paging.triton_kernels`.
+"""The page kernels in Triton, and their launchers; see `kv_paging.triton_kernels`.
 
-Importing anything from here imports triton. Functions of kernels are marked `no_type_check`: Triton
-reads their source, so nothing may be wrapped around them.
+Importing from here imports triton. Kernel functions are marked `no_type_check`: Triton reads their
+source, so they cannot be wrapped.
 """

@@ -1,4 +1,4 @@
-"""Scores that go on as means over queries or as sums, where they lie."""
+"""In-place updates of scores that are running means over queries or running sums."""
 
 from typing import Final, no_type_check
 
@@ -40,9 +40,9 @@ def accumulate_kernel(
     HOLES: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Let `MANY` of all scores go on; there are zeros from a table row's end to that of its page.
+    """Update `MANY` of all scores; write zeros from a table row's end to the end of its page.
 
-    `number` is the most queries of a token's past where scores are means, else a sum's divisor.
+    `number` is the maximum weight of past queries for running means, or the divisor of a sum.
     """
     which, slot, page, row, held, some = to_page_ends(
         data, pitch, table, width, lengths, table_rows, slots, count, LAYOUT, MANY
@@ -88,12 +88,12 @@ def accumulate(
             isinstance(running, RunningMean),
             pages.holes,
             SLOTS,
-            enable_fp_fusion=False,  # so that scores are those of other kernels to the last bit
+            enable_fp_fusion=False,  # scores are bit-identical to those of other kernels
         )
 
 
 def _number(running: Running) -> int:
-    """The most queries of a token's past that count in a mean, or a sum's divisor."""
+    """Return the maximum weight of past queries of a mean, or the divisor of a sum."""
     if isinstance(running, RunningMean):
         return _ALL if running.last is None else running.last
     return running.over

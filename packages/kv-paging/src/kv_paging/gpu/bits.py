@@ -1,4 +1,4 @@
-"""Numbers as bits: roundings that are the same on every device, and fields of bytes in pages."""
+"""Numbers as bits: device-independent rounding, and byte fields of pages."""
 
 from typing import no_type_check
 
@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def as_float(x):
-    """Float32 of a float32, float16 or bfloat16, exactly."""
+    """Convert float32, float16 or bfloat16 to float32, exactly."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -19,21 +19,21 @@ def as_float(x):
 @triton.jit
 @no_type_check
 def half_bits(x):
-    """The bits of the float16 nearest to a float32, halves to even; only the low 16 count."""
+    """Return the bits of a float32 rounded to float16, ties to even; only the low 16 are valid."""
     return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
 def from_half(bits):
-    """The float32 of a float16's bits."""
+    """Return the float32 of a float16's bits."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
 def bfloat_bits(x):
-    """The bits of the bfloat16 nearest to a float32, halves to even: a cast may truncate."""
+    """Return the bits of a float32 rounded to bfloat16, ties to even; a cast may truncate."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
@@ -41,7 +41,7 @@ def bfloat_bits(x):
 @triton.jit
 @no_type_check
 def number_bits(x, KIND: tl.constexpr):
-    """The bits of numbers as pages hold them; those of the same dtype as they are."""
+    """Return the stored bits of numbers, unchanged if they have the stored dtype."""
     if KIND == 1:
         return as_float(x).to(tl.int32, bitcast=True)
     elif KIND == 2:
@@ -59,7 +59,7 @@ def number_bits(x, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def from_bits(bits, KIND: tl.constexpr):
-    """The numbers of their bits, in the dtype that pages hold."""
+    """Return the numbers of stored bits, in the stored dtype."""
     if KIND == 1:
         return bits.to(tl.float32, bitcast=True)
     elif KIND == 2:
@@ -71,7 +71,7 @@ def from_bits(bits, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def store_bits(place, bits, some, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write the low `SIZE` bytes of each int32 to its place; byte by byte if that may be odd."""
+    """Store the low `SIZE` bytes of each int32 at its address; by bytes if it may be unaligned."""
     if SIZE == 1:
         tl.store(place, bits.to(tl.uint8), some)
     elif not ALIGNED:
@@ -86,7 +86,7 @@ def store_bits(place, bits, some, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 @no_type_check
 def load_bits(place, some, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Read `SIZE` bytes from each place into an int32; 0 where there is nothing to read."""
+    """Load `SIZE` bytes from each address into an int32; 0 if masked."""
     if SIZE == 1:
         return tl.load(place, some, other=0).to(tl.int32)
     elif not ALIGNED:

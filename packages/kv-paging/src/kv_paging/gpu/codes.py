@@ -1,4 +1,4 @@
-"""Vectors as integer codes with scales and zeros, to the bit as `kv_quant.integer` has them.
+"""Vectors as integer codes with scales and zero points, bit-identical to `kv_quant.integer`.
 
 A tile has an axis of tokens, one of the codes that share a byte, and one of bytes: dimension d is
 code d // stride of byte d % stride, so packing is a sum and unpacking a shift.
@@ -15,7 +15,7 @@ from kv_paging.gpu.bits import as_float, from_half, half_bits, load_bits, store_
 @triton.jit
 @no_type_check
 def clean(x):
-    """`kv_quant.affine.clean`: no NaN, inside the limits, one zero."""
+    """`kv_quant.affine.clean`: replace NaN, clamp to the limits, and drop the sign of zero."""
     x = as_float(x)
     x = tl.where(x != x, 0.0, x)
     return tl.minimum(tl.maximum(x, -32752.0), 32752.0) + 0.0
@@ -24,7 +24,7 @@ def clean(x):
 @triton.jit
 @no_type_check
 def affine(least, greatest, BITS: tl.constexpr):
-    """`kv_quant.affine.affine`: the bits of scales and zeros."""
+    """`kv_quant.affine.affine`: return the bits of scales and zero points."""
     flat = least == greatest
     near = half_bits(least)
     size = from_half(near)
@@ -39,8 +39,8 @@ def affine(least, greatest, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def quantized(x, scale, zero):
-    """Codes of cleaned numbers: adding 1.5 * 2**23 rounds to a whole number, halves to even."""
-    divisor = tl.where(scale == 0, float("inf"), scale)  # a flat group gets codes 0
+    """Return the codes of cleaned numbers; adding 1.5 * 2**23 rounds to integers, ties to even."""
+    divisor = tl.where(scale == 0, float("inf"), scale)  # a constant group gets codes 0
     code = tl.div_rn(x - zero, divisor) + 12582912.0
     return code.to(tl.int32, bitcast=True) & 0xFF
 
@@ -48,7 +48,7 @@ def quantized(x, scale, zero):
 @triton.jit
 @no_type_check
 def spread(per_group, index, ROWS: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr):
-    """Give each code its group's number."""
+    """Broadcast each group's number to its codes."""
     flat = tl.broadcast_to(tl.reshape(index, (1, PLANES * WIDE)), (ROWS, PLANES * WIDE))
     return tl.reshape(tl.gather(per_group, flat, 1), (ROWS, PLANES, WIDE))
 
@@ -58,7 +58,7 @@ def spread(per_group, index, ROWS: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.
 def encode_codes(
     page, row, some, x, first, step, HALF: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Encode a vector of each marked token: elements at x + first + d * step, to its page's row."""
+    """Encode a vector per marked token, elements at x + first + d * step, to its page's row."""
     DIM: tl.constexpr = HALF[1]
     BITS: tl.constexpr = HALF[2]
     GROUP: tl.constexpr = HALF[3]
@@ -120,7 +120,7 @@ def encode_codes(
 @triton.jit
 @no_type_check
 def decode_codes(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
-    """Decode a vector of each token to out + first + d; zeros where a real one is not marked."""
+    """Decode a vector per token to out + first + d; zeros if real but not marked."""
     DIM: tl.constexpr = HALF[1]
     BITS: tl.constexpr = HALF[2]
     GROUP: tl.constexpr = HALF[3]

@@ -1,4 +1,4 @@
-"""Bytes that go from page to page: gaps that are closed, and whole pages."""
+"""Copies of bytes between pages: filling gaps, and copying whole pages."""
 
 from typing import Final, no_type_check
 
@@ -13,13 +13,13 @@ from kv_paging.gpu.rows import move, page_at
 from kv_paging.gpu.writing import SCAN, table_of, total
 from kv_policy import PagedTokens
 
-_BYTES: Final = 4096  # of a page, copied by a program
+_BYTES: Final = 4096  # of a page, copied per program
 
 
 @triton.jit(do_not_specialize=["length"])
 @no_type_check
 def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
-    """List the gaps of a table row before its new end, in order."""
+    """List the gaps before a table row's new end, in order."""
     which = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * MANY
     marks = stay + which * length
@@ -45,7 +45,7 @@ def compact_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Move the kept tokens past a table row's new end to the gaps of their ranks."""
+    """Move the kept tokens past a table row's new end into the gaps, in order."""
     tokens: tl.constexpr = LAYOUT[0]
     which = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * ROWS

@@ -1,4 +1,4 @@
-"""A page layout as the nested tuples of numbers that kernels are compiled for."""
+"""A page layout as nested tuples of numbers, the compile-time constants of kernels."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,19 +11,19 @@ from torch import Tensor
 from kv_policy import PagedTokens, PageLayout
 from kv_policy.described import NUMBERS, described
 
-# (kind, dim, bits, group, byte offset of codes or numbers, byte offset of scales and zeros)
+# (kind, dim, bits, group, byte offset of codes or numbers, byte offset of scales and zero points)
 Half: TypeAlias = tuple[int, int, int, int, int, int]
 # (tokens, offset of scores or -1, of positions or -1, reverse, alignment of pages, keys, values)
 Layout: TypeAlias = tuple[int, int, int, int, int, Half, Half]
 
-# Elements of a tile: as many as the registers of a program of four warps hold several times.
+# Elements of a tile, such that the registers of a program of four warps fit several tiles.
 _TILE: Final = 2048
 _MOST_ROWS: Final = 16
-_OF_A_STEP: Final = 2  # as small a part of that for a step: it has few rows for many programs
+_OF_A_STEP: Final = 2  # the divisor of a step's tiles: it has few rows for many programs
 
 
 def numbers(layout: PageLayout, reverse: bool, alignment: int) -> Layout:
-    """Give a layout in numbers; it must be `described`."""
+    """Return the layout as numbers; it must be `described`."""
     known = described(layout)
     tokens, *offsets = known.places
     kind, dim, bits, group = known.formats[:4]
@@ -36,37 +36,37 @@ def numbers(layout: PageLayout, reverse: bool, alignment: int) -> Layout:
 
 
 def numbers_of(pages: PagedTokens) -> Layout:
-    """Give the layout of a tier, with what is known of where its pages lie."""
+    """Return the layout of a tier as numbers, with the alignment of its pages."""
     return numbers(pages.layout, pages.reverse, alignment(pages.data))
 
 
 def alignment(data: Tensor) -> int:
-    """Give the bytes, 16 at most, that every page starts at a multiple of."""
+    """Return the alignment of all pages in bytes, 16 at most."""
     return gcd(16, data.data_ptr(), data.stride(0))
 
 
 def rows(*layouts: Layout) -> int:
-    """Give the tokens that a program takes at once."""
+    """Return the tokens per program."""
     return max(1, min(_MOST_ROWS, _TILE // max(_tiles(layouts))))
 
 
 def table_rows(*layouts: Layout) -> int:
-    """Give the table rows that a program of a step takes at once."""
+    """Return the table rows per program of a step."""
     return max(1, rows(*layouts) // _OF_A_STEP)
 
 
 def knows(*vectors: Tensor) -> bool:
-    """Whether kernels read vectors of these dtypes."""
+    """Whether kernels support vectors of these dtypes."""
     return all(x.dtype in NUMBERS for x in vectors)
 
 
 def on(data: Tensor) -> AbstractContextManager[object]:
-    """Launch on the device where these are."""
+    """Return a context that launches kernels on the device of `data`."""
     return torch.cuda.device(data.device) if data.is_cuda else nullcontext()
 
 
 def blocks(count: int, size: int) -> int:
-    """Count the blocks of a size."""
+    """Return the number of blocks of a size."""
     return -(-count // size)
 
 
@@ -76,7 +76,7 @@ def _half(some: tuple[int, ...]) -> Half:
 
 
 def _tiles(layouts: tuple[Layout, ...]) -> Iterator[int]:
-    """Elements of a vector's tile."""
+    """Yield the elements of each vector's tile."""
     for layout in layouts:
         for half in layout[5:]:
             assert isinstance(half, tuple)

@@ -1,4 +1,4 @@
-"""What stands in pages: tokens, their scores, and which of these is the lowest."""
+"""Reads and writes of tokens and scores in pages, and the search for the lowest score."""
 
 from typing import Final, no_type_check
 
@@ -15,7 +15,7 @@ from kv_paging.table import pages_for
 from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
 
-SLOTS: Final = 1024  # scores that a program looks at, or writes, at a time
+SLOTS: Final = 1024  # scores per program and iteration
 _MOST_TABLE_ROWS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
@@ -23,7 +23,7 @@ _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  
 @triton.jit
 @no_type_check
 def number_at(page, row, some, OFFSET: tl.constexpr, LAYOUT: tl.constexpr):
-    """The bits of scores, or the positions, of the marked tokens."""
+    """Load the bits of scores, or the positions, of the marked tokens."""
     aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (OFFSET % 4 == 0)
     return load_bits(beside(page, row, OFFSET), some, 4, aligned)
 
@@ -48,7 +48,7 @@ def read_kernel(
     HOLES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Read `ROWS` of all slots, those of a table row one after the other."""
+    """Read `ROWS` of all slots, ordered by table row."""
     tokens: tl.constexpr = LAYOUT[0]
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = place < count.to(tl.int64) * slots
@@ -86,10 +86,11 @@ def to_page_ends(
     LAYOUT: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """`MANY` of all slots, those of each row to the end of its last page, as scores are written.
+    """Locate `MANY` of all slots, including those up to the end of each row's last page.
 
-    Gives the row of `table_rows`, the slot, its page, its row there, whether it holds a token, and
-    whether a page of the table row has it; pages past the last of `slots` are left alone.
+    Returns the index into `table_rows`, the slot, its page, its row there, whether it holds a
+    token, and whether a page of the table row contains it; pages past the last of `slots` are
+    skipped.
     """
     tokens: tl.constexpr = LAYOUT[0]
     every = (slots + tokens - 1) // tokens * tokens
@@ -107,7 +108,7 @@ def to_page_ends(
 @triton.jit
 @no_type_check
 def put_scores(page, row, number, some, LAYOUT: tl.constexpr):
-    """Write the scores of the marked tokens."""
+    """Store the scores of the marked tokens."""
     aligned: tl.constexpr = (LAYOUT[4] % 4 == 0) and (LAYOUT[1] % 4 == 0)
     bits = number.to(tl.int32, bitcast=True)
     store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
@@ -129,7 +130,7 @@ def rescore_kernel(
     HOLES: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the scores of `MANY` of all slots, to the end of each table row's last page."""
+    """Store the scores of `MANY` of all slots, to the end of each table row's last page."""
     which, slot, page, row, held, some = to_page_ends(
         data, pitch, table, width, lengths, table_rows, slots, count, LAYOUT, MANY
     )
@@ -159,7 +160,7 @@ def weakest_kernel(
     TABLE_ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Find the lowest score of each of some table rows: ordered as torch does, NaN the lowest."""
+    """Find the lowest score per table row, in torch's order: NaN is the lowest."""
     tokens: tl.constexpr = LAYOUT[0]
     which = tl.program_id(0) * TABLE_ROWS + tl.arange(0, TABLE_ROWS)
     here = which < count
@@ -182,9 +183,9 @@ def weakest_kernel(
                 some = some & (place.to(tl.int64) < bound[:, None])
         bits = number_at(page, slot % tokens, some, LAYOUT[1], LAYOUT)
         size = bits & 0x7FFFFFFF
-        order = tl.where(bits < 0, -size, size)  # both zeros are 0
+        order = tl.where(bits < 0, -size, size)  # both signed zeros are 0
         order = tl.where(size > 0x7F800000, -0x7FFFFFFF, order)
-        # The first of equal scores, all in one number.
+        # Find the first of equal scores by one minimum over (score, slot).
         both = (order.to(tl.int64) << 32) + slot
         best = tl.minimum(best, tl.min(tl.where(some, both, 0x7FFFFFFFFFFFFFFF), 1))
     there = best != 0x7FFFFFFFFFFFFFFF
@@ -271,13 +272,13 @@ def weakest(
 
 
 def over_page_ends(pages: PagedTokens, table_rows: Tensor, slots: int) -> tuple[int]:
-    """Give the programs of a kernel that goes by `to_page_ends`."""
+    """Return the grid of a kernel that uses `to_page_ends`."""
     tokens = pages.layout.tokens
     return (blocks(len(table_rows) * pages_for(slots, tokens) * tokens, SLOTS),)
 
 
 def tier_of(pages: PagedTokens) -> tuple[Tensor, int, Tensor, int, Tensor]:
-    """Give data, the pitch of pages, the table and its width, and lengths, as kernels take them."""
+    """Return data, pitch of pages, table, width and lengths, as kernel arguments."""
     length = pages.length[:, 0].contiguous()
     return pages.data, pages.data.stride(0), table_of(pages), pages.table.shape[-1], length
 

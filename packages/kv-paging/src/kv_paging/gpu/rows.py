@@ -1,4 +1,4 @@
-"""Tokens in rows of pages: encoding, decoding and moving them, whatever their format is."""
+"""Tokens in rows of pages: encoding, decoding and moving them, for all formats."""
 
 from typing import no_type_check
 
@@ -12,7 +12,7 @@ from kv_paging.gpu.codes import decode_codes, encode_codes
 @triton.jit
 @no_type_check
 def entry_of(table, width, table_row, column, LAYOUT: tl.constexpr):
-    """Where the id of a table row's page stands: columns may be counted from the right."""
+    """Return the address of a table row's page id; columns may be counted from the right."""
     row = table + table_row.to(tl.int64) * width
     if LAYOUT[3]:
         return row + (width - 1 - column)
@@ -23,7 +23,7 @@ def entry_of(table, width, table_row, column, LAYOUT: tl.constexpr):
 @triton.jit
 @no_type_check
 def page_at(data, pitch, table, width, table_row, column, some, LAYOUT: tl.constexpr):
-    """The first bytes of the marked table rows' pages."""
+    """Return the addresses of the marked table rows' pages."""
     page = tl.load(entry_of(table, width, table_row, column, LAYOUT), some, other=0)
     return data + page.to(tl.int64) * pitch
 
@@ -33,7 +33,7 @@ def page_at(data, pitch, table, width, table_row, column, some, LAYOUT: tl.const
 def encode(
     page, row, some, x, first, step, HALF: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Encode a vector of each marked token: elements at x + first + d * step, to its page's row."""
+    """Encode a vector per marked token, elements at x + first + d * step, to its page's row."""
     KIND: tl.constexpr = HALF[0]
     if KIND == 0:
         encode_codes(page, row, some, x, first, step, HALF, ALIGN, ROWS)
@@ -51,7 +51,7 @@ def encode(
 @triton.jit
 @no_type_check
 def decode(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
-    """Decode a vector of each token to out + first + d; zeros where a real one is not marked."""
+    """Decode a vector per token to out + first + d; zeros if real but not marked."""
     KIND: tl.constexpr = HALF[0]
     if KIND == 0:
         decode_codes(page, row, some, out, first, real, HALF, ALIGN)
@@ -73,7 +73,7 @@ def decode(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.cons
 @triton.jit
 @no_type_check
 def beside(page, row, OFFSET: tl.constexpr):
-    """Where the scores, or the positions, of tokens stand."""
+    """Return the addresses of the scores, or the positions, of tokens."""
     return page + OFFSET + row * 4
 
 
@@ -97,7 +97,7 @@ def put(
 ):
     """Encode the marked tokens into rows of their pages.
 
-    Scores and positions, at `index`, are read where pages hold them.
+    Scores and positions, at `index`, are read if pages store them.
     """
     ALIGN: tl.constexpr = LAYOUT[4]
     encode(page, row, some, key, key_first, key_step, LAYOUT[5], ALIGN, ROWS)
@@ -124,7 +124,7 @@ def move_segment(
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Copy a row of `WIDTH` bytes of each marked token, in units as wide as they can be."""
+    """Copy a row of `WIDTH` bytes per marked token, in the widest possible units."""
     FOURS: tl.constexpr = (ALIGN % 4 == 0) and (OFFSET % 4 == 0) and (WIDTH % 4 == 0)
     TWOS: tl.constexpr = (ALIGN % 2 == 0) and (OFFSET % 2 == 0) and (WIDTH % 2 == 0)
     UNIT: tl.constexpr = 4 if FOURS else (2 if TWOS else 1)
@@ -140,7 +140,7 @@ def move_segment(
 def move_half(
     source, source_row, target, target_row, some, HALF: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Copy a key, or a value, of each marked token as it is stored."""
+    """Copy a key, or a value, of each marked token in its stored form."""
     KIND: tl.constexpr = HALF[0]
     DIM: tl.constexpr = HALF[1]
     if KIND == 0:
@@ -156,7 +156,7 @@ def move_half(
 @triton.jit
 @no_type_check
 def move(source, source_row, target, target_row, some, LAYOUT: tl.constexpr):
-    """Copy all that belongs to each marked token from a row of one page to a row of another."""
+    """Copy all data of each marked token from a row of one page to a row of another."""
     ALIGN: tl.constexpr = LAYOUT[4]
     move_half(source, source_row, target, target_row, some, LAYOUT[5], ALIGN)
     move_half(source, source_row, target, target_row, some, LAYOUT[6], ALIGN)

@@ -1,9 +1,9 @@
-"""A step in three launches: tokens leave, pages go back, and tokens enter.
+"""A decode step in three launches: evict victims, free pages, and insert tokens.
 
-Programs work on a few table rows each and count the pages that these give and take; the next launch
-sums the counts before its own, so pages go in the order of the judge: by kind of rows, by tier,
-and by row. What a launch reads of tables, lengths and the list of free pages, only a later one,
-or the same program past a barrier, writes.
+A program processes a few table rows and counts the pages they allocate and release; the next launch
+sums the counts of earlier programs, so pages are assigned in the order of the reference: by kind of
+rows, by tier, and by row. Tables, lengths and the free list that a launch reads are written only by
+a later launch, or by the same program past a barrier.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kv_paging.work import DecodeStep
 
 @dataclass(frozen=True, slots=True)
 class TierArguments:
-    """The table rows of one kind as kernels take them, and what becomes of them."""
+    """The table rows of one kind as kernel arguments, with the moves of the step."""
 
     tables: tuple[Tensor, ...]
     widths: tuple[int, ...]
@@ -38,7 +38,7 @@ class TierArguments:
 
     @classmethod
     def of(cls, work: DecodeStep) -> "TierArguments":
-        """Lay out a kind's arguments; nothing here is as large as a cache."""
+        """Create the arguments of a kind; allocates nothing as large as a cache."""
         token, choice, place = work.candidate, work.choice, work.place.long().contiguous()
         key, value = token.key.detach(), token.value.detach()
         count, room = len(key), torch.empty_like
@@ -64,12 +64,12 @@ class TierArguments:
 
     @property
     def rows(self) -> int:
-        """Table rows that a program takes at most."""
+        """Maximum table rows per program."""
         return numbers.table_rows(*self.layouts)
 
 
 def able(works: Sequence[DecodeStep]) -> bool:
-    """Whether kernels can do a step: candidates that they read, and tables that lie in a run."""
+    """Whether kernels support a step: dtypes of the candidates, and contiguous tables."""
     return all(
         numbers.knows(work.candidate.key, work.candidate.value)
         and all(
@@ -81,7 +81,7 @@ def able(works: Sequence[DecodeStep]) -> bool:
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
-    """See `PageKernels.step`; two launches for each kind of table rows, and one for all."""
+    """See `PageKernels.step`; two launches per kind of table rows, and one for all."""
     parts = [TierArguments.of(work) for work in works]
     rows = min(part.rows for part in parts)
     first, blocks = [], 0

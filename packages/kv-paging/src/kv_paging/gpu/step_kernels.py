@@ -1,6 +1,6 @@
-"""The kernels of a step: tokens leave, emptied pages are freed, pages are taken and tokens enter.
+"""The kernels of a decode step: evict victims, free and allocate pages, and insert tokens.
 
-Each comment block below is one launch. `step` launches them and says what they agree on.
+Each comment block below is one launch. `step` launches them and documents their invariants.
 """
 
 from typing import no_type_check
@@ -26,12 +26,12 @@ def planned(
     TIERS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The plan of a tier: slots, and what is marked.
+    """Return the plan of a tier: slots and masks.
 
-    Returns the victim's slot, whether it leaves, whether the candidate takes its slot, whether it
-    goes to a later tier, whether another victim arrives here, whether the candidate enters at a new
-    slot, the length without the victim, the candidate's new slot, and where the last page is
-    emptied, and the victim's and the candidate's are opened.
+    Returns the victim's slot, whether it leaves, whether the candidate reuses its slot, whether the
+    victim moves to a later tier, whether another victim arrives here, whether the candidate enters
+    at a new slot, the length without the victim, the candidate's new slot, and whether the last
+    page is emptied, the victim opens a page, and the candidate opens a page.
     """
     candidate = tl.load(choice[0] + table_row, here, other=255).to(tl.int32)
     victim = tl.load(choice[1] + table_row, here, other=255).to(tl.int32)
@@ -57,7 +57,7 @@ def planned(
 @triton.jit
 @no_type_check
 def keep_victim(page, row, goes, table_row, kept, LAYOUT: tl.constexpr):
-    """Decode the victims that move, one to each table row's place."""
+    """Decode the victims that move, each to the entry of its table row."""
     wide = table_row.to(tl.int64)
     ALIGN: tl.constexpr = LAYOUT[4]
     decode(page, row, goes, kept[0], wide * LAYOUT[5][1], goes, LAYOUT[5], ALIGN)
@@ -94,7 +94,7 @@ def leave_tier(
     LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What a program does to one tier; `block` and `taker` are where its counts go."""
+    """Evict in one tier; the program's counts are stored at `block` and `taker`."""
     tokens: tl.constexpr = LAYOUT[0]
     here_is = tl.program_id(0)
     every = tl.num_programs(0)
@@ -138,7 +138,7 @@ def leave_kernel(
     LAYOUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decode the victims that move, close their gaps, and count pages that come and go."""
+    """Decode the victims that move, close their gaps, and count released and allocated pages."""
     for tier in tl.static_range(len(LAYOUTS)):
         before = first + tier * tl.num_programs(0)
         leave_tier(
@@ -181,7 +181,7 @@ def give_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Put the emptied pages of some table rows at the end of the list of free pages."""
+    """Append the emptied pages of some table rows to the free list."""
     block = tl.program_id(0)
     page = tl.load(given + block.to(tl.int64) * ROWS + tl.arange(0, ROWS))
     some = page >= 0
@@ -189,7 +189,7 @@ def give_kernel(
     begin = tl.load(start)
     free = tl.load(count)
     tl.store(ids + (begin + free + rank) % size, page, some)
-    if block == 0:  # the list as it will be: programs of the next launch still read where it begins
+    if block == 0:  # a copy: programs of the next launch still read the list's start
         blocks = tl.num_programs(0)
         wanted = total(takes, 2 * blocks, MANY)
         tl.store(after, begin)
@@ -207,7 +207,7 @@ def give_kernel(
 @triton.jit
 @no_type_check
 def taken(ids, begin, size, takes, before, some, MANY: tl.constexpr):
-    """The free pages that the marked table rows take: each the next one."""
+    """Return the free pages of the marked table rows, in order."""
     rank = total(takes, before, MANY) + tl.cumsum(some.to(tl.int32), 0) - 1
     return tl.load(ids + (begin + rank) % size, some, other=0)
 
@@ -241,7 +241,7 @@ def enter_tier(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """What a program does to one tier."""
+    """Insert tokens into one tier."""
     tokens: tl.constexpr = LAYOUT[0]
     table_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = table_row < count
@@ -253,8 +253,8 @@ def enter_tier(
     newer = taken(ids, begin, size, takes, taker + tl.num_programs(0), begun, MANY)
     tl.store(entry_of(table, width, table_row, end // tokens, LAYOUT), new, opened)
     tl.store(entry_of(table, width, table_row, entry // tokens, LAYOUT), newer, begun)
-    # From here on the table is read only where it was not written.
-    if TIER > 0:  # noqa: SIM102 - known when it is compiled
+    # Below, the table is read only where it was not written.
+    if TIER > 0:  # noqa: SIM102 - a compile-time constant
         if tl.max(arrives.to(tl.int32), 0) > 0:
             old = arrives & (opened == 0)
             held = page_at(data, pitch, table, width, table_row, end // tokens, old, LAYOUT)
@@ -277,7 +277,7 @@ def enter_tier(
     some = enters | swap
     if tl.max(some.to(tl.int32), 0) > 0:
         where = tl.where(swap, slot, entry)
-        follows = enters & opened & (begun == 0)  # in the page that the victim begins
+        follows = enters & opened & (begun == 0)  # in the page opened by the victim
         old = some & (begun == 0) & (follows == 0)
         held = page_at(data, pitch, table, width, table_row, where // tokens, old, LAYOUT)
         fresh = data + tl.where(begun, newer, new).to(tl.int64) * pitch
@@ -330,7 +330,7 @@ def enter_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Give pages to slots that begin one, write the victims and the candidates, set lengths."""
+    """Assign pages to slots that open one, write the victims and the candidates, set lengths."""
     begin = tl.load(after)
     if tl.program_id(0) == 0:
         tl.store(start, tl.load(after + 1))

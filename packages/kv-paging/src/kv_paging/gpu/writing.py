@@ -1,4 +1,4 @@
-"""New tokens: encoded and written to their slots in one launch, however many are kept."""
+"""New tokens: encoded and written to their slots in one launch, for any number of kept tokens."""
 
 from typing import Final, no_type_check
 
@@ -12,13 +12,13 @@ from kv_paging.gpu.rows import page_at, put
 from kv_paging.work import TokenWrite
 from kv_policy import PagedTokens, PageLayout
 
-SCAN: Final = 1024  # marks that are summed at a time
+SCAN: Final = 1024  # marks per iteration of the sum
 
 
 @triton.jit
 @no_type_check
 def total(numbers, end, MANY: tl.constexpr):
-    """The sum of the first `end` numbers, `MANY` at a time: concurrent programs agree on places."""
+    """Sum the first `end` numbers, `MANY` at a time, for the offset of a program's tokens."""
     found = tl.zeros((MANY,), tl.int32)
     for first in range(0, end, MANY):
         i = first + tl.arange(0, MANY)
@@ -49,7 +49,7 @@ def write_kernel(
     COLUMNS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Write the kept tokens among `COLUMNS` of some table rows; those before them say where."""
+    """Write the kept tokens among `COLUMNS` of some table rows; earlier marks give their slots."""
     tokens: tl.constexpr = LAYOUT[0]
     ROWS: tl.constexpr = TABLE_ROWS * COLUMNS
     flat = tl.arange(0, ROWS)
@@ -60,7 +60,7 @@ def write_kernel(
     some = here & (tl.load(keep + which * length + i, here & (i < length), other=0) != 0)
     rank = tl.reshape(tl.cumsum(tl.reshape(some.to(tl.int32), (TABLE_ROWS, COLUMNS)), 1), (ROWS,))
     slot = tl.load(start + which, here, other=0) + rank - 1
-    if TABLE_ROWS == 1:  # where there are more, these are all the tokens of each
+    if TABLE_ROWS == 1:  # with more table rows, these are all tokens of each
         slot += total(keep + tl.program_id(0).to(tl.int64) * length, begin, MANY)
     table_row = tl.load(table_rows + which, here, other=0)
     page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
@@ -156,7 +156,7 @@ def place(
     """See `PageKernels.place`; one launch."""
     known = numbers(layout, False, alignment(data))
     size = rows(known)
-    bare = (known[0], -1, -1, *known[3:])  # neither scores nor positions
+    bare = (known[0], -1, -1, *known[3:])  # without scores and positions
     with on(data):
         place_kernel[(blocks(len(page), size),)](
             data,
@@ -174,17 +174,17 @@ def place(
 
 
 def table_of(pages: PagedTokens) -> Tensor:
-    """Give the page ids of a tier, a run of columns after the other."""
+    """Return the page ids of a tier, with contiguous columns."""
     return pages.table[:, 0].contiguous()
 
 
 def scores(score: Tensor | None) -> Tensor | None:
-    """Give scores as they are stored."""
+    """Return scores in their stored dtype."""
     return None if score is None else score.detach().to(torch.float32).contiguous()
 
 
 def positions(position: Tensor | None) -> Tensor | None:
-    """Give positions as integers of 32 or 64 bits."""
+    """Return positions as 32-bit or 64-bit integers."""
     if position is None:
         return None
     wide = position.dtype in (torch.int32, torch.int64)
