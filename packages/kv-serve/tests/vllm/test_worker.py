@@ -41,7 +41,7 @@ def soak(engine: "Engine", requests: int, longest: int, draw: random.Random) -> 
                 engine.finish(each)
         if engine.waiting and draw.random() < 0.02:
             engine.finish(draw.choice(engine.waiting))
-        assert engine.steps < 1000, "nothing goes on"
+        assert engine.steps < 1000, "no progress"
     engine.check_empty()
 
 
