@@ -56,7 +56,7 @@ def test_no_page_near_it_has_fewer_bytes_unused(halves, tokens, scores, position
 def test_what_cannot_be_laid_out():
     with pytest.raises(ValueError, match="no format is given"):
         fit([])
-    with pytest.raises(ValueError, match="asked to hold 0 tokens"):
+    with pytest.raises(ValueError, match="a page cannot hold 0 tokens"):
         fit([form(8)], 0)
     with pytest.raises(ValueError, match=r"1 tokens of tier 1, .* take 100; use larger pages"):
         fit([form(8), form(100)], 2)

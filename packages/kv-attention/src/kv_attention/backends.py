@@ -43,7 +43,7 @@ def all_backends() -> Mapping[str, Backend]:
         Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
         Backend(
             "triton",
-            "kernels for GPUs, torch for the rest; only by name, until a GPU has timed them",
+            "kernels for GPUs, torch otherwise; only by name, as not timed on a GPU yet",
             lambda: gpu.attend,
             interpreter.missing,
             ("cuda",),

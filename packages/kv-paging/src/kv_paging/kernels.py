@@ -31,8 +31,8 @@ class PageKernels(Protocol):
         """Encode the marked tokens and write them, in order, to slots from start[i] on.
 
         The table has pages for all of them; if a format encodes several tokens together, they fill
-        whole blocks. If a codec raises, slots before `start` are unchanged, and all slots are if
-        there is one token per table row.
+        whole blocks. If a codec raises, slots before `start` are unchanged; with one token per
+        table row, all slots are unchanged.
         """
         ...
 

@@ -70,7 +70,7 @@ def fit(
     if not formats:
         raise ValueError("no format is given; give at least that of one tier")
     if tokens < 1:
-        raise ValueError(f"a page is asked to hold {tokens} tokens; ask for at least 1")
+        raise ValueError(f"a page cannot hold {tokens} tokens; use at least 1")
     first = formats[0]
     blocks = max(1, -(-tokens // first.block))
     beside = 4 * (scores + positions)
