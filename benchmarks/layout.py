@@ -4,15 +4,17 @@ Rows of kind `package` count the files and lines of a package's sources, and the
 imports in them; `--before` names a checkout to count too. Rows of kind `decode` time steps of a
 batch of 8 sequences of 8,192 tokens over all layers of a cache with the code of this checkout and
 that of another environment in turn; `--old` names the Python of that environment, and without it
-nothing is timed. Rows of kind `variant` time steps of this checkout with one implementation in
-place of two: tiers of one rank group for heads that are alike, and a recent window in pages; the
-variant `same` changes nothing and shows the noise. The minutes of CI are those that the last whole
-`.ci/run` of this checkout, or of the one that `--ci` names, recorded.
+nothing is timed. With `--isa` both use one instruction set, as the older code may lack the fastest.
+Rows of kind `variant` time steps of this checkout with one implementation in place of two: tiers of
+one rank group for heads that are alike, and a recent window in pages; the variant `same` changes
+nothing and shows the noise. The minutes of CI are those that the last whole `.ci/run` of this
+checkout, or of the one that `--ci` names, recorded.
 """
 
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +25,9 @@ from statistics import median, quantiles
 import _result
 
 ROOT = Path(__file__).resolve().parent.parent
-SEQUENCES, TOKENS, LAYERS, STEPS = 8, 8192, 4, 4
-POLICIES = ("k8v4", "kv-compress:keep=25%+k8v4")
-WINDOWED = "k4v4:window=128"  # also has a recent window
+SEQUENCES, TOKENS, LAYERS, STEPS = 8, 8192, 4, 12
+POLICIES = ("k8v4", "kv-compress:rate=4+k8v4")
+WINDOWED = ("k4v4:window=128", "k8v4:window=64")  # with a recent window
 
 # One implementation in place of two, applied to the code of this checkout.
 VARIANTS = {
@@ -80,12 +82,24 @@ for line in sys.stdin:
 class Worker:
     """A process that times decode steps by the code of one environment."""
 
-    def __init__(self, python: str, *, tokens: int, change: str = "") -> None:
-        """Start it; `change` is Python that replaces parts of the code first."""
+    def __init__(
+        self, python: str, *, tokens: int, change: str = "", isa: str | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            python: of its environment.
+            tokens: of each sequence.
+            change: Python that replaces parts of the code first.
+            isa: the instruction set of native code; None: the fastest.
+        """
         sizes = {"layers": LAYERS, "sequences": SEQUENCES, "steps": STEPS}
         code = WORKER.format(tokens=tokens, change=change, **sizes)
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen((python, "-c", code), stdin=pipe, stdout=pipe, text=True)
+        env = {**os.environ} | ({} if isa is None else {"KV_CPU_ISA": isa})
+        self._process = subprocess.Popen(
+            (python, "-c", code), stdin=pipe, stdout=pipe, text=True, env=env
+        )
 
     def ask(self, line: str = "") -> float:
         """Start a cache for a policy, or time some steps and give the seconds of one."""
@@ -104,9 +118,12 @@ class Worker:
         self._process.wait()
 
 
-def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
-    """Time steps of the code before and of this checkout."""
-    workers = {"old": Worker(old, tokens=tokens), "new": Worker(sys.executable, tokens=tokens)}
+def timed(old: str, rounds: int, tokens: int, isa: str | None) -> Iterator[dict[str, object]]:
+    """Time steps of the code before and of this checkout, with one instruction set."""
+    workers = {
+        "old": Worker(old, tokens=tokens, isa=isa),
+        "new": Worker(sys.executable, tokens=tokens, isa=isa),
+    }
     for row in in_turn(workers, POLICIES, rounds):
         yield {
             "kind": "decode",
@@ -114,6 +131,7 @@ def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
             "sequences": SEQUENCES,
             "tokens": tokens,
             "layers": LAYERS,
+            "instructions": isa,
             "new_ms": row["ms"],
             "old_ms": row["base_ms"],
             "new_over_old": row["ratio"],
@@ -124,7 +142,7 @@ def timed(old: str, rounds: int, tokens: int) -> Iterator[dict[str, object]]:
 def variants(rounds: int, tokens: int) -> Iterator[dict[str, object]]:
     """Time steps of this checkout with one implementation in place of two."""
     for name, change in VARIANTS.items():
-        policies = (WINDOWED,) if name == "paged_window" else (*POLICIES, WINDOWED)
+        policies = WINDOWED if name == "paged_window" else (*POLICIES, *WINDOWED)
         workers = {
             "base": Worker(sys.executable, tokens=tokens),
             name: Worker(sys.executable, tokens=tokens, change=change),
@@ -150,12 +168,13 @@ def in_turn(
                     if i >= 2:
                         seconds[name].append(taken)
             pairs = zip(seconds[other], seconds[base], strict=True)
-            low, middle, high = quantiles((new / old for new, old in pairs), n=4)
+            low, _, high = quantiles((new / old for new, old in pairs), n=4)
+            middle = {name: median(each) for name, each in seconds.items()}
             yield {
                 "policy": policy,
-                "ms": 1000 * median(seconds[other]),
-                "base_ms": 1000 * median(seconds[base]),
-                "ratio": middle,
+                "ms": 1000 * middle[other],
+                "base_ms": 1000 * middle[base],
+                "ratio": middle[other] / middle[base],
                 "quartiles": [low, high],
             }
     finally:
@@ -247,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--old", metavar="PYTHON", help="of an environment with the code before")
+    parser.add_argument("--isa", help="instruction set of native code, old and new")
     parser.add_argument("--before", type=Path, help="checkout of the code before, to count")
     parser.add_argument("--ci", type=Path, default=ROOT, help="checkout whose CI has run")
     arguments = parser.parse_args()
@@ -266,9 +286,9 @@ def main() -> None:
     if arguments.before is not None:
         before = modules(arguments.before)
         rows += packages(before, imports(before), "before")
-    size = (3, 256) if arguments.quick else (40, TOKENS)
+    size = (3, 256) if arguments.quick else (25, TOKENS)
     if arguments.old is not None:
-        decode = list(timed(arguments.old, *size))
+        decode = list(timed(arguments.old, *size, arguments.isa))
         summary["decode_new_over_old"] = median(float(str(row["new_over_old"])) for row in decode)
         rows += [*decode, *variants(*size)]
     print(json.dumps(summary, indent=2))
