@@ -47,7 +47,14 @@ nox.options.sessions = ["lint", "types", "tests"]
 NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
-SLOW = ("kv-runtime", "kv-eval", "kv-cpu")
+SLOW = (
+    "kv-attention",
+    "kv-cpu",
+    "kv-eval",
+    "kv-evict",
+    "kv-paging",
+    "kv-runtime",
+)
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # source file lines that cause a warning, and an error
 # As users run it: an installed wheel does not check shapes. `tests` has checked all of them.
@@ -238,7 +245,8 @@ def peers_vllm(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests, which repeat others at scale, then those inside vLLM."""
-    install(session, *editable(["kv-eval[cpu]"]), groups=("test",), own="kv-eval")
+    wanted = ["kv-eval[cpu]", "kv-attention[triton]", "kv-paging[triton]", "kv-evict"]
+    install(session, *editable(wanted), groups=("test",), own="kv-eval")
     pytest(session, *(f"packages/{name}/tests" for name in SLOW), "-m", "slow")
     session.notify("vllm", ("-m", "slow"))
 

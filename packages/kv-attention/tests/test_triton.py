@@ -47,6 +47,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.parametrize("L", [1, 11])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.grid(3)
 def test_output(case, shape, L, dtype):
     assert_same_output(case(3, L=L, dtype=dtype, **shape).to(DEVICE), "triton")
 
@@ -67,6 +68,7 @@ WATCHED = {
 
 @pytest.mark.parametrize("L", [1, 11])
 @pytest.mark.parametrize("observe", WATCHED.values(), ids=WATCHED)
+@pytest.mark.grid(3)
 def test_observation(case, shape, L, observe):
     shape = {**shape, "stored": min(shape["stored"], 40)}
     assert_same_observation(case(3, L=L, **shape).to(DEVICE), observe, backend="triton")

@@ -1,7 +1,6 @@
 """A worker without vLLM: for any order of events, each request matches a separate cache."""
 
 import random
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,13 +14,15 @@ if TYPE_CHECKING:
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=2, key_dim=6, value_dim=5, dtype=torch.float32)
 COMPRESS = "kv-compress:rate=2,floor=12,recent=4,window=4,short=true"
-POLICIES = (
-    "k8v4:window=8",
-    "k4v4:keys=channel,block=16,window=4",
-    "snapkv:budget=12,window=4+k8v4",
-    COMPRESS,
-    "leankv:window=4",
-)
+CASES = [  # a policy, and whether reports arrive late
+    ("k4v4:keys=channel,block=16,window=4", True),
+    (COMPRESS, True),
+    ("leankv:window=4", False),
+    *(
+        pytest.param(text, False, marks=pytest.mark.slow)
+        for text in ("k8v4:window=8", "snapkv:budget=12,window=4+k8v4")
+    ),
+]
 RAGGED = Turned("62", "15")  # the ranks differ per layer and head
 
 
@@ -51,7 +52,7 @@ def room(engine_class: "type[Engine]", policy: object, longest: int, **more: obj
     return engine_class(policy, SHAPE, small.manager.blocks_for(longest), **more)
 
 
-@pytest.mark.parametrize(("text", "late"), [*zip(POLICIES, cycle((False, True))), (COMPRESS, True)])
+@pytest.mark.parametrize(("text", "late"), CASES)
 def test_every_request_sees_and_holds_what_it_would_alone(
     engine_class: "type[Engine]", text: str, late: bool
 ) -> None:
