@@ -9,10 +9,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.pooling import pool
-from kv_evict.schedule import offers, taken, without
+from kv_evict.schedule import cheapest_pages
 from kv_policy import (
-    DROP,
-    FRESH,
     Budget,
     Capabilities,
     Evictor,
@@ -189,17 +187,4 @@ class KVCompress(Evictor):
 
         Every tier has its own pages; a token is evicted from its tier, or the one it would enter.
         """
-        here = view.position >= 0
-        newest = view.length[None, :, None, None] - (self._held - self.sinks)
-        safe = (view.position < self.sinks) | (view.position >= newest)
-        score = view.score.masked_fill(safe, torch.inf)
-        tier = view.tier.masked_fill(view.tier == FRESH, 0)
-        page = torch.ones(1, dtype=torch.long) if view.page is None else view.page
-        inside = [here & (tier == i) for i in range(len(page))]
-        each = [offers(score, held, size) for held, size in zip(inside, page, strict=True)]
-        heads = here.shape[0] * here.shape[2]
-        excess = here.sum((0, 2, 3)) - view.budget * heads
-        stays = torch.zeros_like(here)
-        for held, count in zip(inside, taken(each, excess), strict=True):
-            stays |= without(score, held, count)
-        return torch.where(stays, tier, DROP)
+        return cheapest_pages(view, sinks=self.sinks, recent=self._held - self.sinks)

@@ -9,10 +9,10 @@ within a head, so taking the cheapest pages of all heads takes the lowest scores
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy import best
+from kv_policy import DROP, FRESH, PlanView, best
 
 
 class Offers(NamedTuple):
@@ -20,6 +20,36 @@ class Offers(NamedTuple):
 
     price: Float[Tensor, "N B H T"]  # highest evicted score; inf where there is no such page
     tokens: Int[Tensor, "N B H T"]  # tokens evicted with the page
+
+
+def cheapest_pages(view: PlanView, *, sinks: int, recent: int) -> UInt8[Tensor, "N B H L"]:
+    """Evict the cheapest pages of all heads and layers in view, until the budget is met.
+
+    Every tier has its own pages; a token is evicted from its tier, or the one it would enter. A
+    page costs a head's lowest scores.
+
+    Args:
+        view: the tokens and their scores.
+        sinks: first tokens of a sequence, never evicted.
+        recent: newest tokens of a sequence, never evicted.
+
+    Returns:
+        The tier of each token, or DROP.
+    """
+    here = view.position >= 0
+    newest = view.length[None, :, None, None] - recent
+    safe = (view.position < sinks) | (view.position >= newest)
+    score = view.score.masked_fill(safe, torch.inf)
+    tier = view.tier.masked_fill(view.tier == FRESH, 0)
+    page = torch.ones(1, dtype=torch.long) if view.page is None else view.page
+    inside = [here & (tier == i) for i in range(len(page))]
+    each = [offers(score, held, size) for held, size in zip(inside, page, strict=True)]
+    heads = here.shape[0] * here.shape[2]
+    excess = here.sum((0, 2, 3)) - view.budget * heads
+    stays = torch.zeros_like(here)
+    for held, count in zip(inside, taken(each, excess), strict=True):
+        stays |= without(score, held, count)
+    return torch.where(stays, tier, DROP)
 
 
 def offers(
