@@ -20,6 +20,7 @@ from kv_policy import (
     PlanView,
     Raw,
     Replan,
+    Replay,
     RunningSum,
     Selector,
     Step,
@@ -76,6 +77,7 @@ class Heavy(Evictor):
     observe = Observe(last=None, skip=1, generated=True)
     replan = Replan(every=7)
     running = RunningSum()
+    replay = Replay("Again.", "Go on: ")
 
     def score(self, view: LayerView) -> Tensor:
         assert view.mass is not None
@@ -97,6 +99,7 @@ def test_a_bare_selector_has_an_answer_to_every_question() -> None:
     assert (whole.tiers, whole.budget, whole.protected) == (1, None, 0)
     assert (whole.observe, whole.reads, whole.scope) == (Observe(), frozenset(), "layer")
     assert (whole.decode, whole.replan, whole.running) == ("grow", Replan(), None)
+    assert whole.replay is None
     assert whole.recent_tokens(torch.tensor([5])) is None
 
 
@@ -105,7 +108,7 @@ def test_own_answers_go_before_the_defaults() -> None:
     whole = complete(heavy)
     for name in (
         *("tiers", "budget", "protected", "observe", "reads", "scope", "decode", "replan"),
-        "running",
+        *("running", "replay"),
     ):
         assert getattr(whole, name) == getattr(heavy, name)
     recent_tokens = whole.recent_tokens(torch.tensor([5, 9]))

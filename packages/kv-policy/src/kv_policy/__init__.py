@@ -31,7 +31,7 @@ from kv_policy.contract import (
     VectorName,
 )
 from kv_policy.evictor import Evictor, best, protect, whole_tokens
-from kv_policy.lifecycle import Observe, Replan, Running, RunningMean, RunningSum
+from kv_policy.lifecycle import Observe, Replan, Replay, Running, RunningMean, RunningSum
 from kv_policy.pages import PagedTokens, PageLayout
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
@@ -77,6 +77,7 @@ __all__ = [
     "RawCodec",
     "Registry",
     "Replan",
+    "Replay",
     "Rope",
     "Ropes",
     "Running",

@@ -16,6 +16,7 @@ from kv_policy.optional import (
     Protecting,
     Reading,
     Replanning,
+    Replaying,
     Scoped,
     Stepping,
     Summarizing,
@@ -50,6 +51,7 @@ class CompleteSelector:
         self.budget = selector.budget if isinstance(selector, Budgeted) else None
         self.protected = selector.protected if isinstance(selector, Protecting) else 0
         self.observe = selector.observe if isinstance(selector, Observing) else Observe()
+        self.replay = selector.replay if isinstance(selector, Replaying) else None
         nothing: frozenset[VectorName] = frozenset()
         self.reads = selector.reads if isinstance(selector, Reading) else nothing
         self.scope = selector.scope if isinstance(selector, Scoped) else "layer"

@@ -77,6 +77,7 @@ class LayerView:
     mass: Float[Tensor, "B H L"] | None = None  # attention mass of this pass, see `observe`
     seen: Int[Tensor, "B H L"] | None = None  # queries counted in `mass`
     also: Mapping[str, Float[Tensor, "B H L"]] = field(default_factory=dict)  # the other sums
+    replayed: Float[Tensor, "B H L"] | None = None  # of fresh tokens, else 0; see `replay`
     generated: bool = False  # the fresh tokens were generated, one per sequence
     keys: Float[Tensor, "B H L D"] | None = None  # if the policy reads keys
     values: Float[Tensor, "B H L Dv"] | None = None  # if the policy reads values

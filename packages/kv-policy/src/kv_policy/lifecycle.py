@@ -1,4 +1,4 @@
-"""What a selector requests over a sequence's lifetime: observation, running scores, replans."""
+"""What a selector requests over a sequence's lifetime: sums of attention, a replay, replans."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -148,3 +148,43 @@ class Replan:
     def generating(self) -> bool:
         """Whether plans run during generation, apart from sequences that waited."""
         return bool(self.every or self.uncompressed or self.short)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A second reading of a prompt, whose queries show which tokens the model needs to repeat it.
+
+    After the pass over a prompt, and before its tokens are planned, the model reads the prompt
+    again, chunk by chunk, each after an instruction to repeat it. A chunk attends to all tokens of
+    the sequence, to its instruction and to itself; nothing of it is stored. Positions continue
+    after the prompt. For each token of the chunk in the prompt, the largest probability that a
+    query of instruction and chunk gives it is the token's `LayerView.replayed`, over all query
+    heads of its KV head; probabilities are normalized over the chunk in the prompt, the
+    instruction and the chunk itself.
+
+    Attributes:
+        first: the instruction before the first chunk.
+        later: the instruction before each later chunk, which ends with the last `quoted` tokens of
+            the chunk before it.
+        quoted: number of tokens quoted.
+        tokens: tokens of the prompt per chunk.
+    """
+
+    first: str
+    later: str
+    quoted: int = 8
+    tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a chunk has no token, or fewer than are quoted of it.
+        """
+        if self.quoted < 0:
+            raise ValueError(f"quoted is {self.quoted}; quote 0 or more tokens")
+        if self.tokens < max(1, self.quoted):
+            raise ValueError(
+                f"chunks of {self.tokens} tokens are too short; give at least 1 token, and the "
+                f"{self.quoted} that are quoted of a chunk"
+            )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_policy.budget import Budget
 from kv_policy.contract import LayerView, PlanView, Step, StepView, VectorName
-from kv_policy.lifecycle import Observe, Replan, Running
+from kv_policy.lifecycle import Observe, Replan, Replay, Running
 
 
 @runtime_checkable
@@ -54,6 +54,19 @@ class Observing(Protocol):
     @property
     def observe(self) -> Observe:
         """What to sum during attention: it fills `mass`, `seen` and `also` of a view."""
+        ...
+
+
+@runtime_checkable
+class Replaying(Protocol):
+    """Scores tokens by the attention of a second reading of the prompt."""
+
+    @property
+    def replay(self) -> Replay | None:
+        """What the model reads again: it fills `replayed` of a prompt's view; None: nothing.
+
+        Hosts that cannot run the model themselves refuse such a policy.
+        """
         ...
 
 

@@ -18,7 +18,7 @@ from kv_policy.contract import (
     StepView,
     VectorName,
 )
-from kv_policy.lifecycle import Observe, Replan, Running
+from kv_policy.lifecycle import Observe, Replan, Replay, Running
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class SortedSelector:
         """The evictor's; generated queries too if tokens are placed by steps."""
         steps = self._sorter.decode == "step"
         return replace(self._evictor.observe, generated=steps or self._evictor.observe.generated)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The evictor's, as its scores are used."""
+        return self._evictor.replay
 
     @property
     def reads(self) -> frozenset[VectorName]:

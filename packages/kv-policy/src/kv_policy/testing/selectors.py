@@ -19,7 +19,7 @@ from kv_policy.contract import (
     Step,
     StepView,
 )
-from kv_policy.lifecycle import Observe, Replan
+from kv_policy.lifecycle import Observe, Replan, Replay
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing.laws import equal, law, works
@@ -62,6 +62,10 @@ def _check_answers(selector: CompleteSelector) -> None:
     law(isinstance(selector.observe, Observe), "observe must be an Observe")
     law(selector.protected >= 0, f"protected is {selector.protected}; it must be 0 or more")
     law(isinstance(selector.replan, Replan), "replan must be a Replan")
+    law(
+        selector.replay is None or isinstance(selector.replay, Replay),
+        f"replay is {selector.replay!r}; it must be a Replay, or None for no second reading",
+    )
     law(selector.scope in ("layer", "model"), f"scope is {selector.scope!r}; use layer or model")
     law(selector.decode in ("grow", "step"), f"decode is {selector.decode!r}; use grow or step")
     law(

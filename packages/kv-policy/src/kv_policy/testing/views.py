@@ -32,6 +32,7 @@ class DrawnTokens:
     mass: Float[Tensor, "N B H L"] | None
     seen: Int[Tensor, "N B H L"] | None
     also: dict[str, Float[Tensor, "N B H L"]]
+    replayed: Float[Tensor, "N B H L"] | None
     generated: bool
     keys: Float[Tensor, "N B H L D"] | None
     values: Float[Tensor, "N B H L Dv"] | None
@@ -49,6 +50,7 @@ class DrawnTokens:
             mass=None if self.mass is None else self.mass[layer],
             seen=None if self.seen is None else self.seen[layer],
             also={name: sums[layer] for name, sums in self.also.items()},
+            replayed=None if self.replayed is None else self.replayed[layer],
             generated=self.generated,
             keys=None if self.keys is None else self.keys[layer],
             values=None if self.values is None else self.values[layer],
@@ -192,6 +194,9 @@ def _tokens(
     tier = torch.randint(selector.tiers, position.shape, generator=generator).to(torch.uint8)
     score = torch.randn(position.shape, generator=generator).masked_fill(~there | fresh, 0)
     mass, seen = _observed(watch, shape, position, length, before, generator)
+    replayed = None
+    if selector.replay is not None and not generated:
+        replayed = torch.rand(position.shape, generator=generator).masked_fill(~fresh, 0)
 
     def vectors(dim: int) -> Float[Tensor, "N B H L D"]:
         x = torch.randn(*position.shape, dim, generator=generator)
@@ -210,6 +215,7 @@ def _tokens(
         mass=mass,
         seen=seen,
         also={} if mass is None else {name: mass * 0.3 for name in watch.also},
+        replayed=replayed,
         generated=generated,
         keys=vectors(shape.key_dim) if "keys" in selector.reads else None,
         values=vectors(shape.value_dim) if "values" in selector.reads else None,
