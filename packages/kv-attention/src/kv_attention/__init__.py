@@ -12,6 +12,7 @@ from kv_attention.backends import (
 from kv_attention.checks import longest_of
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial
+from kv_attention.peak import attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
 
@@ -24,10 +25,12 @@ __all__ = [
     "Partial",
     "all_backends",
     "attend",
+    "attend_partly",
     "attend_ragged",
     "available",
     "check_backend",
     "choose_backend",
+    "largest_probabilities",
     "load_backend",
     "longest_of",
 ]

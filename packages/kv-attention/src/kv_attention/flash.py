@@ -40,6 +40,40 @@ def causal(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Part
     return _fused(q, key.flatten(0, 1), value.flatten(0, 1), hidden, True, scale)
 
 
+def comes_before(
+    q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: DensePart
+) -> bool:
+    """Whether every query sees every token, and the kernel supports these tensors."""
+    key, value, place = part.tokens.key, part.tokens.value, part.tokens.position
+    if (
+        q.device.type != "cpu"
+        or position.shape[1] == 1  # synchronizing would cost more than it saves
+        or key.shape[-1] != value.shape[-1]
+        or not q.dtype == key.dtype == value.dtype
+        or not q.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    ):
+        return False
+    last = torch.iinfo(position.dtype).max
+    first = position.masked_fill(position < 0, last).amin(dim=1)
+    return bool((place.amax(dim=1) <= first).all())
+
+
+def before(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Partial:
+    """Compute attention over dense tokens that every query sees; the output is as in `causal`."""
+    key, value = part.tokens.key, part.tokens.value
+    if part.full:
+        return _fused(q, key.flatten(0, 1), value.flatten(0, 1), None, False, scale)
+    empty = part.tokens.position < 0
+    key = key.masked_fill(empty[:, None, :, None], 0)
+    value = value.masked_fill(empty[:, None, :, None], 0)
+    hidden = empty.repeat_interleave(q.shape[1], dim=0)
+    found = _fused(q, key.flatten(0, 1), value.flatten(0, 1), hidden, False, scale)
+    # The kernel's log-sum-exp of no token is not -inf, and its output may be NaN.
+    some = (~empty).any(dim=1)[:, None, None, None]
+    out = found.out.where(some[..., None], 0)
+    return Partial(out, found.lse.where(some, -torch.inf))
+
+
 def is_worth_it(q: Float[Tensor, "B H G L D"], value_dim: int) -> bool:
     """Whether dequantizing stored tokens for the kernel is cheaper than using their codes."""
     return q.device.type == "cpu" and q.shape[2] * q.shape[3] > q.shape[4] == value_dim

@@ -46,21 +46,30 @@ def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
 
     `stored` is the attention over all pages, if it has been computed by other means.
     """
-    q, position, parts = inputs.q, inputs.position, parts_of(inputs)
+    parts = parts_of(inputs)
+    left = parts if stored is None else parts[len(inputs.pages) :]
+    total = partial_of(inputs, left, stored)
+    return Forward(inputs, parts, total.out.to(inputs.q.dtype), total.lse)
+
+
+def partial_of(
+    inputs: AttentionInputs, parts: Sequence[AttentionPart], stored: Partial | None = None
+) -> Partial:
+    """Compute attention part by part and merge, `stored` too; 0 and -inf for padding queries."""
+    q, position = inputs.q, inputs.position
 
     @cache
     def scaled() -> Tensor:  # lazy: a prompt without stored tokens needs no copy of its queries
         return q.to(inputs.sum_dtype) * inputs.scale
 
-    left = parts if stored is None else parts[len(inputs.pages) :]
-    partials = [_partial(inputs, scaled, part) for part in left]
+    partials = [_partial(inputs, scaled, part) for part in parts]
     partials += [] if stored is None else [stored]
     total = reduce(add, partials) if partials else Partial.empty(q, inputs.value_dim)
     real = position >= 0
     # A decode step skips the check, which would synchronize with the device.
     if position.shape[1] == 1 or not real.all():
         total = total.only(real)
-    return Forward(inputs, parts, total.out.to(q.dtype), total.lse)
+    return total
 
 
 def parts_of(inputs: AttentionInputs) -> list[AttentionPart]:
@@ -98,4 +107,6 @@ def _partial(
         return flash.causal(q, part, inputs.scale)
     if isinstance(part, PagedPart) and flash.is_worth_it(q, inputs.value_dim):
         return flash.stored(scaled(), position, part)
+    if isinstance(part, DensePart) and flash.comes_before(q, position, part):
+        return flash.before(q, part, inputs.scale)
     return blockwise(scaled(), position, part, inputs.value_dim)

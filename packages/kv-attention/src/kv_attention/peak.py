@@ -1,0 +1,88 @@
+"""Attention over a part of the tokens, and the largest probability that a token receives."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kv_attention.checks import check_parts, check_queries
+from kv_attention.inputs import AttentionInputs
+from kv_attention.partial import Partial
+from kv_attention.tokens import DenseTokens
+from kv_attention.torch_backend import partial_of, parts_of
+from kv_policy import PagedTokens
+
+_ROOM: Final = 1 << 22  # logits in memory at the same time
+_NEVER: Final = 1e30  # the log-sum-exp of a query without tokens: its probabilities are 0
+
+
+def attend_partly(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    pages: Sequence[PagedTokens],
+    dense: Sequence[DenseTokens],
+    scale: float,
+) -> Partial:
+    """Compute attention over some of the tokens that queries see, to be merged with the rest.
+
+    The arguments, and which tokens a query sees, are as for `attend`. Plain torch on any device.
+
+    >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
+    >>> q = torch.zeros(1, 1, 1, 2, 2)
+    >>> one, other = (DenseTokens(k[:, :, i:i+1], k[:, :, i:i+1], place[:, i:i+1]) for i in (0, 1))
+    >>> (attend_partly(q, place, [], [one], 1.0) + attend_partly(q, place, [], [other], 1.0)).out
+    tensor([[[[[1.0000, 0.0000],
+               [0.5000, 0.5000]]]]])
+
+    Returns:
+        The output, and the log-sum-exp in float32, or in float64 for queries in float64; 0 and
+        -inf for a query that is padding or sees no token.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    check_queries(q, position)
+    value_dim = check_parts(q, pages, dense)
+    inputs = AttentionInputs(q, position, pages, dense, [None] * len(pages), value_dim, scale)
+    return partial_of(inputs, parts_of(inputs))
+
+
+def largest_probabilities(
+    q: Float[Tensor, "B H G L D"],
+    lse: Float[Tensor, "B H G L"],
+    key: Float[Tensor, "B H S D"],
+    scale: float,
+) -> Float[Tensor, "B H S"]:
+    """Return the largest probability that any query of any query head gives each token.
+
+    All queries count for all tokens. Memory is bounded: logits of a few queries exist at a time.
+
+    >>> q, key = torch.zeros(1, 1, 1, 3, 2), torch.eye(2)[None, None]
+    >>> largest_probabilities(q, torch.full((1, 1, 1, 3), 2.0).log(), key, scale=1.0)
+    tensor([[[0.5000, 0.5000]]])
+
+    Args:
+        q: the queries.
+        lse: the log-sum-exp of each query's logits, over which its probabilities are normalized;
+            -inf: the query does not count.
+        key: the keys of the tokens.
+        scale: the factor of the logits.
+    """
+    # A key with 1 appended, times a query with -lse, is the logarithm of a probability.
+    rows = q.shape[0] * q.shape[1]
+    away = lse.masked_fill(lse == -torch.inf, _NEVER).neg()
+    scaled = torch.cat((q.to(lse.dtype) * scale, away[..., None]), -1).view(
+        rows, -1, q.shape[-1] + 1
+    )
+    keys = torch.nn.functional.pad(key.to(lse.dtype).flatten(0, 1), (0, 1), value=1)
+    count, tokens = scaled.shape[1], keys.shape[1]
+    step = min(tokens, max(1, _ROOM // (rows * count)))
+    room = scaled.new_empty(rows * step * count)  # one for all blocks
+    most = []
+    for start in range(0, tokens, step):
+        block = keys[:, start : start + step]
+        log = room[: rows * block.shape[1] * count].view(rows, -1, count)
+        most.append(torch.bmm(block, scaled.mT, out=log).amax(-1))
+    return torch.cat(most, 1).exp_().view(*key.shape[:-1])
