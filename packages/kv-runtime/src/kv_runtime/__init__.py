@@ -16,6 +16,7 @@ from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
 from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
+from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep
 from kv_runtime.stats import Tally
@@ -36,10 +37,12 @@ __all__ = [
     "Meter",
     "Place",
     "PolicyCache",
+    "ReplayChunk",
     "RequestBatch",
     "RequestHeld",
     "RequestRows",
     "RequestStep",
+    "Rereading",
     "Serving",
     "SlotLayer",
     "SlotStep",

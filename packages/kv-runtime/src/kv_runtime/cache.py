@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PagePool, page_kernels_of
-from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, complete
+from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, Replay, complete
 from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, backend_for
@@ -23,6 +23,7 @@ from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
+from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
 from kv_runtime.stats import Tally
@@ -45,6 +46,7 @@ class PolicyCache:
         pool: PagePool | None = None,
         tally: Tally | None = None,
         careful: bool = False,
+        replays: bool = False,
     ) -> None:
         """Check the arguments; memory is allocated when the first tokens arrive.
 
@@ -62,6 +64,8 @@ class PolicyCache:
             tally: counts plans; caches may share one.
             careful: whether a selector's error is isolated to the sequence that causes it, and
                 returned by `failures`.
+            replays: whether the engine runs the model again over each prompt of a policy that asks
+                for it; see `waiting`.
 
         Raises:
             ValueError: the policy needs something this cache does not support, a budget is below
@@ -80,6 +84,7 @@ class PolicyCache:
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
+        checks.check_replay(policy, replays, len(self.layout.shapes))
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
@@ -95,7 +100,7 @@ class PolicyCache:
             others: caches of the same shape with equal bases.
 
         Raises:
-            ValueError: a cache holds tokens, or its basis differs.
+            ValueError: a cache holds tokens, or its basis or its replay differs.
         """
         for cache in (self, *others):
             if cache.batch is not None:
@@ -105,6 +110,11 @@ class PolicyCache:
                 raise ValueError(
                     f"{cache.policy} stores vectors in another basis than {self.policy}, so they "
                     "cannot share a prefill"
+                )
+            if cache.replay != self.replay:
+                raise ValueError(
+                    f"{cache.policy} and {self.policy} do not read a prompt again in the same way, "
+                    "so they cannot share a prefill"
                 )
         self._followers = tuple(others)
 
@@ -123,6 +133,12 @@ class PolicyCache:
         self._pass: Forward | None = None
         self._next_layer = 0
         self._goes_on = False  # whether prompts continue in a later pass
+        self._waiting: WaitingPrompts | None = None
+
+    @property
+    def replay(self) -> Replay | None:
+        """The second reading of prompts that the policy asks for."""
+        return None if self.selector is None else self.selector.replay
 
     @property
     def columns(self) -> int:
@@ -151,6 +167,7 @@ class PolicyCache:
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is unchanged.
         """
         self._expect_no_pass()
+        checks.check_whole(self.policy, self.replay, more)
         sequences, columns = valid.shape
         checks.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
@@ -163,6 +180,8 @@ class PolicyCache:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._goes_on = now.whole.is_partial_prefill
+        prompts = [part.now for part in now.parts if part.now.is_prefill]
+        self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
 
     def _allocate(self, sequences: int) -> Batch:
         budgets = checks.shared_out(self._budgets, sequences)
@@ -259,14 +278,59 @@ class PolicyCache:
             fresh = part.vectors(key), part.vectors(value)
             seen = part.observed(result), part.queries(queries)
             keeper.take(batch, part.now, layer, *fresh, *seen)
+        if self._waiting is not None:
+            self._waiting.add(key, value)
         self._next_layer += 1
-        if self._next_layer == self.shape.layers:
-            # Prompts were scored with the tokens stored at that time, so they are finished first.
-            for part in reversed(now.parts):
-                keeper.finish(batch, part.now)
-            batch.end(now.whole)
-            self._pass = None
-            keeper.after(batch)
+        if self._next_layer == self.shape.layers and self._waiting is None:
+            self._finish(now, batch, ())
+
+    def _finish(self, now: Forward, batch: Batch, replayed: Sequence[Tensor]) -> None:
+        """Store what waited for all layers; `replayed` are the scores of a replay by layer."""
+        keeper = self._keeper
+        # Prompts were scored with the tokens stored at that time, so they are finished first.
+        for part in reversed(now.parts):
+            keeper.finish(batch, part.now, replayed)
+        batch.end(now.whole)
+        self._pass = self._waiting = None
+        keeper.after(batch)
+
+    @property
+    def waiting(self) -> Pass | None:
+        """The prompts of a pass that all layers have attended to, and that wait for their replay.
+
+        The pass is unfinished: the engine runs the model over each chunk of them with the attention
+        of `reread`, and then calls `replayed`. None: no prompt waits.
+        """
+        waits = self._waiting is not None and self._next_layer == self.shape.layers
+        return self._waiting.now if waits and self._waiting is not None else None
+
+    def reread(self, chunk: ReplayChunk) -> Rereading:
+        """Return the attention of a pass over a chunk of the waiting prompts.
+
+        Raises:
+            RuntimeError: no prompt waits.
+        """
+        return Rereading(*self._expect_waiting(), self.bases, chunk)
+
+    def replayed(self) -> None:
+        """Plan and store the waiting prompts, also in caches that share their prefill.
+
+        Raises:
+            RuntimeError: no prompt waits.
+            kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
+        """
+        prompts, _ = self._expect_waiting()
+        followers, self._followers = self._followers, ()
+        for cache in (self, *followers):
+            now, batch = cache._pass, cache.batch
+            assert now is not None  # a follower waits for the same replay
+            assert batch is not None
+            cache._finish(now, batch, prompts.replayed)
+
+    def _expect_waiting(self) -> tuple[WaitingPrompts, Batch]:
+        if self.waiting is None or self._waiting is None or self.batch is None:
+            raise RuntimeError("no prompt waits for a replay; run a forward pass over one first")
+        return self._waiting, self.batch
 
     def _expect(self, layer: int) -> tuple[Forward, Batch]:
         now, batch = self._pass, self.batch

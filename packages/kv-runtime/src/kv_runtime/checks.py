@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kv_policy import Budget, CacheShape, KVPolicy, complete
+from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
 from kv_runtime.batch import Batch
 
 
@@ -28,14 +28,55 @@ def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
         )
 
 
+def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
+    """Raise if a policy reads prompts a second time and that is impossible.
+
+    Args:
+        policy: the policy.
+        replays: whether the engine runs the model again.
+        kinds: number of different ranks of its heads.
+
+    Raises:
+        ValueError: the engine does not replay prompts, or heads are stored with different ranks.
+    """
+    if policy.selector is None or complete(policy.selector).replay is None:
+        return
+    if not replays:
+        raise ValueError(
+            f"{policy} reads each prompt a second time to score its tokens, which this engine does "
+            "not do; use kv_serve.CompressedCache with a model of transformers, or a policy that "
+            "reads prompts once, such as kv-compress"
+        )
+    if kinds > 1:
+        raise ValueError(
+            f"{policy} reads each prompt a second time, but its basis stores heads with {kinds} "
+            "different ranks, for which this is not supported; use a basis of one rank, or a "
+            "policy that reads prompts once, such as kv-compress"
+        )
+
+
+def check_whole(policy: KVPolicy, replay: Replay | None, more: bool) -> None:
+    """Raise if a prompt is read in several passes that a policy reads a second time.
+
+    Raises:
+        ValueError: it is.
+    """
+    if replay is not None and more:
+        raise ValueError(
+            f"{policy} reads each prompt a second time, after the pass over the whole prompt; do "
+            "not split it into passes with more=True"
+        )
+
+
 def refuse_unfinished(layer: int, layers: int) -> NoReturn:
     """Raise, as the previous forward pass is unfinished.
 
     Raises:
         RuntimeError: always.
     """
+    where = "in the replay of its prompt" if layer == layers else f"at layer {layer} of {layers}"
     raise RuntimeError(
-        f"the previous forward pass stopped at layer {layer} of {layers}, so the cache "
+        f"the previous forward pass stopped {where}, so the cache "
         "holds a part of it; call reset() and start again"
     )
 

@@ -1,5 +1,7 @@
 """Storage without a selector: tokens move through the raw window to the only tier."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -43,7 +45,7 @@ class KeepAll:
         table_rows = batch.table_rows(slice(layer, layer + 1))
         batch.tiers.append(0, table_rows, flat(key), flat(value), keep, None, None)
 
-    def finish(self, batch: Batch, now: Pass) -> None:
+    def finish(self, batch: Batch, now: Pass, replayed: Sequence[Tensor] = ()) -> None:
         """Store one token per sequence, for all layers at once."""
         if now.is_prefill:
             return

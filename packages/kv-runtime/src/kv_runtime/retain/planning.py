@@ -78,6 +78,7 @@ def score_layers(
     groups: Sequence[Group],
     now: Pass,
     queries: Queries | None = None,
+    replayed: Float[Tensor, "B H _"] | None = None,
 ) -> Scored:
     """Concatenate the groups, in a prompt sorted by position, and score them with the selector.
 
@@ -88,6 +89,7 @@ def score_layers(
         groups: the tokens of these layers.
         now: the pass, over these layers.
         queries: the queries of the pass, over these layers.
+        replayed: of the last group, the new tokens; see `LayerView.replayed`.
     """
     order = _order(groups) if now.is_prefill else None
 
@@ -107,6 +109,7 @@ def score_layers(
         mass=joined([g.mass.float() for g in groups if g.mass is not None]) if observed else None,
         seen=joined([g.seen for g in groups if g.seen is not None]) if observed else None,
         also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
+        replayed=None if replayed is None else joined([*_zeros(groups[:-1]), replayed.float()]),
         generated=not now.is_prefill,
         keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
         values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
@@ -139,9 +142,11 @@ def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
 
 
 def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
-    if group.score is not None:
-        return group.score
-    return torch.zeros_like(group.position, dtype=torch.float32)
+    return _zeros([group])[0] if group.score is None else group.score
+
+
+def _zeros(groups: Sequence[Group]) -> list[Float[Tensor, "B H S"]]:
+    return [torch.zeros_like(group.position, dtype=torch.float32) for group in groups]
 
 
 def plan_layers(

@@ -22,6 +22,7 @@ class Observed:
     value: Float[Tensor, "B H L Dv"]
     result: Attended
     queries: Queries | None
+    replayed: Float[Tensor, "B H L"] | None = None  # of a prompt, if the selector asks for a replay
 
     @property
     def tokens(self) -> int:
@@ -50,7 +51,8 @@ def score(
     results = [o.result for o in observed]
     stored = running_in(now, selector) is None  # otherwise `update_scores` has updated them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
-    scored = score_layers(*what, groups, over, queries)
+    replayed = observed[0].replayed  # prompts are scored one layer at a time
+    scored = score_layers(*what, groups, over, queries, replayed)
     _note(batch, over, layers, scored)
     return scored
 

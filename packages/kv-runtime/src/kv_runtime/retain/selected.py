@@ -1,7 +1,7 @@
 """Storage with a selector: score and plan tokens, move them between tiers, and evict them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -68,6 +68,7 @@ class KeepSelected:
         self._mixed = False  # this pass has both prefill and decode
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
+        self._unscored: list[Observed] = []  # prefill, until its replay
         self._steps: list[_Arrival] = []  # decode
         self._observed: list[Observed] = []  # layers not scored yet
         self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
@@ -114,17 +115,28 @@ class KeepSelected:
             if alone or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
+        if self.selector.replay is not None:
+            self._unscored.append(observed)
+            return
+        self._arrive(batch, now, layer, observed)
+
+    def _arrive(self, batch: Batch, now: Pass, layer: int, observed: Observed) -> None:
+        """Score a layer's prompts; plan them now, or with all layers at the end of the pass."""
         scored = score(self.selector, batch, now, layer, [observed])
         self._wrong += () if scored.wrong is None else (scored.wrong,)
-        arrival = _Arrival(key, value, scored)
+        arrival = _Arrival(observed.key, observed.value, scored)
         if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
         else:
             self._waiting.append(arrival)
 
-    def finish(self, batch: Batch, now: Pass) -> None:
-        """Store the tokens that waited for all layers."""
+    def finish(self, batch: Batch, now: Pass, replayed: Sequence[Tensor] = ()) -> None:
+        """Store the tokens that waited for all layers, or for the scores of their replay."""
         if now.is_prefill:
+            unscored, self._unscored = self._unscored, []
+            for layer, observed in enumerate(unscored):
+                again = replace(observed, replayed=replayed[layer])
+                self._arrive(batch, now, layer, again)
             waiting, self._waiting = self._waiting, []
             wrong, self._wrong = self._wrong, []
             expect_numbers(self.selector, wrong)
