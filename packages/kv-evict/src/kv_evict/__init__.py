@@ -10,6 +10,7 @@ from kv_evict.keydiff import KeyDiff
 from kv_evict.keyformer import Keyformer
 from kv_evict.knorm import Knorm
 from kv_evict.kv_compress import KVCompress
+from kv_evict.kvzip import KVzip
 from kv_evict.lagkv import LagKV
 from kv_evict.leankv import LeanKV
 from kv_evict.leankv_profile import Profile
@@ -31,6 +32,7 @@ __all__ = [
     "ExpectedAttention",
     "FastGen",
     "KVCompress",
+    "KVzip",
     "KeyDiff",
     "Keyformer",
     "Knorm",
