@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import ref
 
 import torch
@@ -16,9 +16,13 @@ from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache, FreshLayer
 from kv_transformers.masks import MaskCheck
+from kv_transformers.replay import Attention, Replayer
 from kv_transformers.rotary import with_ropes
 from kv_transformers.support import cache_shape, expect_order
 from kv_transformers.switch import install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class CompressedLayer(FreshLayer):
@@ -51,7 +55,7 @@ class CompressedCache(AttendingCache):
     Pass it as `cache` to `generate` or to a forward pass; before transformers 5.24 that argument is
     named `past_key_values`. Attention runs over the pages; the cache never holds an uncompressed
     copy of stored tokens. During prefill, a layer's new keys and values exist uncompressed (those
-    of all layers, for a policy that plans over all layers at once).
+    of all layers, for a policy that plans over all layers at once or reads the prompt again).
 
     Passes over the cache use a separate attention function. The model's other calls, with other
     caches or none, use its configured implementation as before; `kv_transformers.uninstall` removes
@@ -67,6 +71,7 @@ class CompressedCache(AttendingCache):
         page_tokens: int = 16,
         budgets: Sequence[Budget | None] | None = None,
         backend: str = AUTO,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ) -> None:
         """Create an empty cache for a model.
 
@@ -77,12 +82,14 @@ class CompressedCache(AttendingCache):
             page_tokens: tokens of the first tier per page.
             budgets: a budget per sequence of the batch, None for the policy's own.
             backend: a name in `kv_attention.all_backends()`; `auto` is the fastest available one.
+            tokenizer: the model's, for a policy that reads each prompt again after an instruction,
+                such as `kvzip`; others do not need it.
 
         Raises:
             UnsupportedModelError: the model's attention is not supported.
             ValueError: the policy's text, the policy itself or a budget is invalid, the policy was
-                calibrated with another model, the model is folded for another basis, or the backend
-                is unavailable.
+                calibrated with another model, the model is folded for another basis, the backend is
+                unavailable, or a tokenizer is needed and missing.
         """
         expect_order(model, policy)
         self.policy = parse(policy) if isinstance(policy, str) else policy
@@ -98,7 +105,9 @@ class CompressedCache(AttendingCache):
             device=model.device,
             backend=backend,
             folded=frozenset() if self._fold is None else self._fold.what,
+            replays=True,
         )
+        self._replayer = Replayer.of(self.policy, self.runtime.replay, tokenizer)
         self._device = model.device
         self._masks = MaskCheck(waits=self._device.type == "cpu")
         install(model)
@@ -123,13 +132,50 @@ class CompressedCache(AttendingCache):
                 self._expect_same_device(query.device)
                 self._expect_same_fold()
                 self.runtime.begin(self._columns(query, valid))
+            return self._around(self.runtime.attend)(layer, query, key, value, scale)
+
+    def _around(self, attend: Attention) -> Attention:
+        """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
+
+        def attention(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ) -> Float[Tensor, "B L *out"]:
             grouped = query.unflatten(1, (key.shape[1], -1))
             if self._fold is None or "values" not in self._fold.what:
-                out = self.runtime.attend(layer, grouped, key, value, scale)
+                out = attend(layer, grouped, key, value, scale)
                 return out.flatten(1, 2).transpose(1, 2).contiguous()
             packing = self._fold.packing[layer]
-            out = self.runtime.attend(layer, grouped, key, packing.unpack(value), scale)
-            return packing.pack(out)
+            return packing.pack(attend(layer, grouped, key, packing.unpack(value), scale))
+
+        return attention
+
+    def expect_ids(self, ids: Int[Tensor, "B L"] | None) -> None:
+        """Raise if the policy reads prompts again and the model is given embeddings.
+
+        Raises:
+            ValueError: it does, and is.
+        """
+        if self._replayer is not None and ids is None:
+            raise ValueError(
+                f"{self.policy} lets the model read each prompt again by its token ids, but the "
+                "model was called with embeddings (inputs_embeds, images or sounds); pass "
+                "input_ids, or use a policy that reads prompts once, such as kv-compress"
+            )
+
+    def end(self, ids: Int[Tensor, "B L"] | None) -> None:
+        """Let the model read prompts again, if the policy asks for it, and store them.
+
+        Raises:
+            RuntimeError: the model was deleted.
+        """
+        if self._replayer is None or self.runtime.waiting is None:
+            return
+        model = self.model
+        if model is None or ids is None:
+            raise RuntimeError("the model of this compressed cache was deleted during its pass")
+        # As in `attend`: scores are stored.
+        with torch.inference_mode(False), torch.no_grad():
+            self._replayer.run(model, self.runtime, self._around, ids)
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
         """Raise if the tokens of a pass do not follow the stored ones.

@@ -58,6 +58,12 @@ class AttendingCache(Cache):
             valid: which of the columns hold a token; None: all.
         """
 
+    def expect_ids(self, ids: Int[Tensor, "B L"] | None) -> None:
+        """Raise if a call without token ids is not supported, before anything is stored."""
+
+    def end(self, ids: Int[Tensor, "B L"] | None) -> None:
+        """Complete a pass over these token ids, after the model's own computation."""
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

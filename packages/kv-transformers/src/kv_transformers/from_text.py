@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kv_policy import UnknownPolicyError, parse
 from kv_runtime import AUTO
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+    from kv_transformers.models import LoadedModel
 
 FULL: Final = "full"  # transformers' own cache, the baseline
 
@@ -50,8 +53,19 @@ def read_spec(spec: str) -> str:
         raise UnknownPolicyError(f"{error}; {own}") from None
 
 
-def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cache":
+def make_cache(
+    model: "PreTrainedModel",
+    spec: str,
+    backend: str = AUTO,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> "Cache":
     """Create an empty cache for a policy's text, or transformers' own for `full`.
+
+    Args:
+        model: the model.
+        spec: the text.
+        backend: the attention backend of a compressed cache.
+        tokenizer: the model's, for policies that read a prompt again.
 
     Raises:
         ValueError: `parse` or the cache rejects the policy for this model, or the backend.
@@ -62,7 +76,12 @@ def make_cache(model: "PreTrainedModel", spec: str, backend: str = AUTO) -> "Cac
         return DynamicCache(config=model.config)
     from kv_transformers.cache import CompressedCache
 
-    return CompressedCache(model, spec, backend=backend)
+    return CompressedCache(model, spec, backend=backend, tokenizer=tokenizer)
+
+
+def caches_of(loaded: "LoadedModel", backend: str = AUTO) -> MakeCache:
+    """Return what creates the caches of a loaded model, with its tokenizer."""
+    return partial(make_cache, backend=backend, tokenizer=loaded.tokenizer)
 
 
 def held(cache: "Cache") -> CacheSize:

@@ -1,5 +1,7 @@
 """The current thread's forward pass over one of our caches, and its state."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
@@ -32,6 +34,14 @@ class Attends(Protocol):
         """Raise if tokens do not follow the stored ones."""
         ...
 
+    def expect_ids(self, ids: "Tensor | None") -> None:
+        """Raise if a call without token ids is not supported."""
+        ...
+
+    def end(self, ids: "Tensor | None") -> None:
+        """Complete a pass over these token ids, after the model's own computation."""
+        ...
+
 
 @dataclass
 class Running:
@@ -40,6 +50,7 @@ class Running:
     cache: Attends
     handed: int | None = None  # layer whose new keys were returned but not attended to yet
     used: bool = False  # the model has called the cache
+    ids: "Tensor | None" = None  # the token ids of the pass, if the model was given them
 
     def hand(self, layer: int) -> None:
         """Record that a layer's new keys were returned to the model.
@@ -116,15 +127,24 @@ def current() -> Running | None:
     return None if frame is None else frame.running
 
 
-def enter(module: "nn.Module", owner: Counts, cache: Attends | None) -> None:
-    """Record the start of a module's forward call, with or without a cache of ours."""
+def enter(
+    module: "nn.Module", owner: Counts, cache: Attends | None, ids: "Tensor | None" = None
+) -> None:
+    """Record the start of a module's forward call, with or without a cache of ours.
+
+    Args:
+        module: the module.
+        owner: is notified when the call has ended.
+        cache: the cache.
+        ids: the token ids of the call, if it has any.
+    """
     _forget(module)
     outer = _FRAME.get()
     running = None if outer is None else outer.running
     if cache is None:
         running = None
     elif running is None or running.cache is not cache:
-        running = Running(cache)
+        running = Running(cache, ids=ids)
     _FRAME.set(CallFrame(module, owner, running, outer))
 
 
@@ -135,6 +155,21 @@ def leave(module: "nn.Module") -> CallFrame | None:
         return None
     _FRAME.set(frame.outer)
     return frame
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """End the calls that an interrupt leaves running inside a `with` block."""
+    before = _FRAME.get()
+    try:
+        yield
+    finally:
+        frame = _FRAME.get()
+        while frame is not None and frame is not before:
+            if frame.running is not None:
+                frame.owner.ended()
+            frame = frame.outer
+        _FRAME.set(before)
 
 
 def _forget(module: "nn.Module") -> None:

@@ -71,7 +71,7 @@ class Switch:
     ) -> None:
         cache = _found(args, kwargs)
         if cache is not None or self.active:
-            self._enter(module, cache, kwargs)
+            self._enter(module, cache, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if self.active:
@@ -79,15 +79,21 @@ class Switch:
 
     @_untraced
     def _enter(
-        self, module: nn.Module, cache: AttendingCache | None, kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        cache: AttendingCache | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
+        ids = None if cache is None else _ids(args, kwargs)
         if cache is not None:
             self._expect_own(cache)
             running = current()
             if running is None or running.cache is not cache:  # once per pass
                 _expect_served(module, kwargs)
                 _expect_one_sequence_a_row(kwargs)
-        enter(module, self, cache)
+            cache.expect_ids(ids)
+        enter(module, self, cache, ids)
         if cache is not None:
             with self._lock:
                 self.active += 1
@@ -102,6 +108,7 @@ class Switch:
         self.ended()
         if frame.outermost and not failed:
             frame.running.expect_done()
+            frame.running.cache.end(frame.running.ids)
 
     def ended(self) -> None:
         """Decrement the number of running calls; after the last, restore the configuration."""
@@ -184,6 +191,11 @@ def uninstall(model: "PreTrainedModel") -> None:
             prepared.restore(module)
 
 
+def decoder_of(model: "PreTrainedModel") -> nn.Module:
+    """Return the innermost module of a model that takes token ids and its cache: its decoder."""
+    return _holders(model)[-1]
+
+
 def _holders(model: nn.Module) -> list[nn.Module]:
     """Return the model and the modules in it that pass its cache on, ending with the decoder."""
     from transformers import PreTrainedModel
@@ -226,6 +238,12 @@ def _found(args: tuple[object, ...], kwargs: Mapping[str, object]) -> AttendingC
         if isinstance(value, AttendingCache):
             return value
     return None
+
+
+def _ids(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
+    """Return the token ids of a call, by transformers' name or as its first argument."""
+    found = kwargs.get("input_ids", args[0] if args else None)
+    return found if isinstance(found, Tensor) and not found.is_floating_point() else None
 
 
 def _expect_served(module: nn.Module, kwargs: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,11 +79,11 @@ def expect_backend(name: str) -> None:
 def caches_by(loaded: "LoadedModel", backend: str) -> "tuple[MakeCache, Serving]":
     """Return a cache factory for a backend, and the backend; exit with an error if unavailable."""
     from kv_runtime import serving
-    from kv_transformers.from_text import make_cache
+    from kv_transformers.from_text import caches_of
 
     with refusing(ValueError):
         served = serving(loaded.model.device, backend)
-    return partial(make_cache, backend=served.backend), served
+    return caches_of(loaded, served.backend), served
 
 
 def load_model(
