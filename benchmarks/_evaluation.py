@@ -11,7 +11,7 @@ from kv_eval.evaluate.journal import Finished, Journal, open_journal
 from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.runner import TOGETHER, run
 from kv_eval.tasks import default_text
-from kv_transformers.from_text import FULL, MakeCache, make_cache
+from kv_transformers.from_text import FULL, MakeCache
 from kv_transformers.models import LoadedModel
 
 CONSOLE: Final = Console(stderr=True)
@@ -21,7 +21,7 @@ def evaluated(
     loaded: LoadedModel,
     plan: Plan,
     name: str,
-    make: MakeCache = make_cache,
+    make: MakeCache | None = None,
     together: int = TOGETHER,
 ) -> Journal:
     """Run a plan; what was finished before an interruption is not run again.

@@ -18,7 +18,7 @@ from _zack import statistics
 from rich.console import Console
 from torch import Tensor
 
-from kv_eval.evaluate.decode import read
+from kv_eval.evaluate.shared import read_prompt
 from kv_eval.tasks import default_text
 from kv_policy import CacheShape, Codec, LayerBasis, parse, tier_formats
 from kv_svd.file import load
@@ -41,6 +41,7 @@ BUDGET = (
     "cake",
     "chunkkv",
     "kv-compress",
+    "kvzip",
     "expected-attention",
     "keydiff",
     "vnorm",
@@ -235,10 +236,10 @@ def _text(row: Tensor) -> str:
 def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
     """Run all methods, one after the other."""
     prompt = prompt_of(loaded, tokens)
-    caches = {spec: CompressedCache(loaded.model, spec) for spec in SELECTORS}
-    first, *others = caches.values()
-    first.runtime.share_prefill([other.runtime for other in others])  # one attention for all
-    read(loaded.model, first, prompt)
+    caches = {
+        spec: CompressedCache(loaded.model, spec, tokenizer=loaded.tokenizer) for spec in SELECTORS
+    }
+    read_prompt(loaded.model, [*caches.values()], prompt)  # one attention for most of them
     yield from (selected(spec, cache, tokens) for spec, cache in caches.items())
     file = folder / "found.safetensors"
     for done in statistics(loaded, default_text(), 4 * tokens, file, TOGETHER):

@@ -11,7 +11,7 @@ import torch
 from kv_eval.evaluate.decode import answer, ends_of, read
 from kv_eval.tasks import Text, found, needle
 from kv_policy.files import write_whole
-from kv_transformers.from_text import FULL, MakeCache, folded, held, make_cache
+from kv_transformers.from_text import FULL, MakeCache, caches_of, folded, held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class Show:
     def run(
         self,
         specs: tuple[str, ...],
-        make: MakeCache = make_cache,
+        make: MakeCache | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Iterator[Outcome]:
         """Run the prompts with one cache after another, with its basis folded into the model.
@@ -88,6 +88,7 @@ class Show:
             make: creates a cache.
             say: called with the reason if a basis cannot be folded; the cache then runs unfolded.
         """
+        make = make or caches_of(self.loaded)
         for spec in specs:
             with folded(self.loaded.model, spec) as reason:
                 outcome = self._outcome(spec, make)

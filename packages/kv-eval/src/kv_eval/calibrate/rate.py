@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kv_eval.calibrate.search import Point, Search
 from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.tasks import Text
-from kv_transformers.from_text import FULL, MakeCache, make_cache
+from kv_transformers.from_text import FULL, MakeCache
 
 if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
@@ -59,7 +59,7 @@ class RateSearch:
         return max(good, key=lambda point: point.setting.rate, default=None)
 
     def run(
-        self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache = make_cache
+        self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache | None = None
     ) -> Iterator[Finished]:
         """Try rates until the search converges; yield each sample when it is finished.
 

@@ -15,7 +15,7 @@ from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.runner import run
 from kv_eval.tasks import TaskName, Text
 from kv_policy.files import write_whole
-from kv_transformers.from_text import FULL, MakeCache, make_cache
+from kv_transformers.from_text import FULL, MakeCache
 
 if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
@@ -88,7 +88,7 @@ class Search(Generic[S]):
         return (1 + len(self.settings)) * len(self.tasks) * self.samples
 
     def run(
-        self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache = make_cache
+        self, loaded: "LoadedModel", text: Text, journal: Journal, make: MakeCache | None = None
     ) -> Iterator[Finished]:
         """Run every sample that the journal does not have yet."""
         for plan in self.plans:

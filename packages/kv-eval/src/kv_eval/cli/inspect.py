@@ -108,7 +108,9 @@ def _inspected(
     with ExitStack() as stack:
         with refusing(ValueError):
             reason = stack.enter_context(folded(loaded.model, spec))
-            cache = CompressedCache(loaded.model, spec, backend=served.backend)
+            cache = CompressedCache(
+                loaded.model, spec, backend=served.backend, tokenizer=loaded.tokenizer
+            )
         if reason is not None:
             remark(f"The basis is not folded into the model: {reason}")
         with err().status(f"reading {len(tokens):,} tokens"):

@@ -15,7 +15,7 @@ from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.scored import Said, finished
 from kv_eval.evaluate.shared import read_prompt
 from kv_eval.tasks import Sample, Text
-from kv_transformers.from_text import FULL, MakeCache, held, make_cache
+from kv_transformers.from_text import FULL, MakeCache, caches_of, held
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -30,7 +30,7 @@ def run(
     plan: Plan,
     text: Text,
     journal: Journal,
-    make: MakeCache = make_cache,
+    make: MakeCache | None = None,
     together: int = TOGETHER,
 ) -> Iterator[Finished]:
     """Run every sample with every cache, `full` before the others; yield each when finished.
@@ -44,6 +44,7 @@ def run(
         TaskError: a task cannot be created from the plan, or exceeds the context length.
         ValueError: a policy does not support this model.
     """
+    make = make or caches_of(loaded)
     work = plan.made(loaded, text)
     for spec in plan.policies:
         make(loaded.model, spec)  # refuse unsupported policies before the first sample

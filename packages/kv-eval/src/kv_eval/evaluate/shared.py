@@ -1,7 +1,7 @@
 """One forward pass over a prompt for several compressed caches.
 
 With an empty cache a prompt attends to itself alone, so the model's computation depends only on the
-basis of a policy; the stored tokens depend on the rest.
+basis of a policy, and on whether the prompt is read again; the stored tokens depend on the rest.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def read_prompt(
     model: "PreTrainedModel", caches: Sequence["Cache"], tokens: Int[Tensor, "B L"]
 ) -> None:
-    """Prefill empty caches with the same prompt, in one forward pass per basis.
+    """Prefill empty caches with the same prompt, in one forward pass per basis and replay.
 
     Args:
         model: the model of all caches.
@@ -43,6 +43,8 @@ def read_prompt(
 
 
 def _alike(one: "CompressedCache", other: "CompressedCache") -> bool:
+    if one.runtime.replay != other.runtime.replay:
+        return False
     mine, theirs = one.runtime.bases, other.runtime.bases
     if mine is None or theirs is None:
         return mine is theirs

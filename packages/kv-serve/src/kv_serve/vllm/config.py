@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vllm import __version__
 from vllm.config import KVTransferConfig, VllmConfig
 
-from kv_policy import CacheShape, KVPolicy, TokenFormat, parse, tier_formats
+from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, parse, tier_formats
 from kv_serve.vllm.attach import is_ours
 from kv_serve.vllm.names import KEY, POISON, SETTINGS
 from kv_serve.vllm.nearest import strangers
@@ -100,8 +100,14 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     """Raise if an option of the engine would share, move, split or reinterpret our pages.
 
     Raises:
-        UnservableError: the message names the option.
+        UnservableError: the message names the option; or the policy reads prompts a second time.
     """
+    if policy.selector is not None and complete(policy.selector).replay is not None:
+        raise UnservableError(
+            f"the policy {policy} reads each prompt a second time, which vLLM does not do; use "
+            "kv_serve.CompressedCache with a model of transformers, or a policy that reads prompts "
+            "once, such as kv-compress"
+        )
     parallel = config.parallel_config
     wrong = {
         "speculative decoding": config.speculative_config is not None,
