@@ -247,9 +247,9 @@ def test_eval_attends_by_the_backend_that_is_named(
 ) -> None:
     made, make = [], caches.make_cache
 
-    def noting(model: object, spec: str, backend: str) -> object:
+    def noting(model: object, spec: str, backend: str, **options: object) -> object:
         made.append(backend)
-        return make(model, spec, backend)
+        return make(model, spec, backend, **options)
 
     monkeypatch.setattr(caches, "make_cache", noting)
     path = tmp_path / "out.json"
