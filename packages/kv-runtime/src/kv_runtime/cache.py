@@ -69,7 +69,6 @@ class PolicyCache:
         """
         if pages is not None and pages < 1:
             raise ValueError(f"pages is {pages}; give 1 or more, or None")
-        checks.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self.selector = None if policy.selector is None else complete(policy.selector)
         self.device, self._pages, self._pool = torch.device(device), pages, pool
@@ -79,6 +78,8 @@ class PolicyCache:
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
+        heads = shape.kv_heads if self.bases is None else self.bases.stored.kv_heads
+        checks.check_reads(policy, shape, heads, folded)
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
@@ -170,7 +171,7 @@ class PolicyCache:
         self._keeper = (
             KeepAll()
             if selector is None
-            else KeepSelected(selector, budgets, self.tally, careful=self._careful)
+            else KeepSelected(selector, self.shape, budgets, self.tally, careful=self._careful)
         )
         kernels = page_kernels_of(self.backend)
         return Batch.allocate(
@@ -201,7 +202,7 @@ class PolicyCache:
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
-        value_dim = value.shape[-1]
+        value_dim, own = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
@@ -212,9 +213,9 @@ class PolicyCache:
         result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
         observed = dict(zip(watch, (result, *result.others), strict=True))
         queries = self._queries(query, now.whole, scale)
-        self.keep(layer, key, value, result, queries)
+        self.keep(layer, key, value, result, queries, own)
         for follower in self._followers:
-            follower.keep(layer, key, value, observed[follower.observe], queries)
+            follower.keep(layer, key, value, observed[follower.observe], queries, own)
         if self._pass is None:
             self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
@@ -241,13 +242,15 @@ class PolicyCache:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None = None,
+        own: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]] | None = None,
     ) -> None:
         """Store a layer's new tokens, given the observations of its attention.
 
         `attend` calls this itself. Several empty caches with the same basis may share the attention
         of one prompt: one cache attends, and the others call this with the observations of the new
         tokens, which are the last entry of `result`. Keys and values are projected if the policy
-        has a basis.
+        has a basis; `own` are those of the model (None: the same), for a selector that scores
+        tokens once.
 
         Raises:
             RuntimeError: `begin` was not called, or layers are out of order.
@@ -258,7 +261,8 @@ class PolicyCache:
         for part in now.parts:
             fresh = part.vectors(key), part.vectors(value)
             seen = part.observed(result), part.queries(queries)
-            keeper.take(batch, part.now, layer, *fresh, *seen)
+            mine = fresh if own is None else (part.vectors(own[0]), part.vectors(own[1]))
+            keeper.take(batch, part.now, layer, *fresh, *seen, mine)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
             # Prompts were scored with the tokens stored at that time, so they are finished first.
