@@ -13,7 +13,7 @@ from evict_cases import quick
 from kv_evict import Gate
 from kv_evict.gate_calibration import GateCalibration, Repeated, repeated_attention
 from kv_evict.gate_features import features, products, width
-from kv_evict.gate_file import Facts, load, save, shipped
+from kv_evict.gate_file import Facts, GateWeights, load, save, shipped
 from kv_policy import (
     FRESH,
     Budget,
@@ -53,10 +53,14 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def made(weight: Tensor) -> GateWeights:
+    return GateWeights(FACTS, weight, torch.linspace(0, 1, 11))
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "gate.safetensors"
-    save(path, FACTS, drawn(LAYERS, HEADS, width(DIM, VALUE)) * 0.2)
+    save(path, made(drawn(LAYERS, HEADS, width(DIM, VALUE)) * 0.2))
     return str(path)
 
 
@@ -151,7 +155,14 @@ def test_a_shard_of_heads_scores_as_the_whole(file: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["budget=20", "keep=30%,recent=3,sinks=2,layers=even", "budget=20,pool=3,short=true,most=9"],
+    [
+        "threshold=0.4,recent=4,sinks=2",
+        "share=0.3",
+        "threshold=0.9,recent=0",
+        "budget=20",
+        "keep=30%,recent=3,sinks=2,layers=even",
+        "budget=20,pool=3,short=true,most=9",
+    ],
 )
 def test_the_contract_holds(file: str, text: str) -> None:
     policy = parse(f"gate:file={file},{text}")
@@ -198,6 +209,24 @@ def test_the_plan_pools_and_protects(file: str) -> None:
     assert kept(Gate(Budget(3), file=file, recent=0, pool=3), 3) == [0, 1, 2]
 
 
+def test_a_threshold_decides_token_by_token(file: str) -> None:
+    score = [0.1, 0.9, 0.2, 0.3, 0.8, 0.1, 0.4, 0.0]
+
+    def kept(text: str) -> list[int]:
+        selector = parse(f"gate:file={file},{text}").selector
+        assert selector is not None
+        plan = selector.plan(plan_view(score, 1))
+        return (plan == 0).flatten().nonzero().flatten().tolist()
+
+    assert kept("threshold=0.3,recent=0") == [1, 3, 4, 6]
+    assert kept("threshold=0.35,recent=1") == [1, 4, 6, 7]
+    assert kept("share=0.15,recent=0") == [1]  # quantiles are a tenth apart
+    assert load(file).threshold(0.15) == pytest.approx(0.85)
+    for other in ("budget=20", "keep=25%", "layers=even", "pool=3", "every=4", "share=0.5"):
+        with pytest.raises(ValueError, match="decides token by token"):
+            parse(f"gate:file={file},threshold=0.3,{other}")
+
+
 def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
     missing = str(tmp_path / "none.safetensors")
     with pytest.raises(NotCalibratedError, match="kv-serve calibrate gate"):
@@ -210,11 +239,11 @@ def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
     with pytest.raises(ValueError, match="budget of 5 tokens is smaller than the 8"):
         Gate(Budget(5), file=file)
     with pytest.raises(ValueError, match="should be float32"):
-        save(tmp_path / "x", FACTS, drawn(LAYERS, HEADS, 3))
+        save(tmp_path / "x", made(drawn(LAYERS, HEADS, 3)))
     weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
     weight[0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="infinite or NaN"):
-        save(tmp_path / "x", FACTS, weight)
+        save(tmp_path / "x", made(weight))
     other = CacheShape(LAYERS, HEADS, 2, DIM + 2, VALUE, rope=ROPE)
     with pytest.raises(ValueError, match="6 dimensions in a key, but this cache has 8"):
         Gate(file=file).score(view(torch.tensor([0]), other))
@@ -223,9 +252,9 @@ def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "gate.safetensors"
     weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
-    save(path, FACTS, weight)
+    save(path, made(weight))
     assert torch.equal(load(str(path)).weight, weight)
-    save(path, FACTS, weight * 2)
+    save(path, made(weight * 2))
     assert torch.equal(load(str(path)).weight, weight * 2)
 
 
@@ -274,10 +303,17 @@ def test_moments_add_up_and_resume(tmp_path: Path) -> None:
     assert again.tokens == whole.tokens == 240
     assert torch.equal(again.weights(), whole.weights())
     path = tmp_path / "made.safetensors"
-    whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, {"0.25": 0.5})
+    judge = whole.judge()
+    for layer in range(LAYERS):
+        judge.see(layer, *inputs(123, layer))
+    whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, [judge])
     gate = Gate(file=str(path))
     assert torch.equal(load(gate.file).weight, whole.weights())
-    assert load(gate.file).facts.tokens == 240
+    found = load(gate.file)
+    assert found.facts.tokens == 240
+    assert found.facts.overlap["0.25"] == pytest.approx(judge.overlap(0.25), abs=1e-4)
+    above = (judge.scores() > found.threshold(0.3)).float().mean()
+    assert float(above) == pytest.approx(0.3, abs=0.01)
 
 
 def test_the_regression_is_the_least_squares_solution() -> None:

@@ -8,7 +8,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kv_policy import Budget, Evictor, LayerView, Replan, compose
+from kv_policy import (
+    DROP,
+    NOBODY,
+    Budget,
+    Evictor,
+    LayerView,
+    PlanView,
+    Replan,
+    Selector,
+    Step,
+    StepView,
+    VectorName,
+    compose,
+)
 from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
@@ -100,3 +113,50 @@ def test_what_reads_the_models_vectors_is_refused_where_there_are_none() -> None
         )
     with pytest.raises(ValueError, match="stores 2 KV heads together"):
         PolicyCache(compose(Worthy(Budget(9)), Turned("75", "46", together=2)), SHAPE)
+
+
+@dataclass(frozen=True)
+class Above(Evictor):
+    """Keep the tokens whose worth reaches zero, and the newest three, token by token."""
+
+    name: ClassVar[str] = "above"
+
+    @property
+    def selector(self) -> Selector:
+        """The rule of single tokens, which has no budget."""
+        return AboveRule()
+
+
+class AboveRule:
+    """The rule of `Above`."""
+
+    reads: ClassVar[frozenset[VectorName]] = frozenset({"keys", "values"})
+    scores_once: ClassVar[bool] = True
+
+    def score(self, view: LayerView) -> Tensor:
+        assert view.keys is not None
+        assert view.values is not None
+        return worth(view.keys, view.values)
+
+    def plan(self, view: PlanView) -> Tensor:
+        newest = view.position >= (view.length - 3)[None, :, None, None]
+        return torch.where((view.position >= 0) & (newest | (view.score >= 0)), 0, DROP).byte()
+
+    def step(self, view: StepView) -> Step:
+        victim = torch.where(view.weakest[0] < 0, 0, NOBODY).byte()
+        return Step(torch.zeros_like(victim), victim, torch.full_like(victim, DROP))
+
+    def recent_tokens(self, budget: Tensor) -> Tensor:
+        return torch.full_like(budget, 3)
+
+
+def test_a_rule_of_single_tokens_holds_after_every_pass() -> None:
+    world = World(Above())
+    for brings in (ragged(31, 18), ragged(7, 12), *(one() for _ in range(9)), ragged(4, 4)):
+        world.forward(brings)
+        for layer in range(SHAPE.layers):
+            held = world.kept(layer)
+            score = worth(world.key[layer], world.value[layer])
+            for b, seen in enumerate(world.seen.tolist()):
+                newest = torch.arange(seen) >= seen - 3
+                assert torch.equal(held[b, :, :seen], newest | (score[b, :, :seen] >= 0))

@@ -2,17 +2,28 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.gate_features import products
 from kv_evict.gate_file import GateWeights, load
+from kv_evict.gate_threshold import GateThreshold
 from kv_evict.pooling import pool
 from kv_evict.schedule import cheapest_pages
-from kv_policy import CacheShape, Capabilities, Evictor, LayerView, PlanView, Replan
+from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replan, Selector
+
+_OF_BUDGETS: Final = (
+    "budget",
+    "layers",
+    "pool",
+    "every",
+    "uncompressed",
+    "short",
+    "most",
+    "share",  # beside a threshold
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,11 @@ class Gate(Evictor):
     neighbouring stored tokens when a plan is made. The first `sinks` and the newest `recent` tokens
     are always kept. With `every`, `uncompressed` or `short` tokens are evicted during generation as
     well, by the same scores.
+
+    With a `threshold` there is no budget: a token is kept if its score reaches it. Each head then
+    decides for itself, and a prompt that is read in parts is compressed part by part. `share` sets
+    the threshold that this share of the tokens of the calibration's texts exceeded. While
+    generating, a token below the threshold is evicted when it is no longer among the `recent`.
 
     `file` is written by `kv-serve calibrate gate`, or the name of a gate in this package. It
     belongs to one model.
@@ -62,14 +78,22 @@ class Gate(Evictor):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="maximum tokens per plan, over layers and heads"),
     ] = None
+    threshold: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="score from which a token is kept, instead of a budget"),
+    ] = None
+    share: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        Meta(description="threshold by the share of calibration tokens that exceed it"),
+    ] = None
 
     def __post_init__(self) -> None:
         """Check the parameters and load the gate.
 
         Raises:
             NotCalibratedError: the file does not exist.
-            ValueError: a budget below the protected tokens, an even `pool`, or a file that is
-                damaged or no gate.
+            ValueError: a budget below the protected tokens, an even `pool`, a threshold beside
+                what belongs to a budget, or a file that is damaged or no gate.
         """
         super().__post_init__()
         if self.pool % 2 == 0:
@@ -77,11 +101,43 @@ class Gate(Evictor):
                 f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
                 f"{self.pool + 1}"
             )
-        self._gate  # noqa: B018  (loads the file)
+        if self._limit is None:
+            return
+        given = "threshold" if self.threshold is not None else "share"
+        for other in (
+            "budget",
+            "layers",
+            "pool",
+            "every",
+            "uncompressed",
+            "short",
+            "most",
+            "share",
+        ):
+            default = type(self).__dataclass_fields__[other].default
+            if other != given and getattr(self, other) != default:
+                raise ValueError(
+                    f"{self.name}: {given} decides token by token, so {other}="
+                    f"{getattr(self, other)} has no effect; omit one of the two"
+                )
 
     @cached_property
     def _gate(self) -> GateWeights:
         return load(self.file)
+
+    @property
+    def _limit(self) -> float | None:
+        """The threshold, if there is one; the file is loaded in any case."""
+        gate = self._gate
+        return self.threshold if self.share is None else gate.threshold(self.share)
+
+    @property
+    def selector(self) -> Selector:
+        """This method, or its rule for single tokens."""
+        limit = self._limit
+        if limit is None:
+            return self
+        return GateThreshold(self._gate, limit, self.sinks, self.recent)
 
     @property
     def fitted_to(self) -> str:
@@ -96,7 +152,7 @@ class Gate(Evictor):
     @property
     def capabilities(self) -> Capabilities:
         """Heads share a budget even where layers do not, so a shard of them decides differently."""
-        return replace(super().capabilities, splits_heads=False)
+        return replace(super().capabilities, splits_heads=self._limit is not None)
 
     @property
     def replan(self) -> Replan:
@@ -109,17 +165,7 @@ class Gate(Evictor):
         Raises:
             ValueError: layers, heads or dimensions differ from the calibrated model.
         """
-        assert view.keys is not None  # they are read
-        assert view.values is not None
-        shape, heads = view.shape, view.keys.shape[1]
-        self._expect(shape)
-        weight = self._gate.on(view.keys.device)[:, shape.first_head : shape.first_head + heads]
-        mine = weight[view.layer][:, :, None]  # B H 1 F
-        position = view.position.clamp(min=0)
-        turned = shape.turned(mine[..., : shape.key_dim], position, view.layer)
-        pairs = shape.pair_norms(view.keys, view.layer)
-        logarithm = products(mine, turned, view.keys, pairs, view.values)
-        return logarithm.clamp(max=0).exp()  # a probability
+        return self._gate.score(view)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Evict the cheapest pages of all layers in view, until the budget is met."""
@@ -128,22 +174,3 @@ class Gate(Evictor):
             pooled = pool(score, position, position >= 0, self.pool, "max")
             view = replace(view, score=pooled.view_as(view.score))
         return cheapest_pages(view, sinks=self.sinks, recent=self.recent)
-
-    def _expect(self, shape: CacheShape) -> None:
-        facts = self._gate.facts
-        for what, here, fitted in (
-            ("layers", shape.layers, facts.layers),
-            ("dimensions in a key", shape.key_dim, facts.key_dim),
-            ("dimensions in a value", shape.value_dim, facts.value_dim),
-        ):
-            if here != fitted:
-                raise ValueError(
-                    f"{self.name}: {self.file} is of a model with {fitted} {what}, but this cache "
-                    f"has {here}; calibrate its own model"
-                )
-        last = shape.first_head + shape.kv_heads
-        if last > facts.heads:
-            raise ValueError(
-                f"{self.name}: {self.file} is of a model with {facts.heads} KV heads, but this "
-                f"cache has heads up to {last - 1}; calibrate its own model"
-            )

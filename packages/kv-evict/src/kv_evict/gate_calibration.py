@@ -1,6 +1,6 @@
 """Calibration of a gate: the target's scores, and a ridge regression per KV head."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,11 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kv_evict.gate_features import features, width
-from kv_evict.gate_file import Facts, save
-from kv_policy import CacheShape, Calibrated
+from kv_evict.gate_file import Facts, GateWeights, save
+from kv_policy import CacheShape, Calibrated, Judge
 
 RIDGE: Final = 1e-6  # added to the correlations of the features
 LEAST: Final = 1e-5  # scores below count as this: nobody attends to such tokens
+SHARES: Final = (0.5, 0.25, 0.125)  # kept shares at which the overlap is written to the file
+QUANTILES: Final = 1001  # of scores, in the file
 _QUERIES: Final = 256  # queries whose attention is computed at once
 
 
@@ -180,18 +182,16 @@ class GateCalibration:
         """Return a judge of the weights found so far."""
         return GateJudge(self)
 
-    def write(
-        self, path: Path, facts: Calibrated, window: int, overlap: Mapping[str, float]
-    ) -> None:
+    def write(self, path: Path, facts: Calibrated, window: int, judges: Collection[Judge]) -> None:
         """Write the gate atomically.
 
         Args:
             path: the file.
             facts: the model and the text.
             window: tokens that were repeated at once.
-            overlap: with the target's choice on other text, by kept share.
+            judges: of texts it was not fitted on, which also give the quantiles of scores.
         """
-        shape = self.shape
+        shape, mine = self.shape, [judge for judge in judges if isinstance(judge, GateJudge)]
         header = Facts(
             model=facts.model,
             fingerprint=facts.fingerprint,
@@ -203,9 +203,14 @@ class GateCalibration:
             heads=shape.kv_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
-            overlap=overlap,
+            overlap={
+                f"{share:g}": round(sum(j.overlap(share) for j in mine) / len(mine), 4)
+                for share in SHARES
+            },
         )
-        save(path, header, self.weights())
+        scores = torch.cat([judge.scores() for judge in mine]).double().sort().values
+        places = torch.linspace(0, len(scores) - 1, QUANTILES, dtype=torch.float64).round().long()
+        save(path, GateWeights(header, self.weights(), scores[places].float()))
 
 
 class GateJudge:
@@ -229,6 +234,11 @@ class GateJudge:
         given, score = self._calibration.examples(layer, query, key, value)
         weight = self._weight[layer].to(given.device)[:, :, None]
         self._found[layer].append(((given @ weight)[..., 0].cpu(), score.cpu()))
+
+    def scores(self) -> Float[Tensor, " S"]:
+        """Return the predicted probabilities of all tokens, heads and layers."""
+        each = [mine.flatten() for layer in self._found for mine, _ in layer]
+        return torch.cat(each).clamp(max=0).exp()
 
     def overlap(self, share: float, layers: slice = slice(None)) -> float:
         """Return the mean share of the target's best tokens that are among the gate's best.

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.gate_features import width
-from kv_policy import NotCalibratedError
+from kv_evict.gate_features import products, width
+from kv_policy import CacheShape, LayerView, NotCalibratedError
 from kv_policy.decoding import decode
 from kv_policy.tensor_files import Stamp, read, stamp, write
 
@@ -47,22 +47,68 @@ class GateWeights:
 
     facts: Facts
     weight: Float[Tensor, "N H F"]  # float32
+    quantiles: Float[Tensor, " Q"]  # ascending scores of other text, equally many between each two
+
+    def threshold(self, share: float) -> float:
+        """Return the score that this share of the tokens of the calibration's texts exceeds."""
+        place = (1 - share) * (len(self.quantiles) - 1)
+        low = min(int(place), len(self.quantiles) - 2)
+        pair = self.quantiles[low : low + 2].double()
+        return float(pair[0] + (pair[1] - pair[0]) * (place - low))
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the predicted attention probability of each token in view.
+
+        Raises:
+            ValueError: layers, heads or dimensions differ from the calibrated model.
+        """
+        assert view.keys is not None  # they are read
+        assert view.values is not None
+        shape, heads = view.shape, view.keys.shape[1]
+        self._expect(shape)
+        weight = self.on(view.keys.device)[:, shape.first_head : shape.first_head + heads]
+        mine = weight[view.layer][:, :, None]  # B H 1 F
+        position = view.position.clamp(min=0)
+        turned = shape.turned(mine[..., : shape.key_dim], position, view.layer)
+        pairs = shape.pair_norms(view.keys, view.layer)
+        logarithm = products(mine, turned, view.keys, pairs, view.values)
+        return logarithm.clamp(max=0).exp()  # a probability
+
+    def _expect(self, shape: CacheShape) -> None:
+        facts = self.facts
+        for what, here, fitted in (
+            ("layers", shape.layers, facts.layers),
+            ("dimensions in a key", shape.key_dim, facts.key_dim),
+            ("dimensions in a value", shape.value_dim, facts.value_dim),
+        ):
+            if here != fitted:
+                raise ValueError(
+                    f"gate: the weights are of a model with {fitted} {what}, but this cache has "
+                    f"{here}; calibrate its own model"
+                )
+        last = shape.first_head + shape.kv_heads
+        if last > facts.heads:
+            raise ValueError(
+                f"gate: the weights are of a model with {facts.heads} KV heads, but this cache has "
+                f"heads up to {last - 1}; calibrate its own model"
+            )
 
     def on(self, device: torch.device) -> Float[Tensor, "N H F"]:
         """Return the weights on a device; cached."""
         return _placed(self, device)
 
 
-def save(path: Path, facts: Facts, weight: Float[Tensor, "N H F"]) -> None:
+def save(path: Path, gate: GateWeights) -> None:
     """Write a gate atomically.
 
     Raises:
-        ValueError: the sizes in the facts differ from those of the weights, or a weight is not
+        ValueError: the sizes in the facts differ from those of the weights, or a number is not
             finite.
         OSError: writing failed; an existing file is unchanged.
     """
-    _check(path, facts, weight)
-    write(path, FORMAT, msgspec.json.encode(facts).decode(), {"weight": weight})
+    _check(path, gate)
+    tensors = {"weight": gate.weight, "quantiles": gate.quantiles}
+    write(path, FORMAT, msgspec.json.encode(gate.facts).decode(), tensors)
 
 
 def load(file: str) -> GateWeights:
@@ -107,19 +153,22 @@ def _load(file: Stamp) -> GateWeights:
         facts = decode(text, Facts)
     except ValueError as error:
         raise ValueError(f"{file.path} has an invalid header: {error}; calibrate again") from None
-    weight = tensors.get("weight")
-    if weight is None:
-        raise ValueError(f"{file.path} holds no weights; calibrate again")
-    _check(file.path, facts, weight)
-    return GateWeights(facts, weight)
+    if set(tensors) != {"weight", "quantiles"}:
+        raise ValueError(f"{file.path} holds no weights and quantiles; calibrate again")
+    gate = GateWeights(facts, tensors["weight"], tensors["quantiles"])
+    _check(file.path, gate)
+    return gate
 
 
-def _check(path: Path, facts: Facts, weight: Tensor) -> None:
+def _check(path: Path, gate: GateWeights) -> None:
+    facts, weight, quantiles = gate.facts, gate.weight, gate.quantiles
     right = (facts.layers, facts.heads, width(facts.key_dim, facts.value_dim))
     if weight.dtype != torch.float32 or tuple(weight.shape) != right:
         raise ValueError(
             f"{path}: the weights should be float32 of {right}, and are {weight.dtype} of "
             f"{tuple(weight.shape)}; calibrate again"
         )
-    if not weight.isfinite().all():
+    if not (weight.isfinite().all() and quantiles.isfinite().all()):
         raise ValueError(f"{path}: a weight is infinite or NaN; calibrate again")
+    if quantiles.ndim != 1 or len(quantiles) < 2 or bool((quantiles.diff() < 0).any()):
+        raise ValueError(f"{path}: the quantiles are not ascending; calibrate again")

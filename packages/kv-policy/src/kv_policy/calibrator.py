@@ -1,7 +1,7 @@
 """Calibration: packages register calibrators, a host feeds them a model's own vectors."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
@@ -156,16 +156,14 @@ class ScoreCalibrator(Resumable, Protocol):
         """Return a judge of what was fitted so far."""
         ...
 
-    def write(
-        self, path: Path, facts: Calibrated, window: int, overlap: Mapping[str, float]
-    ) -> None:
+    def write(self, path: Path, facts: Calibrated, window: int, judges: Collection[Judge]) -> None:
         """Write the fitted result atomically.
 
         Args:
             path: the file.
             facts: the model and the text.
             window: tokens that were repeated at once.
-            overlap: with the target's choice on other text, by kept share.
+            judges: its own judges, which were shown texts it was not fitted on.
         """
         ...
 

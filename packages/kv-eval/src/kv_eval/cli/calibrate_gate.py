@@ -105,19 +105,14 @@ def _calibrate(
         remark(sentence)
     _collect(loaded, calibration, windows, repetitions.window_of(loaded), partial)
     judges = _judged(loaded, calibration, others)
-    overall = {
-        share: sum(judge.overlap(share) for judge in judges.values()) / len(judges)
-        for share in SHARES
-    }
     facts = Calibrated(
         loaded.name,
         loaded.fingerprint,
         " ".join(passage.name for passage in passages),
         " ".join(passage.digest for passage in passages),
     )
-    kept = {f"{share:g}": round(overlap, 4) for share, overlap in overall.items()}
     with writing(path, f"; the collected state is saved in {partial.path}"):
-        calibration.write(path, facts, repetitions.window_of(loaded), kept)
+        calibration.write(path, facts, repetitions.window_of(loaded), judges.values())
     partial.remove()
     _show(path, calibration.tokens, partial.seconds, judges, shape.layers, as_json)
 
