@@ -226,7 +226,10 @@ def test_tensors_that_a_stranger_sealed_are_checked(
         ("x" * 5000, "cannot be read: File name too long"),
         ("no\0name", "cannot be read: embedded null byte"),
         ("", "is a directory; name a file in it"),
-        ("x.partial", "run the same `kv-serve calibrate zack` again, which resumes from it"),
+        (
+            "x.partial",
+            "unfinished calibration; run its command again, such as `kv-serve calibrate zack",
+        ),
     ],
 )
 def test_a_name_of_no_file_is_a_sentence(tmp_path: Path, name: str, says: str) -> None:

@@ -91,13 +91,14 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 def _open(
     path: Path, form: str, calibration: str, *, tensors: bool
 ) -> tuple[str, dict[str, Tensor]]:
-    command = calibrate_command(calibration, str(path))
     if path.suffix == ".partial":
+        whole = path.with_suffix("")
         raise ValueError(
-            f"{path} holds the state of an unfinished calibration; run the same `kv-serve "
-            f"calibrate {calibration}` again, which resumes from it, and use "
-            f"{path.with_suffix('')}"
+            f"{path} holds the state of an unfinished calibration; run its command again, such as "
+            f"`{calibrate_command(calibration, str(whole))}`, which resumes from it, and use "
+            f"{whole}"
         )
+    command = calibrate_command(calibration, str(path))
     try:
         path.stat()
     except FileNotFoundError:
