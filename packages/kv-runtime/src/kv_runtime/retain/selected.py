@@ -101,7 +101,7 @@ class KeepSelected:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None,
-        own: tuple[Float[Tensor, "B H L Dm"], Float[Tensor, "B H L Dmv"]],
+        own: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]],
     ) -> None:
         """Score a layer's tokens; store them now, or with all layers at the end of the pass.
 
