@@ -303,16 +303,16 @@ def test_moments_add_up_and_resume(tmp_path: Path) -> None:
     assert again.tokens == whole.tokens == 240
     assert torch.equal(again.weights(), whole.weights())
     path = tmp_path / "made.safetensors"
-    judge = whole.judge()
+    evaluation = whole.evaluation()
     for layer in range(LAYERS):
-        judge.see(layer, *inputs(123, layer))
-    whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, [judge])
+        evaluation.see(layer, *inputs(123, layer))
+    whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, [evaluation])
     gate = Gate(file=str(path))
     assert torch.equal(load(gate.file).weight, whole.weights())
     found = load(gate.file)
     assert found.facts.tokens == 240
-    assert found.facts.overlap["0.25"] == pytest.approx(judge.overlap(0.25), abs=1e-4)
-    above = (judge.scores() > found.threshold(0.3)).float().mean()
+    assert found.facts.overlap["0.25"] == pytest.approx(evaluation.overlap(0.25), abs=1e-4)
+    above = (evaluation.scores() > found.threshold(0.3)).float().mean()
     assert float(above) == pytest.approx(0.3, abs=0.01)
 
 
@@ -328,14 +328,14 @@ def test_the_regression_is_the_least_squares_solution() -> None:
         assert float(error.square().sum()) < 1.001 * float(least.square().sum())
 
 
-def test_a_judge_compares_choices() -> None:
+def test_an_evaluation_compares_choices() -> None:
     calibration = fed(GateCalibration(SHAPE, 3), range(4))
-    judge = calibration.judge()
+    evaluation = calibration.evaluation()
     for layer in range(LAYERS):
-        judge.see(layer, *inputs(123, layer))
-    assert 0.25 < judge.overlap(0.25) <= 1
-    assert judge.overlap(1.0) == 1
-    assert judge.overlap(0.25, slice(0, 1)) != judge.overlap(0.25, slice(1, 2))
+        evaluation.see(layer, *inputs(123, layer))
+    assert 0.25 < evaluation.overlap(0.25) <= 1
+    assert evaluation.overlap(1.0) == 1
+    assert evaluation.overlap(0.25, slice(0, 1)) != evaluation.overlap(0.25, slice(1, 2))
 
 
 def test_a_calibration_refuses_what_it_cannot_use() -> None:
@@ -353,3 +353,6 @@ def test_a_calibration_refuses_what_it_cannot_use() -> None:
         calibration.see(0, query, key, value * torch.inf)
     with pytest.raises(ValueError, match="other sizes"):
         calibration.restore({"squares": torch.zeros(1)})
+    facts = Calibrated("tiny", "f00d", "made up", "0")
+    with pytest.raises(ValueError, match="0 of 0 given are"):
+        fed(calibration, range(1)).write(Path("x"), facts, 60, [])

@@ -1,4 +1,4 @@
-"""`kv-serve calibrate gate`: what it reads and writes, how it goes on, what it refuses."""
+"""`kv-serve calibrate gate`: what it reads, writes and refuses, and how it resumes."""
 
 import json
 import subprocess

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_evict.gate_features import features, width
 from kv_evict.gate_file import Facts, GateWeights, save
-from kv_policy import CacheShape, Calibrated, Judge
+from kv_policy import CacheShape, Calibrated, ScoreEvaluation
 
 RIDGE: Final = 1e-6  # added to the correlations of the features
 LEAST: Final = 1e-5  # scores below count as this: nobody attends to such tokens
@@ -178,20 +178,32 @@ class GateCalibration:
         found: Tensor = (solved / size).float()
         return found
 
-    def judge(self) -> "GateJudge":
-        """Return a judge of the weights found so far."""
-        return GateJudge(self)
+    def evaluation(self) -> "GateEvaluation":
+        """Return an empty evaluation of the weights found so far."""
+        return GateEvaluation(self)
 
-    def write(self, path: Path, facts: Calibrated, window: int, judges: Collection[Judge]) -> None:
+    def write(
+        self, path: Path, facts: Calibrated, window: int, evaluations: Collection[ScoreEvaluation]
+    ) -> None:
         """Write the gate atomically.
 
         Args:
             path: the file.
             facts: the model and the text.
             window: tokens that were repeated at once.
-            judges: of texts it was not fitted on, which also give the quantiles of scores.
+            evaluations: of texts it was not fitted on, which also give the quantiles of scores.
+
+        Raises:
+            ValueError: there is no evaluation, or one of another calibrator.
+            OSError: writing failed; an existing file is unchanged.
         """
-        shape, mine = self.shape, [judge for judge in judges if isinstance(judge, GateJudge)]
+        shape = self.shape
+        mine = [each for each in evaluations if isinstance(each, GateEvaluation)]
+        if not mine or len(mine) < len(evaluations):
+            raise ValueError(
+                "the quantiles of a gate's scores come from its evaluations, and "
+                f"{len(mine)} of {len(evaluations)} given are; pass what evaluation() returned"
+            )
         header = Facts(
             model=facts.model,
             fingerprint=facts.fingerprint,
@@ -208,16 +220,16 @@ class GateCalibration:
                 for share in SHARES
             },
         )
-        scores = torch.cat([judge.scores() for judge in mine]).double().sort().values
+        scores = torch.cat([evaluation.scores() for evaluation in mine]).double().sort().values
         places = torch.linspace(0, len(scores) - 1, QUANTILES, dtype=torch.float64).round().long()
         save(path, GateWeights(header, self.weights(), scores[places].float()))
 
 
-class GateJudge:
+class GateEvaluation:
     """Compares a gate's choice of tokens with its target's, on texts it was not fitted on."""
 
     def __init__(self, calibration: GateCalibration) -> None:
-        """Judge the weights that a calibration has found so far."""
+        """Evaluate the weights that a calibration has found so far."""
         self._calibration, self._weight = calibration, calibration.weights()
         # By layer: predictions and targets of each pass.
         self._found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._weight]

@@ -134,7 +134,7 @@ class StartsCalibrator(Protocol):
 
 
 @runtime_checkable
-class Judge(Collector, Protocol):
+class ScoreEvaluation(Collector, Protocol):
     """Compares predicted scores of tokens with those they were fitted to, on other texts."""
 
     def overlap(self, share: float, layers: slice = slice(None)) -> float:
@@ -152,18 +152,20 @@ class ScoreCalibrator(Resumable, Protocol):
     A pass holds a text, an instruction to repeat it, and the text again.
     """
 
-    def judge(self) -> Judge:
-        """Return a judge of what was fitted so far."""
+    def evaluation(self) -> ScoreEvaluation:
+        """Return an empty evaluation of what was fitted so far."""
         ...
 
-    def write(self, path: Path, facts: Calibrated, window: int, judges: Collection[Judge]) -> None:
+    def write(
+        self, path: Path, facts: Calibrated, window: int, evaluations: Collection[ScoreEvaluation]
+    ) -> None:
         """Write the fitted result atomically.
 
         Args:
             path: the file.
             facts: the model and the text.
             window: tokens that were repeated at once.
-            judges: its own judges, which were shown texts it was not fitted on.
+            evaluations: its own evaluations, which were shown texts it was not fitted on.
         """
         ...
 

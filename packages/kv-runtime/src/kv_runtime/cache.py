@@ -202,7 +202,7 @@ class PolicyCache:
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
-        value_dim, own = value.shape[-1], (key, value)
+        value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
@@ -213,9 +213,9 @@ class PolicyCache:
         result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
         observed = dict(zip(watch, (result, *result.others), strict=True))
         queries = self._queries(query, now.whole, scale)
-        self.keep(layer, key, value, result, queries, own)
+        self.keep(layer, key, value, result, queries, unprojected)
         for follower in self._followers:
-            follower.keep(layer, key, value, observed[follower.observe], queries, own)
+            follower.keep(layer, key, value, observed[follower.observe], queries, unprojected)
         if self._pass is None:
             self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
@@ -242,15 +242,15 @@ class PolicyCache:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None = None,
-        own: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]] | None = None,
+        unprojected: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]] | None = None,
     ) -> None:
         """Store a layer's new tokens, given the observations of its attention.
 
         `attend` calls this itself. Several empty caches with the same basis may share the attention
         of one prompt: one cache attends, and the others call this with the observations of the new
         tokens, which are the last entry of `result`. Keys and values are projected if the policy
-        has a basis; `own` are those of the model (None: the same), for a selector that scores
-        tokens once.
+        has a basis; `unprojected` are those of the model (None: the same), for a selector that
+        scores tokens once.
 
         Raises:
             RuntimeError: `begin` was not called, or layers are out of order.
@@ -261,8 +261,9 @@ class PolicyCache:
         for part in now.parts:
             fresh = part.vectors(key), part.vectors(value)
             seen = part.observed(result), part.queries(queries)
-            mine = fresh if own is None else (part.vectors(own[0]), part.vectors(own[1]))
-            keeper.take(batch, part.now, layer, *fresh, *seen, mine)
+            key_in, value_in = unprojected or (key, value)
+            own = part.vectors(key_in), part.vectors(value_in)
+            keeper.take(batch, part.now, layer, *fresh, *seen, own)
         self._next_layer += 1
         if self._next_layer == self.shape.layers:
             # Prompts were scored with the tokens stored at that time, so they are finished first.

@@ -1,7 +1,6 @@
 """Texts of several kinds to calibrate with, from any Python installation."""
 
 import ast
-import hashlib
 import importlib
 import inspect
 import random
@@ -9,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from kv_eval.tasks.text import digest, read_raw
 
 _DOCUMENTED: Final = (
     "argparse asyncio collections configparser contextlib datetime decimal email.message fractions "
@@ -43,7 +44,7 @@ class Passage:
     @property
     def digest(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the body."""
-        return hashlib.sha256(self.body.encode()).hexdigest()[:16]
+        return digest(self.body)
 
 
 def read_passage(path: Path) -> Passage:
@@ -52,13 +53,7 @@ def read_passage(path: Path) -> Passage:
     Raises:
         ValueError: the file is missing, is not UTF-8, or has no words.
     """
-    try:
-        body = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text; convert it first") from error
-    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot read the text {str(path)[:200]}: {reason}") from error
+    body = read_raw(path)
     if not body.strip():
         raise ValueError(f"the text {path} has no words; use another text")
     return Passage(path.name, body)

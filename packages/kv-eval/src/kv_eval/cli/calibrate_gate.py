@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kv_eval.cli.collecting import collect_windows
 from kv_transformers.cli.console import (
-    INTERRUPTED,
     check_writable,
     out,
     progress,
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kv_eval.calibrate.partial import Partial
     from kv_eval.calibrate.passages import Passage
     from kv_eval.calibrate.repeated import Repetitions
-    from kv_policy import Judge, ScoreCalibrator
+    from kv_policy import ScoreCalibrator, ScoreEvaluation
     from kv_transformers.models import LoadedModel
 
 POLICY: Final = "gate"
@@ -99,12 +98,9 @@ def _calibrate(
         calibration = load_score_calibrator(POLICY)(replace(shape, rope=ropes), instruction)
     settings = repetitions.identity(loaded, passages) | {"commit": commit(), **versions()}
     partial = Partial(path.with_name(path.name + ".partial"), settings)
-    with refusing(ValueError):
-        sentence = partial.resume(calibration)
-    if sentence:
-        remark(sentence)
-    _collect(loaded, calibration, windows, repetitions.window_of(loaded), partial)
-    judges = _judged(loaded, calibration, others)
+    total = len(windows) * repetitions.window_of(loaded)
+    collect_windows(loaded, calibration, windows, partial, "repeating", total)
+    evaluations = _evaluated(loaded, calibration, others)
     facts = Calibrated(
         loaded.name,
         loaded.fingerprint,
@@ -112,63 +108,44 @@ def _calibrate(
         " ".join(passage.digest for passage in passages),
     )
     with writing(path, f"; the collected state is saved in {partial.path}"):
-        calibration.write(path, facts, repetitions.window_of(loaded), judges.values())
+        calibration.write(path, facts, repetitions.window_of(loaded), evaluations.values())
     partial.remove()
-    _show(path, calibration.tokens, partial.seconds, judges, shape.layers, as_json)
+    _show(path, calibration.tokens, partial.seconds, evaluations, shape.layers, as_json)
 
 
-def _collect(
-    loaded: "LoadedModel",
-    calibration: "ScoreCalibrator",
-    windows: "Sequence[Tensor]",
-    size: int,
-    partial: "Partial",
-) -> None:
-    from kv_eval.calibrate.collect import collect
-
-    try:
-        with refusing(ValueError), progress() as shown:
-            total = size * len(windows)
-            bar = shown.add_task("repeating", total=total, completed=calibration.tokens)
-            for done in collect(loaded, calibration, windows, partial):
-                shown.update(bar, completed=done)
-    except KeyboardInterrupt:
-        saved = f"is saved in {partial.path}" if partial.path.exists() else "is not saved yet"
-        remark(
-            f"Interrupted. The state after whole windows {saved}; run the same command again to "
-            "resume."
-        )
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _judged(
+def _evaluated(
     loaded: "LoadedModel", calibration: "ScoreCalibrator", others: "dict[str, Tensor]"
-) -> "dict[str, Judge]":
-    """Judge the gate on a window of each text that it was not fitted on."""
+) -> "dict[str, ScoreEvaluation]":
+    """Evaluate the gate on a window of each text that it was not fitted on."""
     from kv_eval.calibrate.collect import show
 
-    judges = {}
+    evaluations = {}
     with refusing(ValueError), progress() as shown:
         bar = shown.add_task("comparing with KVzip", total=len(others))
         for name, window in others.items():
-            judges[name] = calibration.judge()
-            show(loaded, judges[name], window)
+            evaluations[name] = calibration.evaluation()
+            show(loaded, evaluations[name], window)
             shown.update(bar, advance=1)
-    return judges
+    return evaluations
 
 
 def _show(
-    path: Path, tokens: int, seconds: float, judges: "dict[str, Judge]", layers: int, as_json: bool
+    path: Path,
+    tokens: int,
+    seconds: float,
+    evaluations: "dict[str, ScoreEvaluation]",
+    layers: int,
+    as_json: bool,
 ) -> None:
     """Print tokens, seconds, and the overlap with KVzip by text and by layer."""
     each = {
-        name: {f"{share:g}": judge.overlap(share) for share in SHARES}
-        for name, judge in judges.items()
+        name: {f"{share:g}": evaluation.overlap(share) for share in SHARES}
+        for name, evaluation in evaluations.items()
     }
     by_layer = [
         {
-            f"{share:g}": sum(j.overlap(share, slice(i, i + 1)) for j in judges.values())
-            / len(judges)
+            f"{share:g}": sum(j.overlap(share, slice(i, i + 1)) for j in evaluations.values())
+            / len(evaluations)
             for share in SHARES
         }
         for i in range(layers)

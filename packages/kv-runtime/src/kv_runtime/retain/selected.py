@@ -101,16 +101,18 @@ class KeepSelected:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None,
-        own: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]],
+        unprojected: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]],
     ) -> None:
         """Score a layer's tokens; store them now, or with all layers at the end of the pass.
 
-        `own` are keys and values as the model computes them, before any basis.
+        `unprojected` are keys and values as the model computes them, before any basis.
         """
         running = running_in(now, self.selector)
         if running is not None:
             result = update_scores(batch, now, layer, result, running)
-        observed = Observed(*(own if self.selector.scores_once else (key, value)), result, queries)
+        observed = Observed(
+            *(unprojected if self.selector.scores_once else (key, value)), result, queries
+        )
         if not now.is_prefill:
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
