@@ -111,6 +111,35 @@ def test_going_on_gives_the_same_file_bit_for_bit(
     assert (tmp_path / "found").read_bytes() == whole
 
 
+def test_an_interrupted_comparison_resumes(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_evict.gate_calibration.GateEvaluation.see", stopped)
+        result = run(*options)
+    assert result.exit_code == 130
+    assert "The collected state is saved in" in said(result)
+    assert [p.name for p in tmp_path.iterdir()] == ["found.partial"]
+    result = run(*options)
+    assert result.exit_code == 0, result.output
+    assert "after 4,400 tokens" in said(result)
+    assert [p.name for p in tmp_path.iterdir()] == ["found"]
+
+
+def test_texts_of_one_name_are_refused(
+    options: list[object], files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "one.txt"
+    other.parent.mkdir()
+    other.write_text(files[1].read_text())
+    result = run(*options, "--text", other)
+    assert result.exit_code == 2
+    assert "2 texts are named one.txt; give each file a name of its own" in said(result)
+
+
 def test_texts_of_an_installation_are_the_same_in_every_process() -> None:
     mine = {p.name: p.digest for p in default_passages()}
     code = (

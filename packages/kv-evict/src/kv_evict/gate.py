@@ -14,15 +14,9 @@ from kv_evict.pooling import pool
 from kv_evict.schedule import cheapest_pages
 from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replan, Selector
 
-_OF_BUDGETS: Final = (
-    "budget",
-    "layers",
-    "pool",
-    "every",
-    "uncompressed",
-    "short",
-    "most",
-    "share",  # beside a threshold
+# What has no effect beside a threshold; a share sets one itself.
+_OF_BUDGETS: Final = tuple(
+    ["budget", "layers", "pool", "every", "uncompressed", "short", "most", "share"]
 )
 
 
@@ -104,16 +98,7 @@ class Gate(Evictor):
         if self._limit is None:
             return
         given = "threshold" if self.threshold is not None else "share"
-        for other in (
-            "budget",
-            "layers",
-            "pool",
-            "every",
-            "uncompressed",
-            "short",
-            "most",
-            "share",
-        ):
+        for other in _OF_BUDGETS:
             default = type(self).__dataclass_fields__[other].default
             if other != given and getattr(self, other) != default:
                 raise ValueError(

@@ -68,8 +68,15 @@ class Repetitions:
         """Cut windows from all texts in turn, and one more from the end of each, by its name.
 
         Raises:
-            ValueError: a text is too short, or the window does not fit the model.
+            ValueError: two texts have one name, a text is too short, or the window does not fit
+                the model.
         """
+        names = [passage.name for passage in passages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"{names.count(name)} texts are named {name}; give each file a name of its own"
+                )
         size = self.window_of(loaded)
         each = -(-self.tokens // (size * len(passages)))
         cut = [self._cut(loaded, passage, size, each + 1) for passage in passages]

@@ -8,6 +8,7 @@ import typer
 
 from kv_eval.cli.collecting import collect_windows
 from kv_transformers.cli.console import (
+    INTERRUPTED,
     check_writable,
     out,
     progress,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kv_eval.calibrate.partial import Partial
     from kv_eval.calibrate.passages import Passage
     from kv_eval.calibrate.repeated import Repetitions
     from kv_policy import ScoreCalibrator, ScoreEvaluation
@@ -100,7 +102,7 @@ def _calibrate(
     partial = Partial(path.with_name(path.name + ".partial"), settings)
     total = len(windows) * repetitions.window_of(loaded)
     collect_windows(loaded, calibration, windows, partial, "repeating", total)
-    evaluations = _evaluated(loaded, calibration, others)
+    evaluations = _evaluated(loaded, calibration, others, partial)
     facts = Calibrated(
         loaded.name,
         loaded.fingerprint,
@@ -114,18 +116,28 @@ def _calibrate(
 
 
 def _evaluated(
-    loaded: "LoadedModel", calibration: "ScoreCalibrator", others: "dict[str, Tensor]"
+    loaded: "LoadedModel",
+    calibration: "ScoreCalibrator",
+    others: "dict[str, Tensor]",
+    partial: "Partial",
 ) -> "dict[str, ScoreEvaluation]":
     """Evaluate the gate on a window of each text that it was not fitted on."""
     from kv_eval.calibrate.collect import show
 
     evaluations = {}
-    with refusing(ValueError), progress() as shown:
-        bar = shown.add_task("comparing with KVzip", total=len(others))
-        for name, window in others.items():
-            evaluations[name] = calibration.evaluation()
-            show(loaded, evaluations[name], window)
-            shown.update(bar, advance=1)
+    try:
+        with refusing(ValueError), progress() as shown:
+            bar = shown.add_task("comparing with KVzip", total=len(others))
+            for name, window in others.items():
+                evaluations[name] = calibration.evaluation()
+                show(loaded, evaluations[name], window)
+                shown.update(bar, advance=1)
+    except KeyboardInterrupt:
+        remark(
+            f"Interrupted. The collected state is saved in {partial.path}; run the same command "
+            "again to resume."
+        )
+        raise typer.Exit(INTERRUPTED) from None
     return evaluations
 
 
