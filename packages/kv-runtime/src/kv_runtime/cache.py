@@ -242,7 +242,7 @@ class PolicyCache:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None = None,
-        unprojected: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]] | None = None,
+        unprojected: tuple[Float[Tensor, "B Hk L Dk"], Float[Tensor, "B Hu L Du"]] | None = None,
     ) -> None:
         """Store a layer's new tokens, given the observations of its attention.
 

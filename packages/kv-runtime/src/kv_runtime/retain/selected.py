@@ -101,7 +101,7 @@ class KeepSelected:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None,
-        unprojected: tuple[Float[Tensor, "B Hm L Dm"], Float[Tensor, "B Hm L Dmv"]],
+        unprojected: tuple[Float[Tensor, "B Hk L Dk"], Float[Tensor, "B Hu L Du"]],
     ) -> None:
         """Score a layer's tokens; store them now, or with all layers at the end of the pass.
 
