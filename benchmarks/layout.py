@@ -3,11 +3,12 @@
 Rows of kind `package` count the files and lines of a package's sources, and the longest chain of
 imports in them; `--before` names a checkout to count too. Rows of kind `decode` time steps of a
 batch of 8 sequences of 8,192 tokens over all layers of a cache with the code of this checkout and
-that of another environment in turn; `--old` names the Python of that environment, and without it
-nothing is timed. With `--isa` both use one instruction set, as the older code may lack the fastest.
-Rows of kind `variant` time steps of this checkout with one implementation in place of two: tiers of
-one rank group for heads that are alike, and a recent window in pages; the variant `same` changes
-nothing and shows the noise. The minutes of CI are those that the last whole `.ci/run` of this
+that of another environment in turn, started in both orders, as the process started second is
+slower; `--old` names the Python of that environment, and without it nothing is timed. With `--isa`
+both use one instruction set, as the older code may lack the fastest. Rows of kind `variant` time
+steps of this checkout with one implementation in place of two: tiers of one rank group for heads
+that are alike, and a recent window in pages; the variant `same` changes nothing and shows the
+noise. The minutes of CI are those that the last whole `.ci/run` of this
 checkout, or of the one that `--ci` names, recorded.
 """
 
@@ -17,15 +18,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import geometric_mean, median, quantiles
 
 import _result
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQUENCES, TOKENS, LAYERS, STEPS = 8, 8192, 4, 12
+WARM = 2  # rounds before those that count
 POLICIES = ("k8v4", "kv-compress:rate=4+k8v4")
 WINDOWED = ("k4v4:window=128", "k8v4:window=64")  # with a recent window
 
@@ -120,14 +122,13 @@ class Worker:
 
 def timed(old: str, rounds: int, tokens: int, isa: str | None) -> Iterator[dict[str, object]]:
     """Time steps of the code before and of this checkout, with one instruction set."""
-    workers = {
-        "old": Worker(old, tokens=tokens, isa=isa),
-        "new": Worker(sys.executable, tokens=tokens, isa=isa),
-    }
-    for row in in_turn(workers, POLICIES, rounds):
+    before = partial(Worker, old, tokens=tokens, isa=isa)
+    after = partial(Worker, sys.executable, tokens=tokens, isa=isa)
+    for policy in POLICIES:
+        row = in_turn(before, after, policy, rounds)
         yield {
             "kind": "decode",
-            "policy": row["policy"],
+            "policy": policy,
             "sequences": SEQUENCES,
             "tokens": tokens,
             "layers": LAYERS,
@@ -136,49 +137,74 @@ def timed(old: str, rounds: int, tokens: int, isa: str | None) -> Iterator[dict[
             "old_ms": row["base_ms"],
             "new_over_old": row["ratio"],
             "quartiles": row["quartiles"],
+            "orders": row["orders"],
         }
 
 
 def variants(rounds: int, tokens: int) -> Iterator[dict[str, object]]:
     """Time steps of this checkout with one implementation in place of two."""
+    base = partial(Worker, sys.executable, tokens=tokens)
     for name, change in VARIANTS.items():
-        policies = WINDOWED if name == "paged_window" else (*POLICIES, *WINDOWED)
-        workers = {
-            "base": Worker(sys.executable, tokens=tokens),
-            name: Worker(sys.executable, tokens=tokens, change=change),
-        }
-        for row in in_turn(workers, policies, rounds):
+        for policy in WINDOWED if name == "paged_window" else (*POLICIES, *WINDOWED):
+            row = in_turn(base, partial(base, change=change), policy, rounds)
             yield {"kind": "variant", "variant": name, **row}
 
 
 def in_turn(
-    workers: Mapping[str, Worker], policies: Sequence[str], rounds: int
-) -> Iterator[dict[str, object]]:
-    """Time steps of two processes in turn, the first of which is the base of the ratio."""
-    base, other = workers
+    base: Callable[[], Worker], other: Callable[[], Worker], policy: str, rounds: int
+) -> dict[str, object]:
+    """Time steps of two processes in turn, started in both orders.
+
+    The process started second is slower whatever its code, which the geometric mean of the ratios
+    of both orders cancels.
+
+    Args:
+        base: starts the process that the ratio divides by.
+        other: starts the other one.
+        policy: of their caches.
+        rounds: timings of each process in each order, at least 2.
+
+    Returns:
+        `ms` and `base_ms`: the median step of each, in ms; `ratio`: other over base;
+        `quartiles` of the ratio, over rounds; `orders`: the ratio with the base started first, and
+        with the other started first.
+    """
+    first = _rounds((base, other), policy, rounds)
+    second = _rounds((other, base), policy, rounds)[::-1]
+    orders = [median(late) / median(early) for early, late in (first, second)]
+    pairs = (
+        [new / old for old, new in zip(*each, strict=True)] for each in (first, second)
+    )  # of each order, by round
+    low, _, high = quantiles(map(geometric_mean, zip(*pairs, strict=True)), n=4)
+    base_ms, ms = (1000 * median(one + two) for one, two in zip(first, second, strict=True))
+    return {
+        "policy": policy,
+        "ms": ms,
+        "base_ms": base_ms,
+        "ratio": geometric_mean(orders),
+        "quartiles": [low, high],
+        "orders": orders,
+    }
+
+
+def _rounds(starts: Sequence[Callable[[], Worker]], policy: str, rounds: int) -> list[list[float]]:
+    """Start processes in this order, and return the seconds of a step of each, by round."""
+    workers: list[Worker] = []
     try:
-        for policy in policies:
-            for worker in workers.values():
-                worker.ask(policy)
-            seconds: dict[str, list[float]] = {name: [] for name in workers}
-            for i in range(rounds + 2):
-                turn = [*workers] if i % 2 else [*workers][::-1]  # the second one is slower
-                for name in turn:
-                    taken = workers[name].ask()
-                    if i >= 2:
-                        seconds[name].append(taken)
-            pairs = zip(seconds[other], seconds[base], strict=True)
-            low, _, high = quantiles((new / old for new, old in pairs), n=4)
-            middle = {name: median(each) for name, each in seconds.items()}
-            yield {
-                "policy": policy,
-                "ms": 1000 * middle[other],
-                "base_ms": 1000 * middle[base],
-                "ratio": middle[other] / middle[base],
-                "quartiles": [low, high],
-            }
+        for start in starts:
+            workers.append(start())
+        for worker in workers:
+            worker.ask(policy)
+        seconds: list[list[float]] = [[] for _ in workers]
+        for i in range(WARM + rounds):
+            turn = [*zip(workers, seconds, strict=True)]
+            for worker, found in turn if i % 2 else turn[::-1]:
+                taken = worker.ask()
+                if i >= WARM:
+                    found.append(taken)
+        return seconds
     finally:
-        for worker in workers.values():
+        for worker in workers:
             worker.end()
 
 
@@ -286,7 +312,7 @@ def main() -> None:
     if arguments.before is not None:
         before = modules(arguments.before)
         rows += packages(before, imports(before), "before")
-    size = (3, 256) if arguments.quick else (25, TOKENS)
+    size = (3, 256) if arguments.quick else (15, TOKENS)
     if arguments.old is not None:
         decode = list(timed(arguments.old, *size, arguments.isa))
         summary["decode_new_over_old"] = median(float(str(row["new_over_old"])) for row in decode)

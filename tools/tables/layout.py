@@ -39,9 +39,13 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def quartiles(row: Row, ratio: str) -> str:
-    """Write a median ratio and its quartiles."""
+    """Write a median ratio, its quartiles, and the ratio of each order of starting."""
     low, high = row["quartiles"]
-    return f"{row[ratio]:.3f} ({low:.3f} to {high:.3f})"
+    written = f"{row[ratio]:.3f} ({low:.3f} to {high:.3f})"
+    if "orders" not in row:  # a result from before both orders were measured
+        return written
+    first, second = row["orders"]
+    return f"{written}, by order {first:.3f} and {second:.3f}"
 
 
 def steps(rows: Sequence[Row], ratio: str) -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,8 @@
 """Invalid arguments raise a ValueError with a helpful message."""
 
+import logging
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 
 import jaxtyping
 import pytest
@@ -123,7 +125,7 @@ def test_backends_by_name(case):
     assert torch.isfinite(case(1).attend().out).all()
 
 
-@pytest.mark.usefixtures("none_registered")
+@pytest.mark.usefixtures("registered")
 def test_a_backend_that_is_not_installed_says_so(case):
     assert available()["cpu"] == "the package kv-cpu is not installed"
     with pytest.raises(ValueError, match="'cpu' cannot be used here: the package"):
@@ -131,16 +133,56 @@ def test_a_backend_that_is_not_installed_says_so(case):
 
 
 @pytest.fixture
-def none_registered(monkeypatch):
-    """Remove all registered backends."""
-    caches = installed_backends, all_backends
+def registered(monkeypatch):
+    """Return the entry points of backends by name, none at first, for a test to add some."""
+    caches, found = (installed_backends, all_backends), {}
     for each in caches:
         each.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("kv_policy.backends.claims", lambda group: {})
-        yield
+        patch.setattr("kv_policy.backends.claims", lambda group: found)
+        yield found
     for each in caches:
         each.cache_clear()
+
+
+def entry(name):
+    """Return an entry point of a module that does not exist."""
+    return EntryPoint(name, "nowhere_at_all:BACKEND", "kv_policy.backends")
+
+
+def test_a_registered_backend_that_cannot_be_loaded_is_passed_over_with_a_reason(registered):
+    registered |= {name: (entry(name),) for name in ("cpu", "other")}
+    choice = choose_backend("cpu")
+    assert choice.name == "torch"
+    assert list(choice.passed_over) == ["cpu", "other"]
+    for name, reason in choice.passed_over.items():
+        assert f"the backend '{name}' of nowhere_at_all cannot be loaded" in reason
+    assert list(choose_backend("cuda").passed_over) == ["other"]
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", "triton"])
+def test_a_registration_by_the_name_of_a_built_in_backend_is_ignored(registered, caplog, name):
+    with caplog.at_level(logging.WARNING, logger="kv_attention"):
+        own = all_backends()[name]
+    assert not caplog.records
+    installed_backends.cache_clear()
+    all_backends.cache_clear()
+    registered[name] = (entry(name),)
+    with caplog.at_level(logging.WARNING, logger="kv_attention"):
+        found = all_backends()
+    (said,) = caplog.records
+    assert said.name == "kv_attention"
+    assert f"the backend '{name}' that nowhere_at_all registers is ignored" in said.getMessage()
+    assert (found[name].about, found[name].preferred) == (own.about, False)
+    assert choose_backend("cpu").passed_over.keys() == {"cpu"}
+
+
+def test_a_preferred_backend_of_all_devices_is_chosen():
+    every = replace(all_backends()["torch"], name="every", preferred=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kv_attention.backends.all_backends", lambda: {"every": every})
+        assert choose_backend("cuda") == BackendChoice("every", {})
+        check_backend("every", "cuda")
 
 
 def with_native(patch, reason):

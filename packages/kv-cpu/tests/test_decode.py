@@ -22,7 +22,7 @@ def assert_native(case, near):
     assert_same_output(case, "cpu", near)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(st.integers(0, 99), STEPS, st.lists(st.tuples(NATIVE, NATIVE), max_size=3))
 def test_any_decode_step(case, near, seed, shape, tiers):
     assert_native(case(seed, tiers=tiers, **shape), near)

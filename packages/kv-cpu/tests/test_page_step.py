@@ -73,7 +73,7 @@ def plain(forms: list[TokenFormat], tokens: int) -> Twins:
     return twins(lambda pool: Tiers(pool, layouts, *SHAPE), layouts[0].nbytes)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     dims=st.tuples(st.integers(1, 20), st.integers(1, 20)),
     tiers=st.integers(1, 4),

@@ -13,7 +13,7 @@ from kv_quant.integer import IntegerCodec
 from page_cases import FORMATS, one_store
 from page_twins import DTYPES, strided, vectors
 
-LAWS = settings(max_examples=20, deadline=None, derandomize=True)
+LAWS = settings(max_examples=30, deadline=None, derandomize=True)
 BOTH = frozenset({"keys", "values"})
 
 

@@ -328,7 +328,6 @@ def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("lifetime", [40.0, 1e9])
 @pytest.mark.parametrize("t_low", [0.0, 0.01])
-@pytest.mark.grid(2)
 def test_a_long_generation_neither_drains_nor_floods_a_tier(t_low: float, lifetime: float) -> None:
     counts, lengths = simulate(1600, t_low, lifetime)
     share = counts / lengths[:, None]

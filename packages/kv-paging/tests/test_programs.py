@@ -221,7 +221,6 @@ STEPS = (
     ("tokens", "capacity"),
     [(1, None), (1, 60), (1, 200), (7, None), (7, 24), (7, 40), (16, None), (16, 16), (16, 24)],
 )
-@pytest.mark.grid(2)
 def test_random_programs(tokens: int, capacity: int | None) -> None:
     done: Counter[str] = Counter()
     for seed in range(4):

@@ -16,7 +16,6 @@ HEADS = [[0, 1, 0], [2, 2, 2], [1, 0, 2]]
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("kind", ["one tier", "three tiers", "blocks above", "blocks in both"])
-@pytest.mark.grid(2)
 def test_random_programs(kind: str, tokens: int, new_world: Worlds) -> None:
     world = new_world(kind, seed=tokens, tokens=tokens, shape=(3, 2, 3), heads=HEADS)
     world.program(prompts=3, operations=16)

@@ -356,3 +356,16 @@ def test_a_backend_without_page_kernels_reads_what_torch_writes(
     assert make().kernels.__name__ == "kv_paging.torch_kernels"
     with pytest.raises(ValueError, match="'bare' cannot be used here: the backend 'bare' has none"):
         make(kernels="bare")
+
+
+def test_page_kernels_registered_by_the_name_of_a_built_in_backend_are_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("triton", "reference")
+    found = {
+        name: Backend(name, "attends", lambda: None, page_kernels="nowhere_at_all", preferred=True)
+        for name in names
+    }
+    monkeypatch.setattr("kv_paging.kernels.installed_backends", lambda: found)
+    assert [page_kernels_of(name) for name in names] == ["triton", "torch"]
+    assert make().kernels.__name__ == "kv_paging.torch_kernels"

@@ -38,7 +38,6 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("keys", "values", "key", "value", "tokens"), FORMATS)
-@pytest.mark.grid(2)
 def test_tokens_are_written_read_and_moved(keys, values, key, value, tokens) -> None:
     g = torch.Generator().manual_seed(key)
     what = form(keys, values, key, value)
@@ -200,7 +199,6 @@ def tiers_of(forms: list[TokenFormat], tokens: int, shape: tuple[int, int, int])
         ([("8", "4")], (5, 3), 2),
     ],
 )
-@pytest.mark.grid(2)
 def test_steps_of_tiers(kinds, dims, tokens) -> None:
     both = tiers_of([form(*each, *dims) for each in kinds], tokens, (2, 3, 2))
     Program(both, len(kinds), 12, 3, dims).run(2, 2)

@@ -65,4 +65,29 @@ def test_one_that_cannot_be_used_says_why(
     register(bad=values)
     found = installed_backends()
     assert said in (found["bad"].missing() or "")
+    assert found["bad"].preferred  # so that a fallback to another backend names it
+    assert found["bad"].supports("cpu")
+    assert found["bad"].supports("cuda")
     assert list(found) == ["cpu", "bad"]  # the others work
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(f"{MODULE}:GOOD", f"{MODULE}:NOT_ONE"), ("nowhere_at_all:BACKEND",), (f"{MODULE}:NOT_ONE",)],
+    ids=["contested", "broken", "another thing"],
+)
+def test_a_known_one_that_cannot_be_used_is_still_preferred_on_its_devices(
+    register: Install, values: tuple[str, ...]
+) -> None:
+    register(cpu=values)
+    (found,) = installed_backends().values()
+    assert "the backend 'cpu'" in (found.missing() or "")
+    assert (found.preferred, found.devices) == (True, ("cpu",))
+    assert (found.about, found.installed) == ("cannot be loaded", True)
+    assert found.distribution == values[0].partition(":")[0]
+
+
+def test_the_devices_that_a_backend_supports() -> None:
+    assert GOOD.supports("cpu")
+    assert not GOOD.supports("cuda")
+    assert Backend("any", "attends anywhere", lambda: None).supports("cuda")

@@ -55,3 +55,32 @@ def test_layers_may_have_their_own() -> None:
     assert CacheShape(2, 1, 1, 6, 6, rope=Ropes((one, other))).rope_of(1) is other
     assert CacheShape(2, 1, 1, 6, 6, rope=one).rope_of(1) is one
     assert CacheShape(2, 1, 1, 6, 6).rope_of(1) is None
+
+
+def test_rows_are_turned_by_the_embedding_of_their_layer() -> None:
+    ropes = tuple(ROPES.values())
+    shape = CacheShape(len(ropes), 1, 1, 6, 6, rope=Ropes(ropes))
+    x = torch.randn(4, 2, 3, 6, generator=torch.Generator().manual_seed(1))
+    position, layer = torch.tensor([0, 7, 90]), torch.tensor([2, 0, 1, 4])
+    turned = shape.turned(x, position.expand(4, 1, 3), layer)
+    norms = shape.pair_norms(x, layer)
+    for row, index in enumerate(layer.tolist()):
+        torch.testing.assert_close(turned[row], ropes[index].turned(x[row], position))
+        torch.testing.assert_close(norms[row], ropes[index].pair_norms(x[row]))
+    alone = CacheShape(2, 1, 1, 6, 6, rope=ropes[0])
+    torch.testing.assert_close(
+        alone.turned(x, position.expand(4, 1, 3), layer), ropes[0].turned(x, position)
+    )
+    with pytest.raises(ValueError, match="rotary embedding is unknown"):
+        CacheShape(2, 1, 1, 6, 6).turned(x, position.expand(4, 1, 3), layer)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_rotations_keep_the_norms_of_pairs(rope: Rope) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    norms = rope.pair_norms(x)
+    torch.testing.assert_close(norms, rope.pair_norms(rope.turned(x, torch.tensor([0, 1, 7, 99]))))
+    right = x.abs() * 2**0.5
+    for i, j in rope.pairs if rope.pairs is not None else ((0, 3), (1, 4), (2, 5)):
+        right[:, [i, j]] = torch.linalg.vector_norm(x[:, [i, j]], dim=-1, keepdim=True)
+    torch.testing.assert_close(norms, right)

@@ -62,7 +62,7 @@ def test_falling_back_is_said_once_for_a_reason(
         assert PolicyCache(parse("k8v4"), SHAPE).backend == "torch"
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("kv_runtime", logging.WARNING)
-    assert "'cpu' would be faster but is unavailable: its library does not load: libtorch" in (
+    assert "'cpu' is preferred but unavailable: its library does not load: libtorch" in (
         record.getMessage()
     )
     native("another reason")

@@ -12,7 +12,6 @@ from tiered_world import World, one, ragged
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.grid(2)
 def test_attention_is_over_the_tokens_that_are_kept(name: str) -> None:
     world = World(POLICIES[name])
     world.forward(ragged(31, 18))

@@ -41,7 +41,6 @@ def everywhere(positions: list[list[int]]) -> list[list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.grid(3)
 def test_a_token_is_said_to_be_held_where_it_is(name: str) -> None:
     world = World(CASES[name])
     for valid in (ragged(31, 18), *[torch.ones(2, 1, dtype=torch.bool)] * 5, ragged(3, 11)):

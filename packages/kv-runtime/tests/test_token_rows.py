@@ -64,7 +64,6 @@ def answers(policy: KVPolicy, *, used_again: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_SELECTOR, *POLICIES])
-@pytest.mark.grid(3)
 def test_the_memory_of_what_a_layer_was_given_may_be_used_again_at_once(name: str) -> None:
     policy = (WITHOUT_SELECTOR | POLICIES)[name]
     wanted, found = (answers(policy, used_again=again) for again in (False, True))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kv_policy.tensor_files as io_module
 import kv_svd.file as file_module
-import kv_svd.io as io_module
 from damaged import mutated
 from kv_policy import parse
 from kv_svd import load, load_facts, save
@@ -155,7 +155,7 @@ def test_singular_values_of_other_sizes_are_refused(file: Path, tmp_path: Path, 
     cut = replace(found, **{name: getattr(found, name)[..., 1:]})
     with pytest.raises(ValueError, match="do not match the sizes in the header"):
         save(tmp_path / "found", facts, cut)
-    text, tensors = io_module.read(file, file_module.FORMAT)
+    text, tensors = io_module.read(file, file_module.FORMAT, "zack")
     tensors[f"singular.{name}"] = tensors[f"singular.{name}"][..., 1:]
     io_module.write(tmp_path / "made", file_module.FORMAT, text, tensors)
     with pytest.raises(ValueError, match="do not match the sizes in the header"):
@@ -163,7 +163,7 @@ def test_singular_values_of_other_sizes_are_refused(file: Path, tmp_path: Path, 
 
 
 def test_output_rows_of_no_whole_projection_are_refused(file: Path, tmp_path: Path) -> None:
-    _, tensors = io_module.read(file, file_module.FORMAT)
+    _, tensors = io_module.read(file, file_module.FORMAT, "zack")
     facts = msgspec.structs.replace(load_facts(file), output_rows=3 * 384 + 1)
     path = tmp_path / "made"
     io_module.write(path, file_module.FORMAT, msgspec.json.encode(facts).decode(), tensors)
@@ -187,11 +187,11 @@ def test_no_change_of_the_bytes_is_taken_for_statistics(make_model, tmp_path: Pa
     path = tmp_path / "x"
     make_model(layers=1, heads=2, group=1, dim=4, value_dim=4, tokens=9).write(path)
     whole, chance = path.read_bytes(), random.Random(0)
-    facts, tensors = io_module.read(path, file_module.FORMAT)
+    facts, tensors = io_module.read(path, file_module.FORMAT, "zack")
     for _ in range(400):
         path.write_bytes(mutated(whole, chance))
         with suppress(ValueError):
-            text, found = io_module.read(path, file_module.FORMAT)
+            text, found = io_module.read(path, file_module.FORMAT, "zack")
             assert text == facts
             assert found.keys() == tensors.keys()
             assert all(torch.equal(found[name], tensors[name]) for name in tensors)
@@ -211,7 +211,7 @@ FLAWS = {
 def test_tensors_that_a_stranger_sealed_are_checked(
     file: Path, tmp_path: Path, name: str, flaw: str
 ) -> None:
-    facts, tensors = io_module.read(file, file_module.FORMAT)
+    facts, tensors = io_module.read(file, file_module.FORMAT, "zack")
     changed = tensors | {name: FLAWS[flaw](tensors[name])}
     path = tmp_path / "x"
     kept = {each: tensor for each, tensor in changed.items() if tensor is not None}
@@ -226,7 +226,10 @@ def test_tensors_that_a_stranger_sealed_are_checked(
         ("x" * 5000, "cannot be read: File name too long"),
         ("no\0name", "cannot be read: embedded null byte"),
         ("", "is a directory; name a file in it"),
-        ("x.partial", "run the same `kv-serve calibrate zack` again, which resumes from it"),
+        (
+            "x.partial",
+            "unfinished calibration; run its command again, such as `kv-serve calibrate zack",
+        ),
     ],
 )
 def test_a_name_of_no_file_is_a_sentence(tmp_path: Path, name: str, says: str) -> None:

@@ -221,3 +221,31 @@ def test_a_model_that_calls_it_something_else_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match=r"layer 0 of GPT2.*GPT2Attention\), has no ou"):
         output_projections(model, cache_shape(model))
+
+
+class Kept:
+    """A collector that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def see(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, there: Tensor | None = None
+    ) -> None:
+        self.logits.append(query @ key[:, :, None].mT / query.shape[-1] ** 0.5)
+
+
+@torch.no_grad()
+def test_queries_give_the_logits_of_a_model_with_its_own_scale(make) -> None:
+    model = make("llama")
+    ids = torch.randint(3, 101, (1, 20))
+
+    def logits(factor: float) -> list[Tensor]:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = factor * DIM**-0.5
+        kept = Kept()
+        cache = CollectingCache(model, kept)
+        model.base_model(input_ids=ids, **passing(model.base_model, cache), use_cache=True)
+        return kept.logits
+
+    torch.testing.assert_close(logits(2.5)[0], 2.5 * logits(1.0)[0])

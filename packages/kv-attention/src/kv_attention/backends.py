@@ -1,5 +1,6 @@
 """The attention backends, by name."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,8 @@ from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
+
+log = logging.getLogger("kv_attention")
 
 
 @runtime_checkable
@@ -36,7 +39,8 @@ class BackendChoice:
 def all_backends() -> Mapping[str, Backend]:
     """Return all backends by name: those registered by installed packages, and the built-in ones.
 
-    A registered backend cannot replace a built-in one.
+    A registered backend with the name of a built-in one is ignored, and the logger `kv_attention`
+    says so once.
     """
     every = (
         Backend("reference", "float64, slow: the reference", lambda: reference.attend),
@@ -50,7 +54,15 @@ def all_backends() -> Mapping[str, Backend]:
         ),
     )
     own = {each.name: each for each in every}
-    return MappingProxyType({**own, **installed_backends(), **own})
+    registered = installed_backends()
+    for name in (each for each in own if each in registered):
+        log.warning(
+            "the backend %r that %s registers is ignored, as a built-in one has this name; "
+            "register it by another name",
+            name,
+            registered[name].distribution,
+        )
+    return MappingProxyType({**own, **registered, **own})
 
 
 def available() -> dict[str, str | None]:
@@ -67,7 +79,7 @@ def choose_backend(device: torch.device | str) -> BackendChoice:
     kind = torch.device(device).type
     passed_over: dict[str, str] = {}
     for name, backend in all_backends().items():
-        if backend.preferred and kind in backend.devices:
+        if backend.preferred and backend.supports(kind):
             reason = backend.missing()
             if reason is None:
                 return BackendChoice(name, passed_over)
@@ -82,11 +94,10 @@ def check_backend(name: str, device: torch.device | str) -> None:
         ValueError: the backend is unknown or unavailable; the message has the reason.
     """
     load_backend(name)
-    kind, devices = torch.device(device).type, all_backends()[name].devices
-    if devices and kind not in devices:
-        raise ValueError(
-            f"backend {name!r} supports tensors on {', '.join(devices)}; these are on {kind}"
-        )
+    kind, backend = torch.device(device).type, all_backends()[name]
+    if not backend.supports(kind):
+        devices = ", ".join(backend.devices)
+        raise ValueError(f"backend {name!r} supports tensors on {devices}; these are on {kind}")
 
 
 def load_backend(name: str) -> Attend:

@@ -5,6 +5,7 @@ from kv_evict.cake import CAKE
 from kv_evict.chunkkv import ChunkKV
 from kv_evict.expected_attention import ExpectedAttention
 from kv_evict.fastgen import FastGen
+from kv_evict.gate import Gate
 from kv_evict.h2o import H2O
 from kv_evict.keydiff import KeyDiff
 from kv_evict.keyformer import Keyformer
@@ -31,6 +32,7 @@ __all__ = [
     "ChunkKV",
     "ExpectedAttention",
     "FastGen",
+    "Gate",
     "KVCompress",
     "KVzip",
     "KeyDiff",

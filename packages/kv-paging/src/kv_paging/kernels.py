@@ -16,7 +16,7 @@ from torch import Tensor
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
 from kv_paging.work import DecodeStep, TokenWrite
-from kv_policy import PagedTokens, PageLayout, Running, installed_backends
+from kv_policy import Backend, PagedTokens, PageLayout, Running, installed_backends
 
 
 @runtime_checkable
@@ -119,6 +119,8 @@ class PageKernels(Protocol):
 OWN: Final[Mapping[str, str]] = MappingProxyType(
     {"triton": "kv_paging.triton_kernels", "torch": "kv_paging.torch_kernels"}
 )
+# The built-in attention backends; a registration of such a name is ignored here as there.
+BUILT_IN: Final = ("reference", *OWN)
 
 
 def select_page_kernels(
@@ -159,23 +161,26 @@ def shared(each: Sequence[PageKernels]) -> PageKernels:
 
 def page_kernels_of(backend: str) -> str:
     """Return the name of the page kernels for an attention backend."""
-    registered = installed_backends().get(backend)
+    registered = _registered().get(backend)
     has = backend in OWN or (registered is not None and registered.page_kernels is not None)
     return backend if has else "torch"
 
 
 def _preferred(device: torch.device) -> list[str]:
     # Triton kernels are only selected by name, until their speed on a GPU has been measured.
-    every = installed_backends().values()
     return [
         each.name
-        for each in every
-        if each.preferred and each.page_kernels is not None and device.type in each.devices
+        for each in _registered().values()
+        if each.preferred and each.page_kernels is not None and each.supports(device.type)
     ]
 
 
+def _registered() -> dict[str, Backend]:
+    return {name: each for name, each in installed_backends().items() if name not in BUILT_IN}
+
+
 def _module(name: str) -> str:
-    return OWN[name] if name in OWN else installed_backends()[name].page_kernels or OWN["torch"]
+    return OWN[name] if name in OWN else _registered()[name].page_kernels or OWN["torch"]
 
 
 def _missing(name: str) -> str | None:
@@ -184,7 +189,7 @@ def _missing(name: str) -> str | None:
     if name in OWN:
         reason: str | None = import_module(OWN[name]).missing()
         return reason
-    found = installed_backends()
+    found = _registered()
     if name not in found:
         known = ", ".join((*found, *OWN))
         raise ValueError(f"unknown page kernels {name!r}; choose one of {known}")

@@ -16,7 +16,12 @@ GROUP: Final = "kv_policy.backends"  # the entry point group that packages regis
 class Instructions:
     """The instruction sets of a backend's native code, the fastest last.
 
-    `forced` is the assignment of an environment variable that chose, or None.
+    Attributes:
+        compiled: those that the code was compiled for.
+        runnable: those of them that this processor supports.
+        chosen: the one in use.
+        forced: the assignment of an environment variable that chose, such as `KV_CPU_ISA=avx2`;
+            None if the fastest runnable one was chosen.
     """
 
     compiled: tuple[str, ...]
@@ -56,6 +61,10 @@ class Backend:
     installed: bool = True
     distribution: str = ""
 
+    def supports(self, device_type: str) -> bool:
+        """Return whether it supports tensors on devices of a type, such as `cpu` or `cuda`."""
+        return not self.devices or device_type in self.devices
+
 
 # Backends that are distributed separately: what to install where nothing registers the name.
 SEPARATE: Final = (
@@ -76,15 +85,21 @@ def installed_backends() -> Mapping[str, Backend]:
     """Return the backends that installed packages register, and those of SEPARATE, by name.
 
     A name that two packages claim, whose package cannot be imported, or that is registered for
-    something else than a Backend of that name is `missing`, with a sentence that says why.
+    something else than a Backend of that name is `missing`, with a sentence that says why. It
+    stays `preferred`, on the devices that SEPARATE has for it or else on all, so that whoever
+    falls back to another backend can say so.
     """
-    found = {each.name: _absent(each) for each in SEPARATE}
-    found |= {name: _registered(name, entries) for name, entries in claims(GROUP).items()}
+    known = {each.name: each for each in SEPARATE}
+    found = {name: _absent(each) for name, each in known.items()}
+    for name, entries in claims(GROUP).items():
+        found[name] = _registered(known.get(name, _unknown(name)), entries)
     return MappingProxyType(found)
 
 
-def _registered(name: str, entries: tuple[EntryPoint, ...]) -> Backend:
-    what, entry = f"the backend {name!r}", entries[0]
+def _registered(known: Backend, entries: tuple[EntryPoint, ...]) -> Backend:
+    """Load the backend of a name; `known` is what is known of it if it cannot be loaded."""
+    name, entry = known.name, entries[0]
+    what = f"the backend {name!r}"
     try:
         backend = imported(what, entries)
         if isinstance(backend, Backend) and backend.name == name:
@@ -95,13 +110,18 @@ def _registered(name: str, entries: tuple[EntryPoint, ...]) -> Backend:
         )
     except BrokenPolicyError as error:
         reason = str(error)
-    return Backend(
-        name,
-        "cannot be loaded",
-        lambda: None,
-        lambda: reason,
+    return replace(
+        known,
+        about="cannot be loaded",
+        missing=lambda: reason,
+        installed=True,
         distribution=package_of(entry),
     )
+
+
+def _unknown(name: str) -> Backend:
+    # Whether it would have been chosen is unknown; without `preferred` nothing would name it.
+    return Backend(name, "cannot be loaded", lambda: None, preferred=True)
 
 
 def _absent(known: Backend) -> Backend:

@@ -1,7 +1,7 @@
 """Calibration: packages register calibrators, a host feeds them a model's own vectors."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
@@ -13,6 +13,7 @@ from kv_policy.registry import BrokenPolicyError, claims, imported, package_of
 from kv_policy.shape import CacheShape
 
 CALIBRATION: Final = "kv_calibration"  # entry point group of calibrator factories
+SCORE_CALIBRATION: Final = "kv_score_calibration"  # entry point group of score calibrators
 
 
 class NotCalibratedError(ValueError):
@@ -59,16 +60,8 @@ class Calibrated:
 
 
 @runtime_checkable
-class Calibrator(Protocol):
-    """Accumulates a model's queries, keys and values and writes the fitted result to a file.
-
-    Its memory does not grow with the number of tokens.
-    """
-
-    @property
-    def tokens(self) -> int:
-        """Tokens accumulated in every layer."""
-        ...
+class Collector(Protocol):
+    """Receives a model's queries, keys and values."""
 
     def see(
         self,
@@ -78,7 +71,20 @@ class Calibrator(Protocol):
         value: Float[Tensor, "B H L Dv"],
         there: Bool[Tensor, "B L"] | None = None,
     ) -> None:
-        """Accumulate a layer's vectors, after RoPE; `there` is False for padding."""
+        """Receive a layer's vectors, after RoPE; `there` is False for padding.
+
+        Queries are scaled so that q·k / sqrt(D) is the logit, for any attention scale of the model.
+        """
+        ...
+
+
+@runtime_checkable
+class Resumable(Collector, Protocol):
+    """Accumulates what it receives; its memory does not grow with the number of tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens accumulated in every layer."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -88,6 +94,11 @@ class Calibrator(Protocol):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a state of the same model, as if it had accumulated the tokens itself."""
         ...
+
+
+@runtime_checkable
+class Calibrator(Resumable, Protocol):
+    """Fits a basis to what it accumulates, and writes it to a file."""
 
     def dimensions(self, removal: float) -> Mapping[str, float]:
         """Return the median dimensions per head at a removal rate, by stored vector."""
@@ -122,6 +133,57 @@ class StartsCalibrator(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoreEvaluation(Collector, Protocol):
+    """Compares predicted scores of tokens with those they were fitted to, on other texts."""
+
+    def overlap(self, share: float, layers: slice = slice(None)) -> float:
+        """Return the mean share of the target's best tokens that are among the predicted best.
+
+        All heads of the layers compete for the kept `share` of a pass.
+        """
+        ...
+
+
+@runtime_checkable
+class ScoreCalibrator(Resumable, Protocol):
+    """Fits scores of tokens to the attention they receive while the model repeats a text.
+
+    A pass holds a text, an instruction to repeat it, and the text again.
+    """
+
+    def evaluation(self) -> ScoreEvaluation:
+        """Return an empty evaluation of what was fitted so far."""
+        ...
+
+    def write(
+        self, path: Path, facts: Calibrated, window: int, evaluations: Collection[ScoreEvaluation]
+    ) -> None:
+        """Write the fitted result atomically.
+
+        Args:
+            path: the file.
+            facts: the model and the text.
+            window: tokens that were repeated at once.
+            evaluations: its own evaluations, which were shown texts it was not fitted on.
+        """
+        ...
+
+
+@runtime_checkable
+class StartsScoreCalibrator(Protocol):
+    """The factory that a package registers in the entry point group `kv_score_calibration`."""
+
+    def __call__(self, shape: CacheShape, instruction: int) -> ScoreCalibrator:
+        """Return an empty calibrator.
+
+        Args:
+            shape: the model's cache, with its rotary embedding.
+            instruction: tokens between a text and its repetition.
+        """
+        ...
+
+
 def load_calibrator(name: str) -> StartsCalibrator:
     """Import the calibrator factory with this name.
 
@@ -129,14 +191,31 @@ def load_calibrator(name: str) -> StartsCalibrator:
         ValueError: the name is not installed.
         BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
-    found = claims(CALIBRATION)
+    start, owner = _registered(CALIBRATION, name)
+    if not isinstance(start, StartsCalibrator):
+        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.Calibrator")
+    return start
+
+
+def load_score_calibrator(name: str) -> StartsScoreCalibrator:
+    """Import the score calibrator factory with this name.
+
+    Raises:
+        ValueError: the name is not installed.
+        BrokenPolicyError: two packages claim the name, or its package cannot be imported.
+    """
+    start, owner = _registered(SCORE_CALIBRATION, name)
+    if not isinstance(start, StartsScoreCalibrator):
+        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.ScoreCalibrator")
+    return start
+
+
+def _registered(group: str, name: str) -> tuple[object, str]:
+    """Import an entry point; return it, and the clause that it cannot be called."""
+    found = claims(group)
     if name not in found:
         names = ", ".join(found) or "none"
         raise ValueError(f"unknown calibration {name!r}; choose one of: {names}")
     start = imported(f"the calibration {name!r}", found[name])
-    if not isinstance(start, StartsCalibrator):
-        raise BrokenPolicyError(
-            f"the calibration {name!r} of {package_of(found[name][0])} cannot be used: "
-            f"{found[name][0].value} is not callable; register a factory of a kv_policy.Calibrator"
-        )
-    return start
+    owner, value = package_of(found[name][0]), found[name][0].value
+    return start, f"the calibration {name!r} of {owner} cannot be used: {value} is not callable"

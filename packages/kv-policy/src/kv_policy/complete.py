@@ -17,7 +17,9 @@ from kv_policy.optional import (
     Reading,
     Replanning,
     Replaying,
+    Rotating,
     Scoped,
+    ScoringOnce,
     Stepping,
     Summarizing,
     Thresholding,
@@ -44,7 +46,8 @@ class CompleteSelector:
         """Read the selector's members.
 
         Raises:
-            TypeError: `decode` is "step" and the selector has no `step`.
+            TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
+                and by more than the token.
         """
         self.selector = selector
         self.tiers = selector.tiers if isinstance(selector, Tiered) else 1
@@ -54,6 +57,9 @@ class CompleteSelector:
         self.replay = selector.replay if isinstance(selector, Replaying) else None
         nothing: frozenset[VectorName] = frozenset()
         self.reads = selector.reads if isinstance(selector, Reading) else nothing
+        asks = "queries" in self.reads
+        self.needs_rope = selector.needs_rope if isinstance(selector, Rotating) else asks
+        self.scores_once = selector.scores_once if isinstance(selector, ScoringOnce) else False
         self.scope = selector.scope if isinstance(selector, Scoped) else "layer"
         self.replan = selector.replan if isinstance(selector, Replanning) else Replan()
         self.running = selector.running if isinstance(selector, Accumulating) else None
@@ -71,6 +77,21 @@ class CompleteSelector:
                 f"{type(selector).__name__} has decode='step' but no step(view); define it, "
                 "or set decode='grow'"
             )
+        if self.scores_once:
+            self._expect_tokens_alone()
+
+    def _expect_tokens_alone(self) -> None:
+        more = {
+            "observes attention": self.observe != Observe(),
+            "reads queries": "queries" in self.reads,
+            "has a running score": self.running is not None,
+        }
+        for what, found in more.items():
+            if found:
+                raise TypeError(
+                    f"{type(self.selector).__name__} has scores_once=True and {what}; a score that "
+                    "is computed once depends on key, value and position alone"
+                )
 
 
 def _nothing(view: object) -> None:

@@ -66,6 +66,9 @@ class LayerView:
     In decoding the view may cover several layers: B then enumerates the sequences of each layer,
     layer after layer, and `layer` holds the layer of each row; rows are scored independently. If
     the policy reads queries the view covers one layer, whose rotary embedding is `rope`.
+
+    A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
+    model computes them; `shape` is the model's.
     """
 
     layer: Int[Tensor, " B"]

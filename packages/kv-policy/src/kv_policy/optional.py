@@ -81,6 +81,34 @@ class Reading(Protocol):
 
 
 @runtime_checkable
+class Rotating(Protocol):
+    """Rotates vectors to other positions."""
+
+    @property
+    def needs_rope(self) -> bool:
+        """Whether `score` reads `view.shape.rope`; hosts that do not know it refuse the policy.
+
+        By default it does if the selector reads queries.
+        """
+        ...
+
+
+@runtime_checkable
+class ScoringOnce(Protocol):
+    """Scores each token once, by the token alone."""
+
+    @property
+    def scores_once(self) -> bool:
+        """Whether a token's score depends on its key, value and position alone.
+
+        Then `score` sees a token once, in the pass that brings it, with its key and value as the
+        model computes them, before any basis; hosts store the score. Such a selector observes no
+        attention and reads no queries.
+        """
+        ...
+
+
+@runtime_checkable
 class Scoped(Protocol):
     """Plans several layers together."""
 

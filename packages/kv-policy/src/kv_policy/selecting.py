@@ -62,6 +62,16 @@ class Selecting(Part):
         return frozenset()
 
     @property
+    def needs_rope(self) -> bool:
+        """Whether vectors are rotated to other positions: only if queries are read."""
+        return "queries" in self.reads
+
+    @property
+    def scores_once(self) -> bool:
+        """Scores may change with later tokens and queries."""
+        return False
+
+    @property
     def scope(self) -> Literal["layer", "model"]:
         """Each layer is planned separately."""
         return "layer"

@@ -1,6 +1,7 @@
 """The fixed sizes of a model's KV cache."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -38,30 +39,41 @@ class Rope:
         self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
     ) -> Float[Tensor, "*T D"]:
         """Rotate vectors by the given positions; S and P broadcast to T."""
-        rate, partner = self._by_dimension(x.shape[-1], x.device)
+        rate, partner = _by_dimension(self, x.shape[-1], x.device)
         angle = position[..., None] * rate
         return x * angle.cos() - x[..., partner] * angle.sin()
 
+    def pair_norms(self, x: Float[Tensor, "*S D"]) -> Float[Tensor, "*S D"]:
+        """Return, per dimension, the norm of the pair it is in, which no rotation changes.
+
+        A dimension of no pair counts as a pair with itself.
+        """
+        _, partner = _by_dimension(self, x.shape[-1], x.device)
+        return torch.hypot(x, x[..., partner])
+
     def mean_turn(self, position: Int[Tensor, "*B T"], dim: int) -> Float[Tensor, "*B D D"]:
         """Return the mean of the rotation matrices of `dim` dimensions over the positions."""
-        rate, partner = self._by_dimension(dim, position.device)
+        rate, partner = _by_dimension(self, dim, position.device)
         angle = position[..., None] * rate
         matrix = angle.cos().mean(-2).diag_embed()
         sine = angle.sin().mean(-2)[..., None]
         return matrix.scatter_add(-1, partner[:, None].expand_as(sine), -sine)
 
-    def _by_dimension(
-        self, dim: int, device: torch.device
-    ) -> tuple[Float[Tensor, " D"], Int[Tensor, " D"]]:
-        """Return the rotation rate towards minus its partner, and the partner, per dimension."""
-        half = dim // 2
-        pairs = self.pairs
-        if pairs is None:
-            pairs = tuple((i, i + half) for i in range(len(self.frequencies)))
-        rate, partner = [0.0] * dim, list(range(dim))
-        for (i, j), frequency in zip(pairs, self.frequencies, strict=True):
-            rate[i], rate[j] = frequency, -frequency
-            partner[i], partner[j] = j, i
+
+@lru_cache(maxsize=64)
+def _by_dimension(
+    rope: Rope, dim: int, device: torch.device
+) -> tuple[Float[Tensor, " D"], Int[Tensor, " D"]]:
+    """Return the rotation rate towards minus its partner, and the partner, per dimension."""
+    half = dim // 2
+    pairs = rope.pairs
+    if pairs is None:
+        pairs = tuple((i, i + half) for i in range(len(rope.frequencies)))
+    rate, partner = [0.0] * dim, list(range(dim))
+    for (i, j), frequency in zip(pairs, rope.frequencies, strict=True):
+        rate[i], rate[j] = frequency, -frequency
+        partner[i], partner[j] = j, i
+    with torch.inference_mode(False):  # cached tensors outlive the caller
         return torch.tensor(rate, device=device), torch.tensor(partner, device=device)
 
 
@@ -70,6 +82,34 @@ class Ropes:
     """Rotary embeddings that differ between layers."""
 
     each: tuple[Rope, ...]  # one per layer
+
+    def turned(
+        self, x: Float[Tensor, "B *S D"], position: Int[Tensor, "B *P L"], layer: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B *T D"]:
+        """Rotate the vectors of layers by the given positions; S and P broadcast to T."""
+        rate, partner = _by_layer(self, x.shape[-1], x.device)
+        lead = (len(layer), *(1,) * (x.ndim - 2), x.shape[-1])
+        angle = position[..., None] * rate[layer].view(lead)
+        other = x.gather(-1, partner[layer].view(lead).expand_as(x))
+        return x * angle.cos() - other * angle.sin()
+
+    def pair_norms(
+        self, x: Float[Tensor, "B *S D"], layer: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B *S D"]:
+        """Return the norms of pairs of dimensions of layers' vectors; see `Rope.pair_norms`."""
+        _, partner = _by_layer(self, x.shape[-1], x.device)
+        lead = (len(layer), *(1,) * (x.ndim - 2), x.shape[-1])
+        return torch.hypot(x, x.gather(-1, partner[layer].view(lead).expand_as(x)))
+
+
+@lru_cache(maxsize=8)
+def _by_layer(
+    ropes: Ropes, dim: int, device: torch.device
+) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N D"]]:
+    """Return rates and partners as `_by_dimension`, for all layers."""
+    each = [_by_dimension(rope, dim, device) for rope in ropes.each]
+    with torch.inference_mode(False):
+        return torch.stack([rate for rate, _ in each]), torch.stack([other for _, other in each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +145,35 @@ class CacheShape:
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None: unknown."""
         return self.rope.each[layer] if isinstance(self.rope, Ropes) else self.rope
+
+    def turned(
+        self, x: Float[Tensor, "B *S D"], position: Int[Tensor, "B *P L"], layer: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B *T D"]:
+        """Rotate the vectors of layers by the given positions; S and P broadcast to T.
+
+        Raises:
+            ValueError: the rotary embedding is unknown.
+        """
+        rope = self._known_rope()
+        if isinstance(rope, Ropes):
+            return rope.turned(x, position, layer)
+        return rope.turned(x, position)
+
+    def pair_norms(
+        self, x: Float[Tensor, "B *S D"], layer: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B *S D"]:
+        """Return the norms of pairs of dimensions of layers' vectors; see `Rope.pair_norms`.
+
+        Raises:
+            ValueError: the rotary embedding is unknown.
+        """
+        rope = self._known_rope()
+        return rope.pair_norms(x, layer) if isinstance(rope, Ropes) else rope.pair_norms(x)
+
+    def _known_rope(self) -> Rope | Ropes:
+        if self.rope is None:
+            raise ValueError("vectors cannot be rotated, as the rotary embedding is unknown")
+        return self.rope
 
     @property
     def token_bytes(self) -> int:

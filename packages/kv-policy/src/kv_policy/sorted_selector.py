@@ -59,8 +59,8 @@ class SortedSelector:
 
     @property
     def observe(self) -> Observe:
-        """The evictor's; generated queries too if tokens are placed by steps."""
-        steps = self._sorter.decode == "step"
+        """The evictor's; generated queries too if tokens are placed by steps of their scores."""
+        steps = self._sorter.decode == "step" and not self.scores_once
         return replace(self._evictor.observe, generated=steps or self._evictor.observe.generated)
 
     @property
@@ -72,6 +72,16 @@ class SortedSelector:
     def reads(self) -> frozenset[VectorName]:
         """The evictor's."""
         return self._evictor.reads
+
+    @property
+    def needs_rope(self) -> bool:
+        """The evictor's."""
+        return self._evictor.needs_rope
+
+    @property
+    def scores_once(self) -> bool:
+        """The evictor's."""
+        return self._evictor.scores_once
 
     @property
     def scope(self) -> Literal["layer", "model"]:

@@ -79,7 +79,7 @@ def remedy(name: str) -> str:
 @cache
 def _say(used: str, faster: str, reason: str) -> None:
     log.warning(
-        "using the attention backend %r; %r would be faster but is unavailable: %s (%s)",
+        "using the attention backend %r; %r is preferred but unavailable: %s (%s)",
         used,
         faster,
         reason,

@@ -73,7 +73,6 @@ class PolicyCache:
         """
         if pages is not None and pages < 1:
             raise ValueError(f"pages is {pages}; give 1 or more, or None")
-        checks.check_reads(policy, shape)
         self.policy, self.shape = policy, shape
         self.selector = None if policy.selector is None else complete(policy.selector)
         self.device, self._pages, self._pool = torch.device(device), pages, pool
@@ -83,6 +82,8 @@ class PolicyCache:
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
+        heads = shape.kv_heads if self.bases is None else self.bases.stored.kv_heads
+        checks.check_reads(policy, shape, heads, folded)
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         checks.check_replay(policy, replays, len(self.layout.shapes))
         self._budgets = tuple(budgets) if budgets is not None else None
@@ -189,7 +190,7 @@ class PolicyCache:
         self._keeper = (
             KeepAll()
             if selector is None
-            else KeepSelected(selector, budgets, self.tally, careful=self._careful)
+            else KeepSelected(selector, self.shape, budgets, self.tally, careful=self._careful)
         )
         kernels = page_kernels_of(self.backend)
         return Batch.allocate(
@@ -220,7 +221,7 @@ class PolicyCache:
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
-        value_dim = value.shape[-1]
+        value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
@@ -231,9 +232,9 @@ class PolicyCache:
         result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
         observed = dict(zip(watch, (result, *result.others), strict=True))
         queries = self._queries(query, now.whole, scale)
-        self.keep(layer, key, value, result, queries)
+        self.keep(layer, key, value, result, queries, unprojected)
         for follower in self._followers:
-            follower.keep(layer, key, value, observed[follower.observe], queries)
+            follower.keep(layer, key, value, observed[follower.observe], queries, unprojected)
         if self._pass is None:
             self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
@@ -260,13 +261,15 @@ class PolicyCache:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None = None,
+        unprojected: tuple[Float[Tensor, "B Hk L Dk"], Float[Tensor, "B Hu L Du"]] | None = None,
     ) -> None:
         """Store a layer's new tokens, given the observations of its attention.
 
         `attend` calls this itself. Several empty caches with the same basis may share the attention
         of one prompt: one cache attends, and the others call this with the observations of the new
         tokens, which are the last entry of `result`. Keys and values are projected if the policy
-        has a basis.
+        has a basis; `unprojected` are those of the model (None: the same), for a selector that
+        scores tokens once.
 
         Raises:
             RuntimeError: `begin` was not called, or layers are out of order.
@@ -277,7 +280,9 @@ class PolicyCache:
         for part in now.parts:
             fresh = part.vectors(key), part.vectors(value)
             seen = part.observed(result), part.queries(queries)
-            keeper.take(batch, part.now, layer, *fresh, *seen)
+            key_in, value_in = unprojected or (key, value)
+            own = part.vectors(key_in), part.vectors(value_in)
+            keeper.take(batch, part.now, layer, *fresh, *seen, own)
         if self._waiting is not None:
             self._waiting.add(key, value)
         self._next_layer += 1

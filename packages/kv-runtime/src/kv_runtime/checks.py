@@ -4,27 +4,45 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
+from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
 
 
-def check_reads(policy: KVPolicy, shape: CacheShape) -> None:
-    """Raise if a policy reads queries that are unavailable.
+def check_reads(policy: KVPolicy, shape: CacheShape, heads: int, folded: Folded) -> None:
+    """Raise if a policy reads what is unavailable.
 
     Raises:
-        ValueError: it rotates queries, but the rotary embedding is unknown or there is a basis.
+        ValueError: it rotates vectors, but the rotary embedding is unknown or they are coordinates
+            in a basis; or it reads the model's keys and values, but these are folded, or stored
+            by other heads than the model's.
     """
-    if policy.selector is None or "queries" not in complete(policy.selector).reads:
+    if policy.selector is None:
         return
-    if policy.basis is not None:
+    selector = complete(policy.selector)
+    if selector.scores_once and folded and selector.reads:
         raise ValueError(
-            f"{policy} rotates queries to other positions, but its basis stores keys for which "
+            f"{policy} scores tokens by the model's own keys and values, but the basis is folded "
+            f"into the model's projections, which compute coordinates ({', '.join(sorted(folded))})"
+            "; restore the model, or use a policy that scores tokens by attention, such as snapkv"
+        )
+    if selector.scores_once and heads != shape.kv_heads:
+        raise ValueError(
+            f"{policy} scores the tokens of each KV head, but its basis stores "
+            f"{shape.kv_heads // heads} KV heads together; use a basis of single heads, such as "
+            "zack, or omit one of the two"
+        )
+    if not selector.needs_rope:
+        return
+    if policy.basis is not None and not selector.scores_once:
+        raise ValueError(
+            f"{policy} rotates vectors to other positions, but its basis stores keys for which "
             "this is impossible; omit one of the two"
         )
     if shape.rope is None:
         raise ValueError(
-            f"{policy} rotates queries to other positions, which needs the model's rotary "
-            "embedding, but this engine does not provide it; use kv_serve.CompressedCache with a "
-            "model of transformers, or a policy that reads no queries"
+            f"{policy} rotates vectors to other positions, which needs the model's rotary "
+            "embedding, but this engine does not provide it; use kv_transformers.CompressedCache "
+            "with a model of transformers, or a policy that needs no rotation, such as snapkv"
         )
 
 

@@ -10,5 +10,5 @@ def need(backend: str) -> None:
     found = all_backends()[backend]
     reason = found.missing()
     if not found.installed:
-        pytest.skip(reason or backend)
+        pytest.skip(f"{backend}: {reason}")
     assert reason is None, f"{backend} is installed, and {reason}"

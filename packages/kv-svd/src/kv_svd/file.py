@@ -1,9 +1,8 @@
 """The file of calibration statistics that the policies of this package read."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import msgspec
 import torch
@@ -11,11 +10,12 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_policy.decoding import decode
+from kv_policy.tensor_files import Stamp, read, read_facts, stamp, write
 from kv_svd.fit import Moments
-from kv_svd.io import read, read_facts, write
 from kv_svd.statistics import LayerStatistics, Statistics
 
 FORMAT: Final = "kv-svd statistics 1"
+CALIBRATION: Final = "zack"
 _PARTS: Final = ("query", "key", "value", "output")
 
 Count = Annotated[int, Meta(ge=1)]
@@ -75,34 +75,15 @@ def load(path: Path) -> tuple[Facts, Statistics]:
     return _load(stamp(path))
 
 
-class Stamp(NamedTuple):
-    """Identity of a file's content, as a cache key."""
-
-    path: Path
-    changed: int  # ns
-    size: int  # bytes
-    inode: int  # changes if the file is replaced
-
-
-def stamp(path: Path) -> Stamp:
-    """Return a file's stamp without reading it; a missing file fails when it is read."""
-    path = Path(os.path.abspath(path))
-    try:
-        found = path.stat()
-    except (OSError, ValueError):  # a name with a null byte is a ValueError
-        return Stamp(path, 0, 0, 0)
-    return Stamp(path, found.st_mtime_ns, found.st_size, found.st_ino)
-
-
 @lru_cache(maxsize=32)
 def _facts(file: Stamp) -> Facts:
-    return _decode(file.path, read_facts(file.path, FORMAT))
+    return _decode(file.path, read_facts(file.path, FORMAT, CALIBRATION))
 
 
 @lru_cache(maxsize=2)
 def _load(file: Stamp) -> tuple[Facts, Statistics]:
     path = file.path
-    text, tensors = read(path, FORMAT)
+    text, tensors = read(path, FORMAT, CALIBRATION)
     facts = _decode(path, text)
     for name, shape in _shapes(facts, path).items():
         found = tensors.get(name)

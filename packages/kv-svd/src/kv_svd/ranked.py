@@ -12,7 +12,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_policy import HeadBasis
-from kv_svd.file import Facts, Stamp, load, stamp
+from kv_policy.tensor_files import Stamp, stamp
+from kv_svd.file import Facts, load
 from kv_svd.fit import Directions, basis
 from kv_svd.fitted import Fitted
 from kv_svd.rates import (

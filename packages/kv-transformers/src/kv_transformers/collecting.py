@@ -1,10 +1,10 @@
-"""Pass a model's queries, keys and values to a calibrator, layer by layer, storing nothing."""
+"""Pass a model's queries, keys and values to a collector, layer by layer, storing nothing."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kv_policy import CacheShape, Calibrator
+from kv_policy import CacheShape, Collector
 from kv_transformers.fold import folded_by
 from kv_transformers.modules import attention_modules
 from kv_transformers.support import OUTPUT, UnsupportedModelError
@@ -12,20 +12,20 @@ from kv_transformers.watching import EmptyCache
 
 
 class CollectingCache(EmptyCache):
-    """A cache that passes vectors to a calibrator and stores nothing.
+    """A cache that passes vectors to a collector, such as a calibrator, and stores nothing.
 
     Use it as the cache of forward passes of whole texts. A pass attends only to its own tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, calibrator: Calibrator) -> None:
-        """Pass the vectors of `model` to `calibrator`.
+    def __init__(self, model: PreTrainedModel, collector: Collector) -> None:
+        """Pass the vectors of `model` to `collector`.
 
         Raises:
             UnsupportedModelError: the model's attention is not supported.
             ValueError: the model's attention implementation cannot be set, or the model is folded.
         """
         _expect_own(model)
-        self._calibrator = calibrator
+        self._collector = collector
         super().__init__(model)
 
     def attend(
@@ -37,7 +37,7 @@ class CollectingCache(EmptyCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
-        """Pass the new tokens to the calibrator, then attend causally over them.
+        """Pass the new tokens to the collector, then attend causally over them.
 
         Raises:
             ValueError: the model was folded in the meantime.
@@ -45,9 +45,10 @@ class CollectingCache(EmptyCache):
         model = self.model
         if layer == 0 and model is not None:
             _expect_own(model)
-        grouped = query.unflatten(1, (key.shape[1], -1))
+        factor = scale * query.shape[-1] ** 0.5
+        grouped = (query if factor == 1 else query * factor).unflatten(1, (key.shape[1], -1))
         there = None if valid is None else valid.expand(len(query), -1)
-        self._calibrator.see(layer, grouped, key, value, there)
+        self._collector.see(layer, grouped, key, value, there)
         return super().attend(layer, query, key, value, scale, valid)
 
 

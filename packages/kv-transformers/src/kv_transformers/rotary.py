@@ -26,7 +26,7 @@ _GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on t
 
 
 def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) -> CacheShape:
-    """Add each layer's rotary embedding to a shape, if the policy reads queries.
+    """Add each layer's rotary embedding to a shape, if the policy needs it.
 
     The model runs a few single tokens at several positions. A single token attends only to itself
     at any position, so its queries in each layer differ only by the rotation.
@@ -35,16 +35,32 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
         UnsupportedModelError: a layer applies something else, or frequencies depend on the
             sequence length; the message names the layer.
     """
-    selector = policy.selector
-    if selector is None or policy.basis is not None or "queries" not in complete(selector).reads:
+    if policy.selector is None:
         return shape
+    selector = complete(policy.selector)
+    if not selector.needs_rope or (policy.basis is not None and not selector.scores_once):
+        return shape
+    return replace(shape, rope=find_ropes(model, shape, str(policy)))
+
+
+def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope | Ropes:
+    """Return the rotary embedding of each layer, or of all.
+
+    Args:
+        model: the model.
+        shape: the shape of its cache.
+        reader: what needs it, for error messages.
+
+    Raises:
+        UnsupportedModelError: as `with_ropes`.
+    """
     name = type(model).__name__
     for kind in _kinds(model):
         if kind in _GROWING:
             raise UnsupportedModelError(
-                f"{policy} rotates queries to other positions, but the rotary embedding of {name} "
-                f"({kind}) changes with the length of the sequence; use a policy that reads no "
-                "queries, such as snapkv"
+                f"{reader} rotates vectors to other positions, but the rotary embedding of {name} "
+                f"({kind}) changes with the length of the sequence; use a policy that "
+                "needs no rotation, such as snapkv"
             )
     config = model.config.get_text_config(decoder=True)
     last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
@@ -71,13 +87,13 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
     missing = [layer for layer, rope in enumerate(ropes) if rope is None]
     if missing:
         raise UnsupportedModelError(
-            f"{policy} rotates queries to other positions, but layer {missing[0]} of {name} "
+            f"{reader} rotates vectors to other positions, but layer {missing[0]} of {name} "
             "changes them with their position in a way that is not a supported rotary embedding "
             "(halves or interleaved pairs rotated by the model's inv_freq, or none); use a policy "
-            "that reads no queries, such as snapkv"
+            "that needs no rotation, such as snapkv"
         )
     known = tuple(rope for rope in ropes if rope is not None)
-    return replace(shape, rope=known[0] if len(set(known)) == 1 else Ropes(known))
+    return known[0] if len(set(known)) == 1 else Ropes(known)
 
 
 def _kinds(model: "PreTrainedModel") -> Iterator[str]:

@@ -13,7 +13,7 @@ from kv_eval.calibrate.partial import Partial
 from kv_eval.evaluate.provenance import subject
 from kv_eval.tasks import Text
 from kv_eval.tasks.windows import text_start
-from kv_policy import Calibrator
+from kv_policy import Collector, Resumable
 from kv_transformers import passing
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class Reading:
 
 def collect(
     loaded: "LoadedModel",
-    calibrator: Calibrator,
+    calibrator: Resumable,
     windows: Sequence[Int[Tensor, "1 L"]],
     partial: Partial,
 ) -> Iterator[int]:
-    """Read the remaining windows; yield the tokens read so far after each.
+    """Read the remaining windows; yield the tokens accumulated so far after each.
 
     Only the model's body runs, without the logits, and no window is kept in memory.
 
@@ -113,18 +113,21 @@ def collect(
     Raises:
         ValueError: the model cannot be calibrated, or its vectors are not finite.
     """
-    from kv_transformers.collecting import CollectingCache
-
-    cache = CollectingCache(loaded.model, calibrator)
     while partial.windows < len(windows):
         began = time.perf_counter()
-        window = windows[partial.windows].to(loaded.model.device)
-        with torch.no_grad():
-            loaded.model.base_model(
-                input_ids=window, **passing(loaded.model.base_model, cache), use_cache=True
-            )
+        show(loaded, calibrator, windows[partial.windows])
         partial.windows += 1
         partial.seconds += time.perf_counter() - began
         if partial.windows % EVERY == 0 or partial.windows == len(windows):
             partial.save(calibrator)
         yield calibrator.tokens
+
+
+def show(loaded: "LoadedModel", collector: Collector, window: Int[Tensor, "1 L"]) -> None:
+    """Run the model's body over a window, and pass every layer's vectors to the collector."""
+    from kv_transformers.collecting import CollectingCache
+
+    body = loaded.model.base_model
+    cache = CollectingCache(loaded.model, collector)
+    with torch.no_grad():
+        body(input_ids=window.to(loaded.model.device), **passing(body, cache), use_cache=True)

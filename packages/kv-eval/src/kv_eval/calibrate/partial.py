@@ -12,7 +12,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from kv_policy import Calibrator
+from kv_policy import Resumable
 from kv_policy.decoding import decode
 from kv_policy.files import set_aside, write_whole
 
@@ -42,7 +42,7 @@ class Partial:
             msgspec.json.encode(dict(settings)), type=dict[str, object]
         )
 
-    def resume(self, calibrator: Calibrator) -> str:
+    def resume(self, calibrator: Resumable) -> str:
         """Resume from the file if it is intact and its settings match; else rename it aside.
 
         Returns:
@@ -84,7 +84,7 @@ class Partial:
         self.windows, self.seconds = head.windows, head.seconds
         return f"Resuming from {self.path} after {calibrator.tokens:,} tokens."
 
-    def save(self, calibrator: Calibrator) -> None:
+    def save(self, calibrator: Resumable) -> None:
         """Write the state atomically.
 
         Raises:

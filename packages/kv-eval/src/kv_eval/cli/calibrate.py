@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kv_eval.cli.calibrate_gate import gate
 from kv_eval.cli.calibrate_zack import zack
 from kv_eval.cli.eval import Task
 from kv_eval.cli.shares import share
@@ -48,6 +49,7 @@ def _start() -> None:
     """Find a policy's settings for a model, by measuring their cost on tasks."""
 
 
+app.command("gate")(gate)
 app.command("zack")(zack)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kv_eval.cli.calibrate_summary import show
+from kv_eval.cli.collecting import collect_windows
 from kv_eval.cli.eval import Task
 from kv_eval.cli.shares import share
 from kv_transformers.cli.console import (
@@ -150,7 +151,6 @@ def _samples(
 def _collect(
     loaded: "LoadedModel", reading: "Reading", text: "Text", path: Path
 ) -> "tuple[Calibrator, float]":
-    from kv_eval.calibrate.collect import collect
     from kv_eval.calibrate.partial import Partial
     from kv_eval.evaluate.provenance import commit
     from kv_policy import load_calibrator
@@ -165,23 +165,8 @@ def _collect(
         calibrator = load_calibrator(POLICY)(shape, weights, reading.together)
     settings = reading.identity(loaded, text) | {"commit": commit(), **versions()}
     partial = Partial(_partial(path), settings)
-    with refusing(ValueError):
-        sentence = partial.resume(calibrator)
-    if sentence:
-        remark(sentence)
     total = sum(each.shape[1] for each in windows)
-    try:
-        with refusing(ValueError), progress() as shown:
-            bar = shown.add_task("reading", total=total, completed=calibrator.tokens)
-            for done in collect(loaded, calibrator, windows, partial):
-                shown.update(bar, completed=done)
-    except KeyboardInterrupt:
-        kept = f"is saved in {partial.path}" if partial.path.exists() else "is not saved yet"
-        remark(
-            f"Interrupted. The state after whole windows {kept}; run the same command again "
-            "to resume."
-        )
-        raise typer.Exit(INTERRUPTED) from None
+    collect_windows(loaded, calibrator, windows, partial, "reading", total)
     return calibrator, partial.seconds
 
 

@@ -43,7 +43,7 @@ def demo(
     width = min(console.width, WIDTH)
     console.print(
         f"The number {show.sample.answers[0]} is hidden in a text of {show.sample.length:,} "
-        "tokens, and SmolLM2 is asked for it. Then a chat, both turns with one cache: "
+        "tokens, and SmolLM2 is asked for it. Then a two-turn chat with one cache: "
         f"{' '.join(TURNS)}\n",
         highlight=False,
         width=width,

@@ -32,7 +32,7 @@ class Text:
     @property
     def digest(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the body."""
-        return hashlib.sha256(self.body.encode()).hexdigest()[:16]
+        return digest(self.body)
 
     def pieces(self) -> tuple[tuple[str, ...], ...]:
         """Return the text as sentences of words; a sentence above 60 words is split."""
@@ -46,6 +46,11 @@ class Text:
         return tuple(found)
 
 
+def digest(body: str) -> str:
+    """Return the first 16 hexadecimal digits of a text's SHA-256."""
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
 def read_text(path: str | Path) -> Text:
     """Read a UTF-8 file, one paragraph between blank lines.
 
@@ -53,14 +58,22 @@ def read_text(path: str | Path) -> Text:
         TaskError: the file is missing, is not UTF-8, or has no words.
     """
     path = Path(path)
+    return Text(path.name, _paragraphs(read_raw(path)))
+
+
+def read_raw(path: Path) -> str:
+    """Read a UTF-8 file as it stands, with its line breaks.
+
+    Raises:
+        TaskError: the file is missing or is not UTF-8.
+    """
     try:
-        raw = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"{path} is not UTF-8 text; convert it first") from error
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise TaskError(f"cannot read the text {str(path)[:200]}: {reason}") from error
-    return Text(path.name, _paragraphs(raw))
 
 
 def default_text() -> Text:

@@ -158,6 +158,8 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Draw
         "score is infinite for a token that arrives in decoding; without observing generated "
         "queries it is never scored again and stays protected",
     )
+    if selector.scores_once:
+        _check_scored_once(selector, tokens, score)
     if "queries" in selector.reads:
         return  # a host then scores one layer at a time
     stacked = _layer_score(selector, tokens.stacked()).view_as(score)
@@ -166,6 +168,19 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Draw
         bool(torch.isclose(stacked, score, rtol=1e-4, atol=1e-6)[there].all()),
         "score of a view of several layers differs from the scores of each layer alone; in "
         "decoding the layer of a row is layer[row]",
+    )
+
+
+def _check_scored_once(
+    selector: CompleteSelector, tokens: DrawnTokens, score: Float[Tensor, "N B H L"]
+) -> None:
+    later = dataclasses.replace(
+        tokens, score=tokens.score + 1, length=tokens.length + 5, fresh=~tokens.fresh
+    )
+    there = tokens.position >= 0
+    law(
+        bool(torch.isclose(_scores(selector, later), score, rtol=1e-4, atol=1e-6)[there].all()),
+        "score depends on more than a token's key, value and position, though scores_once is True",
     )
 
 

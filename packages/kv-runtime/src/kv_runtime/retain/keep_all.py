@@ -35,6 +35,7 @@ class KeepAll:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None,
+        unprojected: tuple[Float[Tensor, "B Hk L Dk"], Float[Tensor, "B Hu L Du"]],
     ) -> None:
         """Store a prompt's tokens layer by layer; decoded tokens wait for the end of the pass."""
         if not now.is_prefill:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import CompleteSelector, Queries, Running
+from kv_policy import CacheShape, CompleteSelector, Queries, Running
 from kv_runtime.batch import Batch, Pass, flat
 from kv_runtime.retain.groups import fresh_group, layer_groups
 from kv_runtime.retain.planning import Scored, score_layers
@@ -16,7 +16,7 @@ from kv_runtime.retain.planning import Scored, score_layers
 
 @dataclass(frozen=True)
 class Observed:
-    """New tokens of a layer, and the observations of its attention."""
+    """New tokens of a layer, as the selector reads them, and the observations of its attention."""
 
     key: Float[Tensor, "B H L D"]
     value: Float[Tensor, "B H L Dv"]
@@ -31,15 +31,21 @@ class Observed:
 
 
 def score(
-    selector: CompleteSelector, batch: Batch, now: Pass, first: int, observed: Sequence[Observed]
+    selector: CompleteSelector,
+    batch: Batch,
+    now: Pass,
+    first: int,
+    observed: Sequence[Observed],
+    shape: CacheShape,
 ) -> Scored:
     """Score the tokens of the layers from `first` on, and store the scores.
 
-    If decode queries are not observed, only new tokens are scored.
+    Only new tokens are scored if the selector scores them once, or if decode queries are not
+    observed. `shape` is that of the model's own vectors.
     """
     over = now.over(len(observed))
     layers = slice(first, first + len(observed))
-    what = selector, layers, batch.shape
+    what = selector, layers, shape if selector.scores_once else batch.shape
     key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
     queries = None
     if "queries" in selector.reads:
@@ -49,6 +55,11 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads)
         return score_layers(*what, [fresh], over, queries)
     results = [o.result for o in observed]
+    if selector.scores_once:
+        new = score_layers(*what, [fresh_group(batch, over, key, value, selector.reads)], over)
+        groups = layer_groups(batch, over, layers, key, value, frozenset(), results)
+        groups[-1] = replace(groups[-1], score=new.split(new.score)[0])
+        return replace(Scored.carried(groups), head_stats=new.head_stats, wrong=new.wrong)
     stored = running_in(now, selector) is None  # otherwise `update_scores` has updated them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     replayed = observed[0].replayed  # prompts are scored one layer at a time

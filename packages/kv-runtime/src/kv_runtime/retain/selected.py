@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
-from kv_policy import Budget, CompleteSelector, Observe, Queries
+from kv_policy import Budget, CacheShape, CompleteSelector, Observe, Queries
 from kv_runtime.batch import Batch, Pass
 from kv_runtime.forward_pass import Forward
 from kv_runtime.retain.answers import expect_numbers
@@ -42,6 +42,7 @@ class KeepSelected:
     def __init__(
         self,
         selector: CompleteSelector,
+        shape: CacheShape,
         budgets: tuple[Budget | None, ...] | None,
         tally: Tally,
         *,
@@ -51,13 +52,14 @@ class KeepSelected:
 
         Args:
             selector: the selector.
+            shape: the shape of the model's own vectors.
             budgets: a sequence's own budget, or None for the policy's.
             tally: counts plans.
             careful: whether a selector's error is isolated to the sequence that causes it.
         """
         self._careful = Careful(selector) if careful else None
         self.selector: CompleteSelector = self._careful or selector
-        self.budgets = budgets
+        self.shape, self.budgets = shape, budgets
         self.tally = tally
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
@@ -68,7 +70,7 @@ class KeepSelected:
         self._mixed = False  # this pass has both prefill and decode
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
-        self._unscored: list[Observed] = []  # prefill, until its replay
+        self._unscored: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._steps: list[_Arrival] = []  # decode
         self._observed: list[Observed] = []  # layers not scored yet
         self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
@@ -100,12 +102,18 @@ class KeepSelected:
         value: Float[Tensor, "B H L Dv"],
         result: Attended,
         queries: Queries | None,
+        unprojected: tuple[Float[Tensor, "B Hk L Dk"], Float[Tensor, "B Hu L Du"]],
     ) -> None:
-        """Score a layer's tokens; store them now, or with all layers at the end of the pass."""
+        """Score a layer's tokens; store them now, or with all layers at the end of the pass.
+
+        `unprojected` are keys and values as the model computes them, before any basis.
+        """
         running = running_in(now, self.selector)
         if running is not None:
             result = update_scores(batch, now, layer, result, running)
-        observed = Observed(key, value, result, queries)
+        observed = Observed(
+            *(unprojected if self.selector.scores_once else (key, value)), result, queries
+        )
         if not now.is_prefill:
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
@@ -115,16 +123,19 @@ class KeepSelected:
             if alone or len(self._observed) * observed.tokens >= _TOGETHER:
                 self._score_step(batch, now)
             return
+        arrival = _Arrival(key, value)
         if self.selector.replay is not None:
-            self._unscored.append(observed)
+            self._unscored.append((arrival, observed))
             return
-        self._arrive(batch, now, layer, observed)
+        self._arrive(batch, now, layer, arrival, observed)
 
-    def _arrive(self, batch: Batch, now: Pass, layer: int, observed: Observed) -> None:
+    def _arrive(
+        self, batch: Batch, now: Pass, layer: int, arrival: _Arrival, observed: Observed
+    ) -> None:
         """Score a layer's prompts; plan them now, or with all layers at the end of the pass."""
-        scored = score(self.selector, batch, now, layer, [observed])
+        scored = score(self.selector, batch, now, layer, [observed], self.shape)
         self._wrong += () if scored.wrong is None else (scored.wrong,)
-        arrival = _Arrival(observed.key, observed.value, scored)
+        arrival = replace(arrival, scored=scored)
         if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
         else:
@@ -134,9 +145,9 @@ class KeepSelected:
         """Store the tokens that waited for all layers, or for the scores of their replay."""
         if now.is_prefill:
             unscored, self._unscored = self._unscored, []
-            for layer, observed in enumerate(unscored):
+            for layer, (arrival, observed) in enumerate(unscored):
                 again = replace(observed, replayed=replayed[layer])
-                self._arrive(batch, now, layer, again)
+                self._arrive(batch, now, layer, arrival, again)
             waiting, self._waiting = self._waiting, []
             wrong, self._wrong = self._wrong, []
             expect_numbers(self.selector, wrong)
@@ -284,10 +295,12 @@ class KeepSelected:
     def _score_step(self, batch: Batch, now: Pass) -> None:
         """Score the layers attended in decode since the last call."""
         observed, self._observed = self._observed, []
-        if not observed or not (self.selector.observe.generated or self.selector.decode == "step"):
+        selector = self.selector
+        scored_now = selector.observe.generated or selector.scores_once or selector.decode == "step"
+        if not observed or not scored_now:
             return
         first = len(self._steps) - len(observed)
-        scored = score(self.selector, batch, now, first, observed)
+        scored = score(self.selector, batch, now, first, observed, self.shape)
         fresh = scored.split(scored.score)[-1]
         self._fresh.append(fresh.unflatten(0, (len(observed), -1)))
 

@@ -1,18 +1,20 @@
-"""Tensors and facts in a safetensors file, written atomically, with checksums.
+"""Results of calibrations: tensors and facts in a safetensors file, with checksums.
 
 The facts and their checksum are in the file's header, so they can be read and verified without the
 tensors; the checksum of the tensors is part of the header.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from kv_policy import calibrate_command
+from kv_policy.calibrator import calibrate_command
 from kv_policy.files import write_whole
 
 
@@ -34,24 +36,48 @@ def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> N
     write_whole(path, to_bytes(names, header))
 
 
-def read_facts(path: Path, form: str) -> str:
+class Stamp(NamedTuple):
+    """Identity of a file's content, as a cache key."""
+
+    path: Path
+    changed: int  # ns
+    size: int  # bytes
+    inode: int  # changes if the file is replaced
+
+
+def stamp(path: Path) -> Stamp:
+    """Return a file's stamp without reading it; a missing file fails when it is read."""
+    path = Path(os.path.abspath(path))
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # a name with a null byte is a ValueError
+        return Stamp(path, 0, 0, 0)
+    return Stamp(path, found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def read_facts(path: Path, form: str, calibration: str) -> str:
     """Read only the facts.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or of another format.
-    """
-    return _open(path, form, tensors=False)[0]
-
-
-def read(path: Path, form: str) -> tuple[str, dict[str, Tensor]]:
-    """Read facts and tensors, and verify every byte of both.
+    Args:
+        path: the file.
+        form: name and version of the format.
+        calibration: the method argument of `kv-serve calibrate` that writes such files.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or of another format.
     """
-    return _open(path, form, tensors=True)
+    return _open(path, form, calibration, tensors=False)[0]
+
+
+def read(path: Path, form: str, calibration: str) -> tuple[str, dict[str, Tensor]]:
+    """Read facts and tensors, and verify every byte of both; arguments as for `read_facts`.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or of another format.
+    """
+    return _open(path, form, calibration, tensors=True)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -62,13 +88,17 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _open(path: Path, form: str, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
-    command = calibrate_command("zack", str(path))
+def _open(
+    path: Path, form: str, calibration: str, *, tensors: bool
+) -> tuple[str, dict[str, Tensor]]:
     if path.suffix == ".partial":
+        whole = path.with_suffix("")
         raise ValueError(
-            f"{path} holds the state of an unfinished calibration; run the same `kv-serve "
-            f"calibrate zack` again, which resumes from it, and use {path.with_suffix('')}"
+            f"{path} holds the state of an unfinished calibration; run its command again, such as "
+            f"`{calibrate_command(calibration, str(whole))}`, which resumes from it, and use "
+            f"{whole}"
         )
+    command = calibrate_command(calibration, str(path))
     try:
         path.stat()
     except FileNotFoundError:

@@ -1,0 +1,161 @@
+"""Gate: what to keep, predicted from each key and value alone."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, ClassVar, Final, Literal
+
+from jaxtyping import Float, UInt8
+from msgspec import Meta
+from torch import Tensor
+
+from kv_evict.gate_file import GateWeights, load
+from kv_evict.gate_threshold import GateThreshold
+from kv_evict.pooling import pool
+from kv_evict.schedule import cheapest_pages
+from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replan, Selector
+
+# What has no effect beside a threshold; a share sets one itself.
+_OF_BUDGETS: Final = tuple(
+    ["budget", "layers", "pool", "every", "uncompressed", "short", "most", "share"]
+)
+
+
+@dataclass(frozen=True)
+class Gate(Evictor):
+    """Keep the tokens that a linear model per KV head predicts to be needed, in one budget.
+
+    KVzip scores a token by the largest attention probability that any query gives it while the
+    model repeats the text: it needs no question, but reads everything twice. A ridge regression
+    predicts the logarithm of that score from what a head stores: the key before RoPE, the norms of
+    its pairs of dimensions, the value, and the norms of both. A token is scored once, when it
+    arrives; neither queries nor later tokens change its score, so a prompt is compressed without
+    the question that will be asked about it.
+
+    All layers and heads share one budget, and the cheapest pages are evicted, as in KV-Compress
+    (section 4.2.2); `layers=even` gives every layer the same. Scores are maximized over `pool`
+    neighbouring stored tokens when a plan is made. The first `sinks` and the newest `recent` tokens
+    are always kept. With `every`, `uncompressed` or `short` tokens are evicted during generation as
+    well, by the same scores.
+
+    With a `threshold` there is no budget: a token is kept if its score reaches it. Each head then
+    decides for itself, and a prompt that is read in parts is compressed part by part. `share` sets
+    the threshold that this share of the tokens of the calibration's texts exceeded. While
+    generating, a token below the threshold is evicted when it is no longer among the `recent`.
+
+    `file` is written by `kv-serve calibrate gate`, or the name of a gate in this package. It
+    belongs to one model.
+    """
+
+    name: ClassVar[str] = "gate"
+    source: ClassVar[str] = (
+        "target: KVzip, Kim et al., 2025, https://arxiv.org/abs/2505.23416; the prediction is ours"
+    )
+    reads = frozenset({"keys", "values"})
+    needs_rope = True
+    scores_once = True
+
+    file: Annotated[
+        str, Meta(min_length=1, description="output of kv-serve calibrate gate, or a shipped gate")
+    ] = field(kw_only=True)
+    layers: Annotated[
+        Literal["free", "even"], Meta(description="free: layer budgets may differ; even: equal")
+    ] = "free"
+    sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 0
+    recent: Annotated[int, Meta(ge=0, description="newest tokens, always kept")] = 8
+    pool: Annotated[int, Meta(ge=1, description="neighbouring positions to max-pool over; odd")] = 1
+    every: Annotated[int, Meta(ge=0, description="generated tokens between plans; 0: none")] = 0
+    uncompressed: Annotated[
+        int, Meta(ge=0, description="new tokens of the batch that start a plan; 0: never")
+    ] = 0
+    short: Annotated[bool, Meta(description="plan when the pool has no free page")] = False
+    most: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="maximum tokens per plan, over layers and heads"),
+    ] = None
+    threshold: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="score from which a token is kept, instead of a budget"),
+    ] = None
+    share: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        Meta(description="threshold by the share of calibration tokens that exceed it"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Check the parameters and load the gate.
+
+        Raises:
+            NotCalibratedError: the file does not exist.
+            ValueError: a budget below the protected tokens, an even `pool`, a threshold beside
+                what belongs to a budget, or a file that is damaged or no gate.
+        """
+        super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(
+                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
+                f"{self.pool + 1}"
+            )
+        if self._limit is None:
+            return
+        given = "threshold" if self.threshold is not None else "share"
+        for other in _OF_BUDGETS:
+            default = type(self).__dataclass_fields__[other].default
+            if other != given and getattr(self, other) != default:
+                raise ValueError(
+                    f"{self.name}: {given} decides token by token, so {other}="
+                    f"{getattr(self, other)} has no effect; omit one of the two"
+                )
+
+    @cached_property
+    def _gate(self) -> GateWeights:
+        return load(self.file)
+
+    @property
+    def _limit(self) -> float | None:
+        """The threshold, if there is one; the file is loaded in any case."""
+        gate = self._gate
+        return self.threshold if self.share is None else gate.threshold(self.share)
+
+    @property
+    def selector(self) -> Selector:
+        """This method, or its rule for single tokens."""
+        limit = self._limit
+        if limit is None:
+            return self
+        return GateThreshold(self._gate, limit, self.sinks, self.recent)
+
+    @property
+    def fitted_to(self) -> str:
+        """Fingerprint of the calibrated model."""
+        return self._gate.facts.fingerprint
+
+    @property
+    def scope(self) -> Literal["layer", "model"]:
+        """All layers share one budget, unless `layers=even`."""
+        return "model" if self.layers == "free" else "layer"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Heads share a budget even where layers do not, so a shard of them decides differently."""
+        return replace(super().capabilities, splits_heads=self._limit is not None)
+
+    @property
+    def replan(self) -> Replan:
+        """Replanning as the parameters set it."""
+        return Replan(self.every, self.uncompressed, self.short, self.most)
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the predicted attention probability of each new token.
+
+        Raises:
+            ValueError: layers, heads or dimensions differ from the calibrated model.
+        """
+        return self._gate.score(view)
+
+    def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
+        """Evict the cheapest pages of all layers in view, until the budget is met."""
+        if self.pool > 1:
+            score, position = view.score.flatten(0, 1), view.position.flatten(0, 1)
+            pooled = pool(score, position, position >= 0, self.pool, "max")
+            view = replace(view, score=pooled.view_as(view.score))
+        return cheapest_pages(view, sinks=self.sinks, recent=self.recent)

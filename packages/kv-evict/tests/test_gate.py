@@ -1,0 +1,358 @@
+"""The gate: its scores against the regression written out, its plan, its file, its calibration."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evict_cases import quick
+from kv_evict import Gate
+from kv_evict.gate_calibration import GateCalibration, Repeated, repeated_attention
+from kv_evict.gate_features import features, products, width
+from kv_evict.gate_file import Facts, GateWeights, load, save, shipped
+from kv_policy import (
+    FRESH,
+    Budget,
+    CacheShape,
+    Calibrated,
+    LayerView,
+    NotCalibratedError,
+    PlanView,
+    Rope,
+    Ropes,
+    complete,
+    compose,
+    parse,
+)
+from kv_policy.testing import check_policy
+
+ROPE = Rope((1.0, 0.3, 0.05))
+OTHER = Rope((0.7, 0.2), ((0, 1), (4, 2)))
+LAYERS, HEADS, DIM, VALUE = 2, 3, 6, 4
+SHAPE = CacheShape(LAYERS, HEADS, 2, DIM, VALUE, rope=Ropes((ROPE, OTHER)))
+FACTS = Facts(
+    model="tiny",
+    fingerprint="f00d",
+    text="made up",
+    digest="0",
+    tokens=100,
+    window=10,
+    layers=LAYERS,
+    heads=HEADS,
+    key_dim=DIM,
+    value_dim=VALUE,
+    overlap={"0.25": 0.5},
+)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(weight: Tensor) -> GateWeights:
+    return GateWeights(FACTS, weight, torch.linspace(0, 1, 11))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "gate.safetensors"
+    save(path, made(drawn(LAYERS, HEADS, width(DIM, VALUE)) * 0.2))
+    return str(path)
+
+
+def view(layer: Tensor, shape: CacheShape = SHAPE, seed: int = 1) -> LayerView:
+    lead = (len(layer), shape.kv_heads, 5)
+    position = torch.tensor([0, 3, 4, 70, -1]).expand(lead)
+    return LayerView(
+        layer=layer,
+        shape=shape,
+        position=position,
+        fresh=position >= 0,
+        score=torch.zeros(lead),
+        length=torch.full((len(layer),), 71),
+        keys=drawn(*lead, DIM, seed=seed),
+        values=drawn(*lead, VALUE, seed=seed + 1),
+    )
+
+
+def turn(rope: Rope, place: int) -> Tensor:
+    """Return the explicit rotation matrix of a position."""
+    found = torch.eye(DIM, dtype=torch.float64)
+    pairs = rope.pairs if rope.pairs is not None else tuple((i, i + DIM // 2) for i in range(3))
+    for (i, j), frequency in zip(pairs, rope.frequencies, strict=True):
+        cos, sin = math.cos(place * frequency), math.sin(place * frequency)
+        found[i, i], found[i, j], found[j, i], found[j, j] = cos, -sin, sin, cos
+    return found
+
+
+def by_hand(weight: Tensor, rope: Rope, key: Tensor, value: Tensor, place: int) -> float:
+    """Return the predicted probability of a token, with its key turned back by a matrix."""
+    plain = (turn(rope, place).T @ key.double()).tolist()
+    partner = list(range(DIM))
+    for i, j in rope.pairs if rope.pairs is not None else tuple((i, i + 3) for i in range(3)):
+        partner[i], partner[j] = j, i
+    pairs = [math.hypot(x, plain[partner[i]]) for i, x in enumerate(plain)]
+    norms = [math.hypot(*plain), math.hypot(*value.tolist())]
+    logs = [math.log(norm + 1e-6) for norm in norms]
+    given = [*plain, *value.tolist(), *pairs, *norms, *logs, 1.0]
+    total = sum(w * x for w, x in zip(weight.tolist(), given, strict=True))
+    return min(1.0, math.exp(total))
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 0, 1, 1]], ids=str)
+def test_scores_are_the_regression_of_the_key_before_rope(file: str, layers: list[int]) -> None:
+    given = view(torch.tensor(layers))
+    found = Gate(file=file).score(given)
+    weight = load(file).weight
+    assert given.keys is not None
+    assert given.values is not None
+    for b, layer in enumerate(layers):
+        rope = (ROPE, OTHER)[layer]
+        for h in range(HEADS):
+            for i, place in enumerate([0, 3, 4, 70]):
+                vectors = given.keys[b, h, i], given.values[b, h, i]
+                right = by_hand(weight[layer, h], rope, *vectors, place)
+                assert float(found[b, h, i]) == pytest.approx(right, rel=1e-5)
+
+
+@quick
+@given(st.integers(1, 9), st.integers(0, 99), st.sampled_from([ROPE, OTHER, Rope((), ())]))
+def test_turned_weights_score_as_keys_turned_back(tokens: int, seed: int, rope: Rope) -> None:
+    key, value = drawn(tokens, DIM, seed=seed), drawn(tokens, VALUE, seed=seed + 1)
+    weight = drawn(width(DIM, VALUE), seed=seed + 2)
+    position = torch.arange(tokens) * 37
+    plain = rope.turned(key, -position)
+    right = features(plain, rope.pair_norms(plain), value).double() @ weight.double()
+    turned = rope.turned(weight[:DIM].expand(tokens, -1), position)
+    found = products(weight, turned, key, rope.pair_norms(key), value).double()
+    off = torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)
+    assert float(off) < 1e-4
+
+
+def test_a_shard_of_heads_scores_as_the_whole(file: str) -> None:
+    whole = view(torch.tensor([1]))
+    assert whole.keys is not None
+    assert whole.values is not None
+    shape = CacheShape(LAYERS, 1, 2, DIM, VALUE, first_head=2, rope=SHAPE.rope)
+    lead = slice(2, 3)
+    part = LayerView(
+        layer=whole.layer,
+        shape=shape,
+        position=whole.position[:, lead],
+        fresh=whole.fresh[:, lead],
+        score=whole.score[:, lead],
+        length=whole.length,
+        keys=whole.keys[:, lead],
+        values=whole.values[:, lead],
+    )
+    gate = Gate(file=file)
+    torch.testing.assert_close(gate.score(part), gate.score(whole)[:, lead])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "threshold=0.4,recent=4,sinks=2",
+        "share=0.3",
+        "threshold=0.9,recent=0",
+        "budget=20",
+        "keep=30%,recent=3,sinks=2,layers=even",
+        "budget=20,pool=3,short=true,most=9",
+    ],
+)
+def test_the_contract_holds(file: str, text: str) -> None:
+    policy = parse(f"gate:file={file},{text}")
+    check_policy(policy, SHAPE)
+    assert policy.fitted_to == "f00d"
+    assert policy.selector is not None
+    assert complete(policy.selector).scores_once
+    assert complete(policy.selector).needs_rope
+
+
+def test_it_sorts_into_tiers_and_stays_scored_once(file: str) -> None:
+    pytest.importorskip("kv_quant")
+    policy = compose(parse(f"gate:file={file},budget=40"), parse("leankv:window=0"))
+    assert policy.selector is not None
+    selector = complete(policy.selector)
+    assert (selector.tiers, selector.scores_once, selector.needs_rope) == (2, True, True)
+    assert not selector.observe.generated
+    check_policy(policy, SHAPE)
+
+
+def plan_view(score: list[float], budget: int) -> PlanView:
+    count = len(score)
+    return PlanView(
+        shape=CacheShape(1, 1, 1, DIM, VALUE),
+        first_layer=0,
+        score=torch.tensor(score).view(1, 1, 1, -1),
+        position=torch.arange(count).view(1, 1, 1, -1),
+        tier=torch.full((1, 1, 1, count), FRESH, dtype=torch.uint8),
+        length=torch.tensor([count]),
+        budget=torch.tensor([budget]),
+    )
+
+
+def test_the_plan_pools_and_protects(file: str) -> None:
+    score = [0.1, 0.9, 0.2, 0.3, 0.8, 0.1, 0.4, 0.0]
+
+    def kept(gate: Gate, budget: int) -> list[int]:
+        plan = gate.plan(plan_view(score, budget))
+        return (plan == 0).flatten().nonzero().flatten().tolist()
+
+    assert kept(Gate(Budget(3), file=file, recent=0), 3) == [1, 4, 6]
+    assert kept(Gate(Budget(3), file=file, recent=1), 3) == [1, 4, 7]
+    assert kept(Gate(Budget(3), file=file, recent=1, sinks=1), 3) == [0, 1, 7]
+    assert kept(Gate(Budget(3), file=file, recent=0, pool=3), 3) == [0, 1, 2]
+
+
+def test_a_threshold_decides_token_by_token(file: str) -> None:
+    score = [0.1, 0.9, 0.2, 0.3, 0.8, 0.1, 0.4, 0.0]
+
+    def kept(text: str) -> list[int]:
+        selector = parse(f"gate:file={file},{text}").selector
+        assert selector is not None
+        plan = selector.plan(plan_view(score, 1))
+        return (plan == 0).flatten().nonzero().flatten().tolist()
+
+    assert kept("threshold=0.3,recent=0") == [1, 3, 4, 6]
+    assert kept("threshold=0.35,recent=1") == [1, 4, 6, 7]
+    assert kept("share=0.15,recent=0") == [1]  # quantiles are a tenth apart
+    assert load(file).threshold(0.15) == pytest.approx(0.85)
+    for other in ("budget=20", "keep=25%", "layers=even", "pool=3", "every=4", "share=0.5"):
+        with pytest.raises(ValueError, match="decides token by token"):
+            parse(f"gate:file={file},threshold=0.3,{other}")
+
+
+def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
+    missing = str(tmp_path / "none.safetensors")
+    with pytest.raises(NotCalibratedError, match="kv-serve calibrate gate"):
+        Gate(file=missing)
+    (tmp_path / "text").write_text("no gate")
+    with pytest.raises(ValueError, match="damaged or not a safetensors file"):
+        Gate(file=str(tmp_path / "text"))
+    with pytest.raises(ValueError, match="pool=4 has no middle"):
+        Gate(file=file, pool=4)
+    with pytest.raises(ValueError, match="budget of 5 tokens is smaller than the 8"):
+        Gate(Budget(5), file=file)
+    with pytest.raises(ValueError, match="should be float32"):
+        save(tmp_path / "x", made(drawn(LAYERS, HEADS, 3)))
+    weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
+    weight[0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        save(tmp_path / "x", made(weight))
+    other = CacheShape(LAYERS, HEADS, 2, DIM + 2, VALUE, rope=ROPE)
+    with pytest.raises(ValueError, match="6 dimensions in a key, but this cache has 8"):
+        Gate(file=file).score(view(torch.tensor([0]), other))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "gate.safetensors"
+    weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
+    save(path, made(weight))
+    assert torch.equal(load(str(path)).weight, weight)
+    save(path, made(weight * 2))
+    assert torch.equal(load(str(path)).weight, weight * 2)
+
+
+def test_shipped_gates_load() -> None:
+    for name in shipped():
+        assert load(name).facts.tokens > 0
+
+
+def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        drawn(1, HEADS, 2, tokens, DIM, seed=seed),
+        drawn(1, HEADS, tokens, DIM, seed=seed + 1),
+        drawn(1, HEADS, tokens, VALUE, seed=seed + 2),
+    )
+
+
+def test_targets_are_the_largest_attention_of_repeating_queries() -> None:
+    text, instruction = 300, 7
+    query, key, value = inputs(2 * text + instruction, 5)
+    calibration = GateCalibration(SHAPE, instruction)
+    given, score = calibration.examples(1, query, key, value)
+    weight = (query.double() @ key.double()[:, :, None].mT / DIM**0.5).masked_fill(
+        torch.ones(query.shape[3], key.shape[2]).triu(1).bool(), -torch.inf
+    )
+    right = weight.softmax(-1)[:, :, :, text + instruction :, :text].amax((2, 3))
+    torch.testing.assert_close(score.double(), right, rtol=1e-4, atol=1e-7)
+    plain = OTHER.turned(key[:, :, :text], -torch.arange(text))
+    torch.testing.assert_close(given, features(plain, OTHER.pair_norms(plain), value[:, :, :text]))
+    parts = repeated_attention(query, key, Repeated(text, instruction))
+    assert sum(some.stop - some.start for some, _ in parts) == text
+
+
+def fed(calibration: GateCalibration, seeds: range) -> GateCalibration:
+    for seed in seeds:
+        for layer in range(LAYERS):
+            calibration.see(layer, *inputs(2 * 60 + 3, 10 * seed + layer))
+    return calibration
+
+
+def test_moments_add_up_and_resume(tmp_path: Path) -> None:
+    whole = fed(GateCalibration(SHAPE, 3), range(4))
+    half = fed(GateCalibration(SHAPE, 3), range(2))
+    again = GateCalibration(SHAPE, 3)
+    again.restore(half.state())
+    fed(again, range(2, 4))
+    assert again.tokens == whole.tokens == 240
+    assert torch.equal(again.weights(), whole.weights())
+    path = tmp_path / "made.safetensors"
+    evaluation = whole.evaluation()
+    for layer in range(LAYERS):
+        evaluation.see(layer, *inputs(123, layer))
+    whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, [evaluation])
+    gate = Gate(file=str(path))
+    assert torch.equal(load(gate.file).weight, whole.weights())
+    found = load(gate.file)
+    assert found.facts.tokens == 240
+    assert found.facts.overlap["0.25"] == pytest.approx(evaluation.overlap(0.25), abs=1e-4)
+    above = (evaluation.scores() > found.threshold(0.3)).float().mean()
+    assert float(above) == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_regression_is_the_least_squares_solution() -> None:
+    calibration = fed(GateCalibration(SHAPE, 3), range(4))
+    both = [calibration.examples(1, *inputs(123, 10 * seed + 1)) for seed in range(4)]
+    given = torch.cat([g[0] for g, _ in both], 1).double()
+    wanted = torch.cat([s[0] for _, s in both], 1).clamp(min=1e-5).log().double()
+    for head in range(HEADS):
+        right = torch.linalg.lstsq(given[head], wanted[head][:, None]).solution
+        error = given[head] @ calibration.weights()[1, head].double() - wanted[head]
+        least = given[head] @ right[:, 0] - wanted[head]
+        assert float(error.square().sum()) < 1.001 * float(least.square().sum())
+
+
+def test_an_evaluation_compares_choices() -> None:
+    calibration = fed(GateCalibration(SHAPE, 3), range(4))
+    evaluation = calibration.evaluation()
+    for layer in range(LAYERS):
+        evaluation.see(layer, *inputs(123, layer))
+    assert 0.25 < evaluation.overlap(0.25) <= 1
+    assert evaluation.overlap(1.0) == 1
+    assert evaluation.overlap(0.25, slice(0, 1)) != evaluation.overlap(0.25, slice(1, 2))
+
+
+def test_a_calibration_refuses_what_it_cannot_use() -> None:
+    with pytest.raises(ValueError, match="rotary embedding is unknown"):
+        GateCalibration(CacheShape(1, 1, 1, DIM, VALUE), 3)
+    calibration = GateCalibration(SHAPE, 3)
+    with pytest.raises(ValueError, match="layers have seen from 0 to 0 tokens"):
+        calibration.weights()
+    query, key, value = inputs(123, 0)
+    there = torch.ones(1, 123, dtype=torch.bool)
+    there[0, 0] = False
+    with pytest.raises(ValueError, match="no padding"):
+        calibration.see(0, query, key, value, there)
+    with pytest.raises(ValueError, match="infinity or NaN"):
+        calibration.see(0, query, key, value * torch.inf)
+    with pytest.raises(ValueError, match="other sizes"):
+        calibration.restore({"squares": torch.zeros(1)})
+    facts = Calibrated("tiny", "f00d", "made up", "0")
+    with pytest.raises(ValueError, match="0 of 0 given are"):
+        fed(calibration, range(1)).write(Path("x"), facts, 60, [])
