@@ -53,7 +53,9 @@ BUDGET = (
     "streaming",
 )
 LAG = "lagkv:budget=256,lag=32"  # in chunks of 128, both ends alone would take 259
-SELECTORS = (*(f"{name}:budget=256" for name in BUDGET), LAG, "fastgen", "leankv")
+GATE = "gate:file=smollm2-135m,budget=256"
+TWICE = ("kvzip:budget=256",)  # these read the text a second time, so each reads it alone
+SELECTORS = (*(f"{name}:budget=256" for name in BUDGET), LAG, GATE, "fastgen", "leankv", *TWICE)
 BASES = ("zack", "svd-kv", "kq-svd", "palu")
 CODECS = {
     "8 bits": "k8v8",

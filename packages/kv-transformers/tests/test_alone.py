@@ -6,6 +6,7 @@ import torch
 from kv_policy import Registry, parse
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
+from letters import Letters
 
 OWN = {
     "kv-compress": "recent=4,window=4",
@@ -52,7 +53,7 @@ def test_a_batch_keeps_what_each_row_keeps_alone(make, policy: str) -> None:
     ids = torch.randint(3, 101, (3, width), generator=draw)
     mask = (torch.arange(width)[None] >= width - lengths[:, None]).long()
     steps = torch.randint(3, 101, (3, 6), generator=draw)
-    together = CompressedCache(model, policy, page_tokens=4)
+    together = CompressedCache(model, policy, page_tokens=4, tokenizer=Letters())
     # Keys rotated by a row's own positions, as in a single row: lagkv reads their channels.
     own = (mask.cumsum(1) - 1).clamp(min=0)
     model(ids * mask, attention_mask=mask, position_ids=own, **passing(model, together))
@@ -63,7 +64,7 @@ def test_a_batch_keeps_what_each_row_keeps_alone(make, policy: str) -> None:
     rows = torch.arange(18).view(3, 3, 2)  # layer, sequence, head
     found = kept(together)
     for b, length in enumerate(lengths.tolist()):
-        alone = CompressedCache(model, policy, page_tokens=4)
+        alone = CompressedCache(model, policy, page_tokens=4, tokenizer=Letters())
         model(ids[b : b + 1, width - length :], **passing(model, alone))
         for step in steps[b : b + 1, :2].split(1, dim=1):
             model(step, **passing(model, alone))

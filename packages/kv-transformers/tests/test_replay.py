@@ -12,17 +12,10 @@ from alone import Reader, left, right, sharp_model, steps
 from kv_policy import parse
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
+from letters import Letters
 
 ROOM = 512  # a budget that evicts nothing
 CHUNK = 16
-
-
-class Letters:
-    """A tokenizer of one token per letter, that marks the start unless told not to."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        start = [1] if add_special_tokens else []
-        return start + [3 + ord(letter) % 90 for letter in text[:5] + text[-3:]]
 
 
 @pytest.fixture(scope="module")
