@@ -336,6 +336,13 @@ def test_an_evaluation_compares_choices() -> None:
     assert 0.25 < evaluation.overlap(0.25) <= 1
     assert evaluation.overlap(1.0) == 1
     assert evaluation.overlap(0.25, slice(0, 1)) != evaluation.overlap(0.25, slice(1, 2))
+    # The weights of a file are evaluated without a calibration of their own.
+    given = GateCalibration(SHAPE, 3).evaluation(calibration.weights())
+    turned_round = GateCalibration(SHAPE, 3).evaluation(-calibration.weights())
+    for layer in range(LAYERS):
+        given.see(layer, *inputs(123, layer))
+        turned_round.see(layer, *inputs(123, layer))
+    assert given.overlap(0.25) == evaluation.overlap(0.25) > turned_round.overlap(0.25)
 
 
 def test_a_calibration_refuses_what_it_cannot_use() -> None:

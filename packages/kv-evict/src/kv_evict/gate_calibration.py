@@ -178,9 +178,9 @@ class GateCalibration:
         found: Tensor = (solved / size).float()
         return found
 
-    def evaluation(self) -> "GateEvaluation":
-        """Return an empty evaluation of the weights found so far."""
-        return GateEvaluation(self)
+    def evaluation(self, weight: Float[Tensor, "N H F"] | None = None) -> "GateEvaluation":
+        """Return an empty evaluation of weights, such as those of a file; None: found so far."""
+        return GateEvaluation(self, self.weights() if weight is None else weight)
 
     def write(
         self, path: Path, facts: Calibrated, window: int, evaluations: Collection[ScoreEvaluation]
@@ -228,9 +228,9 @@ class GateCalibration:
 class GateEvaluation:
     """Compares a gate's choice of tokens with its target's, on texts it was not fitted on."""
 
-    def __init__(self, calibration: GateCalibration) -> None:
-        """Evaluate the weights that a calibration has found so far."""
-        self._calibration, self._weight = calibration, calibration.weights()
+    def __init__(self, calibration: GateCalibration, weight: Float[Tensor, "N H F"]) -> None:
+        """Evaluate weights on passes that a calibration could accumulate."""
+        self._calibration, self._weight = calibration, weight
         # By layer: predictions and targets of each pass.
         self._found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._weight]
 
