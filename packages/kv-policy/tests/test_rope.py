@@ -84,3 +84,15 @@ def test_rotations_keep_the_norms_of_pairs(rope: Rope) -> None:
     for i, j in rope.pairs if rope.pairs is not None else ((0, 3), (1, 4), (2, 5)):
         right[:, [i, j]] = torch.linalg.vector_norm(x[:, [i, j]], dim=-1, keepdim=True)
     torch.testing.assert_close(norms, right)
+
+
+def test_angles_do_not_take_the_default_dtype() -> None:
+    rope = Rope((0.123456789, 0.3, 0.05))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads a model
+    try:
+        found = rope.turned(torch.ones(1, 6, dtype=torch.float32), torch.tensor([1001]))
+    finally:
+        torch.set_default_dtype(before)
+    angle = 1001 * 0.123456789
+    assert found[0, 0].item() == pytest.approx(math.cos(angle) - math.sin(angle), abs=1e-3)

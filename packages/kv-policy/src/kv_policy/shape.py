@@ -74,7 +74,9 @@ def _by_dimension(
         rate[i], rate[j] = frequency, -frequency
         partner[i], partner[j] = j, i
     with torch.inference_mode(False):  # cached tensors outlive the caller
-        return torch.tensor(rate, device=device), torch.tensor(partner, device=device)
+        # Hosts such as vLLM load models under another default dtype, which is too coarse for angles.
+        found = torch.tensor(rate, dtype=torch.float32, device=device)
+        return found, torch.tensor(partner, device=device)
 
 
 @dataclass(frozen=True, slots=True)
