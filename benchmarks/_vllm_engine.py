@@ -106,11 +106,11 @@ class Counting(StatLoggerBase):
 
 
 @contextmanager
-def started(way: str, room: Room) -> Iterator[tuple[LLMEngine, Counting]]:
-    """Run an engine in this process."""
+def started(way: str, room: Room, dtype: str = "auto") -> Iterator[tuple[LLMEngine, Counting]]:
+    """Run an engine in this process; `dtype` is that of the model's weights."""
     made: list[Counting] = []
     engine = LLMEngine.from_engine_args(
-        EngineArgs(**room.arguments(way)), stat_loggers=[Counting.into(made)]
+        EngineArgs(**room.arguments(way), dtype=dtype), stat_loggers=[Counting.into(made)]
     )
     try:
         yield engine, made[0]

@@ -11,6 +11,8 @@ shipped gate was not fitted on.
 the last window of each default text, and all windows of the texts given with `--text`.
 `prefill_ratio_gate` and those of others are seconds to read a prompt with the same format,
 over those without a selector, in turn.
+
+`--only PART` measures a part and replaces it in the result, which keeps the other parts.
 """
 
 import argparse
@@ -48,57 +50,91 @@ KEPT: Final = (0.5, 0.25, 0.125)
 TOGETHER: Final = 32  # caches of a prompt that are held at once: all are small
 Row = dict[str, object]
 
-# Tokens per head of 2,000 in k8v4 and in k4v4 that take about this percentage of the bytes.
-COLUMNS: Final = {25: (1080, 1512), 12: (520, 728), 6: (250, 350), 3: (120, 168)}
-HALF: Final = 1900  # tokens in k8v4 that take about 45 %
+# Tokens per head of 2,000 in k8v4 and in k4v4 with keys per channel that take about this
+# percentage of the bytes.
+COLUMNS: Final = {50: (1900, 2000), 25: (1080, 1460), 12: (520, 704), 6: (250, 338), 3: (120, 162)}
+CHANNEL: Final = "k4v4:keys=channel"
 OTHERS: Final = ("kv-compress", "snapkv", "expected-attention", "kvzip")
 
 
 def gate(tokens: int, form: str, more: str = "") -> str:
     """Name a gate with a budget."""
-    return str(parse(f"gate:file={GATE},budget={tokens}{more}+{form}"))
+    return f"gate:file={GATE},budget={tokens}{more}+{form}"
 
 
-def column(percent: int, tokens: int, fewer_bits: int) -> dict[str, str]:
-    """Name the policies of a column."""
-    return {
-        f"gate_{percent}": gate(tokens, "k8v4"),
-        f"gate_k4v4_{percent}": gate(fewer_bits, "k4v4"),
-        f"gate_recent_{percent}": gate(tokens, "k8v4", ",recent=64"),
-        **{
-            f"{name.replace('-', '_')}_{percent}": str(parse(f"{name}:budget={tokens}+k8v4"))
-            for name in OTHERS
-        },
-    }
+def policies() -> dict[str, str]:
+    """Name all policies by what they are called in the figures, which say the percentage."""
+    found = {}
+    for percent, (tokens, fewer_bits) in COLUMNS.items():
+        found[f"gate_{percent}"] = gate(fewer_bits, CHANNEL)
+        found[f"gate_recent_{percent}"] = gate(fewer_bits, CHANNEL, ",recent=64")
+        found[f"gate_k8v4_{percent}"] = gate(tokens, "k8v4")
+        for name in OTHERS:
+            called = name.replace("-", "_")
+            found[f"{called}_{percent}"] = f"{name}:budget={fewer_bits}+{CHANNEL}"
+            found[f"{called}_k8v4_{percent}"] = f"{name}:budget={tokens}+k8v4"
+    found["gate_k4v4_12"] = gate(728, "k4v4")
+    found["gate_k4v4_6"] = gate(350, "k4v4")
+    found["gate_share_12"] = f"gate:file={GATE},share=0.35+{CHANNEL}"
+    return {name: str(parse(spec)) for name, spec in found.items()}
+
+
+def chosen(*names: str) -> tuple[str, ...]:
+    """Return the full cache and the policies that are called so."""
+    every = policies()
+    return (FULL, *(every[name] for name in names))
 
 
 @dataclass(frozen=True)
 class Size:
     """How much is run."""
 
-    policies: dict[str, str]  # by the name in the figures
     plans: dict[str, Plan]
     length: int
     rounds: int
     texts: int = 4  # default texts whose overlap is measured
 
 
+# Measured with the question inside the prompt, too.
+AWARE: Final = (
+    "gate_12",
+    "gate_recent_12",
+    "gate_k8v4_12",
+    "kv_compress_12",
+    "kv_compress_k8v4_12",
+)
+SIZES: Final = ("gate_25", "gate_12", "gate_6", "gate_3", "gate_k8v4_25", "gate_k8v4_12")
+AFTER: Final = (
+    *SIZES,
+    "gate_recent_12",
+    "gate_k8v4_6",
+    "gate_k4v4_12",
+    "gate_k4v4_6",
+    "gate_share_12",
+    "kv_compress_25",
+    "kv_compress_12",
+    "kv_compress_k8v4_12",
+    "snapkv_12",
+    "expected_attention_12",
+    "kvzip_12",
+    "kvzip_6",
+)
+
+
 def full_size(samples: int) -> Size:
     """What the committed figures come from."""
-    both = ("aware", "agnostic")
-    plan = Plan((FULL,), ("needle",), both, length=2000, samples=samples, seed=4242)
-    named = {"gate_50": gate(HALF, "k8v4"), "kv_compress_50": f"kv-compress:budget={HALF}+k8v4"}
-    for percent, tokens in COLUMNS.items():
-        named |= column(percent, *tokens)
-    named["gate_share_12"] = str(parse(f"gate:file={GATE},share=0.26+k8v4"))
+    plan = Plan(chosen(*AFTER), ("needle",), ("agnostic",), length=2000, samples=samples, seed=4242)
+    aware = replace(plan, policies=chosen(*AWARE), settings=("aware",))
+    few = chosen("gate_12", "gate_k8v4_12", "kv_compress_12", "kvzip_12")
     return Size(
-        {name: str(parse(spec)) for name, spec in named.items()},
         {
             "needle": plan,
             "multikey": replace(plan, tasks=("multikey",)),
-            "tracking": replace(plan, tasks=("variable-tracking",)),
-            "nll": replace(plan, tasks=("nll",), settings=("agnostic",), samples=32),
-            "agreement": replace(plan, tasks=("agreement",), settings=("agnostic",), samples=32),
+            "needle-aware": aware,
+            "multikey-aware": replace(aware, tasks=("multikey",)),
+            "nll": replace(plan, tasks=("nll",)),
+            "tracking": replace(plan, tasks=("variable-tracking",), policies=few),
+            "agreement": replace(plan, tasks=("agreement",), policies=few, samples=32),
         },
         length=2000,
         rounds=7,
@@ -107,37 +143,34 @@ def full_size(samples: int) -> Size:
 
 def quick_size() -> Size:
     """A smoke run: the same steps on very little."""
-    plan = Plan((FULL,), ("needle",), ("agnostic",), length=300, samples=1, continuation=8)
-    named = column(12, 64, 80) | {"gate_share_12": f"gate:file={GATE},share=0.26+k8v4"}
+    few = chosen("gate_3", "gate_k8v4_3", "kvzip_3")
+    plan = Plan(few, ("needle",), ("agnostic",), length=300, samples=1, continuation=8)
     plans = {"needle": plan, "nll": replace(plan, tasks=("nll",))}
-    return Size({n: str(parse(s)) for n, s in named.items()}, plans, 300, rounds=1, texts=1)
+    return Size(plans, 300, rounds=1, texts=1)
 
 
-def cells(
-    loaded: LoadedModel, size: Size, plan: Plan, journal: Journal
-) -> Iterator[tuple[str, Row]]:
+def cells(loaded: LoadedModel, plan: Plan, journal: Journal) -> Iterator[Row]:
     """Yield the mean of each policy in each cell, with its interval and that of the change."""
     element = torch.empty(0, dtype=loaded.model.dtype).element_size()
+    names = {spec: name for name, spec in policies().items()} | {FULL: FULL}
     for task, setting in plan.pairs:
         full = _scores(_samples(plan, journal, FULL, task, setting))
-        for name, spec in {FULL: FULL, **size.policies}.items():
+        for spec in plan.policies:
             found = _samples(plan, journal, spec, task, setting)
             scores = _scores(found)
             held = fmean(each.kv_bytes / each.full_bytes for each in found) * element / 2
-            yield (
-                name,
-                {
-                    "kind": "cell",
-                    "task": task,
-                    "setting": setting,
-                    "policy": spec,
-                    "samples": len(scores),
-                    "mean": fmean(scores),
-                    "interval": of_mean(scores),
-                    "change": of_change(scores, full) if name != FULL else None,
-                    "bytes": 1.0 if name == FULL else held,
-                },
-            )
+            yield {
+                "kind": "cell",
+                "name": names[spec],
+                "task": task,
+                "setting": setting,
+                "policy": spec,
+                "samples": len(scores),
+                "mean": fmean(scores),
+                "interval": of_mean(scores),
+                "change": of_change(scores, full) if spec != FULL else None,
+                "bytes": 1.0 if spec == FULL else held,
+            }
 
 
 def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
@@ -153,20 +186,20 @@ def overlaps(loaded: LoadedModel, size: Size, given: Sequence[Passage]) -> Itera
     """Yield how many of KVzip's tokens the shipped gate keeps, text by text."""
     shape = cache_shape(loaded.model)
     ropes = find_ropes(loaded.model, shape, "gate")
-    weight = load(GATE).weight
+    network = load(GATE).network
     fitted = default_passages()[: size.texts]
     for passage in (*fitted, *given):
-        repetitions = Repetitions(max(FITTED, 4096))
+        repetitions = Repetitions(FITTED)
         windows, last = repetitions.windows(loaded, [passage])
-        chosen = [*windows, *last.values()] if passage in given else list(last.values())
+        others = [*windows, *last.values()] if passage in given else list(last.values())
         instruction = len(repetitions.instruction(loaded))
         calibration = GateCalibration(replace(shape, rope=ropes), instruction)
-        evaluation = calibration.evaluation(weight)
-        for window in chosen:
+        evaluation = calibration.evaluation(network)
+        for window in others:
             show(loaded, evaluation, window)
         each = {f"overlap_{share:g}": evaluation.overlap(share) for share in KEPT}
         CONSOLE.print(f"{passage.name}: {each}")
-        yield {"kind": "overlap", "text": passage.name, "windows": len(chosen)} | each
+        yield {"kind": "overlap", "text": passage.name, "windows": len(others)} | each
 
 
 def seconds(loaded: LoadedModel, size: Size) -> Iterator[Row]:
@@ -197,53 +230,74 @@ def seconds(loaded: LoadedModel, size: Size) -> Iterator[Row]:
         }
 
 
-def summarize(named: Sequence[tuple[str, Row]], others: Sequence[Row]) -> dict[str, float]:
+# Policies whose means are figures, with what follows the task in their names.
+NAMED: Final = {
+    FULL: "full",
+    **{f"gate_{percent}": str(percent) for percent in COLUMNS},
+    **{name: name for name in ("gate_k8v4_12", "gate_recent_12", "kv_compress_12", "kvzip_12")},
+}
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, float]:
     """The figures that a document may quote."""
     figures: dict[str, float] = {}
-    for name, row in named:
-        setting = "" if row["setting"] == "agnostic" else f"_{row['setting']}"
-        figures[f"{row['task']}{setting}_{name}".replace("-", "_")] = float(str(row["mean"]))
-        figures.setdefault(f"bytes_{name}", float(str(row["bytes"])))
-    texts = [row for row in others if row["kind"] == "overlap"]
+    for row in (row for row in rows if row["kind"] == "cell" and row["name"] in NAMED):
+        setting = "" if row["setting"] == "agnostic" else f"{row['setting']}_"
+        task = "nats" if row["task"] == "nll" else str(row["task"]).replace("-", "_")
+        figures[f"{setting}{task}_{NAMED[str(row['name'])]}"] = float(str(row["mean"]))
+    for row in (row for row in rows if row["kind"] == "cell" and row["name"] in NAMED):
+        if row["name"] != FULL:
+            figures.setdefault(f"bytes_{NAMED[str(row['name'])]}", float(str(row["bytes"])))
+    texts = [row for row in rows if row["kind"] == "overlap"]
     for share in KEPT if texts else ():
         least = min(float(str(row[f"overlap_{share:g}"])) for row in texts)
         figures[f"overlap_{int(share * 100)}"] = least
-    for row in others:
-        if row["kind"] == "prefill" and isinstance(row["ratio"], list):
-            figures[f"prefill_ratio_{row['way']}".replace("-", "_")] = row["ratio"][1]
+    ways = {"gate": "prefill_ratio", "kvzip": "kvzip_prefill_ratio"}
+    for row in rows:
+        if row["kind"] == "prefill" and row["way"] in ways and isinstance(row["ratio"], list):
+            figures[ways[str(row["way"])]] = row["ratio"][1]
     return figures
 
 
+def measured(
+    loaded: LoadedModel, size: Size, part: str, given: Sequence[Passage], quick: bool
+) -> list[Row]:
+    """Measure one part."""
+    if part == "overlap":
+        return [*overlaps(loaded, size, given)]
+    if part == "prefill":
+        return [*seconds(loaded, size)]
+    name = f"gate.{part}" + (".quick" if quick else "")
+    journal = evaluated(loaded, size.plans[part], name, together=TOGETHER)
+    return [*cells(loaded, size.plans[part], journal)]
+
+
 def main() -> None:
-    """Run everything and write the result."""
+    """Run the parts and write the result after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--samples", type=int, default=64, help="prompts of a cell")
     parser.add_argument("--dtype", default="auto", help="of the model, such as float32")
     parser.add_argument("--text", type=Path, action="append", default=[], help="more for overlaps")
-    names = tuple(full_size(1).plans)
-    parser.add_argument("--only", choices=names, help="run a part, which a later run goes on from")
+    names = (*full_size(1).plans, "overlap", "prefill")
+    parser.add_argument("--only", choices=names, action="append", help="the parts to measure")
     given = parser.parse_args()
     size = quick_size() if given.quick else full_size(given.samples)
     loaded = load_model(dtype=given.dtype, progress=CONSOLE.print)
-    named: list[tuple[str, Row]] = []
-    journals = []
-    for name, plan in size.plans.items():
-        if given.only in (None, name):
-            plan = replace(plan, policies=(FULL, *size.policies.values()))
-            part = f"gate.{name}" + (".quick" if given.quick else "")
-            journals.append(evaluated(loaded, plan, part, together=TOGETHER))
-            named += cells(loaded, size, plan, journals[-1])
-    if given.only:
-        return
-    others = [*overlaps(loaded, size, [read_passage(path) for path in given.text])]
-    others += seconds(loaded, size)
-    summary = summarize(named, others)
-    for name, value in summary.items():
+    texts = [read_passage(path) for path in given.text]
+    rows: list[Row] = []
+    if not given.quick and (_result.RESULTS / "gate.json").exists():
+        rows = [*_result.rows_of("gate")]
+    for part in names:
+        if part not in (given.only or (*size.plans, "overlap", "prefill")):
+            continue
+        found = measured(loaded, size, part, texts, given.quick)
+        stamp = {"part": part, "commit": _result.commit(replaced="gate")}
+        rows = [row for row in rows if row["part"] != part] + [stamp | row for row in found]
+        rows.sort(key=lambda row: names.index(str(row["part"])))
+        _result.write("gate", summarize(rows), rows, quick=given.quick)
+    for name, value in summarize(rows).items():
         print(f"{name:40} {value:.4f}")
-    _result.write("gate", summary, [*(row for _, row in named), *others], quick=given.quick)
-    for journal in journals:
-        journal.remove()
 
 
 if __name__ == "__main__":

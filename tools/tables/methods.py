@@ -68,7 +68,67 @@ def leankv_quality(result: Row, said: Said) -> Iterator[str]:
     yield table(QUANTIZED, (quantized(row) for row in policies))
 
 
+ASKED: Final = (
+    ("needle", "agnostic", "needle"),
+    ("multikey", "agnostic", "multikey"),
+    ("nll", "agnostic", "nats"),
+    ("needle", "aware", "needle, question inside"),
+    ("multikey", "aware", "multikey, inside"),
+    ("variable-tracking", "agnostic", "tracking"),
+    ("agreement", "agnostic", "agreement"),
+)
+
+
+def gate(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, all policies, the overlap with KVzip by text, and the prefill times."""
+    yield markdown.figures(result, said)
+    cells = [row for row in result["rows"] if row["kind"] == "cell"]
+    there = [ask for ask in ASKED if any((c["task"], c["setting"]) == ask[:2] for c in cells)]
+    policies = dict.fromkeys(cell["policy"] for cell in cells)
+    yield table(
+        ("policy", "bytes", *(title for *_, title in there)),
+        (gate_line(policy, there, cells) for policy in policies),
+    )
+    shares = ("overlap_0.5", "overlap_0.25", "overlap_0.125")
+    yield table(
+        ("text", "windows", "half", "a quarter", "an eighth"),
+        (
+            (row["text"], f"{row['windows']}", *(f"{row[share]:.3f}" for share in shares))
+            for row in result["rows"]
+            if row["kind"] == "overlap"
+        ),
+    )
+    yield table(
+        ("prefill under", "over `k8v4`, quartiles of the rounds"),
+        (
+            (f"`{row['policy']}`", " ".join(f"{each:.3f}" for each in row["ratio"]))
+            for row in result["rows"]
+            if row["kind"] == "prefill" and row["policy"] != "k8v4"
+        ),
+    )
+
+
+def gate_line(policy: str, asked: Iterable[tuple[str, ...]], cells: Iterable[Row]) -> list[str]:
+    """Write what a policy held and its mean in each cell, with the interval of the mean."""
+    mine = [cell for cell in cells if cell["policy"] == policy]
+    found = {(cell["task"], cell["setting"]): cell for cell in mine}
+    name = "the full cache" if policy == "full" else f"`{policy}`"
+    line = [name, f"{mine[0]['bytes']:.3f}"]
+    for task, setting, _ in asked:
+        cell = found.get((task, setting))
+        digits = 3 if task in ("nll", "agreement") else 2
+        line.append("" if cell is None else scored(cell, digits))
+    return line
+
+
+def scored(cell: Row, digits: int) -> str:
+    """Write a mean with its interval."""
+    low, high = (f"{each:.{digits}f}" for each in cell["interval"])
+    return f"{cell['mean']:.{digits}f} ({low} to {high})"
+
+
 WRITERS: Final = {
+    "gate": gate,
     "kv_compress_quality": kv_compress_quality,
     "leankv_quality": leankv_quality,
     "method_figures": only_figures,

@@ -12,8 +12,10 @@ from torch import Tensor
 from evict_cases import quick
 from kv_evict import Gate
 from kv_evict.gate_calibration import GateCalibration, Repeated, repeated_attention
-from kv_evict.gate_features import features, products, width
+from kv_evict.gate_features import features, width
 from kv_evict.gate_file import Facts, GateWeights, load, save, shipped
+from kv_evict.gate_network import GateNetwork
+from kv_evict.gate_sample import Sample
 from kv_policy import (
     FRESH,
     Budget,
@@ -32,7 +34,7 @@ from kv_policy.testing import check_policy
 
 ROPE = Rope((1.0, 0.3, 0.05))
 OTHER = Rope((0.7, 0.2), ((0, 1), (4, 2)))
-LAYERS, HEADS, DIM, VALUE = 2, 3, 6, 4
+LAYERS, HEADS, DIM, VALUE, UNITS = 2, 3, 6, 4, 5
 SHAPE = CacheShape(LAYERS, HEADS, 2, DIM, VALUE, rope=Ropes((ROPE, OTHER)))
 FACTS = Facts(
     model="tiny",
@@ -45,6 +47,7 @@ FACTS = Facts(
     heads=HEADS,
     key_dim=DIM,
     value_dim=VALUE,
+    units=UNITS,
     overlap={"0.25": 0.5},
 )
 
@@ -53,14 +56,26 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(weight: Tensor) -> GateWeights:
-    return GateWeights(FACTS, weight, torch.linspace(0, 1, 11))
+def network(scale: float = 0.2, seed: int = 0) -> GateNetwork:
+    lead, count = (LAYERS, HEADS), width(DIM, VALUE)
+    linear = drawn(*lead, count, seed=seed) * scale
+    inner = drawn(*lead, count, UNITS, seed=seed + 1)
+    return GateNetwork(linear, inner, drawn(*lead, UNITS, seed=seed + 2) * scale).halves()
+
+
+def made(given: GateNetwork) -> GateWeights:
+    return GateWeights(FACTS, given, torch.linspace(0, 1, 11))
+
+
+def same(one: GateNetwork, other: GateNetwork) -> bool:
+    names = ("linear", "inner", "outer")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "gate.safetensors"
-    save(path, made(drawn(LAYERS, HEADS, width(DIM, VALUE)) * 0.2))
+    save(path, made(network()))
     return str(path)
 
 
@@ -89,7 +104,7 @@ def turn(rope: Rope, place: int) -> Tensor:
     return found
 
 
-def by_hand(weight: Tensor, rope: Rope, key: Tensor, value: Tensor, place: int) -> float:
+def by_hand(given: GateNetwork, rope: Rope, key: Tensor, value: Tensor, place: int) -> float:
     """Return the predicted probability of a token, with its key turned back by a matrix."""
     plain = (turn(rope, place).T @ key.double()).tolist()
     partner = list(range(DIM))
@@ -98,16 +113,19 @@ def by_hand(weight: Tensor, rope: Rope, key: Tensor, value: Tensor, place: int) 
     pairs = [math.hypot(x, plain[partner[i]]) for i, x in enumerate(plain)]
     norms = [math.hypot(*plain), math.hypot(*value.tolist())]
     logs = [math.log(norm + 1e-6) for norm in norms]
-    given = [*plain, *value.tolist(), *pairs, *norms, *logs, 1.0]
-    total = sum(w * x for w, x in zip(weight.tolist(), given, strict=True))
+    x = [*plain, *value.tolist(), *pairs, *norms, *logs, 1.0]
+    total = sum(w * each for w, each in zip(given.linear.tolist(), x, strict=True))
+    for i, outer in enumerate(given.outer.tolist()):
+        inner = given.inner[:, i].tolist()
+        total += outer * max(0.0, sum(w * each for w, each in zip(inner, x, strict=True)))
     return min(1.0, math.exp(total))
 
 
 @pytest.mark.parametrize("layers", [[0], [1], [0, 0, 1, 1]], ids=str)
-def test_scores_are_the_regression_of_the_key_before_rope(file: str, layers: list[int]) -> None:
+def test_scores_are_the_network_of_the_key_before_rope(file: str, layers: list[int]) -> None:
     given = view(torch.tensor(layers))
     found = Gate(file=file).score(given)
-    weight = load(file).weight
+    whole = load(file).network
     assert given.keys is not None
     assert given.values is not None
     for b, layer in enumerate(layers):
@@ -115,22 +133,37 @@ def test_scores_are_the_regression_of_the_key_before_rope(file: str, layers: lis
         for h in range(HEADS):
             for i, place in enumerate([0, 3, 4, 70]):
                 vectors = given.keys[b, h, i], given.values[b, h, i]
-                right = by_hand(weight[layer, h], rope, *vectors, place)
+                each = (x[layer, h] for x in (whole.linear, whole.inner, whole.outer))
+                right = by_hand(GateNetwork(*each), rope, *vectors, place)
                 assert float(found[b, h, i]) == pytest.approx(right, rel=1e-5)
 
 
 @quick
-@given(st.integers(1, 9), st.integers(0, 99), st.sampled_from([ROPE, OTHER, Rope((), ())]))
-def test_turned_weights_score_as_keys_turned_back(tokens: int, seed: int, rope: Rope) -> None:
-    key, value = drawn(tokens, DIM, seed=seed), drawn(tokens, VALUE, seed=seed + 1)
-    weight = drawn(width(DIM, VALUE), seed=seed + 2)
-    position = torch.arange(tokens) * 37
-    plain = rope.turned(key, -position)
-    right = features(plain, rope.pair_norms(plain), value).double() @ weight.double()
-    turned = rope.turned(weight[:DIM].expand(tokens, -1), position)
-    found = products(weight, turned, key, rope.pair_norms(key), value).double()
-    off = torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)
-    assert float(off) < 1e-4
+@given(st.integers(0, 9), st.integers(0, 99), st.sampled_from([1, 2, 4096]))
+def test_tokens_are_scored_alike_some_at_a_time(tokens: int, seed: int, together: int) -> None:
+    lead = (2, HEADS, tokens)
+    given = LayerView(
+        layer=torch.tensor([1, 0]),
+        shape=SHAPE,
+        position=torch.arange(tokens).expand(lead) * 37,
+        fresh=torch.ones(lead, dtype=torch.bool),
+        score=torch.zeros(lead),
+        length=torch.tensor([tokens] * 2),
+        keys=drawn(*lead, DIM, seed=seed),
+        values=drawn(*lead, VALUE, seed=seed + 1),
+    )
+    gate = made(network(seed=seed))
+    whole = gate.score(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kv_evict.gate_file._TOGETHER", together)
+        torch.testing.assert_close(gate.score(given), whole)
+
+
+def test_without_units_a_gate_is_linear() -> None:
+    given = network()
+    flat = GateNetwork(given.linear, given.inner[..., :0], given.outer[..., :0])
+    x = drawn(LAYERS, HEADS, 7, width(DIM, VALUE))
+    torch.testing.assert_close(flat(x), torch.einsum("nhlf,nhf->nhl", x, given.linear))
 
 
 def test_a_shard_of_heads_scores_as_the_whole(file: str) -> None:
@@ -238,12 +271,19 @@ def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
         Gate(file=file, pool=4)
     with pytest.raises(ValueError, match="budget of 5 tokens is smaller than the 8"):
         Gate(Budget(5), file=file)
-    with pytest.raises(ValueError, match="should be float32"):
-        save(tmp_path / "x", made(drawn(LAYERS, HEADS, 3)))
-    weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
-    weight[0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="infinite or NaN"):
-        save(tmp_path / "x", made(weight))
+    right = network()
+    with pytest.raises(ValueError, match=r"linear should be torch\.float32"):
+        save(
+            tmp_path / "x",
+            made(GateNetwork(right.linear[..., :3], right.inner[..., :3, :], right.outer)),
+        )
+    with pytest.raises(ValueError, match=r"inner should be torch\.float16"):
+        save(tmp_path / "x", made(right.to(torch.device("cpu"))))
+    for name in ("linear", "inner", "outer"):
+        damaged = network()
+        getattr(damaged, name)[0, 0, 0] = torch.nan
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            save(tmp_path / "x", made(damaged))
     other = CacheShape(LAYERS, HEADS, 2, DIM + 2, VALUE, rope=ROPE)
     with pytest.raises(ValueError, match="6 dimensions in a key, but this cache has 8"):
         Gate(file=file).score(view(torch.tensor([0]), other))
@@ -251,11 +291,9 @@ def test_what_is_no_gate_is_refused(tmp_path: Path, file: str) -> None:
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "gate.safetensors"
-    weight = drawn(LAYERS, HEADS, width(DIM, VALUE))
-    save(path, made(weight))
-    assert torch.equal(load(str(path)).weight, weight)
-    save(path, made(weight * 2))
-    assert torch.equal(load(str(path)).weight, weight * 2)
+    for seed in (1, 2):
+        save(path, made(network(seed=seed)))
+        assert same(load(str(path)).network, network(seed=seed))
 
 
 def test_shipped_gates_load() -> None:
@@ -287,6 +325,11 @@ def test_targets_are_the_largest_attention_of_repeating_queries() -> None:
     assert sum(some.stop - some.start for some, _ in parts) == text
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_evict.gate_fit.STEPS", 40)
+
+
 def fed(calibration: GateCalibration, seeds: range) -> GateCalibration:
     for seed in seeds:
         for layer in range(LAYERS):
@@ -294,26 +337,79 @@ def fed(calibration: GateCalibration, seeds: range) -> GateCalibration:
     return calibration
 
 
-def test_moments_add_up_and_resume(tmp_path: Path) -> None:
-    whole = fed(GateCalibration(SHAPE, 3), range(4))
-    half = fed(GateCalibration(SHAPE, 3), range(2))
-    again = GateCalibration(SHAPE, 3)
+def fitted(calibration: GateCalibration, seeds: range) -> GateCalibration:
+    shares = [*fed(calibration, seeds).fit()]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    return calibration
+
+
+@pytest.mark.parametrize("size", [65536, 100], ids=["all", "sampled"])
+def test_moments_add_up_and_resume(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_evict.gate_calibration.SAMPLE", size)
+    whole = fitted(GateCalibration(SHAPE, 3, UNITS), range(4))
+    half = fed(GateCalibration(SHAPE, 3, UNITS), range(2))
+    again = GateCalibration(SHAPE, 3, UNITS)
     again.restore(half.state())
-    fed(again, range(2, 4))
+    fitted(again, range(2, 4))
     assert again.tokens == whole.tokens == 240
-    assert torch.equal(again.weights(), whole.weights())
+    assert torch.equal(again.regression(), whole.regression())
+    assert same(again.network(), whole.network())
+    assert whole.state()["keys"].shape == (LAYERS, HEADS, min(size, 240), DIM)
     path = tmp_path / "made.safetensors"
     evaluation = whole.evaluation()
     for layer in range(LAYERS):
         evaluation.see(layer, *inputs(123, layer))
     whole.write(path, Calibrated("tiny", "f00d", "made up", "0"), 60, [evaluation])
-    gate = Gate(file=str(path))
-    assert torch.equal(load(gate.file).weight, whole.weights())
-    found = load(gate.file)
-    assert found.facts.tokens == 240
+    found = load(Gate(file=str(path)).file)
+    assert same(found.network, whole.network())
+    assert (found.facts.tokens, found.facts.units) == (240, UNITS)
     assert found.facts.overlap["0.25"] == pytest.approx(evaluation.overlap(0.25), abs=1e-4)
     above = (evaluation.scores() > found.threshold(0.3)).float().mean()
     assert float(above) == pytest.approx(0.3, abs=0.01)
+
+
+@quick
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 60))
+def test_a_sample_is_of_the_same_tokens_in_all_layers(counts: list[int], size: int) -> None:
+    sample = Sample(SHAPE, size)
+    begin = 0
+    for count in counts:
+        place = torch.arange(begin, begin + count).float().expand(1, HEADS, count)
+        begin += count
+        for layer in range(LAYERS):
+            key, value = (place[..., None].expand(-1, -1, -1, n) for n in (DIM, VALUE))
+            sample.add(layer, key, value, place)
+    target = sample.examples().target
+    assert target.shape == (LAYERS, HEADS, min(size, begin))
+    assert (target == target[0, 0]).all()
+    assert len(target[0, 0].unique()) == min(size, begin)
+
+
+def test_the_network_fits_better_than_the_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_evict.gate_fit.STEPS", 300)
+    errors = {}
+    for units in (0, 16):
+        calibration = fitted(GateCalibration(SHAPE, 3, units), range(8))
+        error = 0.0
+        for seed in range(8):
+            for layer in range(LAYERS):
+                x, score = calibration.examples(layer, *inputs(123, 10 * seed + layer))
+                rows = calibration.network().rows(torch.tensor([layer]), slice(None))
+                found = rows.to(torch.device("cpu"))(x)
+                error += float((found - score.clamp(min=1e-5).log()).square().sum())
+        errors[units] = error
+    assert errors[16] < 0.9 * errors[0]
+
+
+def test_without_units_the_network_is_the_regression() -> None:
+    calibration = fitted(GateCalibration(SHAPE, 3, 0), range(4))
+    x, _ = calibration.examples(1, *inputs(123, 7))
+    right = torch.einsum("bhlf,hf->bhl", x, calibration.regression()[1])
+    rows = calibration.network().rows(torch.tensor([1]), slice(None))
+    torch.testing.assert_close(rows.to(torch.device("cpu"))(x), right, rtol=1e-3, atol=1e-3)
 
 
 def test_the_regression_is_the_least_squares_solution() -> None:
@@ -323,22 +419,27 @@ def test_the_regression_is_the_least_squares_solution() -> None:
     wanted = torch.cat([s[0] for _, s in both], 1).clamp(min=1e-5).log().double()
     for head in range(HEADS):
         right = torch.linalg.lstsq(given[head], wanted[head][:, None]).solution
-        error = given[head] @ calibration.weights()[1, head].double() - wanted[head]
+        error = given[head] @ calibration.regression()[1, head].double() - wanted[head]
         least = given[head] @ right[:, 0] - wanted[head]
         assert float(error.square().sum()) < 1.001 * float(least.square().sum())
 
 
 def test_an_evaluation_compares_choices() -> None:
-    calibration = fed(GateCalibration(SHAPE, 3), range(4))
+    calibration = fitted(GateCalibration(SHAPE, 3), range(4))
     evaluation = calibration.evaluation()
     for layer in range(LAYERS):
         evaluation.see(layer, *inputs(123, layer))
     assert 0.25 < evaluation.overlap(0.25) <= 1
     assert evaluation.overlap(1.0) == 1
-    assert evaluation.overlap(0.25, slice(0, 1)) != evaluation.overlap(0.25, slice(1, 2))
+    first, second = (
+        [evaluation.overlap(share / 10, slice(i, i + 1)) for share in range(1, 10)] for i in (0, 1)
+    )
+    assert first != second
     # The weights of a file are evaluated without a calibration of their own.
-    given = GateCalibration(SHAPE, 3).evaluation(calibration.weights())
-    turned_round = GateCalibration(SHAPE, 3).evaluation(-calibration.weights())
+    given = GateCalibration(SHAPE, 3).evaluation(calibration.network())
+    mine = calibration.network()
+    reverse = GateNetwork(-mine.linear, mine.inner, -mine.outer)
+    turned_round = GateCalibration(SHAPE, 3).evaluation(reverse)
     for layer in range(LAYERS):
         given.see(layer, *inputs(123, layer))
         turned_round.see(layer, *inputs(123, layer))
@@ -350,7 +451,9 @@ def test_a_calibration_refuses_what_it_cannot_use() -> None:
         GateCalibration(CacheShape(1, 1, 1, DIM, VALUE), 3)
     calibration = GateCalibration(SHAPE, 3)
     with pytest.raises(ValueError, match="layers have seen from 0 to 0 tokens"):
-        calibration.weights()
+        calibration.regression()
+    with pytest.raises(ValueError, match=r"run fit\(\) to its end first"):
+        calibration.evaluation()
     query, key, value = inputs(123, 0)
     there = torch.ones(1, 123, dtype=torch.bool)
     there[0, 0] = False
@@ -362,4 +465,8 @@ def test_a_calibration_refuses_what_it_cannot_use() -> None:
         calibration.restore({"squares": torch.zeros(1)})
     facts = Calibrated("tiny", "f00d", "made up", "0")
     with pytest.raises(ValueError, match="0 of 0 given are"):
-        fed(calibration, range(1)).write(Path("x"), facts, 60, [])
+        fitted(calibration, range(1)).write(Path("x"), facts, 60, [])
+    stopped = fed(calibration, range(1)).fit()
+    next(stopped)
+    with pytest.raises(ValueError, match="nothing is fitted to the tokens so far"):
+        calibration.network()

@@ -61,6 +61,16 @@ class Rises(Good):
         return 2
 
 
+class Hasty(Good):
+    """Keeps a share of the tokens seen, and so more of a text when the rest is known."""
+
+    plans_chunks = True
+
+    def plan(self, view: PlanView) -> Tensor:
+        share = torch.minimum(view.budget, (view.length // 3).clamp(min=self.protected))
+        return super().plan(replace(view, budget=share))
+
+
 class Small(Good):
     @property
     def protected(self) -> int:
@@ -82,6 +92,7 @@ class Small(Good):
         (Random, "plan differs on a second call"),
         (Mute, "plan drops tokens, but the capabilities have shortens=False"),
         (Rises, "plan moves a stored token to an earlier tier than its own"),
+        (Hasty, "plan drops a token after a chunk of a prompt that it keeps after the whole"),
         (Small, "the budget of 1024 tokens is below the 2000 protected"),
     ],
 )

@@ -132,6 +132,7 @@ class AboveRule:
 
     reads: ClassVar[frozenset[VectorName]] = frozenset({"keys", "values"})
     scores_once: ClassVar[bool] = True
+    plans_chunks: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         assert view.keys is not None
@@ -150,13 +151,30 @@ class AboveRule:
         return torch.full_like(budget, 3)
 
 
+def expect_rule(world: World) -> None:
+    """Check that the heads hold the tokens of worth and the newest three."""
+    for layer in range(SHAPE.layers):
+        held = world.kept(layer)
+        score = worth(world.key[layer], world.value[layer])
+        for b, seen in enumerate(world.seen.tolist()):
+            newest = torch.arange(seen) >= seen - 3
+            assert torch.equal(held[b, :, :seen], newest | (score[b, :, :seen] >= 0))
+
+
 def test_a_rule_of_single_tokens_holds_after_every_pass() -> None:
     world = World(Above())
     for brings in (ragged(31, 18), ragged(7, 12), *(one() for _ in range(9)), ragged(4, 4)):
         world.forward(brings)
-        for layer in range(SHAPE.layers):
-            held = world.kept(layer)
-            score = worth(world.key[layer], world.value[layer])
-            for b, seen in enumerate(world.seen.tolist()):
-                newest = torch.arange(seen) >= seen - 3
-                assert torch.equal(held[b, :, :seen], newest | (score[b, :, :seen] >= 0))
+        expect_rule(world)
+
+
+def test_a_rule_of_single_tokens_evicts_after_every_chunk_of_a_prompt() -> None:
+    world, waits = World(Above()), World(WorthyTogether(Budget(9)))
+    for _ in range(4):
+        world.forward(ragged(12, 12), more=True)
+        waits.forward(ragged(12, 12), more=True)
+        expect_rule(world)
+        assert waits.kept(0)[..., : int(waits.seen[0])].all()  # a budget is for a whole prompt
+    assert world.cache.batch.pool.used < waits.cache.batch.pool.used
+    world.forward(ragged(12, 12))
+    expect_rule(world)

@@ -10,6 +10,7 @@ import torch
 
 from kv_eval.evaluate.decode import answer, ends_of, read
 from kv_eval.tasks import Text, found, needle
+from kv_policy import parse
 from kv_policy.files import write_whole
 from kv_transformers.from_text import FULL, MakeCache, caches_of, folded, held
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LENGTH: Final = 2200  # tokens of the needle prompt
 QUICK_LENGTH: Final = 600
 CHOSEN: Final = "kv-compress:keep=25%+k8v4"  # the policy of the README
+GATED: Final = "gate:file=smollm2-135m,keep=12.5%+k8v4"
 TIMED: Final = 16  # tokens of the timing run
 TURNS: Final = ("What is the capital of France?", "Which language is spoken in that city?")
 NAMED: Final = "French"
@@ -55,9 +57,14 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True):
         write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
-def caches(length: int) -> tuple[str, ...]:
-    """Return the full cache, two formats, the newest half of the tokens, and a per-head quarter."""
-    return (FULL, "k8v4", "k4v2", f"streaming:budget={length // 2}", CHOSEN)
+def caches(length: int, fingerprint: str) -> tuple[str, ...]:
+    """Return the full cache, two formats, the newest half of the tokens, and a per-head quarter.
+
+    For the model with the fingerprint of the gate's, also an eighth of the tokens, chosen without
+    the question.
+    """
+    every = (FULL, "k8v4", "k4v2", f"streaming:budget={length // 2}", CHOSEN)
+    return (*every, GATED) if parse(GATED).fitted_to == fingerprint else every
 
 
 class Show:

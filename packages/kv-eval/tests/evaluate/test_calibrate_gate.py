@@ -31,6 +31,11 @@ def files(text: Text, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return paths
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_evict.gate_fit.STEPS", 50)
+
+
 @pytest.fixture
 def options(folder: Path, files: tuple[Path, Path], tmp_path: Path) -> list[object]:
     texts = [each for path in files for each in ("--text", path)]
@@ -97,7 +102,7 @@ def test_going_on_gives_the_same_file_bit_for_bit(
     def interrupted(self: Partial, calibrator: object) -> None:
         save(self, calibrator)
         count.append(self.windows)
-        if len(count) == 3:
+        if len(count) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Partial, "save", interrupted)
@@ -107,18 +112,21 @@ def test_going_on_gives_the_same_file_bit_for_bit(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["found.partial"]
     result = run(*options)
     assert result.exit_code == 0, result.output
-    assert "after 1,200 tokens" in said(result)
+    assert "after 3,200 tokens" in said(result)
     assert (tmp_path / "found").read_bytes() == whole
 
 
-def test_an_interrupted_comparison_resumes(
-    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "where", ["gate_calibration.GateEvaluation.see", "gate_fit.NetworkFit.run"]
+)
+def test_an_interrupted_fit_or_comparison_resumes(
+    where: str, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kv_evict.gate_calibration.GateEvaluation.see", stopped)
+        patch.setattr(f"kv_evict.{where}", stopped)
         result = run(*options)
     assert result.exit_code == 130
     assert "The collected state is saved in" in said(result)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import kv_eval.demo as demo
 from kv_eval.tasks import Text
+from kv_policy import parse
 from kv_policy.installing import install_command
 from kv_runtime import Serving
 from kv_serve.cli import app
@@ -19,10 +20,14 @@ from kv_transformers.models import LoadedModel
 
 
 def test_the_policy_of_the_readme_is_shown() -> None:
-    assert demo.caches(2200) == (
+    shown = (
         *("full", "k8v4", "k4v2", "streaming:budget=1100"),
         "kv-compress:keep=25%+k8v4",
     )
+    assert demo.caches(2200, "another model") == shown
+    fitted_to = parse(demo.GATED).fitted_to
+    assert fitted_to is not None
+    assert demo.caches(2200, fitted_to) == (*shown, demo.GATED)
 
 
 def test_each_cache_has_an_outcome(loaded: LoadedModel, text: Text, tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ def test_the_command_prints_a_table_and_writes_it(
     result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "is hidden in a text of" in result.stdout
-    for spec in demo.caches(300):
+    for spec in demo.caches(300, loaded.fingerprint):
         assert f"\n{spec} " in result.stdout
     shown, _, commands = result.stdout.partition("\nNext:\n")
     shown, _, _ = shown.partition("\nTo do: ")  # a line of its own, to be copied
@@ -100,7 +105,7 @@ def test_times_are_shown_for_native_code_alone(
     monkeypatch.setattr(command, "load_model", lambda name: loaded)
     monkeypatch.setattr("kv_eval.tasks.default_text", lambda: text)
     monkeypatch.setattr(demo, "QUICK_LENGTH", 300)
-    monkeypatch.setattr(demo, "caches", lambda length: ("raw",))
+    monkeypatch.setattr(demo, "caches", lambda *_: ("raw",))
     backends = import_module("kv_runtime.backends").all_backends()
     absent = replace(backends["cpu"], installed=False)
     monkeypatch.setattr("kv_runtime.backends.all_backends", lambda: {"cpu": absent})
@@ -141,7 +146,7 @@ def test_next_commands_fit_a_line_behind_nox() -> None:
 def test_the_real_model_finds_the_number_in_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "caches", lambda length: ("full", "k8v4"))
+    monkeypatch.setattr(demo, "caches", lambda *_: ("full", "k8v4"))
     monkeypatch.setattr(demo, "TIMED", 1)
     path = tmp_path / "demo.json"
     result = CliRunner().invoke(app, ["demo", "--quick", "--json", str(path)])

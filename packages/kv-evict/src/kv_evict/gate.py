@@ -22,14 +22,14 @@ _OF_BUDGETS: Final = tuple(
 
 @dataclass(frozen=True)
 class Gate(Evictor):
-    """Keep the tokens that a linear model per KV head predicts to be needed, in one budget.
+    """Keep the tokens that a small network per KV head predicts to be needed, in one budget.
 
     KVzip scores a token by the largest attention probability that any query gives it while the
-    model repeats the text: it needs no question, but reads everything twice. A ridge regression
-    predicts the logarithm of that score from what a head stores: the key before RoPE, the norms of
-    its pairs of dimensions, the value, and the norms of both. A token is scored once, when it
-    arrives; neither queries nor later tokens change its score, so a prompt is compressed without
-    the question that will be asked about it.
+    model repeats the text: it needs no question, but reads everything twice. A network with one
+    hidden layer predicts the logarithm of that score from what a head stores: the key before RoPE,
+    the norms of its pairs of dimensions, the value, and the norms of both. A token is scored once,
+    when it arrives; neither queries nor later tokens change its score, so a prompt is compressed
+    without the question that will be asked about it.
 
     All layers and heads share one budget, and the cheapest pages are evicted, as in KV-Compress
     (section 4.2.2); `layers=even` gives every layer the same. Scores are maximized over `pool`

@@ -1,4 +1,4 @@
-"""Calibration of a gate: the target's scores, and a ridge regression per KV head."""
+"""Calibration of a gate: the target's scores, a ridge regression and a network per KV head."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kv_evict.gate_features import features, width
+from kv_evict.gate_features import features, split, width
 from kv_evict.gate_file import Facts, GateWeights, save
+from kv_evict.gate_fit import Moments, NetworkFit
+from kv_evict.gate_network import GateNetwork
+from kv_evict.gate_sample import Sample
 from kv_policy import CacheShape, Calibrated, ScoreEvaluation
 
 RIDGE: Final = 1e-6  # added to the correlations of the features
 LEAST: Final = 1e-5  # scores below count as this: nobody attends to such tokens
+UNITS: Final = 16  # of the hidden layer; 32 would gain a fraction of a point for twice the file
+SAMPLE: Final = 65536  # tokens that the networks are fitted to, at most
 SHARES: Final = (0.5, 0.25, 0.125)  # kept shares at which the overlap is written to the file
 QUANTILES: Final = 1001  # of scores, in the file
 _QUERIES: Final = 256  # queries whose attention is computed at once
@@ -61,28 +66,33 @@ def repeated_attention(
 class GateCalibration:
     """Fits a gate to KVzip's scores: the largest attention of any repeating query to a token.
 
-    It accumulates moments of features and targets, so memory does not grow with the tokens. A pass
-    holds a text and its repetition (`Repeated`), without padding.
+    It accumulates moments of features and targets, and keeps a random sample of tokens, so memory
+    does not grow with the tokens. A pass holds a text and its repetition (`Repeated`), without
+    padding.
     """
 
-    def __init__(self, shape: CacheShape, instruction: int) -> None:
+    def __init__(self, shape: CacheShape, instruction: int, units: int = UNITS) -> None:
         """Start with no tokens.
 
         Args:
             shape: the model's cache, with its rotary embedding.
             instruction: tokens between a text and its repetition.
+            units: of the hidden layer of every head; 0: only the regression.
 
         Raises:
             ValueError: the rotary embedding is unknown.
         """
         if shape.rope is None:
             raise ValueError("a gate reads keys before RoPE, and the rotary embedding is unknown")
-        self.shape, self.instruction = shape, instruction
+        self.shape, self.instruction, self.units = shape, instruction, units
         count = width(shape.key_dim, shape.value_dim)
         lead = (shape.layers, shape.kv_heads)
         self._squares = torch.zeros(*lead, count, count, dtype=torch.float64)
         self._products = torch.zeros(*lead, count, dtype=torch.float64)
         self._tokens = torch.zeros(shape.layers, dtype=torch.int64)
+        self._sample = Sample(shape, SAMPLE if units else 0)
+        self._device = torch.device("cpu")
+        self._fitted: GateNetwork | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,7 +115,8 @@ class GateCalibration:
         if there is not None and not bool(there.all()):
             raise ValueError(f"layer {layer}: a pass of a calibration has no padding")
         found, score = self.examples(layer, query, key, value)
-        given, wanted = found.double(), score.clamp(min=LEAST).log().double()
+        target = score.clamp(min=LEAST).log()
+        given, wanted = found.double(), target.double()
         if not (given.isfinite().all() and wanted.isfinite().all()):
             raise ValueError(f"layer {layer}: keys or values contain an infinity or NaN")
         flat = given.transpose(0, 1).flatten(1, 2)  # H, tokens, F
@@ -114,6 +125,9 @@ class GateCalibration:
             ..., 0
         ].cpu()
         self._tokens[layer] += flat.shape[1]
+        keys, values = split(found, self.shape.key_dim, self.shape.value_dim)
+        self._sample.add(layer, keys, values, target)
+        self._device, self._fitted = query.device, None
 
     def examples(
         self,
@@ -141,6 +155,7 @@ class GateCalibration:
             "squares": self._squares.clone(),
             "products": self._products.clone(),
             "tokens": self._tokens.clone(),
+            **self._sample.state(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -149,14 +164,18 @@ class GateCalibration:
         Raises:
             ValueError: the state belongs to another model.
         """
-        mine = {name: (x.shape, x.dtype) for name, x in self.state().items()}
-        if {name: (x.shape, x.dtype) for name, x in state.items()} != mine:
+        moments = ("squares", "products", "tokens")
+        mine = {name: (x.shape, x.dtype) for name, x in self.state().items() if name in moments}
+        found = {name: (x.shape, x.dtype) for name, x in state.items() if name in moments}
+        if found != mine or not self._sample.fits(state):
             raise ValueError("the state is of a model with other sizes; start over")
+        self._sample.restore(state)
+        self._fitted = None
         self._squares = state["squares"].clone()
         self._products = state["products"].clone()
         self._tokens = state["tokens"].clone()
 
-    def weights(self) -> Float[Tensor, "N H F"]:
+    def regression(self) -> Float[Tensor, "N H F"]:
         """Return the weights of the regression of every head.
 
         The ridge is added to the correlations of the features, so it does not depend on their
@@ -178,9 +197,37 @@ class GateCalibration:
         found: Tensor = (solved / size).float()
         return found
 
-    def evaluation(self, weight: Float[Tensor, "N H F"] | None = None) -> "GateEvaluation":
-        """Return an empty evaluation of weights, such as those of a file; None: found so far."""
-        return GateEvaluation(self, self.weights() if weight is None else weight)
+    def fit(self) -> Iterator[float]:
+        """Fit the networks to the tokens so far; yield the share that is done.
+
+        Raises:
+            ValueError: as `regression`.
+        """
+        linear = self.regression()
+        moments = Moments.of(self._squares.clone(), self.tokens)
+        fit = NetworkFit(self.shape, linear, moments, self.units, self._device)
+        if self.units:
+            yield from fit.run(self._sample.examples())
+        self._fitted = fit.network()
+        yield 1.0
+
+    def network(self) -> GateNetwork:
+        """Return the fitted networks, as the file will hold them.
+
+        Raises:
+            ValueError: `fit` was not run to its end since the last tokens.
+        """
+        if self._fitted is None:
+            raise ValueError("nothing is fitted to the tokens so far; run fit() to its end first")
+        return self._fitted
+
+    def evaluation(self, network: GateNetwork | None = None) -> "GateEvaluation":
+        """Return an empty evaluation of networks, such as those of a file; None: the fitted ones.
+
+        Raises:
+            ValueError: as `network`.
+        """
+        return GateEvaluation(self, self.network() if network is None else network)
 
     def write(
         self, path: Path, facts: Calibrated, window: int, evaluations: Collection[ScoreEvaluation]
@@ -194,7 +241,7 @@ class GateCalibration:
             evaluations: of texts it was not fitted on, which also give the quantiles of scores.
 
         Raises:
-            ValueError: there is no evaluation, or one of another calibrator.
+            ValueError: there is no evaluation, one of another calibrator, or nothing is fitted.
             OSError: writing failed; an existing file is unchanged.
         """
         shape = self.shape
@@ -215,6 +262,7 @@ class GateCalibration:
             heads=shape.kv_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
+            units=self.units,
             overlap={
                 f"{share:g}": round(sum(j.overlap(share) for j in mine) / len(mine), 4)
                 for share in SHARES
@@ -222,17 +270,17 @@ class GateCalibration:
         )
         scores = torch.cat([evaluation.scores() for evaluation in mine]).double().sort().values
         places = torch.linspace(0, len(scores) - 1, QUANTILES, dtype=torch.float64).round().long()
-        save(path, GateWeights(header, self.weights(), scores[places].float()))
+        save(path, GateWeights(header, self.network(), scores[places].float()))
 
 
 class GateEvaluation:
     """Compares a gate's choice of tokens with its target's, on texts it was not fitted on."""
 
-    def __init__(self, calibration: GateCalibration, weight: Float[Tensor, "N H F"]) -> None:
-        """Evaluate weights on passes that a calibration could accumulate."""
-        self._calibration, self._weight = calibration, weight
+    def __init__(self, calibration: GateCalibration, network: GateNetwork) -> None:
+        """Evaluate networks on passes that a calibration could accumulate."""
+        self._calibration, self._network = calibration, network
         # By layer: predictions and targets of each pass.
-        self._found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._weight]
+        self._found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in network.linear]
 
     def see(
         self,
@@ -244,8 +292,9 @@ class GateEvaluation:
     ) -> None:
         """Predict and compute the scores of a pass, as in `GateCalibration.see`."""
         given, score = self._calibration.examples(layer, query, key, value)
-        weight = self._weight[layer].to(given.device)[:, :, None]
-        self._found[layer].append(((given @ weight)[..., 0].cpu(), score.cpu()))
+        rows = torch.full((len(given),), layer)
+        network = self._network.rows(rows, slice(None)).to(given.device)
+        self._found[layer].append((network(given).cpu(), score.cpu()))
 
     def scores(self) -> Float[Tensor, " S"]:
         """Return the predicted probabilities of all tokens, heads and layers."""

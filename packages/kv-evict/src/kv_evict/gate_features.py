@@ -28,36 +28,13 @@ def features(
         pairs: norm of the pair each of its dimensions is in.
         value: as the model computes it.
     """
-    return torch.cat((key, value, pairs, _scalars(key, value)), -1)
+    norms = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (key, value)], -1)
+    one = torch.ones_like(norms[..., :1])
+    return torch.cat((key, value, pairs, norms, (norms + _LEAST).log(), one), -1)
 
 
-def products(
-    weight: Float[Tensor, "*#S F"],
-    turned: Float[Tensor, "*#S D"],
-    key: Float[Tensor, "*S D"],
-    pairs: Float[Tensor, "*S D"],
-    value: Float[Tensor, "*S Dv"],
-) -> Float[Tensor, "*S"]:
-    """Return weight · features for keys after RoPE.
-
-    The weights of the key are rotated instead of the key: the product of two vectors that are
-    rotated alike does not change, and neither does a norm.
-
-    Args:
-        weight: of each feature.
-        turned: the first D weights, rotated as the keys are.
-        key: after RoPE.
-        pairs: norm of the pair each of its dimensions is in.
-        value: as the model computes it.
-    """
-    dim = key.shape[-1]
-    sizes = (dim, value.shape[-1], dim, _SCALARS)
-    _, of_value, of_pairs, of_scalars = weight.split(sizes, -1)
-    found: Tensor = (key * turned).sum(-1) + (value * of_value).sum(-1) + (pairs * of_pairs).sum(-1)
-    found += (_scalars(key, value) * of_scalars).sum(-1)
-    return found
-
-
-def _scalars(key: Float[Tensor, "*S D"], value: Float[Tensor, "*S Dv"]) -> Float[Tensor, "*S 5"]:
-    both = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (key, value)], -1)
-    return torch.cat((both, (both + _LEAST).log(), torch.ones_like(both[..., :1])), -1)
+def split(
+    features: Float[Tensor, "*S F"], key_dim: int, value_dim: int
+) -> tuple[Float[Tensor, "*S D"], Float[Tensor, "*S Dv"]]:
+    """Return the key before RoPE and the value of features."""
+    return features[..., :key_dim], features[..., key_dim : key_dim + value_dim]

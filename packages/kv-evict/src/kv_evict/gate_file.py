@@ -1,4 +1,4 @@
-"""The file of a gate: weights for every KV head of a model."""
+"""The file of a gate: a network for every KV head of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +13,16 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.gate_features import products, width
+from kv_evict.gate_features import features, width
+from kv_evict.gate_network import GateNetwork
 from kv_policy import CacheShape, LayerView, NotCalibratedError
 from kv_policy.decoding import decode
 from kv_policy.tensor_files import Stamp, read, stamp, write
 
-FORMAT: Final = "kv-evict gate 1"
+FORMAT: Final = "kv-evict gate 2"
 CALIBRATION: Final = "gate"
 _SUFFIX: Final = ".safetensors"
+_TOGETHER: Final = 4096  # tokens whose features are in memory at once
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -38,6 +40,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     heads: Count  # KV heads per layer
     key_dim: Count
     value_dim: Count
+    units: Annotated[int, Meta(ge=0)]  # of the hidden layer
     overlap: Mapping[str, float]  # with the target's choice on other text, by kept share
 
 
@@ -46,7 +49,7 @@ class GateWeights:
     """A gate in memory; two are equal only if they are the same."""
 
     facts: Facts
-    weight: Float[Tensor, "N H F"]  # float32
+    network: GateNetwork  # N x H networks; linear in float32, the rest in float16
     quantiles: Float[Tensor, " Q"]  # ascending scores of other text, equally many between each two
 
     def threshold(self, share: float) -> float:
@@ -64,15 +67,24 @@ class GateWeights:
         """
         assert view.keys is not None  # they are read
         assert view.values is not None
-        shape, heads = view.shape, view.keys.shape[1]
+        shape, count = view.shape, view.keys.shape[1]
         self._expect(shape)
-        weight = self.on(view.keys.device)[:, shape.first_head : shape.first_head + heads]
-        mine = weight[view.layer][:, :, None]  # B H 1 F
-        position = view.position.clamp(min=0)
-        turned = shape.turned(mine[..., : shape.key_dim], position, view.layer)
-        pairs = shape.pair_norms(view.keys, view.layer)
-        logarithm = products(mine, turned, view.keys, pairs, view.values)
-        return logarithm.clamp(max=0).exp()  # a probability
+        heads = slice(shape.first_head, shape.first_head + count)
+        network = self.on(view.keys.device).rows(view.layer, heads)
+        starts = range(0, max(1, view.keys.shape[2]), _TOGETHER)
+        found = [self._logarithm(network, view, slice(i, i + _TOGETHER)) for i in starts]
+        return torch.cat(found, -1).clamp(max=0).exp()  # a probability
+
+    def _logarithm(
+        self, network: GateNetwork, view: LayerView, some: slice
+    ) -> Float[Tensor, "B H T"]:
+        """Return the logarithm of the scores of some tokens, with their keys rotated back."""
+        assert view.keys is not None
+        assert view.values is not None
+        key, value = view.keys[:, :, some].float(), view.values[:, :, some].float()
+        back = -view.position[:, :, some].clamp(min=0)
+        plain = view.shape.turned(key, back, view.layer)
+        return network(features(plain, view.shape.pair_norms(key, view.layer), value))
 
     def _expect(self, shape: CacheShape) -> None:
         facts = self.facts
@@ -93,8 +105,8 @@ class GateWeights:
                 f"heads up to {last - 1}; calibrate its own model"
             )
 
-    def on(self, device: torch.device) -> Float[Tensor, "N H F"]:
-        """Return the weights on a device; cached."""
+    def on(self, device: torch.device) -> GateNetwork:
+        """Return the networks on a device, in float32; cached."""
         return _placed(self, device)
 
 
@@ -107,7 +119,13 @@ def save(path: Path, gate: GateWeights) -> None:
         OSError: writing failed; an existing file is unchanged.
     """
     _check(path, gate)
-    tensors = {"weight": gate.weight, "quantiles": gate.quantiles}
+    network = gate.network
+    tensors = {
+        "linear": network.linear,
+        "inner": network.inner,
+        "outer": network.outer,
+        "quantiles": gate.quantiles,
+    }
     write(path, FORMAT, msgspec.json.encode(gate.facts).decode(), tensors)
 
 
@@ -141,9 +159,9 @@ def shipped() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _placed(gate: GateWeights, device: torch.device) -> Float[Tensor, "N H F"]:
+def _placed(gate: GateWeights, device: torch.device) -> GateNetwork:
     with torch.inference_mode(False):  # cached tensors outlive the caller
-        return gate.weight.to(device)
+        return gate.network.to(device)
 
 
 @lru_cache(maxsize=8)
@@ -153,22 +171,31 @@ def _load(file: Stamp) -> GateWeights:
         facts = decode(text, Facts)
     except ValueError as error:
         raise ValueError(f"{file.path} has an invalid header: {error}; calibrate again") from None
-    if set(tensors) != {"weight", "quantiles"}:
-        raise ValueError(f"{file.path} holds no weights and quantiles; calibrate again")
-    gate = GateWeights(facts, tensors["weight"], tensors["quantiles"])
+    if set(tensors) != {"linear", "inner", "outer", "quantiles"}:
+        raise ValueError(f"{file.path} holds no network and quantiles; calibrate again")
+    network = GateNetwork(tensors["linear"], tensors["inner"], tensors["outer"])
+    gate = GateWeights(facts, network, tensors["quantiles"])
     _check(file.path, gate)
     return gate
 
 
 def _check(path: Path, gate: GateWeights) -> None:
-    facts, weight, quantiles = gate.facts, gate.weight, gate.quantiles
-    right = (facts.layers, facts.heads, width(facts.key_dim, facts.value_dim))
-    if weight.dtype != torch.float32 or tuple(weight.shape) != right:
-        raise ValueError(
-            f"{path}: the weights should be float32 of {right}, and are {weight.dtype} of "
-            f"{tuple(weight.shape)}; calibrate again"
-        )
-    if not (weight.isfinite().all() and quantiles.isfinite().all()):
-        raise ValueError(f"{path}: a weight is infinite or NaN; calibrate again")
-    if quantiles.ndim != 1 or len(quantiles) < 2 or bool((quantiles.diff() < 0).any()):
+    facts, network, quantiles = gate.facts, gate.network, gate.quantiles
+    heads = (facts.layers, facts.heads)
+    count, units = width(facts.key_dim, facts.value_dim), facts.units
+    for name, tensor, dtype, sizes in (
+        ("linear", network.linear, torch.float32, (*heads, count)),
+        ("inner", network.inner, torch.float16, (*heads, count, units)),
+        ("outer", network.outer, torch.float16, (*heads, units)),
+    ):
+        if tensor.dtype != dtype or tuple(tensor.shape) != sizes:
+            raise ValueError(
+                f"{path}: the tensor {name} should be {dtype} of {sizes}, and is {tensor.dtype} of "
+                f"{tuple(tensor.shape)}; calibrate again"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: a weight is infinite or NaN; calibrate again")
+    if not quantiles.isfinite().all() or quantiles.ndim != 1 or len(quantiles) < 2:
+        raise ValueError(f"{path}: the quantiles are no list of finite numbers; calibrate again")
+    if bool((quantiles.diff() < 0).any()):
         raise ValueError(f"{path}: the quantiles are not ascending; calibrate again")

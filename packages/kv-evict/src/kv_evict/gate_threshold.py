@@ -26,6 +26,7 @@ class GateThreshold:
     reads: ClassVar[frozenset[VectorName]] = frozenset({"keys", "values"})
     needs_rope: ClassVar[bool] = True
     scores_once: ClassVar[bool] = True
+    plans_chunks: ClassVar[bool] = True  # a token that is old enough stays below the threshold
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Return the predicted attention probability of each new token; of sinks infinity."""

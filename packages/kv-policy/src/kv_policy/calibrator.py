@@ -1,7 +1,7 @@
 """Calibration: packages register calibrators, a host feeds them a model's own vectors."""
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
@@ -152,8 +152,19 @@ class ScoreCalibrator(Resumable, Protocol):
     A pass holds a text, an instruction to repeat it, and the text again.
     """
 
+    def fit(self) -> Iterator[float]:
+        """Fit to the passes so far; yield the share that is done, 1 at the end.
+
+        What is not run to its end has no effect, and a pass that follows makes it necessary again.
+        """
+        ...
+
     def evaluation(self) -> ScoreEvaluation:
-        """Return an empty evaluation of what was fitted so far."""
+        """Return an empty evaluation of what was fitted.
+
+        Raises:
+            ValueError: nothing is fitted to the passes so far.
+        """
         ...
 
     def write(

@@ -13,6 +13,7 @@ from kv_policy.optional import (
     Budgeted,
     Decoding,
     Observing,
+    PlanningChunks,
     Protecting,
     Reading,
     Replanning,
@@ -60,6 +61,8 @@ class CompleteSelector:
         asks = "queries" in self.reads
         self.needs_rope = selector.needs_rope if isinstance(selector, Rotating) else asks
         self.scores_once = selector.scores_once if isinstance(selector, ScoringOnce) else False
+        chunks = selector.plans_chunks if isinstance(selector, PlanningChunks) else False
+        self.plans_chunks: bool = chunks
         self.scope = selector.scope if isinstance(selector, Scoped) else "layer"
         self.replan = selector.replan if isinstance(selector, Replanning) else Replan()
         self.running = selector.running if isinstance(selector, Accumulating) else None

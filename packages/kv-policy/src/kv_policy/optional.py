@@ -109,6 +109,20 @@ class ScoringOnce(Protocol):
 
 
 @runtime_checkable
+class PlanningChunks(Protocol):
+    """Plans a prompt that is not whole yet."""
+
+    @property
+    def plans_chunks(self) -> bool:
+        """Whether hosts call `plan` after every chunk of a prompt, and not only after the last.
+
+        What is dropped then must be what would be dropped at the end, so that a prompt in chunks
+        keeps the tokens of a prompt in one pass: a rule of single tokens does, a budget does not.
+        """
+        ...
+
+
+@runtime_checkable
 class Scoped(Protocol):
     """Plans several layers together."""
 

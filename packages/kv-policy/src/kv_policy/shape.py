@@ -74,7 +74,7 @@ def _by_dimension(
         rate[i], rate[j] = frequency, -frequency
         partner[i], partner[j] = j, i
     with torch.inference_mode(False):  # cached tensors outlive the caller
-        # Hosts such as vLLM load models under another default dtype, which is too coarse for angles.
+        # vLLM loads models under another default dtype, which is too coarse for angles.
         found = torch.tensor(rate, dtype=torch.float32, device=device)
         return found, torch.tensor(partner, device=device)
 

@@ -66,9 +66,9 @@ class World:
         assert count[..., :400].max() <= 1
         return count[..., :400].repeat_interleave(SHAPE.kv_heads // heads, 1) > 0
 
-    def forward(self, valid: Tensor) -> None:
+    def forward(self, valid: Tensor, *, more: bool = False) -> None:
         """One pass over new columns, checked layer by layer."""
-        self.cache.begin(valid)
+        self.cache.begin(valid, more=more)
         width = valid.shape[1]
         place = (self.seen[:, None] + valid.long().cumsum(-1) - 1).masked_fill(~valid, 399)
         total = self.seen + valid.sum(-1)

@@ -99,6 +99,7 @@ def collect(
     calibrator: Resumable,
     windows: Sequence[Int[Tensor, "1 L"]],
     partial: Partial,
+    every: int = EVERY,
 ) -> Iterator[int]:
     """Read the remaining windows; yield the tokens accumulated so far after each.
 
@@ -108,7 +109,8 @@ def collect(
         loaded: the model.
         calibrator: receives every layer's queries, keys and values.
         windows: all windows.
-        partial: holds the position to resume from, and saves the state every few windows.
+        partial: holds the position to resume from, and saves the state.
+        every: windows between two checkpoints.
 
     Raises:
         ValueError: the model cannot be calibrated, or its vectors are not finite.
@@ -118,7 +120,7 @@ def collect(
         show(loaded, calibrator, windows[partial.windows])
         partial.windows += 1
         partial.seconds += time.perf_counter() - began
-        if partial.windows % EVERY == 0 or partial.windows == len(windows):
+        if partial.windows % every == 0 or partial.windows == len(windows):
             partial.save(calibrator)
         yield calibrator.tokens
 

@@ -1,6 +1,7 @@
 """`kv-serve calibrate gate`: fit a gate to KVzip's scores of a model."""
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
 POLICY: Final = "gate"
+EVERY: Final = 8  # windows between checkpoints, which hold the sampled tokens
 SHARES: Final = (0.5, 0.25, 0.125)  # kept shares at which the overlap is measured
 
 
@@ -101,7 +103,8 @@ def _calibrate(
     settings = repetitions.identity(loaded, passages) | {"commit": commit(), **versions()}
     partial = Partial(path.with_name(path.name + ".partial"), settings)
     total = len(windows) * repetitions.window_of(loaded)
-    collect_windows(loaded, calibration, windows, partial, "repeating", total)
+    collect_windows(loaded, calibration, windows, partial, "repeating", total, EVERY)
+    _fit(calibration, partial)
     evaluations = _evaluated(loaded, calibration, others, partial)
     facts = Calibrated(
         loaded.name,
@@ -113,6 +116,26 @@ def _calibrate(
         calibration.write(path, facts, repetitions.window_of(loaded), evaluations.values())
     partial.remove()
     _show(path, calibration.tokens, partial.seconds, evaluations, shape.layers, as_json)
+
+
+def _fit(calibration: "ScoreCalibrator", partial: "Partial") -> None:
+    began = time.perf_counter()
+    try:
+        with refusing(ValueError), progress() as shown:
+            bar = shown.add_task("fitting", total=1.0)
+            for done in calibration.fit():
+                shown.update(bar, completed=done)
+    except KeyboardInterrupt:
+        raise _interrupted(partial) from None
+    partial.seconds += time.perf_counter() - began
+
+
+def _interrupted(partial: "Partial") -> typer.Exit:
+    remark(
+        f"Interrupted. The collected state is saved in {partial.path}; run the same command again "
+        "to resume."
+    )
+    return typer.Exit(INTERRUPTED)
 
 
 def _evaluated(
@@ -133,11 +156,7 @@ def _evaluated(
                 show(loaded, evaluations[name], window)
                 shown.update(bar, advance=1)
     except KeyboardInterrupt:
-        remark(
-            f"Interrupted. The collected state is saved in {partial.path}; run the same command "
-            "again to resume."
-        )
-        raise typer.Exit(INTERRUPTED) from None
+        raise _interrupted(partial) from None
     return evaluations
 
 

@@ -23,6 +23,7 @@ def collect_windows(
     partial: "Partial",
     what: str,
     total: int,
+    every: int | None = None,
 ) -> None:
     """Resume from the checkpoint if there is one, and read the remaining windows.
 
@@ -33,11 +34,12 @@ def collect_windows(
         partial: the checkpoint.
         what: the verb that the progress bar shows.
         total: tokens that the calibrator will have accumulated.
+        every: windows between two checkpoints; None: two.
 
     Raises:
         typer.Exit: the model or the checkpoint is refused, or the user interrupted.
     """
-    from kv_eval.calibrate.collect import collect
+    from kv_eval.calibrate.collect import EVERY, collect
 
     with refusing(ValueError):
         sentence = partial.resume(calibrator)
@@ -46,7 +48,7 @@ def collect_windows(
     try:
         with refusing(ValueError), progress() as shown:
             bar = shown.add_task(what, total=total, completed=calibrator.tokens)
-            for done in collect(loaded, calibrator, windows, partial):
+            for done in collect(loaded, calibrator, windows, partial, every or EVERY):
                 shown.update(bar, completed=done)
     except KeyboardInterrupt:
         kept = f"is saved in {partial.path}" if partial.path.exists() else "is not saved yet"

@@ -24,7 +24,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Use a much shorter prompt.")] = False,
     backend: BackendOption = "auto",
 ) -> None:
-    """Let SmolLM2 find a hidden number and chat, with a full cache and four compressed ones."""
+    """Let SmolLM2 find a hidden number and chat, with a full cache and compressed ones."""
     if json is not None:
         check_writable(json)
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,7 +50,7 @@ def demo(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
-    specs = caches(length)
+    specs = caches(length, loaded.fingerprint)
     with Progress(*columns, console=err(), transient=True) as progress:
         bar = progress.add_task(specs[0], total=len(specs))
         for spec in specs:

@@ -249,6 +249,27 @@ def _check_plan(
     for sequences, heads, sentence in _parts(tokens, able):
         part, pick = tokens.cut(sequences, heads)
         law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
+    if selector.plans_chunks:
+        _check_chunk(selector, tokens, score, plan)
+
+
+def _check_chunk(
+    selector: CompleteSelector,
+    tokens: DrawnTokens,
+    score: Float[Tensor, "N B H L"],
+    plan: UInt8[Tensor, "N B H L"],
+) -> None:
+    """Plan the first half of each sequence, as after a chunk of its prompt."""
+    half = tokens.length // 2
+    later = tokens.position >= half[None, :, None, None]
+    position = tokens.position.masked_fill(later, -1)
+    chunk = dataclasses.replace(tokens, length=half, position=position)
+    gone = (chunk.position >= 0) & (_plans(selector, chunk, score) == DROP)
+    law(
+        bool((plan[gone] == DROP).all()),
+        "plan drops a token after a chunk of a prompt that it keeps after the whole, though "
+        "plans_chunks is True",
+    )
 
 
 def _check_budget(selector: CompleteSelector, tokens: DrawnTokens, kept: Tensor) -> None:
