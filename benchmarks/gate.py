@@ -52,7 +52,7 @@ Row = dict[str, object]
 
 # Tokens per head of 2,000 in k8v4 and in k4v4 with keys per channel that take about this
 # percentage of the bytes.
-COLUMNS: Final = {25: (1080, 1450), 12: (520, 704), 6: (250, 335), 3: (120, 156)}
+COLUMNS: Final = {25: (1080, 1420), 12: (520, 672), 6: (250, 320), 3: (120, 144)}
 CHANNEL: Final = "k4v4:keys=channel"
 OTHERS: Final = ("kv-compress", "snapkv", "expected-attention", "kvzip")
 
@@ -73,8 +73,6 @@ def policies() -> dict[str, str]:
             called = name.replace("-", "_")
             found[f"{called}_{percent}"] = f"{name}:budget={fewer_bits}+{CHANNEL}"
             found[f"{called}_k8v4_{percent}"] = f"{name}:budget={tokens}+k8v4"
-    found["gate_k4v4_12"] = gate(728, "k4v4")
-    found["gate_k4v4_6"] = gate(350, "k4v4")
     found["gate_share_12"] = f"gate:file={GATE},share=0.35+{CHANNEL}"
     return {name: str(parse(spec)) for name, spec in found.items()}
 
@@ -96,21 +94,13 @@ class Size:
 
 
 # Measured with the question inside the prompt, too.
-AWARE: Final = (
-    "gate_12",
-    "gate_recent_12",
-    "gate_k8v4_12",
-    "kv_compress_12",
-    "kv_compress_k8v4_12",
-)
+AWARE: Final = ("gate_12", "gate_recent_12", "kv_compress_12", "kv_compress_k8v4_12")
 AFTER: Final = (
     "gate_25",
     "gate_12",
     "gate_6",
     "gate_recent_12",
     "gate_k8v4_12",
-    "gate_k4v4_12",
-    "gate_k4v4_6",
     "kv_compress_12",
     "kvzip_12",
 )
