@@ -16,8 +16,17 @@ from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
 from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
+from kv_runtime.outermost import Outermost
 from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
+from kv_runtime.rotation import (
+    find_rope,
+    growing_kind,
+    model_frequencies,
+    places,
+    rotates,
+    together,
+)
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep
 from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
@@ -35,6 +44,7 @@ __all__ = [
     "Measured",
     "MemoryReport",
     "Meter",
+    "Outermost",
     "Place",
     "PolicyCache",
     "ReplayChunk",
@@ -51,11 +61,17 @@ __all__ = [
     "backend_for",
     "check_budgets",
     "expect_known",
+    "find_rope",
+    "growing_kind",
     "held_by",
     "holding",
     "kept_tokens",
+    "model_frequencies",
+    "places",
     "remedy",
+    "rotates",
     "same_maps",
     "serving",
+    "together",
     "widened",
 ]

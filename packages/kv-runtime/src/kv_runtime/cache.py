@@ -160,7 +160,8 @@ class PolicyCache:
             valid: which columns hold a token.
             prompt: whether the tokens belong to prompts; None: a sequence with earlier tokens and a
                 single new one decodes, any other is prefilled.
-            more: whether the prompts continue in a later pass; every token is kept until then.
+            more: whether the prompts continue in a later pass; every token is kept until then,
+                unless the selector plans chunks.
 
         Raises:
             ValueError: there are no columns, or the batch size differs from before.

@@ -41,7 +41,7 @@ def check_reads(policy: KVPolicy, shape: CacheShape, heads: int, folded: Folded)
     if shape.rope is None:
         raise ValueError(
             f"{policy} rotates vectors to other positions, which needs the model's rotary "
-            "embedding, but this engine does not provide it; use kv_transformers.CompressedCache "
+            "embedding, but this cache was made without it; use kv_transformers.CompressedCache "
             "with a model of transformers, or a policy that needs no rotation, such as snapkv"
         )
 

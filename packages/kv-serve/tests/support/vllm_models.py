@@ -51,12 +51,15 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_weights(folder: Path) -> None:
+def write_weights(
+    folder: Path, architecture: str = "LlamaForCausalLM", kind: str = "llama", **more: Any
+) -> None:
     """Write a tiny model with float32 weights."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_config(folder, initializer_range=0.1, torch_dtype="float32")
+    drawn = {"initializer_range": 0.1, "torch_dtype": "float32"}
+    write_config(folder, architecture, kind, **drawn, **more)
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(str(folder)))
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)))
     made.save_pretrained(folder)

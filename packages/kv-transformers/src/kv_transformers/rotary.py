@@ -1,15 +1,22 @@
 """Detect the rotary embedding of each layer by running a few tokens through the model."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.linalg import vector_norm
 
-from kv_policy import CacheShape, KVPolicy, Rope, Ropes, complete
+from kv_policy import CacheShape, KVPolicy, Rope, Ropes
+from kv_runtime import (
+    find_rope,
+    growing_kind,
+    model_frequencies,
+    places,
+    rotates,
+    together,
+)
 from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
 from kv_transformers.watching import WatchingCache
@@ -18,11 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS: Final = 5
-POSITIONS: Final = (0, 1, 13, 101, 1009)  # distinguish frequencies from 1 to 0.0001
 FAR: Final = 2047  # the last position, if the config defines none
-NEAR: Final = 1e-3  # relative to a query's norm; a wrong rotation differs by far more
-NEAR_IN_16_BITS: Final = 0.02  # tolerance for 16-bit rounding of the model's own rotation
-_GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on the sequence length
 
 
 def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) -> CacheShape:
@@ -35,12 +38,7 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
         UnsupportedModelError: a layer applies something else, or frequencies depend on the
             sequence length; the message names the layer.
     """
-    if policy.selector is None:
-        return shape
-    selector = complete(policy.selector)
-    if not selector.needs_rope or (policy.basis is not None and not selector.scores_once):
-        return shape
-    return replace(shape, rope=find_ropes(model, shape, str(policy)))
+    return replace(shape, rope=find_ropes(model, shape, str(policy))) if rotates(policy) else shape
 
 
 def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope | Ropes:
@@ -55,35 +53,18 @@ def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope
         UnsupportedModelError: as `with_ropes`.
     """
     name = type(model).__name__
-    for kind in _kinds(model):
-        if kind in _GROWING:
-            raise UnsupportedModelError(
-                f"{reader} rotates vectors to other positions, but the rotary embedding of {name} "
-                f"({kind}) changes with the length of the sequence; use a policy that "
-                "needs no rotation, such as snapkv"
-            )
+    if kind := growing_kind(model):
+        raise UnsupportedModelError(
+            f"{reader} rotates vectors to other positions, but the rotary embedding of {name} "
+            f"({kind}) changes with the length of the sequence; use a policy that "
+            "needs no rotation, such as snapkv"
+        )
     config = model.config.get_text_config(decoder=True)
     last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
-    near = NEAR if model.dtype.itemsize >= 4 else NEAR_IN_16_BITS
-    places = [*(p for p in POSITIONS if p < last), last]
-    query = _queries(model, shape, places)  # N T P H D
-    start = query[:, :, :1]
-    size = vector_norm(start, dim=(1, 2, 3, 4)).clamp(min=torch.finfo(torch.float32).tiny)
-    position = torch.tensor(places[:-1], device=query.device)[:, None]
-    best: list[tuple[float, Rope | None]] = [(near, None)] * shape.layers
-    for rope in _candidates(model, shape.key_dim):
-        off = rope.turned(start, position) - query[:, :, :-1]
-        error = vector_norm(off, dim=(1, 3, 4)).amax(1) / size
-        best = [
-            (each, rope) if each < least else (least, found)
-            for each, (least, found) in zip(error.tolist(), best, strict=True)
-        ]
-    # At large positions the angle is too inexact to compare, but a rotation preserves norms.
-    norm = vector_norm(query, dim=-1)
-    grown = (norm / norm[:, :, :1] - 1).abs().nan_to_num(0).amax((1, 2, 3)).tolist()
-    ropes = [
-        None if off > NEAR_IN_16_BITS else rope for off, (_, rope) in zip(grown, best, strict=True)
-    ]
+    positions = places(last)
+    frequencies = tuple(model_frequencies(model))
+    queries = _queries(model, shape, positions)  # N T P H D
+    ropes = [find_rope(each, positions, frequencies) for each in queries]
     missing = [layer for layer, rope in enumerate(ropes) if rope is None]
     if missing:
         raise UnsupportedModelError(
@@ -92,24 +73,16 @@ def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope
             "(halves or interleaved pairs rotated by the model's inv_freq, or none); use a policy "
             "that needs no rotation, such as snapkv"
         )
-    known = tuple(rope for rope in ropes if rope is not None)
-    return known[0] if len(set(known)) == 1 else Ropes(known)
-
-
-def _kinds(model: "PreTrainedModel") -> Iterator[str]:
-    """Yield transformers' types of the rotary embeddings of a model."""
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        yield from map(str, kind.values() if isinstance(kind, dict) else (kind,))
+    return together([rope for rope in ropes if rope is not None])
 
 
 def _queries(
-    model: "PreTrainedModel", shape: CacheShape, places: list[int]
+    model: "PreTrainedModel", shape: CacheShape, places: Sequence[int]
 ) -> Float[Tensor, "N T P H D"]:
     """Return the queries of a few single tokens at these positions."""
 
     def show(layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        found[layer] = query[:, :, 0].float()
+        found[layer] = query[:, :, 0]
 
     found: dict[int, Tensor] = {}
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -132,23 +105,3 @@ def _queries(
     each = torch.stack([found[layer] for layer in range(shape.layers)])
     by_token: Tensor = each.unflatten(1, (TOKENS, len(places)))
     return by_token
-
-
-def _candidates(model: "PreTrainedModel", dim: int) -> Iterator[Rope]:
-    """Yield candidate rotations of a layer: none, or the model's frequencies on some dimensions."""
-    yield Rope((), ())
-    seen: set[tuple[float, ...]] = set()
-    for name, buffer in model.named_buffers():
-        if not name.endswith("inv_freq") or "original" in name or buffer.ndim != 1:
-            continue
-        frequencies = tuple(buffer.double().tolist())
-        count = len(frequencies)
-        if frequencies in seen or 2 * count > dim:
-            continue
-        seen.add(frequencies)
-        for first in dict.fromkeys((0, dim - 2 * count)):
-            halves = tuple((first + i, first + count + i) for i in range(count))
-            neighbours = tuple((first + 2 * i, first + 2 * i + 1) for i in range(count))
-            for pairs in (halves, neighbours):
-                yield Rope(frequencies, pairs)
-                yield Rope(frequencies, tuple((j, i) for i, j in pairs))

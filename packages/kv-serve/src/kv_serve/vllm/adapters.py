@@ -114,6 +114,10 @@ CALLED: Final = (
     f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "
     "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
     "slot_mapping)",
+    "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
+    "skip_compiled)",
+    "vllm.config:ModelConfig.get_vocab_size()",
+    "vllm.config:ModelConfig.uses_mrope",
 )
 
 

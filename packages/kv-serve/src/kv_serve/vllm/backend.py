@@ -1,11 +1,13 @@
 """The attention backend that vLLM calls: block sizes, step metadata and a layer's attention."""
 
 from typing import ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -15,9 +17,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
-from kv_policy import KVPolicy
-from kv_runtime import RequestRows, SlotStep, serving
+from kv_policy import KVPolicy, Rope
+from kv_runtime import Outermost, RequestRows, SlotStep, rotates, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
+from kv_serve.vllm.rotation import find_ropes
 from kv_serve.vllm.served import ServesPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
 from kv_serve.vllm.storage import BilledPages, VllmSlots, stored
@@ -112,6 +115,14 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.rope: Rope | None = None  # of the layer, if the policy needs it
+        self.seen: list[Tensor] | None = None  # queries and keys, while ropes are found
+        # The first layer leads to the model, which vLLM gives to no plugin.
+        first = rotates(self.policy) and not attention_layers(self.config)
+        own = ref(self)
+        self.model = (
+            Outermost(lambda x: isinstance(x, Attention) and x.impl is own()) if first else None
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Set the layer's backend, which sizes its blocks; vLLM calls this after the weights load.
@@ -133,6 +144,8 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         else:
             storage = stored(self.config, self.policy, model_shape(self.config, layer))
             check_alike(self.config, layers, in_pages=isinstance(storage, BilledPages))
+            if self.model is not None:
+                find_ropes(self.config, self.policy, self.model.found(), layers)
             layer.attn_backend = bound(chosen, self.policy, storage)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention backend: %s",
@@ -155,7 +168,9 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Store the new tokens and write their attention to `output`; shapes as in `SlotLayer`."""
-        if attn_metadata is None:  # vLLM's profiling run has no cache
+        if attn_metadata is None:  # vLLM's profiling run has no cache, nor has ours for ropes
+            if self.seen is not None:
+                self.seen.append(torch.cat((query, key), dim=1))
             return output.zero_()
         self.layer.forward(query, key, value, kv_cache, attn_metadata, output)
         return output

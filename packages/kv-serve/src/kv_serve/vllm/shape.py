@@ -7,7 +7,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kv_policy import CacheShape
-from kv_runtime import serving
+from kv_runtime import serving, together
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
 
@@ -60,9 +60,13 @@ def _sizes(layer: Attention, *, in_pages: bool) -> dict[str, int | float]:
 
 
 def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
-    """Return the shape of the model's cache on this device; all layers have the same shape."""
+    """Return the shape of the model's cache on this device; all layers have the same shape.
+
+    It has the rotary embeddings if they have been found.
+    """
     heads = layer.num_kv_heads
     first = first_heads(config)[get_tensor_model_parallel_rank()]
+    ropes = [each.impl.rope for each in attention_layers(config)]
     return CacheShape(
         layers=config.model_config.get_num_layers(config.parallel_config),
         kv_heads=heads,
@@ -71,6 +75,7 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
         value_dim=layer.head_size_v,
         dtype=layer.kv_cache_torch_dtype,
         first_head=first,
+        rope=None if None in ropes else together(ropes),
     )
 
 
