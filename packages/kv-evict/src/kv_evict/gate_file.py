@@ -82,7 +82,9 @@ class GateWeights:
         assert view.keys is not None
         assert view.values is not None
         key, value = view.keys[:, :, some].float(), view.values[:, :, some].float()
-        back = -view.position[:, :, some].clamp(min=0)
+        # Heads of a prompt have the same positions, so their angles are computed once.
+        place = view.position if view.position.stride(1) else view.position[:, :1]
+        back = -place[:, :, some].clamp(min=0)
         plain = view.shape.turned(key, back, view.layer)
         return network(features(plain, view.shape.pair_norms(key, view.layer), value))
 

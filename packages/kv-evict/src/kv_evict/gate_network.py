@@ -20,10 +20,10 @@ class GateNetwork:
 
     def __call__(self, features: Float[Tensor, "*H L F"]) -> Float[Tensor, "*H L"]:
         """Return the logarithm of the score of each token."""
-        found = (features @ self.linear[..., None])[..., 0]
-        if self.outer.shape[-1] == 0:
-            return found
-        return found + ((features @ self.inner).relu() @ self.outer[..., None])[..., 0]
+        # One product for both, as it is bound by reading the features.
+        both = features @ torch.cat((self.inner, self.linear[..., None]), -1)
+        found: Tensor = both[..., -1] + (both[..., :-1].relu() @ self.outer[..., None])[..., 0]
+        return found
 
     def rows(self, layer: Int[Tensor, " B"], heads: slice) -> "GateNetwork":
         """Return the weights of some heads of layers, a row for each layer given."""

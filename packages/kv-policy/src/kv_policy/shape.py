@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +40,69 @@ class Rope:
         self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
     ) -> Float[Tensor, "*T D"]:
         """Rotate vectors by the given positions; S and P broadcast to T."""
-        rate, partner = _by_dimension(self, x.shape[-1], x.device)
-        angle = position[..., None] * rate
-        return x * angle.cos() - x[..., partner] * angle.sin()
+        turn = _turn(self, x.shape[-1], x.device)
+        # Angles of pairs, not of dimensions: half as many cosines and sines.
+        angle = position[..., None] * turn.frequency
+        cosine, sine = angle.cos()[..., turn.pair], angle.sin()[..., turn.pair] * turn.sign
+        return x * cosine - turn.partners(x) * sine
 
     def pair_norms(self, x: Float[Tensor, "*S D"]) -> Float[Tensor, "*S D"]:
         """Return, per dimension, the norm of the pair it is in, which no rotation changes.
 
         A dimension of no pair counts as a pair with itself.
         """
-        _, partner = _by_dimension(self, x.shape[-1], x.device)
-        return torch.hypot(x, x[..., partner])
+        square = x.square()
+        return (square + _turn(self, x.shape[-1], x.device).partners(square)).sqrt()
 
     def mean_turn(self, position: Int[Tensor, "*B T"], dim: int) -> Float[Tensor, "*B D D"]:
         """Return the mean of the rotation matrices of `dim` dimensions over the positions."""
-        rate, partner = _by_dimension(self, dim, position.device)
-        angle = position[..., None] * rate
-        matrix = angle.cos().mean(-2).diag_embed()
-        sine = angle.sin().mean(-2)[..., None]
-        return matrix.scatter_add(-1, partner[:, None].expand_as(sine), -sine)
+        turn = _turn(self, dim, position.device)
+        angle = position[..., None] * turn.frequency
+        cosine, sine = angle.cos().mean(-2)[..., turn.pair], angle.sin().mean(-2)[..., turn.pair]
+        sine = (sine * turn.sign)[..., None]
+        return cosine.diag_embed().scatter_add(-1, turn.partner[:, None].expand_as(sine), -sine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What each dimension of a vector rotates by."""
+
+    frequency: Float[Tensor, "*N F"]  # of each pair, and 0
+    pair: Int[Tensor, "*N D"]  # index into them
+    sign: Float[Tensor, "*N D"]  # of the rotation away from the partner
+    partner: Int[Tensor, "*N D"]
+    halves: bool = False  # whether partners are half of the dimensions apart, in one rope
+
+    def partners(self, x: Float[Tensor, "*S D"]) -> Float[Tensor, "*S D"]:
+        """Return the values of each dimension's partner, by copies of halves where possible."""
+        if self.halves:
+            first, second = x.chunk(2, -1)
+            return torch.cat((second, first), -1)
+        return x[..., self.partner]
 
 
 @lru_cache(maxsize=64)
-def _by_dimension(
-    rope: Rope, dim: int, device: torch.device
-) -> tuple[Float[Tensor, " D"], Int[Tensor, " D"]]:
-    """Return the rotation rate towards minus its partner, and the partner, per dimension."""
-    half = dim // 2
+def _turn(rope: Rope, dim: int, device: torch.device) -> _Turn:
+    half, none = dim // 2, len(rope.frequencies)
     pairs = rope.pairs
     if pairs is None:
-        pairs = tuple((i, i + half) for i in range(len(rope.frequencies)))
-    rate, partner = [0.0] * dim, list(range(dim))
-    for (i, j), frequency in zip(pairs, rope.frequencies, strict=True):
-        rate[i], rate[j] = frequency, -frequency
+        pairs = tuple((i, i + half) for i in range(none))
+    pair, sign, partner = [none] * dim, [0.0] * dim, list(range(dim))
+    for index, (i, j) in enumerate(pairs):
+        pair[i], pair[j] = index, index
+        sign[i], sign[j] = 1.0, -1.0
         partner[i], partner[j] = j, i
     with torch.inference_mode(False):  # cached tensors outlive the caller
         # vLLM loads models under another default dtype, which is too coarse for angles.
-        found = torch.tensor(rate, dtype=torch.float32, device=device)
-        return found, torch.tensor(partner, device=device)
+        frequency = torch.tensor([*rope.frequencies, 0.0], dtype=torch.float32, device=device)
+        signs = torch.tensor(sign, dtype=torch.float32, device=device)
+        return _Turn(
+            frequency,
+            torch.tensor(pair, device=device),
+            signs,
+            torch.tensor(partner, device=device),
+            halves=partner == [*range(half, dim), *range(half)],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +115,38 @@ class Ropes:
         self, x: Float[Tensor, "B *S D"], position: Int[Tensor, "B *P L"], layer: Int[Tensor, " B"]
     ) -> Float[Tensor, "B *T D"]:
         """Rotate the vectors of layers by the given positions; S and P broadcast to T."""
-        rate, partner = _by_layer(self, x.shape[-1], x.device)
-        lead = (len(layer), *(1,) * (x.ndim - 2), x.shape[-1])
-        angle = position[..., None] * rate[layer].view(lead)
-        other = x.gather(-1, partner[layer].view(lead).expand_as(x))
-        return x * angle.cos() - other * angle.sin()
+        turn = _turns(self, x.shape[-1], x.device)
+
+        def rows(given: Tensor) -> Tensor:
+            return given[layer].view(len(layer), *(1,) * (x.ndim - 2), -1)
+
+        angle = position[..., None] * rows(turn.frequency)
+        pair = rows(turn.pair).expand(*angle.shape[:-1], -1)
+        cosine, sine = angle.cos().gather(-1, pair), angle.sin().gather(-1, pair)
+        other = x.gather(-1, rows(turn.partner).expand_as(x))
+        return x * cosine - other * (sine * rows(turn.sign))
 
     def pair_norms(
         self, x: Float[Tensor, "B *S D"], layer: Int[Tensor, " B"]
     ) -> Float[Tensor, "B *S D"]:
         """Return the norms of pairs of dimensions of layers' vectors; see `Rope.pair_norms`."""
-        _, partner = _by_layer(self, x.shape[-1], x.device)
-        lead = (len(layer), *(1,) * (x.ndim - 2), x.shape[-1])
-        return torch.hypot(x, x.gather(-1, partner[layer].view(lead).expand_as(x)))
+        partner = _turns(self, x.shape[-1], x.device).partner[layer]
+        square, lead = x.square(), (len(layer), *(1,) * (x.ndim - 2), x.shape[-1])
+        return (square + square.gather(-1, partner.view(lead).expand_as(x))).sqrt()
 
 
 @lru_cache(maxsize=8)
-def _by_layer(
-    ropes: Ropes, dim: int, device: torch.device
-) -> tuple[Float[Tensor, "N D"], Int[Tensor, "N D"]]:
-    """Return rates and partners as `_by_dimension`, for all layers."""
-    each = [_by_dimension(rope, dim, device) for rope in ropes.each]
+def _turns(ropes: Ropes, dim: int, device: torch.device) -> _Turn:
+    """Return the turns of all layers, with as many frequencies in each."""
+    each = [_turn(rope, dim, device) for rope in ropes.each]
+    most = max(len(turn.frequency) for turn in each)
     with torch.inference_mode(False):
-        return torch.stack([rate for rate, _ in each]), torch.stack([other for _, other in each])
+        return _Turn(
+            torch.stack([pad(t.frequency, (0, most - len(t.frequency))) for t in each]),
+            torch.stack([t.pair for t in each]),
+            torch.stack([t.sign for t in each]),
+            torch.stack([t.partner for t in each]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ def score_layers(
 ) -> Scored:
     """Concatenate the groups, in a prompt sorted by position, and score them with the selector.
 
+    Tokens that are scored once are not sorted, as none depends on another.
+
     Args:
         selector: the selector.
         layers: the layers; a single one in a prompt.
@@ -91,7 +93,7 @@ def score_layers(
         queries: the queries of the pass, over these layers.
         replayed: of the last group, the new tokens; see `LayerView.replayed`.
     """
-    order = _order(groups) if now.is_prefill else None
+    order = _order(groups) if now.is_prefill and not selector.scores_once else None
 
     joined, vectors = partial(_joined, order), partial(_vectors, order)
     observed = all(g.mass is not None for g in groups)
@@ -123,12 +125,13 @@ def score_layers(
 
 
 def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
-    whole = torch.cat(parts, -1)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return whole if order is None else whole.gather(-1, order)
 
 
 def _vectors(order: Tensor | None, parts: list[Tensor | None]) -> Tensor:
-    whole = torch.cat([p.float() for p in parts if p is not None], -2)
+    each = [p.float() for p in parts if p is not None]
+    whole = each[0] if len(each) == 1 else torch.cat(each, -2)
     if order is None:
         return whole
     return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
