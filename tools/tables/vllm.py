@@ -240,11 +240,30 @@ def vllm_trace(result: Row, said: Said) -> Iterator[str]:
     yield table(("cache", *waits, "within targets", "a second", "output"), lines)
 
 
+def vllm_prefill(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the seconds until the first token of each way."""
+    yield markdown.figures(result, said)
+    rows = result["rows"]
+    names = {row["way"]: cache(row["way"]) for row in rows}
+    over = {"stock": names[BF16], "k8v4": names["k8v4"]}
+    lines = (
+        (
+            names[row["way"]],
+            f"{row['median']:.2f} s",
+            "" if row["way"] == BF16 else over[row["over"]],
+            "" if row["way"] == BF16 else " ".join(f"{each:.3f}" for each in row["ratio"]),
+        )
+        for row in rows
+    )
+    yield table(("cache", "first token", "compared with", "ratio, quartiles of the rounds"), lines)
+
+
 WRITERS: Final = {
     "vllm_capacity": vllm_capacity,
     "vllm_loaded": vllm_loaded,
     "vllm_nll": vllm_nll,
     "vllm_parts": vllm_parts,
+    "vllm_prefill": vllm_prefill,
     "vllm_quality": vllm_quality,
     "vllm_soak": vllm_soak,
     "vllm_throughput": vllm_throughput,
