@@ -28,9 +28,14 @@ def features(
         pairs: norm of the pair each of its dimensions is in.
         value: as the model computes it.
     """
-    norms = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (key, value)], -1)
-    one = torch.ones_like(norms[..., :1])
-    return torch.cat((key, value, pairs, norms, (norms + _LEAST).log(), one), -1)
+    return torch.cat((key, value, pairs, scalars(key, value).mT), -1)
+
+
+def scalars(key: Float[Tensor, "*S D"], value: Float[Tensor, "*S Dv"]) -> Float[Tensor, "*_ 5 L"]:
+    """Return the last features of tokens, those that are not vectors, token by column."""
+    norms = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (key, value)], -2)
+    one = torch.ones_like(norms[..., :1, :])
+    return torch.cat((norms, (norms + _LEAST).log(), one), -2)
 
 
 def split(

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.gate_features import features, width
+from kv_evict.gate_features import scalars, width
 from kv_evict.gate_network import GateNetwork
 from kv_policy import CacheShape, LayerView, NotCalibratedError
 from kv_policy.decoding import decode
@@ -86,7 +86,8 @@ class GateWeights:
         place = view.position if view.position.stride(1) else view.position[:, :1]
         back = -place[:, :, some].clamp(min=0)
         plain = view.shape.turned(key, back, view.layer)
-        return network(features(plain, view.shape.pair_norms(key, view.layer), value))
+        pairs = view.shape.pair_norms(key, view.layer)
+        return network.of((plain.mT, value.mT, pairs.mT, scalars(plain, value)))
 
     def _expect(self, shape: CacheShape) -> None:
         facts = self.facts

@@ -1,5 +1,6 @@
 """The function of a gate: for every KV head a linear model and one hidden layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,20 @@ class GateNetwork:
 
     def __call__(self, features: Float[Tensor, "*H L F"]) -> Float[Tensor, "*H L"]:
         """Return the logarithm of the score of each token."""
-        # One product for both, as it is bound by reading the features.
-        both = features @ torch.cat((self.inner, self.linear[..., None]), -1)
-        found: Tensor = both[..., -1] + (both[..., :-1].relu() @ self.outer[..., None])[..., 0]
-        return found
+        return self.of((features.mT,))
+
+    def of(self, parts: Sequence[Float[Tensor, "*H _ L"]]) -> Float[Tensor, "*H L"]:
+        """Return the same for features in parts, token by column, which are not copied together."""
+        lead = self.linear.shape[:-1]
+        # Products with tokens by column are fast for few units; one reads each part for both.
+        weight = torch.cat((self.inner, self.linear[..., None]), -1).mT.flatten(0, -3)
+        flat = [part.flatten(0, -3) for part in parts]
+        each = weight.split([part.shape[1] for part in flat], -1)
+        total = torch.bmm(each[0], flat[0])
+        for some, part in zip(each[1:], flat[1:], strict=True):
+            total.baddbmm_(some, part)
+        hidden = total[:, :-1].relu() * self.outer.reshape(len(total), -1, 1)
+        return (hidden.sum(1) + total[:, -1]).view(*lead, -1)
 
     def rows(self, layer: Int[Tensor, " B"], heads: slice) -> "GateNetwork":
         """Return the weights of some heads of layers, a row for each layer given."""

@@ -43,16 +43,24 @@ class Rope:
         turn = _turn(self, x.shape[-1], x.device)
         # Angles of pairs, not of dimensions: half as many cosines and sines.
         angle = position[..., None] * turn.frequency
+        if turn.halves:  # the usual pairs, without copies by index
+            (first, second), angle = x.chunk(2, -1), angle[..., :-1]
+            cosine, sine = angle.cos(), angle.sin()
+            halves = first * cosine - second * sine, second * cosine + first * sine
+            return torch.cat(halves, -1)
         cosine, sine = angle.cos()[..., turn.pair], angle.sin()[..., turn.pair] * turn.sign
-        return x * cosine - turn.partners(x) * sine
+        return x * cosine - x[..., turn.partner] * sine
 
     def pair_norms(self, x: Float[Tensor, "*S D"]) -> Float[Tensor, "*S D"]:
         """Return, per dimension, the norm of the pair it is in, which no rotation changes.
 
         A dimension of no pair counts as a pair with itself.
         """
-        square = x.square()
-        return (square + _turn(self, x.shape[-1], x.device).partners(square)).sqrt()
+        square, turn = x.square(), _turn(self, x.shape[-1], x.device)
+        if turn.halves:
+            norm = torch.add(*square.chunk(2, -1)).sqrt()
+            return torch.cat((norm, norm), -1)
+        return (square + square[..., turn.partner]).sqrt()
 
     def mean_turn(self, position: Int[Tensor, "*B T"], dim: int) -> Float[Tensor, "*B D D"]:
         """Return the mean of the rotation matrices of `dim` dimensions over the positions."""
@@ -71,14 +79,7 @@ class _Turn:
     pair: Int[Tensor, "*N D"]  # index into them
     sign: Float[Tensor, "*N D"]  # of the rotation away from the partner
     partner: Int[Tensor, "*N D"]
-    halves: bool = False  # whether partners are half of the dimensions apart, in one rope
-
-    def partners(self, x: Float[Tensor, "*S D"]) -> Float[Tensor, "*S D"]:
-        """Return the values of each dimension's partner, by copies of halves where possible."""
-        if self.halves:
-            first, second = x.chunk(2, -1)
-            return torch.cat((second, first), -1)
-        return x[..., self.partner]
+    halves: bool = False  # whether all pairs are i and i + D / 2, in order
 
 
 @lru_cache(maxsize=64)
@@ -101,7 +102,7 @@ def _turn(rope: Rope, dim: int, device: torch.device) -> _Turn:
             torch.tensor(pair, device=device),
             signs,
             torch.tensor(partner, device=device),
-            halves=partner == [*range(half, dim), *range(half)],
+            halves=[*pairs] == [(i, i + half) for i in range(dim - half)],
         )
 
 

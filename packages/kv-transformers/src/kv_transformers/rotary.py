@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+from weakref import ref
 
 import torch
 from jaxtyping import Float
@@ -59,12 +61,7 @@ def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope
             f"({kind}) changes with the length of the sequence; use a policy that "
             "needs no rotation, such as snapkv"
         )
-    config = model.config.get_text_config(decoder=True)
-    last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
-    positions = places(last)
-    frequencies = tuple(model_frequencies(model))
-    queries = _queries(model, shape, positions)  # N T P H D
-    ropes = [find_rope(each, positions, frequencies) for each in queries]
+    ropes = _found(ref(model), model.dtype, shape, tuple(model_frequencies(model)))
     missing = [layer for layer, rope in enumerate(ropes) if rope is None]
     if missing:
         raise UnsupportedModelError(
@@ -74,6 +71,23 @@ def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope
             "that needs no rotation, such as snapkv"
         )
     return together([rope for rope in ropes if rope is not None])
+
+
+@lru_cache(maxsize=8)
+def _found(
+    of: "ref[PreTrainedModel]",
+    dtype: torch.dtype,
+    shape: CacheShape,
+    frequencies: tuple[tuple[float, ...], ...],
+) -> tuple[Rope | None, ...]:
+    """Return what explains each layer's vectors; cached, as each cache of a model asks for it."""
+    model = of()
+    assert model is not None, "the caller holds it"
+    config = model.config.get_text_config(decoder=True)
+    last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
+    positions = places(last)
+    queries = _queries(model, shape, positions)  # N T P H D
+    return tuple(find_rope(each, positions, frequencies) for each in queries)
 
 
 def _queries(
