@@ -23,11 +23,13 @@ def fresh_group(
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Group:
-    """Return the new tokens of a pass; vectors of padding are zero."""
+    """Return the new tokens of a pass; vectors are in float32, and those of padding zero."""
     padding = (now.position < 0)[:, None, :, None] if reads & {"keys", "values"} else None
 
     def vectors(name: VectorName, x: Tensor) -> Tensor | None:
-        return x.masked_fill(padding, 0) if padding is not None and name in reads else None
+        if padding is None or name not in reads:
+            return None
+        return x.to(torch.float32, copy=True).masked_fill_(padding, 0)  # one copy for both
 
     return Group(
         position=batch.by_head(now.position),
