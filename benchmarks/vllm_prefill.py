@@ -106,7 +106,7 @@ def main() -> None:
         over = "stock" if name == PLAIN else PLAIN
         ratios = [a / b for a, b in zip(seconds[name], seconds[over], strict=True)]
         quartiles = quantiles(ratios, n=4, method="inclusive")
-        if name not in ("stock",):
+        if name != "stock":
             summary[f"{'stock_' if over == 'stock' else ''}ratio_{name}"] = median(ratios)
         rows.append(
             {

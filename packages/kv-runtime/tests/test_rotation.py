@@ -14,17 +14,17 @@ from kv_runtime import (
     Outermost,
     find_rope,
     growing_kind,
+    joined_ropes,
     model_frequencies,
-    places,
-    rotates,
-    together,
+    needs_rotation,
+    probe_positions,
 )
 from tiered_policies import Turned
 
 DIM = 8
 FOUR = tuple(10000 ** (-i / 4) for i in range(4))
 TWO = FOUR[::2]
-PLACES = places(4095)
+PLACES = probe_positions(4095)
 ROPES = {
     "halves": Rope(FOUR, tuple((i, i + 4) for i in range(4))),
     "neighbours": Rope(FOUR, tuple((2 * i, 2 * i + 1) for i in range(4))),
@@ -76,22 +76,22 @@ def test_vectors_that_grow_far_away_are_not_rotated() -> None:
 
 
 def test_places_end_with_the_last() -> None:
-    assert places(4095) == (0, 1, 13, 101, 1009, 4095)
-    assert places(101) == (0, 1, 13, 101)
+    assert probe_positions(4095) == (0, 1, 13, 101, 1009, 4095)
+    assert probe_positions(101) == (0, 1, 13, 101)
 
 
 def test_equal_layers_have_one_rotation() -> None:
     one, other = ROPES["halves"], ROPES["none"]
-    assert together([one, one]) == one
-    assert together([one, other]) == Ropes((one, other))
+    assert joined_ropes([one, one]) == one
+    assert joined_ropes([one, other]) == Ropes((one, other))
 
 
 def test_policies_that_rotate() -> None:
     reads = parse("expected-attention:budget=20")
-    assert rotates(reads)
-    assert not rotates(compose(reads, Turned("4", "3")))
-    assert not rotates(parse("snapkv:budget=64"))
-    assert not rotates(parse("k8v4"))
+    assert needs_rotation(reads)
+    assert not needs_rotation(compose(reads, Turned("4", "3")))
+    assert not needs_rotation(parse("snapkv:budget=64"))
+    assert not needs_rotation(parse("k8v4"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

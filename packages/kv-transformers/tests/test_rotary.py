@@ -21,7 +21,7 @@ from transformers import (
 from kv_policy import Rope, parse
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
-from kv_transformers.rotary import _queries, with_ropes
+from kv_transformers.rotary import _queries, find_ropes, with_ropes
 from kv_transformers.support import UnsupportedModelError, cache_shape
 
 SIZES = {
@@ -120,3 +120,22 @@ def test_learnt_positions_are_refused() -> None:
     model = made(GPT2Config(vocab_size=101, n_embd=48, n_layer=1, n_head=3, n_positions=512))
     with pytest.raises(UnsupportedModelError):
         CompressedCache(model, READS)
+
+
+def test_a_model_is_run_once_until_its_frequencies_change() -> None:
+    model = made(CONFIGS["llama, halves"])
+    runs: list[object] = []
+    model.register_forward_hook(lambda *_: runs.append(None))
+    shape = cache_shape(model)
+    first = find_ropes(model, shape, "a test")
+    once = len(runs)
+    assert once > 0
+    assert find_ropes(model, shape, "another") == first
+    assert len(runs) == once
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+    slower = find_ropes(model, shape, "a test")
+    assert isinstance(first, Rope)
+    assert isinstance(slower, Rope)
+    assert len(runs) > once
+    assert slower.frequencies == pytest.approx([0.5 * each for each in first.frequencies])

@@ -203,7 +203,9 @@ def test_no_logits_are_computed_and_nothing_grows(loaded: LoadedModel, text: Tex
     heads: list[object] = []
     hook = loaded.model.lm_head.register_forward_hook(lambda *_: heads.append(1))
     windows = Reading(tokens=4096, window=512).windows(loaded, text)
-    counts = collect.collect(loaded, calibrator, windows, Partial(tmp_path / "partial", {}))
+    counts = collect.collect(
+        loaded, calibrator, windows, Partial(tmp_path / "partial", {}), every=2
+    )
     sizes = {name: t.shape for name, t in calibrator.state().items()}
     assert list(counts) == [512 * i for i in range(1, 9)]
     hook.remove()

@@ -49,10 +49,11 @@ class Moments:
 
 
 class NetworkFit:
-    """Adam on the mean squared error of a network that starts as a linear model.
+    """Adam (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980) on the mean squared error.
 
-    The result depends on nothing but the arguments: batches and first weights are drawn with a seed
-    of their own.
+    The network starts as a linear model beside random units of little weight; the learning rate
+    rises and falls once (Smith and Topin, 2018, https://arxiv.org/abs/1708.07120). The result
+    depends on nothing but the arguments: batches and first weights are drawn with a fixed seed.
     """
 
     def __init__(

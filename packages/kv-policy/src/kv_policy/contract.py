@@ -68,7 +68,8 @@ class LayerView:
     the policy reads queries the view covers one layer, whose rotary embedding is `rope`.
 
     A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
-    model computes them; `shape` is the model's.
+    model computes them; `shape` is the model's. Tokens are then in the order of the pass, and
+    padding may come first.
     """
 
     layer: Int[Tensor, " B"]

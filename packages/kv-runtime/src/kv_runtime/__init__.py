@@ -22,10 +22,10 @@ from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
 from kv_runtime.rotation import (
     find_rope,
     growing_kind,
+    joined_ropes,
     model_frequencies,
-    places,
-    rotates,
-    together,
+    needs_rotation,
+    probe_positions,
 )
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep
 from kv_runtime.stats import Tally
@@ -65,13 +65,13 @@ __all__ = [
     "growing_kind",
     "held_by",
     "holding",
+    "joined_ropes",
     "kept_tokens",
     "model_frequencies",
-    "places",
+    "needs_rotation",
+    "probe_positions",
     "remedy",
-    "rotates",
     "same_maps",
     "serving",
-    "together",
     "widened",
 ]

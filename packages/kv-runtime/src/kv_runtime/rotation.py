@@ -20,7 +20,7 @@ _GROWING: Final = ("dynamic", "longrope")  # kinds whose frequencies depend on t
 _APART: Final = 8  # ratio of the table rows that are read; small, so that rounding counts no turn
 
 
-def rotates(policy: KVPolicy) -> bool:
+def needs_rotation(policy: KVPolicy) -> bool:
     """Return whether a policy rotates a layer's vectors, so that a host must find its rotation.
 
     False too if its basis stores keys that cannot be rotated, which `PolicyCache` refuses.
@@ -31,7 +31,7 @@ def rotates(policy: KVPolicy) -> bool:
     return selector.needs_rope and (policy.basis is None or selector.scores_once)
 
 
-def places(last: int) -> tuple[int, ...]:
+def probe_positions(last: int) -> tuple[int, ...]:
     """Return the positions at which vectors are compared; `last` is the last one of a model."""
     return (*(position for position in POSITIONS if position < last), last)
 
@@ -70,7 +70,7 @@ def find_rope(
     return best
 
 
-def together(ropes: Sequence[Rope]) -> Rope | Ropes:
+def joined_ropes(ropes: Sequence[Rope]) -> Rope | Ropes:
     """Return the rotary embedding of all layers: one if they are equal."""
     return ropes[0] if len(set(ropes)) == 1 else Ropes(tuple(ropes))
 

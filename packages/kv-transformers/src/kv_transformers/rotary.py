@@ -14,10 +14,10 @@ from kv_policy import CacheShape, KVPolicy, Rope, Ropes
 from kv_runtime import (
     find_rope,
     growing_kind,
+    joined_ropes,
     model_frequencies,
-    places,
-    rotates,
-    together,
+    needs_rotation,
+    probe_positions,
 )
 from kv_transformers.cache_argument import passing
 from kv_transformers.support import UnsupportedModelError
@@ -40,7 +40,11 @@ def with_ropes(model: "PreTrainedModel", shape: CacheShape, policy: KVPolicy) ->
         UnsupportedModelError: a layer applies something else, or frequencies depend on the
             sequence length; the message names the layer.
     """
-    return replace(shape, rope=find_ropes(model, shape, str(policy))) if rotates(policy) else shape
+    return (
+        replace(shape, rope=find_ropes(model, shape, str(policy)))
+        if needs_rotation(policy)
+        else shape
+    )
 
 
 def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope | Ropes:
@@ -70,7 +74,7 @@ def find_ropes(model: "PreTrainedModel", shape: CacheShape, reader: str) -> Rope
             "(halves or interleaved pairs rotated by the model's inv_freq, or none); use a policy "
             "that needs no rotation, such as snapkv"
         )
-    return together([rope for rope in ropes if rope is not None])
+    return joined_ropes([rope for rope in ropes if rope is not None])
 
 
 @lru_cache(maxsize=8)
@@ -85,7 +89,7 @@ def _found(
     assert model is not None, "the caller holds it"
     config = model.config.get_text_config(decoder=True)
     last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
-    positions = places(last)
+    positions = probe_positions(last)
     queries = _queries(model, shape, positions)  # N T P H D
     return tuple(find_rope(each, positions, frequencies) for each in queries)
 

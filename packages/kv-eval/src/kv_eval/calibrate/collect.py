@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS: Final = 4096  # with fewer, directions are random
 WINDOW: Final = 2048
-EVERY: Final = 2  # windows between checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def collect(
     calibrator: Resumable,
     windows: Sequence[Int[Tensor, "1 L"]],
     partial: Partial,
-    every: int = EVERY,
+    every: int,
 ) -> Iterator[int]:
     """Read the remaining windows; yield the tokens accumulated so far after each.
 

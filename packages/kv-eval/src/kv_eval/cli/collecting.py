@@ -1,6 +1,6 @@
 """Collecting a calibration's statistics on the console: resume, progress, interruption."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kv_policy import Resumable
     from kv_transformers.models import LoadedModel
 
+EVERY: Final = 2  # windows between checkpoints
+
 
 def collect_windows(
     loaded: "LoadedModel",
@@ -23,7 +25,7 @@ def collect_windows(
     partial: "Partial",
     what: str,
     total: int,
-    every: int | None = None,
+    every: int = EVERY,
 ) -> None:
     """Resume from the checkpoint if there is one, and read the remaining windows.
 
@@ -34,12 +36,12 @@ def collect_windows(
         partial: the checkpoint.
         what: the verb that the progress bar shows.
         total: tokens that the calibrator will have accumulated.
-        every: windows between two checkpoints; None: two.
+        every: windows between two checkpoints.
 
     Raises:
         typer.Exit: the model or the checkpoint is refused, or the user interrupted.
     """
-    from kv_eval.calibrate.collect import EVERY, collect
+    from kv_eval.calibrate.collect import collect
 
     with refusing(ValueError):
         sentence = partial.resume(calibrator)
@@ -48,7 +50,7 @@ def collect_windows(
     try:
         with refusing(ValueError), progress() as shown:
             bar = shown.add_task(what, total=total, completed=calibrator.tokens)
-            for done in collect(loaded, calibrator, windows, partial, every or EVERY):
+            for done in collect(loaded, calibrator, windows, partial, every):
                 shown.update(bar, completed=done)
     except KeyboardInterrupt:
         kept = f"is saved in {partial.path}" if partial.path.exists() else "is not saved yet"

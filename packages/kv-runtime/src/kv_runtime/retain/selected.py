@@ -86,9 +86,9 @@ class KeepSelected:
                 self._stepped = each.rows
                 continue
             self._turns.prompt(len(batch.seen), each.rows)
-            waits = each.is_partial_prefill and not self.selector.plans_chunks
-            sizes = [] if waits else batch.sizes(each)
-            self._planned = [] if waits else self._turns.next(sizes, beside=self._stepped)
+            self._planned = []
+            if self.selector.plans_chunks or not each.is_partial_prefill:
+                self._planned = self._turns.next(batch.sizes(each), beside=self._stepped)
 
     def take(
         self,

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 from kv_policy import KVPolicy, Rope
-from kv_runtime import Outermost, RequestRows, SlotStep, rotates, serving
+from kv_runtime import Outermost, RequestRows, SlotStep, needs_rotation, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
 from kv_serve.vllm.served import ServesPolicy
@@ -118,7 +118,7 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         self.rope: Rope | None = None  # of the layer, if the policy needs it
         self.seen: list[Tensor] | None = None  # queries and keys, while ropes are found
         # The first layer leads to the model, which vLLM gives to no plugin.
-        first = rotates(self.policy) and not attention_layers(self.config)
+        first = needs_rotation(self.policy) and not attention_layers(self.config)
         own = ref(self)
         self.model = (
             Outermost(lambda x: isinstance(x, Attention) and x.impl is own()) if first else None

@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from kv_policy import KVPolicy
-from kv_runtime import find_rope, growing_kind, model_frequencies, places
+from kv_runtime import find_rope, growing_kind, model_frequencies, probe_positions
 from kv_serve.vllm.config import UnservableError
 
 TOKENS: Final = 5
@@ -41,7 +41,7 @@ def find_ropes(
         )
     if config.model_config.uses_mrope:
         raise UnservableError(f"{why} this model counts positions in several dimensions; {other}")
-    positions = places(config.model_config.max_model_len - 1)
+    positions = probe_positions(config.model_config.max_model_len - 1)
     vectors = _vectors(config, model, layers, positions)
     frequencies = tuple(model_frequencies(model))
     for index, (layer, each) in enumerate(zip(layers, vectors, strict=True)):

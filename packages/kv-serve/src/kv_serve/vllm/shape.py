@@ -7,7 +7,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kv_policy import CacheShape
-from kv_runtime import serving, together
+from kv_runtime import joined_ropes, serving
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
 
@@ -75,7 +75,7 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
         value_dim=layer.head_size_v,
         dtype=layer.kv_cache_torch_dtype,
         first_head=first,
-        rope=None if None in ropes else together(ropes),
+        rope=None if None in ropes else joined_ropes(ropes),
     )
 
 
