@@ -23,6 +23,7 @@ from kv_policy import (
     Calibrated,
     LayerView,
     NotCalibratedError,
+    Observe,
     PlanView,
     Rope,
     Ropes,
@@ -195,6 +196,8 @@ def test_a_shard_of_heads_scores_as_the_whole(file: str) -> None:
         "budget=20",
         "keep=30%,recent=3,sinks=2,layers=even",
         "budget=20,pool=3,short=true,most=9",
+        "budget=20,window=4",
+        "keep=30%,window=8,recent=3,layers=even,every=4",
     ],
 )
 def test_the_contract_holds(file: str, text: str) -> None:
@@ -242,6 +245,34 @@ def test_the_plan_pools_and_protects(file: str) -> None:
     assert kept(Gate(Budget(3), file=file, recent=0, pool=3), 3) == [0, 1, 2]
 
 
+def test_the_last_queries_raise_scores_of_older_tokens(file: str) -> None:
+    count, window = 60, 5
+    position = torch.arange(count).expand(1, 2, -1).clone()
+    position[0, 1, 40:] = -1
+    score, mass = drawn(1, 2, count).abs() / 3, drawn(1, 2, count, seed=1).square()
+    given = LayerView(
+        layer=torch.tensor([0]),
+        shape=SHAPE,
+        position=position,
+        fresh=position >= 0,
+        score=score,
+        length=torch.tensor([count]),
+        mass=mass.masked_fill(position < 0, 0),
+        seen=torch.full_like(position, window),
+    )
+    found = Gate(file=file, window=window, weight=2.5).adjust(given)
+    for head, tokens in ((0, count), (1, 40)):
+        for i in range(tokens):
+            near = [j for j in range(tokens) if abs(i - j) <= 10 and j < count - window]
+            most = max((math.sqrt(mass[0, head, j]) for j in near), default=0)
+            seen = 2.5 * most if i < count - window else 0
+            assert found[0, head, i] == pytest.approx(max(float(score[0, head, i]), seen))
+    with pytest.raises(ValueError, match="weight=2.5 is a factor of what a window observes"):
+        Gate(file=file, weight=2.5)
+    assert Gate(file=file).observe == Observe()
+    assert complete(Gate(file=file)).adjust is None
+
+
 def test_a_threshold_decides_token_by_token(file: str) -> None:
     score = [0.1, 0.9, 0.2, 0.3, 0.8, 0.1, 0.4, 0.0]
 
@@ -255,7 +286,8 @@ def test_a_threshold_decides_token_by_token(file: str) -> None:
     assert kept("threshold=0.35,recent=1") == [1, 4, 6, 7]
     assert kept("share=0.15,recent=0") == [1]  # quantiles are a tenth apart
     assert load(file).threshold(0.15) == pytest.approx(0.85)
-    for other in ("budget=20", "keep=25%", "layers=even", "pool=3", "every=4", "share=0.5"):
+    others = ("budget=20", "keep=25%", "layers=even", "pool=3", "every=4", "window=8", "share=0.5")
+    for other in others:
         with pytest.raises(ValueError, match="decides token by token"):
             parse(f"gate:file={file},threshold=0.3,{other}")
 

@@ -133,6 +133,46 @@ def test_a_step_that_is_missing_is_missed_at_once() -> None:
         complete(Stepless())
 
 
+class Once(Bare):
+    scores_once = True
+
+
+class Looks(Once):
+    observe = Observe(last=4)
+
+    def adjust(self, view: LayerView) -> Tensor:
+        assert view.mass is not None
+        return view.score + view.mass
+
+
+def test_attention_adjusts_only_what_is_scored_once() -> None:
+    assert complete(Once()).adjust is None
+    assert complete(Looks()).adjust is not None
+
+    class Blind(Looks):
+        observe = Observe()
+
+    assert complete(Blind()).adjust is None  # there is no attention to adjust by
+
+    class Often(Looks):
+        scores_once = False
+
+    with pytest.raises(TypeError, match=r"Often has adjust\(view\), but scores_once is False"):
+        complete(Often())
+
+    class Idle(Once):
+        observe = Observe(last=4)
+
+    with pytest.raises(TypeError, match="Idle has scores_once=True and observes attention"):
+        complete(Idle())
+
+    class Later(Looks):
+        observe = Observe(last=4, generated=True)
+
+    with pytest.raises(TypeError, match="Later has scores_once=True and observes generated"):
+        complete(Later())
+
+
 @pytest.mark.parametrize("policy", [Even(), compose(Even(), Raw()), Heavy()], ids=str)
 def test_the_contract_holds_with_and_without(policy: KVPolicy) -> None:
     check_policy(policy)

@@ -136,6 +136,42 @@ class Summed(Nearest):
         return RunningSum()
 
 
+class Adjusts(Good):
+    """Scores a token once, and adjusts that by attention."""
+
+    decode = "grow"
+    scores_once = True
+    observe = Observe(last=4)
+
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.score + view.mass
+
+
+class AdjustsToNan(Adjusts):
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.score.where(view.position != 1, torch.nan)
+
+
+class AdjustsFlat(Adjusts):
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.mass.sum(1)
+
+
+class AdjustsByKeys(Adjusts):
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.keys.norm(dim=-1)
+
+
+class AdjustsAndWrites(Adjusts):
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.score + view.mass.mul_(2)
+
+
+class AdjustsAcross(Adjusts):
+    def adjust(self, view: LayerView) -> Tensor:
+        return view.score - view.length.float().mean()
+
+
 @pytest.mark.parametrize("over", [0, -3])
 def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
     with pytest.raises(ValueError, match=f"over={over} must be 1 or more"):
@@ -162,6 +198,11 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
         (Nearest, "so observe must have skip=1"),
         (Watched, "differs from running"),
         (Summed, "differs from running"),
+        (AdjustsToNan, "adjust returns NaN for a token"),
+        (AdjustsFlat, "adjust returns torch.float32 of shape"),
+        (AdjustsByKeys, "adjust failed on a view without vectors"),
+        (AdjustsAndWrites, "score changed the view's mass"),
+        (AdjustsAcross, "scores of a sequence depend on the other sequences, or on its padding"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )
@@ -171,3 +212,7 @@ def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
 
 def test_a_score_may_go_by_the_layer_of_a_row() -> None:
     check_policy(ByLayer())
+
+
+def test_a_score_of_a_token_alone_may_be_adjusted() -> None:
+    check_policy(Adjusts())

@@ -14,6 +14,7 @@ from kv_policy import (
     Budget,
     Evictor,
     LayerView,
+    Observe,
     PlanView,
     Replan,
     Selector,
@@ -27,6 +28,7 @@ from tiered_policies import SHAPE, Exact, Turned
 from tiered_world import World, one, ragged
 
 SEEN: list[tuple[int, int]] = []  # rows and columns of each view
+ADJUSTED: list[tuple[Tensor, Tensor, Tensor]] = []  # positions, scores and masses of each view
 
 
 def worth(key: Tensor, value: Tensor) -> Tensor:
@@ -113,6 +115,69 @@ def test_what_reads_the_models_vectors_is_refused_where_there_are_none() -> None
         )
     with pytest.raises(ValueError, match="stores 2 KV heads together"):
         PolicyCache(compose(Worthy(Budget(9)), Turned("75", "46", together=2)), SHAPE)
+
+
+@dataclass(frozen=True)
+class Asked(Worthy):
+    """Adds the attention of the last four queries of a prompt to a token's worth."""
+
+    name: ClassVar[str] = "asked"
+
+    @property
+    def observe(self) -> Observe:
+        """The last queries."""
+        return Observe(last=4, group="sum")
+
+    def adjust(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the sum; note what was given."""
+        assert view.keys is view.values is None
+        assert view.mass is not None
+        assert not view.mass[view.position < 0].any()
+        place = view.position.masked_fill(view.position < 0, 999)
+        assert bool((place.diff(dim=-1) >= 0).all())
+        ADJUSTED.append((view.position, view.score, view.mass))
+        return view.score + 9 * view.mass
+
+
+@dataclass(frozen=True)
+class AskedTogether(Asked):
+    """The same, with all layers planned at once."""
+
+    name: ClassVar[str] = "asked-together"
+    scope = "model"
+
+
+@pytest.mark.parametrize("policy", [Asked(Budget(9)), AskedTogether(Budget(9))], ids=str)
+def test_the_end_of_a_prompt_adjusts_the_scores_of_all_its_tokens(policy: Asked) -> None:
+    ADJUSTED.clear()
+    world = World(policy)
+    world.forward(ragged(20, 9), more=True)
+    assert not ADJUSTED  # a prompt that is not whole is not planned
+    world.forward(ragged(11, 9))
+    assert len(ADJUSTED) == SHAPE.layers
+    expect_adjusted(world, ADJUSTED)
+    for layer, (position, score, mass) in enumerate(ADJUSTED):
+        there = position >= 0
+        own = worth(world.key[layer], world.value[layer]).gather(2, position.clamp(min=0))
+        torch.testing.assert_close(score[there], own[there])  # each token's, from its own pass
+        total = mass.sum(-1)
+        torch.testing.assert_close(total, torch.full_like(total, 4 * SHAPE.group))
+    ADJUSTED.clear()
+    for _ in range(3):
+        world.forward(one())
+    assert not ADJUSTED  # nor does a generated query adjust anything
+    world.forward(ragged(5, 6))
+    assert len(ADJUSTED) == SHAPE.layers
+    expect_adjusted(world, ADJUSTED)
+
+
+def expect_adjusted(world: World, given: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Check that the heads hold the best tokens by adjusted score."""
+    for layer, (position, score, mass) in enumerate(given):
+        total = (score + 9 * mass).masked_fill(position < 0, -torch.inf)
+        best = position.gather(2, total.topk(9, dim=-1).indices)
+        right = torch.zeros_like(world.kept(layer)).scatter(2, best, True)
+        assert torch.equal(world.kept(layer), right)
 
 
 @dataclass(frozen=True)

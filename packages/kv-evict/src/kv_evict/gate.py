@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Final, Literal
 
+import torch
 from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
@@ -12,11 +13,12 @@ from kv_evict.gate_file import GateWeights, load
 from kv_evict.gate_threshold import GateThreshold
 from kv_evict.pooling import pool
 from kv_evict.schedule import cheapest_pages
-from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replan, Selector
+from kv_policy import Capabilities, Evictor, LayerView, Observe, PlanView, Replan, Selector
 
+_NEAR: Final = 21  # neighbouring positions whose observed attention counts, as in kv-compress
 # What has no effect beside a threshold; a share sets one itself.
 _OF_BUDGETS: Final = tuple(
-    ["budget", "layers", "pool", "every", "uncompressed", "short", "most", "share"]
+    ["budget", "layers", "pool", "window", "every", "uncompressed", "short", "most", "share"]
 )
 
 
@@ -36,6 +38,11 @@ class Gate(Evictor):
     neighbouring stored tokens when a plan is made. The first `sinks` and the newest `recent` tokens
     are always kept. With `every`, `uncompressed` or `short` tokens are evicted during generation as
     well, by the same scores.
+
+    With a `window` the score of an older token is raised to `weight` times the attention that the
+    last `window` queries of the prompt give it, if that is larger: the norm of their probabilities
+    over the query heads of its KV head, maximized over 21 neighbouring positions, as KV-Compress
+    observes it. A question at the end of the prompt then keeps what it asks for.
 
     With a `threshold` there is no budget: a token is kept if its score reaches it. Each head then
     decides for itself, and a prompt that is read in parts is compressed part by part. `share` sets
@@ -63,6 +70,12 @@ class Gate(Evictor):
     sinks: Annotated[int, Meta(ge=0, description="first tokens, always kept")] = 0
     recent: Annotated[int, Meta(ge=0, description="newest tokens, always kept")] = 8
     pool: Annotated[int, Meta(ge=1, description="neighbouring positions to max-pool over; odd")] = 1
+    window: Annotated[
+        int, Meta(ge=0, description="last queries of the prompt to observe; 0: none")
+    ] = 0
+    weight: Annotated[
+        float, Meta(gt=0, description="factor of the observed attention, with a window")
+    ] = 3.0
     every: Annotated[int, Meta(ge=0, description="generated tokens between plans; 0: none")] = 0
     uncompressed: Annotated[
         int, Meta(ge=0, description="new tokens of the batch that start a plan; 0: never")
@@ -86,14 +99,20 @@ class Gate(Evictor):
 
         Raises:
             NotCalibratedError: the file does not exist.
-            ValueError: a budget below the protected tokens, an even `pool`, a threshold beside
-                what belongs to a budget, or a file that is damaged or no gate.
+            ValueError: a budget below the protected tokens, an even `pool`, a weight without a
+                window, a threshold beside what belongs to a budget, or a file that is damaged or
+                no gate.
         """
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(
                 f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
                 f"{self.pool + 1}"
+            )
+        if not self.window and self.weight != type(self).weight:
+            raise ValueError(
+                f"{self.name}: weight={self.weight} is a factor of what a window observes, and "
+                "there is none; add window=8, or omit the weight"
             )
         if self._limit is None:
             return
@@ -140,6 +159,11 @@ class Gate(Evictor):
         return replace(super().capabilities, splits_heads=self._limit is not None)
 
     @property
+    def observe(self) -> Observe:
+        """The last queries of a prompt, if there is a window."""
+        return Observe(last=self.window, group="sum", power=2) if self.window else Observe()
+
+    @property
     def replan(self) -> Replan:
         """Replanning as the parameters set it."""
         return Replan(self.every, self.uncompressed, self.short, self.most)
@@ -151,6 +175,13 @@ class Gate(Evictor):
             ValueError: layers, heads or dimensions differ from the calibrated model.
         """
         return self._gate.score(view)
+
+    def adjust(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the larger of a token's score and what the last queries observed."""
+        assert view.mass is not None  # it is observed
+        seen = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
+        observed = pool(view.mass.sqrt(), view.position, seen, _NEAR, "max")
+        return torch.where(seen, torch.maximum(view.score, self.weight * observed), view.score)
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Evict the cheapest pages of all layers in view, until the budget is met."""

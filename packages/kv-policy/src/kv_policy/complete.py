@@ -10,6 +10,7 @@ from kv_policy.contract import LayerView, PlanView, Selector, Step, StepView, Ve
 from kv_policy.lifecycle import Observe, Replan
 from kv_policy.optional import (
     Accumulating,
+    Adjusting,
     Budgeted,
     Decoding,
     Observing,
@@ -37,6 +38,7 @@ class CompleteSelector:
     """
 
     score: Callable[[LayerView], Float[Tensor, "B H L"]]
+    adjust: Callable[[LayerView], Float[Tensor, "B H L"]] | None  # None: nothing is adjusted
     plan: Callable[[PlanView], UInt8[Tensor, "N B H L"]]
     head_stats: Callable[[LayerView], Float[Tensor, "B H"] | None]
     tier_thresholds: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
@@ -48,7 +50,7 @@ class CompleteSelector:
 
         Raises:
             TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
-                and by more than the token.
+                and by more than the token; or it adjusts scores that it does not give once.
         """
         self.selector = selector
         self.tiers = selector.tiers if isinstance(selector, Tiered) else 1
@@ -80,12 +82,20 @@ class CompleteSelector:
                 f"{type(selector).__name__} has decode='step' but no step(view); define it, "
                 "or set decode='grow'"
             )
+        adjust = selector.adjust if isinstance(selector, Adjusting) else None
+        self.adjust = adjust if self.observe != Observe() else None
+        if self.adjust is not None and not self.scores_once:
+            raise TypeError(
+                f"{type(selector).__name__} has adjust(view), but scores_once is False; "
+                "score(view) then sees the attention itself"
+            )
         if self.scores_once:
             self._expect_tokens_alone()
 
     def _expect_tokens_alone(self) -> None:
         more = {
-            "observes attention": self.observe != Observe(),
+            "observes attention": self.observe != Observe() and self.adjust is None,
+            "observes generated queries": self.observe.generated,
             "reads queries": "queries" in self.reads,
             "has a running score": self.running is not None,
         }

@@ -69,7 +69,7 @@ class LayerView:
 
     A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
     model computes them; `shape` is the model's. Tokens are then in the order of the pass, and
-    padding may come first.
+    padding may come first. Its `adjust` sees all tokens after a prompt, without vectors.
     """
 
     layer: Int[Tensor, " B"]

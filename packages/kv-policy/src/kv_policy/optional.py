@@ -102,8 +102,22 @@ class ScoringOnce(Protocol):
         """Whether a token's score depends on its key, value and position alone.
 
         Then `score` sees a token once, in the pass that brings it, with its key and value as the
-        model computes them, before any basis; hosts store the score. Such a selector observes no
-        attention and reads no queries.
+        model computes them, before any basis; hosts store the score. Such a selector reads no
+        queries, and observes attention only for `adjust`.
+        """
+        ...
+
+
+@runtime_checkable
+class Adjusting(Protocol):
+    """Adjusts scores of single tokens by the attention that a prompt's queries give."""
+
+    def adjust(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the scores of all tokens after a prompt, stored and new.
+
+        Called with `scores_once`, if the selector observes attention: after a prompt or its last
+        chunk, before `plan`. The view holds the tokens' scores so far and the observations, but no
+        vectors. Kept tokens keep the result, which a later turn may adjust again.
         """
         ...
 

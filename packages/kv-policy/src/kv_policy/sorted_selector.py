@@ -1,5 +1,6 @@
 """Composition of two selectors: one evicts tokens, the other sorts the rest into tiers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -82,6 +83,11 @@ class SortedSelector:
     def scores_once(self) -> bool:
         """The evictor's."""
         return self._evictor.scores_once
+
+    @property
+    def adjust(self) -> Callable[[LayerView], Float[Tensor, "B H L"]] | None:
+        """The evictor's, as its scores are used."""
+        return self._evictor.adjust
 
     @property
     def scope(self) -> Literal["layer", "model"]:

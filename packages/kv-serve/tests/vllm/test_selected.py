@@ -16,6 +16,7 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 POLICIES = (
     "kv-compress:rate=2+k8v4",
     "leankv",
+    "gate:file=smollm2-135m,budget=128,window=8+k8v4",
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
@@ -30,7 +31,7 @@ def free_blocks(engine: "LLM") -> tuple[int, int]:
 
 @pytest.fixture(
     scope="module",
-    params=[*POLICIES[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[2:])],
+    params=[*POLICIES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[3:])],
 )
 def engine(request: pytest.FixtureRequest, start: Start, smollm2: str) -> Iterator["LLM"]:
     options = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 1024, "poison": True}
@@ -50,7 +51,7 @@ def test_requests_go_on_as_they_must_and_leave_nothing(
     assert free_blocks(engine) == (every, every)
 
 
-@pytest.mark.parametrize("engine", POLICIES[:2], indirect=True)
+@pytest.mark.parametrize("engine", POLICIES[:3], indirect=True)
 def test_natural_text_goes_on_as_in_transformers(
     engine: "LLM", greedy: Greedy, smollm2: str
 ) -> None:

@@ -92,7 +92,24 @@ def _layer_score(selector: CompleteSelector, view: LayerView) -> Float[Tensor, "
         f"{tuple(view.position.shape)}",
     )
     law(not score[view.position >= 0].isnan().any(), "score is NaN for a token")
-    return score.float()
+    score = score.float()
+    return score if view.generated else _adjusted(selector, view, score)
+
+
+def _adjusted(
+    selector: CompleteSelector, view: LayerView, score: Float[Tensor, "B H L"]
+) -> Float[Tensor, "B H L"]:
+    if selector.adjust is None:
+        return score
+    view = dataclasses.replace(view, score=score, keys=None, values=None)
+    found = works("adjust failed on a view without vectors", selector.adjust, view)
+    law(
+        found.shape == view.position.shape and found.is_floating_point(),
+        f"adjust returns {found.dtype} of shape {tuple(found.shape)}; expected floats of shape "
+        f"{tuple(view.position.shape)}",
+    )
+    law(not found[view.position >= 0].isnan().any(), "adjust returns NaN for a token")
+    return found.float()
 
 
 def _scores(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N B H L"]:

@@ -9,7 +9,16 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import PerHeadRankStore, TokenStore
-from kv_policy import DROP, FRESH, CacheShape, CompleteSelector, LayerView, PlanView, Queries
+from kv_policy import (
+    DROP,
+    FRESH,
+    CacheShape,
+    CompleteSelector,
+    LayerView,
+    PlanView,
+    Queries,
+    VectorName,
+)
 from kv_runtime.batch import Pass
 from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
 
@@ -94,14 +103,47 @@ def score_layers(
         replayed: of the last group, the new tokens; see `LayerView.replayed`.
     """
     order = _order(groups) if now.is_prefill and not selector.scores_once else None
+    view = _view(layers, shape, groups, order, now, selector.reads, queries, replayed)
+    score = expect_scores(selector, view, selector.score(view))
+    head_stats = selector.head_stats(view) if now.is_prefill else None
+    wrong = lacks_numbers(view, score) if now.is_prefill else None
+    return Scored(tuple(groups), order, view.position, score, head_stats, wrong)
 
+
+def adjust_layers(
+    selector: CompleteSelector, layers: slice, shape: CacheShape, scored: Scored, now: Pass
+) -> Scored:
+    """Adjust scores that tokens got once by the attention of a prompt, if the selector does."""
+    if selector.adjust is None:
+        return scored
+    groups = [
+        replace(group, score=score)
+        for group, score in zip(scored.groups, scored.split(scored.score), strict=True)
+    ]
+    view = _view(layers, shape, groups, scored.order, now, frozenset())
+    score = expect_scores(selector, view, selector.adjust(view))
+    wrong = lacks_numbers(view, score)
+    return replace(scored, score=score, wrong=wrong if scored.wrong is None else scored.wrong | wrong)
+
+
+def _view(
+    layers: slice,
+    shape: CacheShape,
+    groups: Sequence[Group],
+    order: Int[Tensor, "B H L"] | None,
+    now: Pass,
+    reads: frozenset[VectorName],
+    queries: Queries | None = None,
+    replayed: Float[Tensor, "B H _"] | None = None,
+) -> LayerView:
+    """Return the groups' tokens in one view, in the given order."""
     joined, vectors = partial(_joined, order), partial(_vectors, order)
     observed = all(g.mass is not None for g in groups)
     lead, device = groups[0].position.shape[:-1], groups[0].position.device
     each = [torch.full(g.position.shape[-1:], g.fresh, device=device) for g in groups]
     fresh = torch.cat(each).expand(*lead, -1)
     layer = torch.arange(layers.start, layers.stop, device=device)[:, None]
-    view = LayerView(
+    return LayerView(
         layer=layer.expand(-1, lead[0] // len(layer)).flatten(),
         shape=shape,
         position=joined([g.position for g in groups]),
@@ -113,15 +155,11 @@ def score_layers(
         also={name: joined([g.also[name] for g in groups]) for name in groups[-1].also},
         replayed=None if replayed is None else joined([*_zeros(groups[:-1]), replayed.float()]),
         generated=not now.is_prefill,
-        keys=vectors([g.key for g in groups]) if "keys" in selector.reads else None,
-        values=vectors([g.value for g in groups]) if "values" in selector.reads else None,
-        queries=queries if "queries" in selector.reads else None,
-        rope=shape.rope_of(layers.start) if "queries" in selector.reads else None,
+        keys=vectors([g.key for g in groups]) if "keys" in reads else None,
+        values=vectors([g.value for g in groups]) if "values" in reads else None,
+        queries=queries if "queries" in reads else None,
+        rope=shape.rope_of(layers.start) if "queries" in reads else None,
     )
-    score = expect_scores(selector, view, selector.score(view))
-    head_stats = selector.head_stats(view) if now.is_prefill else None
-    wrong = lacks_numbers(view, score) if now.is_prefill else None
-    return Scored(tuple(groups), order, view.position, score, head_stats, wrong)
 
 
 def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:

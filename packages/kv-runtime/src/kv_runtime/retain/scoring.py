@@ -11,7 +11,7 @@ from kv_attention import Attended
 from kv_policy import CacheShape, CompleteSelector, Queries, Running
 from kv_runtime.batch import Batch, Pass, flat
 from kv_runtime.retain.groups import fresh_group, layer_groups
-from kv_runtime.retain.planning import Scored, score_layers
+from kv_runtime.retain.planning import Scored, adjust_layers, score_layers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def score(
     """Score the tokens of the layers from `first` on, and store the scores.
 
     Only new tokens are scored if the selector scores them once, or if decode queries are not
-    observed. `shape` is that of the model's own vectors.
+    observed; attention then adjusts all scores at the end of a prompt. `shape` is that of the
+    model's own vectors.
     """
     over = now.over(len(observed))
     layers = slice(first, first + len(observed))
@@ -59,7 +60,10 @@ def score(
         new = score_layers(*what, [fresh_group(batch, over, key, value, selector.reads)], over)
         groups = layer_groups(batch, over, layers, key, value, frozenset(), results)
         groups[-1] = replace(groups[-1], score=new.split(new.score)[0])
-        return replace(Scored.carried(groups), head_stats=new.head_stats, wrong=new.wrong)
+        scored = replace(Scored.carried(groups), head_stats=new.head_stats, wrong=new.wrong)
+        if not now.is_prefill or now.is_partial_prefill:
+            return scored
+        return adjust_layers(selector, layers, shape, scored, over)
     stored = running_in(now, selector) is None  # otherwise `update_scores` has updated them
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
     replayed = observed[0].replayed  # prompts are scored one layer at a time
