@@ -54,6 +54,7 @@ Row = dict[str, object]
 # percentage of the bytes.
 COLUMNS: Final = {25: (1080, 1420), 12: (520, 672), 6: (250, 320), 3: (120, 144)}
 CHANNEL: Final = "k4v4:keys=channel"
+SHARE: Final = 0.3  # of the tokens of other texts that a threshold keeps, beside the newest 64
 OTHERS: Final = ("kv-compress", "snapkv", "expected-attention", "kvzip")
 
 
@@ -68,11 +69,13 @@ def policies() -> dict[str, str]:
     for percent, (tokens, fewer_bits) in COLUMNS.items():
         found[f"gate_{percent}"] = gate(fewer_bits, CHANNEL)
         found[f"gate_recent_{percent}"] = gate(fewer_bits, CHANNEL, ",recent=64")
+        found[f"gate_window_{percent}"] = gate(fewer_bits, CHANNEL, ",recent=64,window=8")
         found[f"gate_k8v4_{percent}"] = gate(tokens, "k8v4")
         for name in OTHERS:
             called = name.replace("-", "_")
             found[f"{called}_{percent}"] = f"{name}:budget={fewer_bits}+{CHANNEL}"
             found[f"{called}_k8v4_{percent}"] = f"{name}:budget={tokens}+k8v4"
+    found["gate_share_12"] = f"gate:file={GATE},share={SHARE},recent=64+{CHANNEL}"
     return {name: str(parse(spec)) for name, spec in found.items()}
 
 
@@ -93,7 +96,8 @@ class Size:
 
 
 # Measured with the question inside the prompt, too.
-AWARE: Final = ("gate_12", "gate_recent_12", "kv_compress_12", "kv_compress_k8v4_12")
+AWARE: Final = ("gate_recent_12", "gate_window_12", "kv_compress_12")
+MORE: Final = ("gate_window_12", "gate_window_6", "gate_share_12", "snapkv_12")
 AFTER: Final = (
     "gate_25",
     "gate_12",
@@ -103,13 +107,14 @@ AFTER: Final = (
     "kv_compress_12",
     "kvzip_12",
 )
-NATS: Final = ("gate_25", "gate_12", "gate_recent_12", "gate_k8v4_12", "kv_compress_12", "kvzip_12")
+NATS: Final = ("gate_12", "gate_recent_12", "gate_share_12", "kv_compress_12", "kv_compress_k8v4_12")
 
 
 def full_size(samples: int) -> Size:
     """What the committed figures come from."""
     plan = Plan(chosen(*AFTER), ("needle",), ("agnostic",), length=2000, samples=samples, seed=4242)
     aware = replace(plan, policies=chosen(*AWARE), settings=("aware",))
+    more = replace(plan, policies=chosen(*MORE))
     few = chosen("gate_12", "gate_k8v4_12", "kv_compress_12", "kvzip_12")
     return Size(
         {
@@ -117,7 +122,9 @@ def full_size(samples: int) -> Size:
             "multikey": replace(plan, tasks=("multikey",)),
             "needle-aware": aware,
             "multikey-aware": replace(aware, tasks=("multikey",)),
-            "nll": replace(plan, tasks=("nll",), policies=chosen(*NATS), samples=32),
+            "needle-more": more,
+            "multikey-more": replace(more, tasks=("multikey",)),
+            "nll": replace(plan, tasks=("nll",), policies=chosen(*NATS), continuation=64, batch=8),
             "tracking": replace(plan, tasks=("variable-tracking",), policies=few),
             "agreement": replace(plan, tasks=("agreement",), policies=few, samples=32),
         },
@@ -216,15 +223,21 @@ def seconds(loaded: LoadedModel, size: Size) -> Iterator[Row]:
 
 
 # Policies whose means are figures, with what follows the task in their names. At an eighth of the
-# bytes it is the better of the newest 64 and the newest 8 tokens, both measured.
+# bytes it is the better of the newest 64 and the newest 8 tokens, both measured. A cell that two
+# parts have is of the same prompts in both.
 NAMED: Final = {
     FULL: "full",
     "gate_25": "25",
     "gate_recent_12": "12",
     "gate_6": "6",
+    "gate_window_12": "12_window",
+    "gate_window_6": "6_window",
+    "gate_share_12": "12_share",
     "gate_12": "12_recent_8",
     "gate_k8v4_12": "12_k8v4",
     "kv_compress_12": "12_kv_compress",
+    "kv_compress_k8v4_12": "12_kv_compress_k8v4",
+    "snapkv_12": "12_snapkv",
     "kvzip_12": "12_kvzip",
 }
 
