@@ -107,7 +107,13 @@ AFTER: Final = (
     "kv_compress_12",
     "kvzip_12",
 )
-NATS: Final = ("gate_12", "gate_recent_12", "gate_share_12", "kv_compress_12", "kv_compress_k8v4_12")
+NATS: Final = (
+    "gate_12",
+    "gate_recent_12",
+    "gate_share_12",
+    "kv_compress_12",
+    "kv_compress_k8v4_12",
+)
 
 
 def full_size(samples: int) -> Size:
