@@ -130,7 +130,9 @@ def full_size(samples: int) -> Size:
             "multikey-aware": replace(aware, tasks=("multikey",)),
             "needle-more": more,
             "multikey-more": replace(more, tasks=("multikey",)),
-            "nll": replace(plan, tasks=("nll",), policies=chosen(*NATS), continuation=64, batch=8),
+            "nll": replace(
+                plan, tasks=("nll",), policies=chosen(*NATS), samples=32, continuation=64, batch=8
+            ),
             "tracking": replace(plan, tasks=("variable-tracking",), policies=few),
             "agreement": replace(plan, tasks=("agreement",), policies=few, samples=32),
         },
