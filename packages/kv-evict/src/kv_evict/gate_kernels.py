@@ -1,7 +1,7 @@
 """Which code computes the scores of a gate: that of a backend on its device, or torch."""
 
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,6 +10,7 @@ from kv_policy import LayerView
 from kv_policy.backends import installed_backends
 
 
+@runtime_checkable
 class GateKernels(Protocol):
     """What a module named by `kv_policy.Backend.token_scores` implements for a gate."""
 
