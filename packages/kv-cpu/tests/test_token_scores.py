@@ -13,6 +13,7 @@ from kv_cpu import token_scores
 from kv_evict.gate_kernels import kernels_of
 from kv_policy import CacheShape, Rope, Ropes
 
+CPU = torch.device("cpu")
 KINDS = ["halves", "neighbours", "part", "part of halves", "none"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a sum of hundreds of products in float32
@@ -20,7 +21,7 @@ NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a sum of hundreds of products in float
 
 def native(gate, view):
     """Return what native code computes, and nothing else."""
-    network = gate.on(torch.device("cpu"))
+    network = gate.on(CPU)
     assert token_scores.declined(view, gate.facts.units) is None
     return token_scores.gate(view, network.linear, network.inner, network.outer)
 
@@ -199,7 +200,7 @@ def test_the_gate_uses_native_code():
     """Fail if scores fall back to torch without a reason."""
     shape = CacheShape(1, 2, 1, 16, 16, rope=rope_of(16))
     gate, view = gate_of(shape, 16), view_of(shape, [0], 9)
-    assert kernels_of(view, 16) is token_scores
+    assert kernels_of(view, gate.on(CPU), gate.logarithm) is token_scores
     with patch.object(token_scores, "gate", wraps=token_scores.gate) as spy:
         gate.score(view)
     assert spy.call_count == 1
@@ -211,7 +212,7 @@ def test_what_native_code_does_not_support_goes_to_torch():
     assert view.keys is not None
     double = replace(view, keys=view.keys.double())
     assert token_scores.declined(double, 16) == "vectors in torch.float64"
-    assert kernels_of(double, 16) is None
+    assert kernels_of(double, gate.on(CPU), gate.logarithm) is None
     torch.testing.assert_close(gate.score(double), gate.score(view))
     assert token_scores.declined(view, 4097) == "a hidden layer of more than 4096 units"
     wide = CacheShape(1, 2, 1, 1026, 16, rope=rope_of(1026))
@@ -230,7 +231,7 @@ def test_an_instruction_set_that_is_not_there_leaves_scores_to_torch(monkeypatch
     gate, view = gate_of(shape, 16), view_of(shape, [0], 9)
     right = gate.score(view)
     monkeypatch.setenv("KV_CPU_ISA", "sparc")
-    assert kernels_of(view, 16) is None
+    assert kernels_of(view, gate.on(CPU), gate.logarithm) is None
     torch.testing.assert_close(gate.score(view), right)
 
 

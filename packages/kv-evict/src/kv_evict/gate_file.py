@@ -70,7 +70,7 @@ class GateWeights:
         assert view.values is not None
         self._expect(view.shape)
         network = self.on(view.keys.device)
-        kernels = kernels_of(view, self.facts.units)
+        kernels = kernels_of(view, network, self.logarithm)
         if kernels is None:
             found = self.logarithm(view)
         else:
