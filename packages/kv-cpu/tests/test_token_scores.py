@@ -84,6 +84,21 @@ def test_the_number_of_threads_changes_no_bit(isa):
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("units", [0, 16, 17])
+def test_other_tokens_change_no_bit(isa, units):
+    shape = CacheShape(2, 2, 1, 64, 20, rope=rope_of(64))
+    gate, view = gate_of(shape, units), view_of(shape, [1, 0], 110, torch.bfloat16)
+    whole = native(gate, view)
+    assert view.keys is not None
+    assert view.values is not None
+    for first, last in ((0, 1), (5, 8), (9, 24), (3, 99)):
+        some = (slice(None), slice(None), slice(first, last))
+        vectors = {"keys": view.keys[some], "values": view.values[some]}
+        noted = {"score": view.score[some], "fresh": view.fresh[some]}
+        part = replace(view, position=view.position[some], **vectors, **noted)
+        assert torch.equal(native(gate, part), whole[some])
+
+
 def test_a_decode_step_of_all_layers(isa):
     shape = CacheShape(30, 3, 1, 64, 64, rope=rope_of(64))
     layers = [layer for layer in range(30) for _ in range(2)]
