@@ -10,13 +10,15 @@ constexpr int kRows = 12;         // tokens whose products are computed together
 constexpr int kScalars = 5;       // the last features, which are not vectors
 constexpr int kMostUnits = 4096;  // of the hidden layer
 
-// The pairs of dimensions that a rotary embedding rotates.
+// The pairs of dimensions that a rotary embedding rotates. No dimension is in two of them.
 struct Rotation {
-  int pairs;
-  int apart;               // pair i is (i, i + apart); 0: as listed in `pair`
+  int pairs, alone;        // and the dimensions of no pair
+  int apart;               // pair i is (i, i + apart); 0: as listed in `dims`
+  const int* dims;         // pairs x 2, and those of no pair
   const float* frequency;  // padded to a multiple of kLanes
-  const int* pair;         // pairs x 2
   float most;              // largest frequency; infinite if one is not finite
+
+  int norms() const { return pairs + alone; }
 };
 
 // One key and its value, and the cosines and sines of its position, in padded rows.
@@ -27,20 +29,27 @@ struct GateToken {
   const float *cosine, *sine;
 };
 
-// The network of one KV head: `linear` and `outer` are padded with 0 to multiples of kLanes, and
-// `inner` has a padded row for each feature.
+// The network of one KV head. As given, its features are the key, the value, a norm for each
+// dimension of the key and the scalars; packed, there is one norm for each pair.
 struct GateHead {
   const float *linear, *inner, *outer;
+  int key_dim, value_dim, units;
+};
+
+struct PackedHead {
+  float *linear, *inner, *outer;  // rows are padded with 0 to multiples of kLanes
   int features, units;
 };
 
 struct GateKernels {
   // The cosines and sines of position * frequency, which is rounded to float32 as in torch.
   void (*turn)(const Rotation&, int64_t position, float* cosine, float* sine);
-  // Writes a row of features: the key rotated back, the value, the norms of pairs, the scalars.
+  // Writes a padded row of packed features: the key rotated back, the value, norms, the scalars.
   void (*features)(const Rotation&, const GateToken&, float* row);
-  // out = the network of `count` rows, at most kRows, `width` apart and padded with 0.
-  void (*products)(const GateHead&, const float* rows, int width, int count, float* out);
+  // Writes the rows of a packed head; the padding of `inner` and `outer` is 0 already.
+  void (*pack)(const Rotation&, const GateHead&, const PackedHead&);
+  // out = the network of `count` rows of features, at most kRows, `width` apart.
+  void (*products)(const PackedHead&, const float* rows, int width, int count, float* out);
 };
 
 extern const GateKernels plain_gate;

@@ -26,38 +26,46 @@ const GateKernels* const levels[] = {
 };
 
 // The rotary embedding of a layer, checked and padded.
-struct Rope {
-  std::vector<float> frequency;
-  std::vector<int> pair;
-  Rotation rotation;
-
+class Rope {
+ public:
   Rope(const float* frequencies, const Integers& pairs, int64_t first, int64_t most, int dim) {
+    std::vector<bool> paired(dim, false);
     for (int64_t i = 0; i < most; ++i) {
       const int64_t one = pairs[2 * (first + i)], other = pairs[2 * (first + i) + 1];
       if (one == -1 && other == -1) break;  // padding, as other layers have more
-      for (int64_t each : {one, other})
+      for (int64_t each : {one, other}) {
         within({"a dimension of a pair"}, each, 0, dim - 1);
-      pair.push_back(int(one)), pair.push_back(int(other));
-      frequency.push_back(frequencies[first + i]);
+        if (paired[each]) refuse("dimension ", each, " is in two pairs; it must be in at most one");
+        paired[each] = true;
+        dims_.push_back(int(each));
+      }
+      frequency_.push_back(frequencies[first + i]);
     }
-    const int count = int(frequency.size());
-    frequency.resize(padded(count));
-    int apart = count ? pair[1] : 0;
-    for (int i = 0; i < count; ++i)
-      if (pair[2 * i] != i || pair[2 * i + 1] != i + apart || apart < count) apart = 0;
-    float fastest = 0;
-    for (float each : frequency)
-      fastest = std::max(fastest, std::isfinite(each) ? std::fabs(each) : INFINITY);
-    rotation = {count, apart, nullptr, nullptr, fastest};
+    pairs_ = int(frequency_.size());
+    frequency_.resize(padded(pairs_));
+    apart_ = pairs_ ? dims_[1] : 0;
+    for (int i = 0; i < pairs_; ++i)
+      if (dims_[2 * i] != i || dims_[2 * i + 1] != i + apart_) apart_ = 0;
+    for (int d = 0; d < dim; ++d)
+      if (!paired[d]) dims_.push_back(d);
+    for (float each : frequency_)
+      most_ = std::max(most_, std::isfinite(each) ? std::fabs(each) : INFINITY);
   }
 
   Rotation get() const {
-    return {rotation.pairs, rotation.apart, frequency.data(), pair.data(), rotation.most};
+    const int alone = int(dims_.size()) - 2 * pairs_;
+    return {pairs_, alone, apart_, dims_.data(), frequency_.data(), most_};
   }
+
+ private:
+  int pairs_, apart_;
+  float most_ = 0;
+  std::vector<int> dims_;
+  std::vector<float> frequency_;
 };
 
 struct Scratch {
-  std::vector<Line> turns, rows, weights;
+  std::vector<Line> turns, rows, linear, inner, outer;
 };
 
 class Gate {
@@ -113,8 +121,9 @@ class Gate {
     for (Scratch& scratch : scratch_) {
       scratch.turns.resize(2 * kTokens * turns_width_ / kLanes);
       scratch.rows.resize(kRows * width_ / kLanes);
-      const int inner = units_ % kLanes ? features_ * padded(units_) : 0;
-      scratch.weights.resize((width_ + padded(units_) + inner) / kLanes);
+      scratch.linear.resize(width_ / kLanes);
+      scratch.inner.resize(features_ * padded(units_) / kLanes);
+      scratch.outer.resize(padded(units_) / kLanes);
     }
     if (threads == 1)
       work_on(scratch_[0]);
@@ -141,7 +150,7 @@ class Gate {
     for (int64_t i = 0; i < ropes; ++i)
       ropes_.emplace_back(each.as<const float>(), which, i * most, most, key_dim_);
     for (const Rope& rope : ropes_)
-      turns_width_ = std::max(turns_width_, int64_t(rope.frequency.size()));
+      turns_width_ = std::max(turns_width_, int64_t(padded(rope.get().pairs)));
   }
 
   void work_on(Scratch& scratch) {
@@ -152,7 +161,8 @@ class Gate {
       for (int64_t h = 0; h < heads_; ++h) {
         // Heads of a prompt have the same positions.
         if (h == 0 || place_step_[1] != 0) turn(rope, b, h, first, last, scratch);
-        const GateHead head = head_of(layer_[b] * all_heads_ + first_head_ + h, scratch);
+        const PackedHead head =
+            head_of(rope, layer_[b] * all_heads_ + first_head_ + h, scratch);
         for (int64_t at = first; at < last; at += kRows)
           score(rope, head, b, h, at, int(std::min<int64_t>(kRows, last - at)), at - first, scratch);
       }
@@ -169,22 +179,17 @@ class Gate {
     }
   }
 
-  // Pads the weights of a head. Those of all units are used in place if they need no padding.
-  GateHead head_of(int64_t head, Scratch& scratch) const {
-    float* linear = scratch.weights[0].numbers;
-    float* outer = linear + width_;
-    const float* inner = inner_ + head * features_ * units_;
-    std::copy_n(linear_ + head * features_, features_, linear);
-    std::copy_n(outer_ + head * units_, units_, outer);
-    if (const int padding = padded(units_); padding != units_) {
-      float* to = outer + padding;
-      for (int f = 0; f < features_; ++f) std::copy_n(inner + f * units_, units_, to + f * padding);
-      inner = to;
-    }
-    return {linear, inner, outer, features_, units_};
+  PackedHead head_of(const Rotation& rope, int64_t head, Scratch& scratch) const {
+    const GateHead given{linear_ + head * features_, inner_ + head * features_ * units_,
+                         outer_ + head * units_, key_dim_, value_dim_, units_};
+    auto of = [](std::vector<Line>& lines) { return lines.empty() ? nullptr : lines[0].numbers; };
+    const PackedHead packed{of(scratch.linear), of(scratch.inner), of(scratch.outer),
+                            features_ - key_dim_ + rope.norms(), units_};
+    kernels_->pack(rope, given, packed);
+    return packed;
   }
 
-  void score(const Rotation& rope, const GateHead& head, int64_t b, int64_t h, int64_t first,
+  void score(const Rotation& rope, const PackedHead& head, int64_t b, int64_t h, int64_t first,
              int count, int64_t in_task, Scratch& scratch) const {
     float* rows = scratch.rows[0].numbers;
     const float* turns = rope.pairs ? scratch.turns[0].numbers : nullptr;

@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const GateKernels plain_gate = {turn, features, products};
+extern const GateKernels plain_gate = {turn, features, pack, products};
 
 }  // namespace kv

@@ -304,10 +304,14 @@ def gate(
         plain, norm = x.clone(), x.abs() * 2**0.5
         angles = position[b].clamp(min=0).float()[..., None] * frequency[rope]
         cosine, sine = angles.double().cos(), angles.double().sin()
+        paired: set[int] = set()
         for k, (i, j) in enumerate(pairs[rope].tolist()):
             if (i, j) == (-1, -1):
                 break
             i, j = at(range(dim), i), at(range(dim), j)
+            if i == j or {i, j} & paired:
+                raise IndexError("a dimension in two pairs")
+            paired |= {i, j}
             plain[..., i] = x[..., i] * cosine[..., k] + x[..., j] * sine[..., k]
             plain[..., j] = x[..., j] * cosine[..., k] - x[..., i] * sine[..., k]
             norm[..., i] = norm[..., j] = torch.hypot(x[..., i], x[..., j])
