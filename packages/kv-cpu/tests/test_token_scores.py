@@ -197,9 +197,7 @@ def test_infinite_vectors_score_as_in_torch(isa):
     view.keys[..., 3, 2] = torch.inf
     for units in (1, 16, 17):
         gate = gate_of(shape, units)
-        torch.testing.assert_close(
-            native(gate, view), gate.logarithm(view), equal_nan=True, **NEAR
-        )
+        torch.testing.assert_close(native(gate, view), gate.logarithm(view), equal_nan=True, **NEAR)
 
 
 @pytest.mark.parametrize("layers", [[], [0], [0, 0]], ids=str)

@@ -86,9 +86,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _turns(
-    rope: Rope | Ropes, dim: int
-) -> tuple[Float[Tensor, "R _"], Int[Tensor, "R _ 2"]]:
+def _turns(rope: Rope | Ropes, dim: int) -> tuple[Float[Tensor, "R _"], Int[Tensor, "R _ 2"]]:
     """Return the frequencies and dimensions of the pairs of each layer, or of one for all."""
     each = rope.each if isinstance(rope, Ropes) else (rope,)
     most = max(len(one.frequencies) for one in each)

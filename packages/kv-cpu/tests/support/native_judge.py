@@ -290,9 +290,7 @@ def attention_mass(q, position, lse, tensors, numbers, watches, above, last, val
 # Scores of tokens
 
 
-def gate(
-    key, value, position, layer, frequency, pairs, linear, inner, outer, first_head, isa
-):
+def gate(key, value, position, layer, frequency, pairs, linear, inner, outer, first_head, isa):
     """Return the logarithms of scores; tokens and weights that are large are unknown."""
     found = torch.zeros(key.shape[:3]).double()
     sequences, heads, _, dim = key.shape

@@ -88,9 +88,7 @@ class GateWeights:
         starts = range(0, max(1, view.keys.shape[2]), _TOGETHER)
         return torch.cat([self._some(network, view, slice(i, i + _TOGETHER)) for i in starts], -1)
 
-    def _some(
-        self, network: GateNetwork, view: LayerView, some: slice
-    ) -> Float[Tensor, "B H T"]:
+    def _some(self, network: GateNetwork, view: LayerView, some: slice) -> Float[Tensor, "B H T"]:
         """Return the logarithm of the scores of some tokens, with their keys rotated back."""
         assert view.keys is not None
         assert view.values is not None

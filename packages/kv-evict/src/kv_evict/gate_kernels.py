@@ -73,13 +73,13 @@ def kernels_of(view: LayerView, network: GateNetwork, right: Logarithm) -> GateK
         return None
     if torch.cuda.is_current_stream_capturing():  # a comparison waits for the device
         return None
-    kernels, shape = _kernels(gate_triton), view.shape
-    return kernels if agrees(kernels, network, right, shape, view.keys.dtype) else None
+    known = agrees(gate_triton, network, right, view.shape, view.keys.dtype)
+    return _kernels(gate_triton) if known else None
 
 
 @lru_cache(maxsize=32)
 def agrees(
-    kernels: GateKernels,
+    kernels: ModuleType,
     network: GateNetwork,
     right: Logarithm,
     shape: CacheShape,
@@ -88,7 +88,7 @@ def agrees(
     """Return whether scores of random tokens are those of torch; else the reason is logged.
 
     Args:
-        kernels: code that does not decline this shape.
+        kernels: a module of `GateKernels` that does not decline this shape.
         network: the weights, on the device to use.
         right: computes the logarithms by torch.
         shape: of the cache; its layers and heads are compared.
@@ -97,7 +97,8 @@ def agrees(
     device = network.linear.device
     view = _tried(shape, dtype, device)
     try:
-        found = kernels.gate(view, network.linear, network.inner, network.outer)
+        weights = network.linear, network.inner, network.outer
+        found = _kernels(kernels).gate(view, *weights)
         wanted = right(view)
         wrong = int((~((found - wanted).abs() <= _NEAR * (1 + wanted.abs()))).sum())
         reason = f"{wrong} of {found.numel()} scores differ" if wrong else None
