@@ -294,7 +294,7 @@ def compile(session: nox.Session) -> None:
     """
     if sys.platform != "linux":
         session.skip("triton is built for Linux only")
-    wanted = editable(["kv-attention[triton]", "kv-paging[triton]", "kv-quant"])
+    wanted = editable(["kv-attention[triton]", "kv-evict[triton]", "kv-paging[triton]", "kv-quant"])
     install(session, *wanted, "rich")  # in which benchmarks show their progress
     script = ROOT / "benchmarks" / "triton_compile.py"
     session.run("python", str(script), "--quick", *session.posargs, env=variables(session))

@@ -28,6 +28,7 @@ from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
 from kv_attention.tokens import DenseTokens
+from kv_evict import gate_gpu
 from kv_paging import NewTokens, PagePool, Placement, Tiers, TokenWrite, fit, triton_kernels
 from kv_policy import (
     CacheShape,
@@ -151,6 +152,22 @@ def pages(name: str) -> None:
     triton_kernels.step(pool, [moved])
 
 
+def gate(layers: int, units: int) -> None:
+    """The scores of a gate, for rotations of each layer or of all."""
+    vectors = [torch.empty(BATCH, HEADS, 512, DIM, dtype=torch.bfloat16) for _ in "kv"]
+    place = torch.zeros(BATCH, 1, 512, dtype=torch.long).expand(BATCH, HEADS, 512)
+    turn = torch.empty(layers, DIM)
+    weights = [torch.empty(32, HEADS, 3 * DIM + 5, *rest) for rest in ((), (units,))]
+    gate_gpu.gate(
+        *vectors,
+        place,
+        torch.zeros(BATCH, dtype=torch.long),
+        (turn, turn.long(), turn),
+        (*weights, torch.empty(32, HEADS, units)),
+        0,
+    )
+
+
 def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everything that launches kernels, by the format it is about."""
     for name in names:
@@ -169,6 +186,8 @@ def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callab
     ):
         yield name, partial(steps, step, machine, dtype)
         yield name, partial(prompts, prompt, machine, dtype)
+    for layers, units in ((1, 16), (32, 64)):
+        yield f"gate of {units} units", partial(gate, layers, units)
 
 
 def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, Launch]]:

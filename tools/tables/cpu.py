@@ -173,6 +173,29 @@ def cpu_scores(result: Row, said: Said) -> Iterator[str]:
     yield overheads(result["rows"])
 
 
+def scorings(rows: Sequence[Row]) -> str:
+    """Write how long each scores a prompt of one layer, or a decode step of all layers."""
+    lines = (
+        (
+            "prompt" if row["pass"] == "prompt" else "decode step",
+            f"{row['layers']} x {row['heads']} of {row['dim']}",
+            f"{row['tokens']:,}",
+            f"{1e3 * row['torch_s']:.2f}",
+            f"{1e3 * row['native_s']:.2f}",
+            f"{low:.2f} to {high:.2f}",
+        )
+        for row in rows
+        for low, _, high in (row["native_over_torch"],)
+    )
+    return table(("pass", "layers, heads", "tokens", "torch, ms", "native, ms", "ratio"), lines)
+
+
+def gate_score(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the milliseconds of each pass."""
+    yield markdown.figures(result, said)
+    yield scorings(result["rows"])
+
+
 WRITERS: Final = {
     "cpu_decode": cpu_decode,
     "cpu_decode_amx": cpu_decode,
@@ -181,4 +204,5 @@ WRITERS: Final = {
     "cpu_prefill": cpu_prefill,
     "cpu_scores": cpu_scores,
     "cpu_store": only_figures,
+    "gate_score": gate_score,
 }

@@ -1,4 +1,4 @@
-"""Decode steps and prompts free all of their memory, by the allocator's statistics."""
+"""Decode steps, prompts and scores free all of their memory, by the allocator's statistics."""
 
 import ctypes
 import gc
@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from attention_cases import Case
+from gate_cases import gate_of, rope_of, view_of
 from kv_cpu.prompt import attend_to_all
-from kv_policy import Observe
+from kv_policy import CacheShape, Observe
 
 TIMES = 500
 LEAK = 16  # bytes per call: the smallest allocation
@@ -66,6 +67,12 @@ def test_prompts_leak_nothing(near: float, case: Callable[..., Case], libc: ctyp
     c = case(7, L=12, D=32, Dv=32, stored=40, page=16, window=4, tiers=[("8", "4"), ("4", "2")])
     inputs = c.inputs()
     assert growth(libc, lambda: attend_to_all(inputs)) < ALLOWED
+
+
+def test_token_scores_leak_nothing(libc: ctypes.CDLL) -> None:
+    shape = CacheShape(2, 2, 1, 16, 16, rope=rope_of(16))
+    gate, view = gate_of(shape, 17), view_of(shape, [1, 0], 200)
+    assert growth(libc, lambda: gate.score(view)) < ALLOWED
 
 
 def test_calls_that_fail_leak_nothing(case: Callable[..., Case], libc: ctypes.CDLL) -> None:

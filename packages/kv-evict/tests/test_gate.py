@@ -154,10 +154,10 @@ def test_tokens_are_scored_alike_some_at_a_time(tokens: int, seed: int, together
         values=drawn(*lead, VALUE, seed=seed + 1),
     )
     gate = made(network(seed=seed))
-    whole = gate.score(given)
+    whole = gate.logarithm(given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kv_evict.gate_file._TOGETHER", together)
-        torch.testing.assert_close(gate.score(given), whole)
+        torch.testing.assert_close(gate.logarithm(given), whole)
 
 
 def test_without_units_a_gate_is_linear() -> None:

@@ -1,4 +1,4 @@
-"""The registration of kv-cpu: an attention backend and its page kernels."""
+"""The registration of kv-cpu: an attention backend, its page kernels and token scores."""
 
 from typing import Final
 
@@ -19,6 +19,7 @@ BACKEND: Final = Backend(
     devices=("cpu",),
     instructions=_instructions,
     page_kernels="kv_cpu.pages",
+    token_scores="kv_cpu.token_scores",
     preferred=True,
     environment=(FORCE,),
 )

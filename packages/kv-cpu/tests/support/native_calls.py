@@ -90,7 +90,7 @@ class Call:
     def full(self) -> bool:
         """Whether none of the first tensors is empty, and the first part of attention is paged."""
         lists = [arg for arg in self.args if isinstance(arg, list)]
-        attends = not self.name.startswith("page_")
+        attends = not self.name.startswith("page_") and self.name != "gate"
         if attends and (not lists[1] or not lists[1][0]):
             return False
         first = [
@@ -125,6 +125,7 @@ class Maker:
             "page_compact": self.page_compact,
             "page_copy": self.page_copy,
             "page_step": self.page_step,
+            "gate": self.gate,
         }
         name = self.random.choice(list(names))
         return Call(name, names[name]())
@@ -367,6 +368,36 @@ class Maker:
         poison = self.random.random() < 0.5
         isa = self.random.choice(self.isas)
         return [data, ring, start, free, tensors, numbers, poison, isa]
+
+    def gate(self) -> list[Arg]:
+        sequences, heads, layers = (self.random.randint(1, 3) for _ in "BHN")
+        length, units = self.random.choice([0, 1, 5, 14, 110]), self.random.choice([0, 1, 16, 33])
+        dims, first = (self.dim(), self.dim()), self.random.randint(0, 2)
+        lead = (layers, first + heads + self.random.randint(0, 1), 2 * dims[0] + dims[1] + 5)
+        sizes = (sequences, heads, length)
+        vectors = [self.normal(*sizes, dim, dtype=self.floating()) for dim in dims]
+        if self.random.random() < 0.3:
+            vectors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in vectors]
+        shared = self.random.random() < 0.5
+        place = self.integers(-1, 9999, sequences, 1 if shared else heads, length)
+        ropes, count = self.random.choice([1, layers]), self.random.randint(0, dims[0] // 2)
+        half = torch.stack((torch.arange(count), torch.arange(count) + dims[0] // 2), dim=-1)
+        mixed = torch.randperm(dims[0], generator=self.generator)[: 2 * count].view(count, 2)
+        pairs = self.random.choice([half, mixed]).expand(ropes, -1, -1).clone()
+        if count > 1:
+            pairs[0, -1] = -1
+        return [
+            *vectors,
+            place.to(self.either()).expand(sizes),
+            self.integers(0, layers, sequences, dtype=self.either()),
+            torch.rand(ropes, count, generator=self.generator),
+            pairs.to(self.either()),
+            self.normal(*lead) * 0.2,
+            self.normal(*lead, units) * 0.2,
+            self.normal(*lead[:2], units) * 0.2,
+            first,
+            self.random.choice(self.isas),
+        ]
 
 
 WILD: Final = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 5, 7, 255, 1024, 1025, 2**31 - 1)

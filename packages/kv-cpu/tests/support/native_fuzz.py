@@ -89,6 +89,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
             reason = f"the reference raises {type(error).__name__}: {error}"
     try:
         found = getattr(torch.ops.kv_cpu, call.name)(*args)
+        found = [found] if isinstance(found, Tensor) else found
     # TypeError, and NotImplementedError, which is a RuntimeError, are raised by torch's dispatcher
     # for arguments of a wrong type. For a valid call, any error is a fault.
     except (RuntimeError, TypeError) as error:

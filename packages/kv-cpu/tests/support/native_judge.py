@@ -287,6 +287,45 @@ def attention_mass(q, position, lse, tensors, numbers, watches, above, last, val
     return observed(q, position, lse.double(), table_rows, numbers, watches, above, last)
 
 
+# Scores of tokens
+
+
+def gate(key, value, position, layer, frequency, pairs, linear, inner, outer, first_head, isa):
+    """Return the logarithms of scores; tokens and weights that are large are unknown."""
+    found = torch.zeros(key.shape[:3]).double()
+    sequences, heads, _, dim = key.shape
+    for b in range(sequences):
+        number = at(layer, b)
+        at(range(len(linear)), number)
+        rope = at(range(len(frequency)), number if len(frequency) > 1 else 0)
+        x, y = key[b].double(), value[b].double()
+        plain, norm = x.clone(), x.abs() * 2**0.5
+        angles = position[b].clamp(min=0).float()[..., None] * frequency[rope]
+        cosine, sine = angles.double().cos(), angles.double().sin()
+        paired: set[int] = set()
+        for k, (i, j) in enumerate(pairs[rope].tolist()):
+            if (i, j) == (-1, -1):
+                break
+            i, j = at(range(dim), i), at(range(dim), j)
+            if i == j or {i, j} & paired:
+                raise IndexError("a dimension in two pairs")
+            paired |= {i, j}
+            plain[..., i] = x[..., i] * cosine[..., k] + x[..., j] * sine[..., k]
+            plain[..., j] = x[..., j] * cosine[..., k] - x[..., i] * sine[..., k]
+            norm[..., i] = norm[..., j] = torch.hypot(x[..., i], x[..., j])
+        norms = torch.stack([z.square().sum(-1).sqrt() for z in (plain, y)], -1)
+        rest = norms, (norms + 1e-6).log(), torch.ones_like(norms[..., :1])
+        features = torch.cat((plain, y, norm, *rest), -1)
+        for h in range(heads):
+            of = at(range(linear.shape[1]), first_head + h)
+            weights = [w[number, of].double() for w in (linear, inner, outer)]
+            first, second, third = (w.masked_fill(~(w.abs() < LARGE), torch.nan) for w in weights)
+            hidden = (features[h] @ second).relu() @ third
+            large = ~(features[h].abs() < LARGE).all(-1)
+            found[b, h] = (features[h] @ first + hidden).masked_fill(large, torch.nan)
+    return [unknown(found, NEAR)]
+
+
 # Pages
 
 

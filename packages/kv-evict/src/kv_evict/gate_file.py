@@ -14,6 +14,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.gate_features import scalars, width
+from kv_evict.gate_kernels import kernels_of
 from kv_evict.gate_network import GateNetwork
 from kv_policy import CacheShape, LayerView, NotCalibratedError
 from kv_policy.decoding import decode
@@ -67,17 +68,27 @@ class GateWeights:
         """
         assert view.keys is not None  # they are read
         assert view.values is not None
-        shape, count = view.shape, view.keys.shape[1]
-        self._expect(shape)
-        heads = slice(shape.first_head, shape.first_head + count)
+        self._expect(view.shape)
+        network = self.on(view.keys.device)
+        kernels = kernels_of(view, network, self.logarithm)
+        if kernels is None:
+            found = self.logarithm(view)
+        else:
+            found = kernels.gate(view, network.linear, network.inner, network.outer)
+        return found.clamp(max=0).exp()  # a probability
+
+    def logarithm(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the logarithm of the score of each token in view, computed by torch.
+
+        Any other code that computes scores is tested against it.
+        """
+        assert view.keys is not None
+        heads = slice(view.shape.first_head, view.shape.first_head + view.keys.shape[1])
         network = self.on(view.keys.device).rows(view.layer, heads)
         starts = range(0, max(1, view.keys.shape[2]), _TOGETHER)
-        found = [self._logarithm(network, view, slice(i, i + _TOGETHER)) for i in starts]
-        return torch.cat(found, -1).clamp(max=0).exp()  # a probability
+        return torch.cat([self._some(network, view, slice(i, i + _TOGETHER)) for i in starts], -1)
 
-    def _logarithm(
-        self, network: GateNetwork, view: LayerView, some: slice
-    ) -> Float[Tensor, "B H T"]:
+    def _some(self, network: GateNetwork, view: LayerView, some: slice) -> Float[Tensor, "B H T"]:
         """Return the logarithm of the scores of some tokens, with their keys rotated back."""
         assert view.keys is not None
         assert view.values is not None

@@ -1,0 +1,7 @@
+#include "gate.inc"
+
+namespace kv {
+
+extern const GateKernels avx2_gate = {turn, features, pack, products};
+
+}  // namespace kv
