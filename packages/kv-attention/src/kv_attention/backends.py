@@ -8,10 +8,13 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
+from kv_attention.partial import Partial
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
 
@@ -24,6 +27,25 @@ class Attend(Protocol):
 
     def __call__(self, inputs: AttentionInputs) -> Attended:
         """Compute attention over all parts."""
+        ...
+
+
+@runtime_checkable
+class PartialAttention(Protocol):
+    """What a backend computes of some of the tokens; None: it declines, and torch does it."""
+
+    def attend_partly(self, inputs: AttentionInputs) -> Partial | None:
+        """Compute `kv_attention.attend_partly`, which has checked the arguments."""
+        ...
+
+    def largest_probabilities(
+        self,
+        q: Float[Tensor, "B H G L D"],
+        lse: Float[Tensor, "B H G L"],
+        key: Float[Tensor, "B H S D"],
+        scale: float,
+    ) -> Float[Tensor, "B H S"] | None:
+        """Compute `kv_attention.largest_probabilities`."""
         ...
 
 
@@ -106,11 +128,25 @@ def load_backend(name: str) -> Attend:
     Raises:
         ValueError: the backend is unknown, or unavailable on this machine.
     """
+    attend: Attend = _available(name).load()
+    return attend
+
+
+def load_partial(name: str) -> PartialAttention | None:
+    """Return what the backend with this name has for some of the tokens; None: nothing.
+
+    Raises:
+        ValueError: as `load_backend`.
+    """
+    partial: PartialAttention | None = _available(name).partial()
+    return partial
+
+
+def _available(name: str) -> Backend:
     found = all_backends()
     if name not in found:
         raise ValueError(f"unknown backend {name!r}; choose one of {', '.join(found)}")
     reason = found[name].missing()
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot be used here: {reason}")
-    attend: Attend = found[name].load()
-    return attend
+    return found[name]
