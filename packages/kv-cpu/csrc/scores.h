@@ -1,4 +1,4 @@
-// The data of the passes over the scores of many queries, in plain structs, as in attention.h.
+// The data of the attention-mass pass of many queries, in plain structs, as in attention.h.
 #pragma once
 
 #include "attention.h"
@@ -34,8 +34,6 @@ struct ScoreKernels {
   // on. For kMaxOfSums there is one sum per head of the group, kBlock apart.
   void (*observe)(const float* p, const float* logits, const HeldRows&, const int* start, Term, Group,
                   float above, float* sums);
-  // most[i] = the maximum of scale * logits - lse over the rows, if it is above; NaN if one is.
-  void (*raise)(const float* logits, int rows, float scale, const float* lse, float* most);
 };
 
 // Bytes of a row of queries, and of a panel.

@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const ScoreKernels avx512_scores = {
-    false, put_query, put_keys, products, soften_rows, observe_rows, raise_rows};
+    false, put_query, put_keys, products, soften_rows, observe_rows};
 
 }  // namespace kv

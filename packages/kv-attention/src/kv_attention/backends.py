@@ -8,13 +8,11 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
-from kv_attention.partial import Partial
+from kv_attention.partial import Scored
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
 
@@ -31,21 +29,11 @@ class Attend(Protocol):
 
 
 @runtime_checkable
-class PartialAttention(Protocol):
-    """What a backend computes of some of the tokens; None: it declines, and torch does it."""
+class AttendPartly(Protocol):
+    """A backend's attention over some of the tokens; `kv_attention` has checked the arguments."""
 
-    def attend_partly(self, inputs: AttentionInputs) -> Partial | None:
-        """Compute `kv_attention.attend_partly`, which has checked the arguments."""
-        ...
-
-    def largest_probabilities(
-        self,
-        q: Float[Tensor, "B H G L D"],
-        lse: Float[Tensor, "B H G L"],
-        key: Float[Tensor, "B H S D"],
-        scale: float,
-    ) -> Float[Tensor, "B H S"] | None:
-        """Compute `kv_attention.largest_probabilities`."""
+    def __call__(self, inputs: AttentionInputs, scored: int) -> Scored | None:
+        """Attend, and score the first `scored` dense parts; None: torch does it."""
         ...
 
 
@@ -132,14 +120,14 @@ def load_backend(name: str) -> Attend:
     return attend
 
 
-def load_partial(name: str) -> PartialAttention | None:
-    """Return what the backend with this name has for some of the tokens; None: nothing.
+def load_partial(name: str) -> AttendPartly | None:
+    """Return how the backend with this name attends to some of the tokens; None: as torch does.
 
     Raises:
         ValueError: as `load_backend`.
     """
-    partial: PartialAttention | None = _available(name).partial()
-    return partial
+    attend: AttendPartly | None = _available(name).partial()
+    return attend
 
 
 def _available(name: str) -> Backend:

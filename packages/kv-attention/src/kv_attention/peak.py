@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_attention.backends import load_partial
 from kv_attention.checks import check_parts, check_queries
 from kv_attention.inputs import AttentionInputs
-from kv_attention.partial import Partial
+from kv_attention.partial import Partial, Scored
 from kv_attention.tokens import DenseTokens
 from kv_attention.torch_backend import partial_of, parts_of
 from kv_policy import PagedTokens
@@ -49,9 +49,59 @@ def attend_partly(
     check_queries(q, position)
     value_dim = check_parts(q, pages, dense)
     inputs = AttentionInputs(q, position, pages, dense, [None] * len(pages), value_dim, scale)
+    return _scored(inputs, 0, backend).partial
+
+
+def attend_and_score(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    dense: Sequence[DenseTokens],
+    scored: int,
+    scale: float,
+    backend: str = "torch",
+) -> Scored:
+    """Compute attention over some of the tokens, and the largest probabilities of the first ones.
+
+    >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
+    >>> q = torch.zeros(1, 1, 1, 1, 2)
+    >>> attend_and_score(q, place[:, 1:], [DenseTokens(k, k, place)], 1, 1.0).largest
+    (tensor([[[0.5000, 0.5000]]]),)
+
+    Args:
+        q: queries, as for `attend`.
+        position: positions of the queries, -1 for padding.
+        dense: the tokens.
+        scored: how many parts of these, the first ones, are scored; all queries see their tokens.
+        scale: the factor of the logits.
+        backend: a name in `all_backends()`; torch does what it has no code for.
+
+    Raises:
+        ValueError: the shapes do not match, the backend is unavailable, or a scored token comes
+            after a query.
+    """
+    check_queries(q, position)
+    value_dim = check_parts(q, [], dense)
+    last = torch.iinfo(position.dtype).max
+    first = position.masked_fill(position < 0, last).amin(1)
+    for i, tokens in enumerate(dense[:scored]):
+        if bool((tokens.position.amax(1) > first).any()):
+            raise ValueError(
+                f"dense[{i}] is scored and has a token after a query; all queries must see it"
+            )
+    return _scored(AttentionInputs(q, position, [], dense, [], value_dim, scale), scored, backend)
+
+
+def _scored(inputs: AttentionInputs, scored: int, backend: str) -> Scored:
     own = load_partial(backend)
-    found = None if own is None else own.attend_partly(inputs)
-    return partial_of(inputs, parts_of(inputs)) if found is None else found
+    found = None if own is None else own(inputs, scored)
+    if found is not None:
+        return found
+    total = partial_of(inputs, parts_of(inputs))
+    most = []
+    for tokens in inputs.dense[:scored]:
+        probability = largest_probabilities(inputs.q, total.lse, tokens.key, inputs.scale)
+        most.append(probability.masked_fill(tokens.position[:, None] < 0, 0))
+    return Scored(total, tuple(most))
 
 
 def largest_probabilities(
@@ -59,7 +109,6 @@ def largest_probabilities(
     lse: Float[Tensor, "B H G L"],
     key: Float[Tensor, "B H S D"],
     scale: float,
-    backend: str = "torch",
 ) -> Float[Tensor, "B H S"]:
     """Return the largest probability that any query of any query head gives each token.
 
@@ -75,22 +124,7 @@ def largest_probabilities(
             -inf: the query does not count, whatever its numbers.
         key: the keys of the tokens.
         scale: the factor of the logits.
-        backend: a name in `all_backends()`.
-
-    Raises:
-        ValueError: the backend is unavailable.
     """
-    own = load_partial(backend)
-    found = None if own is None else own.largest_probabilities(q, lse, key, scale)
-    return _largest(q, lse, key, scale) if found is None else found
-
-
-def _largest(
-    q: Float[Tensor, "B H G L D"],
-    lse: Float[Tensor, "B H G L"],
-    key: Float[Tensor, "B H S D"],
-    scale: float,
-) -> Float[Tensor, "B H S"]:
     # A key with 1 appended, times a query with -lse, is the logarithm of a probability.
     rows = q.shape[0] * q.shape[1]
     ignored = lse == -torch.inf

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from kv_cpu import partial
 from kv_cpu.backend import attend
 from kv_cpu.library import FORCE, chosen, compiled, forced, missing, runnable
+from kv_cpu.prompt import attend_partly
 from kv_policy import Backend, Instructions
 
 
@@ -20,7 +20,7 @@ BACKEND: Final = Backend(
     devices=("cpu",),
     instructions=_instructions,
     page_kernels="kv_cpu.pages",
-    partial=lambda: partial,
+    partial=lambda: attend_partly,
     preferred=True,
     environment=(FORCE,),
 )

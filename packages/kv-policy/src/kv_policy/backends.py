@@ -43,8 +43,8 @@ class Backend:
         instructions: returns the instruction sets of its native code; None where it has none.
         page_kernels: the module whose functions implement `kv_paging.PageKernels`, with `missing`
             and `declined`; None if torch writes its pages.
-        partial: returns the functions for some of the tokens, as
-            `kv_attention.backends.PartialAttention` declares them; None if torch does this.
+        partial: returns the function that attends to some of the tokens, as
+            `kv_attention.backends.AttendPartly` declares it; None if torch does this.
         preferred: whether it is chosen before torch on its devices.
         environment: the environment variables it reads.
         installed: whether a package registers it.
