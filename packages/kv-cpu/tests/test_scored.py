@@ -218,6 +218,6 @@ def test_only_parts_that_are_dense_are_scored() -> None:
     c = random_case(9, L=20, tiers=[("8", "4")], window=4)
     with pytest.raises(RuntimeError, match=r"^part 0 is in pages; only dense tensors of tokens"):
         native(c.inputs(), 1)
-    with pytest.raises(RuntimeError, match=r"^scored is 2; it must be 0 to 1"):
-        chunk = draw(9)
-        native(replace(chunk.inputs, dense=chunk.scored), 2)
+    inputs = draw(9).inputs
+    with pytest.raises(RuntimeError, match=r"^scored is 3; it must be 0 to 2"):
+        native(inputs, 3)
