@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_attention import DenseTokens, attend, attend_partly, largest_probabilities, peak
+from kv_attention import (
+    DenseTokens,
+    Partial,
+    Scored,
+    attend,
+    attend_and_score,
+    attend_partly,
+    largest_probabilities,
+    peak,
+)
 
 
 def draw(seed: int, queries: int, tokens: int, dtype=torch.float64):
@@ -80,3 +89,70 @@ def test_values_of_different_dimensions_are_refused() -> None:
     parts = [DenseTokens(key, each, place) for each in (value, value[..., :3])]
     with pytest.raises(ValueError, match="values of the parts have 3, 8 dimensions"):
         attend_partly(q, place, [], parts, 1.0)
+
+
+def chunk(dtype=torch.float64):
+    """Return queries, their positions, and tokens: some before them, and their own."""
+    q, key, value = draw(3, 6, 20, dtype)
+    place = torch.arange(20).repeat(2, 1)
+    place[0, :3] = place[1, 17:] = -1
+    parts = [
+        DenseTokens(key[:, :, a:b], value[:, :, a:b], place[:, a:b]) for a, b in ((0, 14), (14, 20))
+    ]
+    return q, place[:, 14:], parts
+
+
+def test_a_pass_scores_its_first_parts() -> None:
+    q, position, parts = chunk()
+    found = attend_and_score(q, position, parts, 1, 0.4)
+    whole = attend_partly(q, position, [], parts, 0.4)
+    assert torch.equal(found.partial.out, whole.out)
+    (most,) = found.largest
+    want = largest_probabilities(q, whole.lse, parts[0].key, 0.4)
+    assert torch.equal(most[1], want[1])
+    assert torch.equal(most[0, :, 3:], want[0, :, 3:])
+    assert not most[0, :, :3].any()  # empty slots
+    assert attend_and_score(q, position, parts, 0, 0.4).largest == ()
+
+
+def test_nothing_in_empty_slots_and_padding_is_scored() -> None:
+    q, position, parts = chunk()
+    want = attend_and_score(q, position, parts, 1, 0.4)
+    q[1, :, :, 3:] = torch.nan
+    parts[0].key[0, :, :3] = parts[0].value[0, :, :3] = torch.nan
+    found = attend_and_score(q, position, parts, 1, 0.4)
+    assert torch.equal(found.largest[0], want.largest[0])
+    assert torch.equal(found.partial.out, want.partial.out)
+
+
+def test_a_scored_token_after_a_query_is_refused() -> None:
+    q, position, parts = chunk()
+    with pytest.raises(ValueError, match=r"dense\[1\] is scored and has a token after a query"):
+        attend_and_score(q, position, parts, 2, 0.4)
+
+
+@pytest.mark.parametrize("declines", [False, True])
+def test_a_backend_may_do_it_or_decline(monkeypatch, declines) -> None:
+    q, position, parts = chunk()
+    want = attend_and_score(q, position, parts, 1, 0.4)
+    given = []
+
+    def attend_own(inputs, scored):
+        given.append(scored)
+        return None if declines else Scored(Partial.empty(inputs.q, inputs.value_dim))
+
+    monkeypatch.setattr(peak, "load_partial", {"own": attend_own}.__getitem__)
+    found = attend_and_score(q, position, parts, 1, 0.4, backend="own")
+    assert given == [1]
+    if declines:
+        assert torch.equal(found.largest[0], want.largest[0])
+    else:
+        assert found.largest == ()
+    attend_partly(q, position, [], parts, 0.4, backend="own")
+    assert given == [1, 0]
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    q, position, parts = chunk()
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose one of"):
+        attend_and_score(q, position, parts, 1, 0.4, backend="fast")

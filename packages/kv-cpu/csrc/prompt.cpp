@@ -15,12 +15,25 @@ constexpr float kLog2 = 1.44269504f;
 
 std::vector<Line> room(int64_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
 
+// A block of tokens that get their largest probability, and how many of its panels the rows of each
+// tile may see.
+struct KeptBlock {
+  int part;
+  std::vector<Run> runs;
+  std::vector<int> panels;
+};
+
 struct Scratch {
   std::vector<Line> wide, narrow;  // queries
   std::vector<Line> top, total, sums, totals;
   std::vector<Line> keys, values, scales, logits, weights, found, numbers;
   std::vector<int> rank, start;
   int latest[kPanels], earliest[kPanels];
+  // for the largest probabilities: logits of a task by block and tile, the log-sum-exp of its rows
+  // in base 2, and the largest logarithms so far of each part's tokens [B, H, width]
+  std::vector<KeptBlock> blocks;
+  std::vector<Line> kept, lse;
+  std::vector<std::vector<float>> largest;
 };
 
 class Attender {
@@ -35,7 +48,8 @@ class Attender {
       any_scaled_ |= is_scaled(part.key);
       starts_.push_back(starts_of(part));
     }
-    const Tasks found(job_, sequences_, starts_, workers);
+    for (size_t i = 0; i < prompt.largest.size(); ++i) kept_ += job_.parts[i].width;
+    const Tasks found(job_, sequences_, starts_, kept_, workers);
     tasks_ = found.all;
     scratch_.resize(workers);
     for (Scratch& scratch : scratch_) make(scratch, (found.most + kTile - 1) / kTile * kTile);
@@ -46,6 +60,12 @@ class Attender {
       if (int64_t(sequences_[b].place.size()) < prompt_.chunk.length) clear_padding(b);
     parallel(int64_t(scratch_.size()),
              [](int64_t i, void* me) { static_cast<Attender*>(me)->work(int(i)); }, this);
+    for (size_t part = 0; part < prompt_.largest.size(); ++part)
+      for (int64_t i = 0; i < job_.table_rows() * job_.parts[part].width; ++i) {
+        float most = -INFINITY;
+        for (const Scratch& scratch : scratch_) raise(most, scratch.largest[part][i]);
+        prompt_.largest[part][i] = std::exp2(most);
+      }
   }
 
  private:
@@ -69,7 +89,17 @@ class Attender {
     return starts;
   }
 
+  // The maximum, or NaN if one is.
+  static void raise(float& most, float x) { most = x > most || x != x ? x : most; }
+
   void make(Scratch& scratch, int64_t rows) const {
+    for (size_t i = 0; i < prompt_.largest.size(); ++i)
+      scratch.largest.emplace_back(job_.table_rows() * job_.parts[i].width, -INFINITY);
+    if (kept_) {
+      const int64_t blocks = kept_ / kBlock + int64_t(prompt_.largest.size());
+      scratch.kept = room(4 * rows * kBlock * blocks);
+      scratch.lse = room(4 * rows);
+    }
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
     scratch.wide = room((any_wide_ ? rows : 1) * row_bytes(dim, false));
     if (any_narrow_) scratch.narrow = room(rows * row_bytes(dim, true));
@@ -95,8 +125,10 @@ class Attender {
       int64_t tokens = 0;
       for (const Part& part : job_.parts) tokens += part.count(task.table_row);
       Cursor cursor(job_, task.table_row, 0, tokens, fault_);
+      scratch.blocks.clear();
       while (cursor.next(block)) attend(task, block, scratch);
       finish(task, scratch);
+      find_largest(task, scratch);
     }
   }
 
@@ -147,21 +179,49 @@ class Attender {
     const auto* queries = reinterpret_cast<const uint8_t*>(
         keys.narrow ? scratch.narrow.data() : scratch.wide.data());
     const int sums = panels_of(value_dim) * kPanel;
+    const bool keeps = size_t(block.part) < prompt_.largest.size();
+    if (keeps) scratch.blocks.push_back({block.part, {block.run, block.run + block.runs}, {}});
     for (int64_t r = 0; r < rows(task); r += kTile) {
       const int last = scratch.rank[std::min(r + kTile, rows(task)) - 1];
       int held = panels;
       while (held > 0 && scratch.earliest[held - 1] > last) --held;
+      if (keeps) scratch.blocks.back().panels.push_back(held);
       if (held == 0) continue;
+      const int64_t kept = int64_t(scratch.blocks.size()) - 1;
       const RowTile tile{queries + r * row_bytes(dim, keys.narrow),
                          scratch.totals[0].numbers + r,
                          scratch.rank.data() + r,
                          scratch.top[0].numbers + r,
                          scratch.total[0].numbers + r,
                          scratch.sums[0].numbers + r * sums,
-                         scratch.logits[0].numbers,
+                         keeps ? logits_of(task, kept, r, scratch) : scratch.logits[0].numbers,
                          scratch.weights[0].numbers,
                          scratch.found[0].numbers};
       prompt_.kernels->attend(packed, held, job_.scale * kLog2, tile);
+    }
+  }
+
+  // The kept logits of the tile of rows from r on.
+  float* logits_of(const Task& task, int64_t block, int64_t r, Scratch& scratch) const {
+    const int64_t tiles = (rows(task) + kTile - 1) / kTile;
+    return scratch.kept[0].numbers + (block * tiles + r / kTile) * kTile * kBlock;
+  }
+
+  // Raises the largest probabilities by those of a task, whose log-sum-exp is known now.
+  void find_largest(const Task& task, Scratch& scratch) const {
+    alignas(64) float most[kBlock];
+    for (size_t i = 0; i < scratch.blocks.size(); ++i) {
+      const KeptBlock& block = scratch.blocks[i];
+      std::fill_n(most, kBlock, -INFINITY);
+      for (int64_t r = 0; r < rows(task); r += kTile)
+        prompt_.kernels->raise(logits_of(task, int64_t(i), r, scratch), block.panels[r / kTile],
+                               int(std::min<int64_t>(kTile, rows(task) - r)),
+                               scratch.lse[0].numbers + r, most);
+      float* largest =
+          &scratch.largest[block.part][task.table_row * job_.parts[block.part].width];
+      const float* from = most;
+      for (const Run& run : block.runs)
+        for (int t = 0; t < run.count; ++t) raise(largest[run.slot + t], *from++);
     }
   }
 
@@ -197,8 +257,11 @@ class Attender {
       for (int d = 0; d < panels * kPanel; ++d)
         row[d] = sums[d / kPanel * kTile * kPanel + d % kPanel] * share;
       const int64_t place = sequences_[b].place[task.first + r / group];
-      const float lse = total == 0 ? -INFINITY : (top + std::log2(total)) / kLog2;
-      put(row, lse, (task.table_row * group + r % group) * prompt_.chunk.length + place);
+      const float lse = top + std::log2(total);
+      // A query that sees nothing has no probabilities.
+      if (kept_) scratch.lse[0].numbers[r] = total == 0 ? -kLow : lse;
+      put(row, total == 0 ? -INFINITY : lse / kLog2,
+          (task.table_row * group + r % group) * prompt_.chunk.length + place);
     }
   }
 
@@ -226,6 +289,7 @@ class Attender {
   std::vector<Sequence> sequences_;
   std::vector<int64_t> latest_;
   std::vector<std::vector<int>> starts_;  // per part, sequence and slot
+  int64_t kept_ = 0;  // tokens that get their largest probability
   bool any_narrow_ = false, any_wide_ = false, any_scaled_ = false;  // of the parts' keys
   std::vector<Task> tasks_;
   std::vector<Scratch> scratch_;

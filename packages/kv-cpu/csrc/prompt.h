@@ -45,6 +45,9 @@ struct PromptKernels {
   // Adds the first panels of a block of tokens to the rows' partial results. Logits are in base 2,
   // with `scale` multiplied in.
   void (*attend)(const PackedBlock&, int panels, float scale, const RowTile&);
+  // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
+  // above; NaN if one is. Logits are as `attend` leaves them.
+  void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);
 };
 
 extern const PromptKernels plain_prompt;

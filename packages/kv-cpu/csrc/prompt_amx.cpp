@@ -3,6 +3,6 @@
 
 namespace kv {
 
-extern const PromptKernels amx_prompt = {true, put_query, pack_keys, pack_values, attend};
+extern const PromptKernels amx_prompt = {true, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

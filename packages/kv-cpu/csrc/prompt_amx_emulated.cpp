@@ -4,6 +4,7 @@
 
 namespace kv {
 
-extern const PromptKernels amx_emulated_prompt = {true, put_query, pack_keys, pack_values, attend};
+extern const PromptKernels amx_emulated_prompt = {
+    true, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

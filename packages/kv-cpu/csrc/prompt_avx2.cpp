@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const PromptKernels avx2_prompt = {false, put_query, pack_keys, pack_values, attend};
+extern const PromptKernels avx2_prompt = {false, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const PromptKernels avx512_prompt = {false, put_query, pack_keys, pack_values, attend};
+extern const PromptKernels avx512_prompt = {
+    false, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

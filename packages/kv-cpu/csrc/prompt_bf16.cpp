@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const PromptKernels bf16_prompt = {true, put_query, pack_keys, pack_values, attend};
+extern const PromptKernels bf16_prompt = {true, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

@@ -17,10 +17,11 @@ const PromptKernels* const levels[] = {
 #endif
 };
 
-// The output [B, H, G, L, Dv] in the queries' dtype, and the log-sum-exp [B, H, G, L] in float32.
+// The output [B, H, G, L, Dv] in the queries' dtype, the log-sum-exp [B, H, G, L], and of each of the
+// first `scored` parts the largest probabilities [B, H, width]; the last two in float32.
 std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tensors,
-                             std::vector<int64_t> parts, int64_t value_dim, double scale,
-                             Name isa) {
+                             std::vector<int64_t> parts, int64_t scored, int64_t value_dim,
+                             double scale, Name isa) {
   Prompt prompt;
   Job& job = prompt.job;
   prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa);
@@ -35,6 +36,14 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
   read_parts(job, q, tensors, parts, false, none);
   prompt.out = static_cast<uint8_t*>(results[0].mutable_data_ptr());
   job.lse = static_cast<float*>(results[1].mutable_data_ptr());
+  within({"scored"}, scored, 0, int64_t(job.parts.size()));
+  for (int64_t i = 0; i < scored; ++i) {
+    const Part& part = job.parts[i];
+    if (part.paged) refuse("part ", i, " is in pages; only dense tensors of tokens are scored");
+    results.push_back(torch::stable::new_zeros(q, {job.sequences, job.heads, part.width},
+                                               ScalarType::Float));
+    prompt.largest.push_back(static_cast<float*>(results.back().mutable_data_ptr()));
+  }
   if (length == 0) return results;
   Fault fault;
   attend(prompt, int(torch::stable::get_num_threads()), parallel, fault);
@@ -47,7 +56,7 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int value_dim, "
+      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int scored, int value_dim, "
       "float scale, str isa) -> Tensor[]");
 }
 

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kMostSums = 1 << 17;  // floats per task, to stay in the L2 cache
 constexpr int64_t kLeastRows = 8 * kTile;  // minimum to amortize unpacking the tokens again
+constexpr int64_t kMostKept = 1 << 20;  // logits that a task keeps, if its rows are not too few
 constexpr int64_t kTasks = 4;           // per worker, to balance the load
 
 // Number of tokens that each query of a table row sees.
@@ -32,7 +33,8 @@ std::vector<int64_t> seen_by(const Job& job, const Sequence& sequence,
 }  // namespace
 
 Tasks::Tasks(const Job& job, const std::vector<Sequence>& sequences,
-             const std::vector<std::vector<int>>& starts, int workers) {
+             const std::vector<std::vector<int>>& starts, int64_t kept,
+             int workers) {
   std::vector<std::vector<int64_t>> seen;
   int64_t total = 0;
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
@@ -40,7 +42,8 @@ Tasks::Tasks(const Job& job, const std::vector<Sequence>& sequences,
     total = std::accumulate(seen.back().begin(), seen.back().end(), total);
   }
   const int64_t limit = workers > 1 ? total / (kTasks * workers) : total;
-  const int64_t room = kMostSums / (panels_of(int(job.value_dim)) * kPanel);
+  int64_t room = kMostSums / (panels_of(int(job.value_dim)) * kPanel);
+  if (kept) room = std::min(room, std::max(kMostKept / kept, kLeastRows));
   const int64_t queries = std::max<int64_t>(1, room / job.group);
   const int64_t least = std::min(queries, (kLeastRows + job.group - 1) / job.group);
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {

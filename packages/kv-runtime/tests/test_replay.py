@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kv_attention import AttentionInputs, peak
 from kv_policy import Budget, Evictor, LayerView, Replay, compose, parse
 from kv_runtime import PolicyCache, ReplayChunk
 from tiered_policies import SHAPE, Turned
@@ -174,3 +175,19 @@ def test_a_waiting_prompt_is_an_unfinished_pass() -> None:
         cache.attend(layer, *vectors, 0.4)
     assert cache.waiting is None  # generated tokens are not read again
     assert (cache.memory().tokens == 5).all()
+
+
+def test_the_replay_attends_by_the_backend_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def partial_of(name: str) -> object:
+        def declines(inputs: AttentionInputs, scored: int) -> None:
+            asked.append((name, scored))
+
+        return declines
+
+    monkeypatch.setattr(peak, "load_partial", partial_of)
+    cache = PolicyCache(POLICY, SHAPE, page_tokens=4, backend="reference", replays=True)
+    read(cache, TOKENS)
+    cache.reread(chunk(TOKENS, 9, 0, 16)).attend(0, *drawn(1, 9, seed=5)[0], 0.4)
+    assert asked == [("reference", 1), ("reference", 0)]  # the chunk, and the rest of the prompt

@@ -11,8 +11,8 @@ from kv_attention.backends import (
 )
 from kv_attention.checks import longest_of
 from kv_attention.inputs import AttentionInputs
-from kv_attention.partial import Partial
-from kv_attention.peak import attend_partly, largest_probabilities
+from kv_attention.partial import Partial, Scored
+from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.tokens import Attended, DenseTokens
 
@@ -23,8 +23,10 @@ __all__ = [
     "DenseTokens",
     "HeadGroup",
     "Partial",
+    "Scored",
     "all_backends",
     "attend",
+    "attend_and_score",
     "attend_partly",
     "attend_ragged",
     "available",

@@ -12,6 +12,7 @@ import torch
 from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
+from kv_attention.partial import Scored
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
 
@@ -24,6 +25,15 @@ class Attend(Protocol):
 
     def __call__(self, inputs: AttentionInputs) -> Attended:
         """Compute attention over all parts."""
+        ...
+
+
+@runtime_checkable
+class AttendPartly(Protocol):
+    """A backend's attention over some of the tokens; `kv_attention` has checked the arguments."""
+
+    def __call__(self, inputs: AttentionInputs, scored: int) -> Scored | None:
+        """Attend, and score the first `scored` dense parts; None: torch does it."""
         ...
 
 
@@ -106,11 +116,25 @@ def load_backend(name: str) -> Attend:
     Raises:
         ValueError: the backend is unknown, or unavailable on this machine.
     """
+    attend: Attend = _available(name).load()
+    return attend
+
+
+def load_partial(name: str) -> AttendPartly | None:
+    """Return how the backend with this name attends to some of the tokens; None: as torch does.
+
+    Raises:
+        ValueError: as `load_backend`.
+    """
+    attend: AttendPartly | None = _available(name).partial()
+    return attend
+
+
+def _available(name: str) -> Backend:
     found = all_backends()
     if name not in found:
         raise ValueError(f"unknown backend {name!r}; choose one of {', '.join(found)}")
     reason = found[name].missing()
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot be used here: {reason}")
-    attend: Attend = found[name].load()
-    return attend
+    return found[name]

@@ -40,3 +40,17 @@ class Partial:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros((*q.shape[:-1], value_dim), dtype=dtype, device=q.device)
         return cls(out, out.new_full(q.shape[:-1], -torch.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Attention over a set of tokens, and the largest probability that some of them receive.
+
+    Attributes:
+        partial: the attention.
+        largest: per scored part of the tokens, the largest probability over all queries of a KV
+            head, normalized over the whole set; 0 for an empty slot. In the dtype of `partial.lse`.
+    """
+
+    partial: Partial
+    largest: tuple[Float[Tensor, "B H _"], ...] = ()

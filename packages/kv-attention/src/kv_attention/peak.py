@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention.backends import load_partial
 from kv_attention.checks import check_parts, check_queries
 from kv_attention.inputs import AttentionInputs
-from kv_attention.partial import Partial
+from kv_attention.partial import Partial, Scored
 from kv_attention.tokens import DenseTokens
 from kv_attention.torch_backend import partial_of, parts_of
 from kv_policy import PagedTokens
@@ -24,10 +25,12 @@ def attend_partly(
     pages: Sequence[PagedTokens],
     dense: Sequence[DenseTokens],
     scale: float,
+    backend: str = "torch",
 ) -> Partial:
     """Compute attention over some of the tokens that queries see, to be merged with the rest.
 
-    The arguments, and which tokens a query sees, are as for `attend`. Plain torch on any device.
+    The arguments, and which tokens a query sees, are as for `attend`. What the backend has no code
+    for is computed in plain torch.
 
     >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
     >>> q = torch.zeros(1, 1, 1, 2, 2)
@@ -41,12 +44,64 @@ def attend_partly(
         -inf for a query that is padding or sees no token.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: the shapes do not match, or the backend is unavailable.
     """
     check_queries(q, position)
     value_dim = check_parts(q, pages, dense)
     inputs = AttentionInputs(q, position, pages, dense, [None] * len(pages), value_dim, scale)
-    return partial_of(inputs, parts_of(inputs))
+    return _scored(inputs, 0, backend).partial
+
+
+def attend_and_score(
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    dense: Sequence[DenseTokens],
+    scored: int,
+    scale: float,
+    backend: str = "torch",
+) -> Scored:
+    """Compute attention over some of the tokens, and the largest probabilities of the first ones.
+
+    >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
+    >>> q = torch.zeros(1, 1, 1, 1, 2)
+    >>> attend_and_score(q, place[:, 1:], [DenseTokens(k, k, place)], 1, 1.0).largest
+    (tensor([[[0.5000, 0.5000]]]),)
+
+    Args:
+        q: queries, as for `attend`.
+        position: positions of the queries, -1 for padding.
+        dense: the tokens.
+        scored: how many parts of these, the first ones, are scored; all queries see their tokens.
+        scale: the factor of the logits.
+        backend: a name in `all_backends()`; torch does what it has no code for.
+
+    Raises:
+        ValueError: the shapes do not match, the backend is unavailable, or a scored token comes
+            after a query.
+    """
+    check_queries(q, position)
+    value_dim = check_parts(q, [], dense)
+    last = torch.iinfo(position.dtype).max
+    first = position.masked_fill(position < 0, last).amin(1)
+    for i, tokens in enumerate(dense[:scored]):
+        if bool((tokens.position.amax(1) > first).any()):
+            raise ValueError(
+                f"dense[{i}] is scored and has a token after a query; all queries must see it"
+            )
+    return _scored(AttentionInputs(q, position, [], dense, [], value_dim, scale), scored, backend)
+
+
+def _scored(inputs: AttentionInputs, scored: int, backend: str) -> Scored:
+    own = load_partial(backend)
+    found = None if own is None else own(inputs, scored)
+    if found is not None:
+        return found
+    total = partial_of(inputs, parts_of(inputs))
+    most = []
+    for tokens in inputs.dense[:scored]:
+        probability = largest_probabilities(inputs.q, total.lse, tokens.key, inputs.scale)
+        most.append(probability.masked_fill(tokens.position[:, None] < 0, 0))
+    return Scored(total, tuple(most))
 
 
 def largest_probabilities(
@@ -57,7 +112,7 @@ def largest_probabilities(
 ) -> Float[Tensor, "B H S"]:
     """Return the largest probability that any query of any query head gives each token.
 
-    All queries count for all tokens. Memory is bounded: logits of a few queries exist at a time.
+    All queries count for all tokens. Memory is bounded: logits of a few tokens exist at a time.
 
     >>> q, key = torch.zeros(1, 1, 1, 3, 2), torch.eye(2)[None, None]
     >>> largest_probabilities(q, torch.full((1, 1, 1, 3), 2.0).log(), key, scale=1.0)
@@ -66,16 +121,16 @@ def largest_probabilities(
     Args:
         q: the queries.
         lse: the log-sum-exp of each query's logits, over which its probabilities are normalized;
-            -inf: the query does not count.
+            -inf: the query does not count, whatever its numbers.
         key: the keys of the tokens.
         scale: the factor of the logits.
     """
     # A key with 1 appended, times a query with -lse, is the logarithm of a probability.
     rows = q.shape[0] * q.shape[1]
-    away = lse.masked_fill(lse == -torch.inf, _NEVER).neg()
-    scaled = torch.cat((q.to(lse.dtype) * scale, away[..., None]), -1).view(
-        rows, -1, q.shape[-1] + 1
-    )
+    ignored = lse == -torch.inf
+    away = lse.masked_fill(ignored, _NEVER).neg()
+    scaled = (q.to(lse.dtype) * scale).masked_fill(ignored[..., None], 0)  # may be NaN in padding
+    scaled = torch.cat((scaled, away[..., None]), -1).view(rows, -1, q.shape[-1] + 1)
     keys = torch.nn.functional.pad(key.to(lse.dtype).flatten(0, 1), (0, 1), value=1)
     count, tokens = scaled.shape[1], keys.shape[1]
     step = min(tokens, max(1, _ROOM // (rows * count)))

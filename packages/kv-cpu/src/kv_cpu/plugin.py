@@ -4,6 +4,7 @@ from typing import Final
 
 from kv_cpu.backend import attend
 from kv_cpu.library import FORCE, chosen, compiled, forced, missing, runnable
+from kv_cpu.prompt import attend_partly
 from kv_policy import Backend, Instructions
 
 
@@ -20,6 +21,7 @@ BACKEND: Final = Backend(
     instructions=_instructions,
     page_kernels="kv_cpu.pages",
     token_scores="kv_cpu.token_scores",
+    partial=lambda: attend_partly,
     preferred=True,
     environment=(FORCE,),
 )

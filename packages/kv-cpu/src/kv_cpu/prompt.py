@@ -6,7 +6,7 @@ online softmax (FlashAttention; Dao et al., 2022).
 
 import torch
 
-from kv_attention import AttentionInputs, Partial
+from kv_attention import AttentionInputs, Partial, Scored
 from kv_cpu.arguments import parts, refused
 from kv_cpu.few import MOST
 from kv_cpu.library import chosen
@@ -20,15 +20,33 @@ def attend_to_all(inputs: AttentionInputs, isa: str | None = None) -> Partial:
     Raises:
         RuntimeError: a table names a page outside its pool, or a length is out of range.
     """
-    out, lse = torch.ops.kv_cpu.prompt(
+    return attend_and_score(inputs, 0, isa).partial
+
+
+def attend_and_score(inputs: AttentionInputs, scored: int, isa: str | None = None) -> Scored:
+    """Compute attention over all parts, and the largest probabilities of the first `scored` ones.
+
+    Scored parts are dense. Their logits are kept until the log-sum-exp of their queries is known;
+    a thread keeps those of some queries at a time. A token that no query sees has probability 0.
+
+    Raises:
+        RuntimeError: as `attend_to_all`, or a scored part is in pages.
+    """
+    out, lse, *largest = torch.ops.kv_cpu.prompt(
         inputs.q,
         inputs.position.long().contiguous(),
         *parts(inputs, watched=False),
+        scored,
         inputs.value_dim,
         inputs.scale,
         isa or chosen(),
     )
-    return Partial(out, lse)
+    return Scored(Partial(out, lse), tuple(largest))
+
+
+def attend_partly(inputs: AttentionInputs, scored: int) -> Scored | None:
+    """Do the same; None if `declined` returns a reason."""
+    return attend_and_score(inputs, scored) if declined(inputs) is None else None
 
 
 def declined(inputs: AttentionInputs, isa: str | None = None) -> str | None:

@@ -258,7 +258,11 @@ class Maker:
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
         q, position, tensors, parts, value_dim = self.pass_over(length, False)
-        return [q, position, tensors, parts, value_dim, 0.2, self.random.choice(self.isas)]
+        paged = [parts[i] for i in range(0, len(parts), 18)]
+        first = paged.index(1) if 1 in paged else len(paged)
+        scored = self.random.randint(0, first)  # parts before the first paged one
+        isa = self.random.choice(self.isas)
+        return [q, position, tensors, parts, scored, value_dim, 0.2, isa]
 
     def attention_mass(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])

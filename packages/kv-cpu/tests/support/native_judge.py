@@ -267,12 +267,23 @@ def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa)
     return found + observed(q, position, lse, table_rows, numbers, watches, above, last)
 
 
-def prompt(q, position, tensors, numbers, value_dim, scale, isa):
-    out, lse, _ = attention(q, position, tensors, numbers, value_dim, scale)
+def prompt(q, position, tensors, numbers, scored, value_dim, scale, isa):
+    out, lse, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
     # Products in bfloat16 round weights.
     values = max([_largest(x) for x in tensors if x.is_floating_point() and x.numel()] + [4])
-    return [unknown(out, near * values), Bounds(lse, lse, near * 4)]
+    found = [unknown(out, near * values), Bounds(lse, lse, near * 4)]
+    paged, widths = ([at(numbers, i + k) for i in range(0, len(numbers), 18)] for k in (0, 1))
+    for i in range(scored if scored >= 0 else MOST):
+        if at(paged, i):
+            raise IndexError(f"part {i} is paged")
+        largest = torch.zeros(*q.shape[:2], widths[i]).double()
+        for (b, h), (_, logits, sees) in table_rows.items():
+            p = (logits - lse[b, h][..., None]).exp().masked_fill(~sees, 0)
+            mine = p[..., sum(widths[:i]) : sum(widths[: i + 1])]
+            largest[b, h] = mine.amax((0, 1)) if mine.numel() else 0
+        found.append(unknown(largest, near))
+    return found
 
 
 def _largest(x: Tensor) -> float:

@@ -45,6 +45,8 @@ class Backend:
             and `declined`; None if torch writes its pages.
         token_scores: the module whose functions implement `kv_evict.gate_kernels.GateKernels`;
             None if torch computes these scores.
+        partial: returns the function that attends to some of the tokens, as
+            `kv_attention.backends.AttendPartly` declares it; None if torch does this.
         preferred: whether it is chosen before torch on its devices.
         environment: the environment variables it reads.
         installed: whether a package registers it.
@@ -59,6 +61,7 @@ class Backend:
     instructions: Callable[[], Instructions | None] = lambda: None
     page_kernels: str | None = None
     token_scores: str | None = None
+    partial: Callable[[], Any] = lambda: None
     preferred: bool = False
     environment: tuple[str, ...] = ()
     installed: bool = True

@@ -316,7 +316,7 @@ class PolicyCache:
         Raises:
             RuntimeError: no prompt waits.
         """
-        return Rereading(*self._expect_waiting(), self.bases, chunk)
+        return Rereading(*self._expect_waiting(), self.bases, chunk, self.backend)
 
     def replayed(self) -> None:
         """Plan and store the waiting prompts, also in caches that share their prefill.

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, attend_partly, largest_probabilities
+from kv_attention import DenseTokens, attend_and_score, attend_partly
 from kv_runtime.bases import Bases
 from kv_runtime.batch import Batch
 from kv_runtime.forward_pass import Pass
@@ -71,9 +71,15 @@ class Rereading:
     """A pass in which the model reads a chunk of the waiting prompts again; nothing is stored."""
 
     def __init__(
-        self, prompts: WaitingPrompts, batch: Batch, bases: Bases | None, chunk: ReplayChunk
+        self,
+        prompts: WaitingPrompts,
+        batch: Batch,
+        bases: Bases | None,
+        chunk: ReplayChunk,
+        backend: str,
     ) -> None:
         """Find the chunk's columns in the pass over the prompts."""
+        self._backend = backend
         self._prompts, self._batch, self._bases, self._chunk = prompts, batch, bases, chunk
         place = prompts.now.position
         inside = (place >= chunk.first[:, None]) & (place < chunk.end[:, None])
@@ -104,14 +110,14 @@ class Rereading:
             key, value = bases.keys(layer, key), bases.values(layer, value)
         near = [self._prompts.tokens(layer, c.at, c.held, c.full) for c in self._near]
         own = DenseTokens(key, value, place)
-        found = attend_partly(query, place, [], [*near, own], scale)
-        for columns, tokens in zip(self._near, near, strict=True):
-            most = largest_probabilities(query, found.lse, tokens.key, scale)
+        scored = attend_and_score(query, place, [*near, own], len(near), scale, self._backend)
+        for columns, most in zip(self._near, scored.largest, strict=True):
             replayed = self._prompts.replayed[layer][..., columns.at]
             replayed.copy_(most.where(columns.held[:, None], replayed))
         pages, dense = self._batch.views(layer)
         dense += [self._prompts.tokens(layer, c.at, c.held, c.full) for c in self._far]
+        found = scored.partial
         if pages or dense:
-            found = found + attend_partly(query, place, pages, dense, scale)
+            found = found + attend_partly(query, place, pages, dense, scale, self._backend)
         out = found.out.to(dtype)
         return out if bases is None else bases.undone(layer, out, value_dim)

@@ -5,6 +5,7 @@ cache that attends to the waiting prompt and stores nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 Around = Callable[[Attention], Attention]
 
 
+class _Ended(Exception):
+    """The last layer has attended: nothing needs the rest of a pass that scores tokens."""
+
+
 class RereadingCache(AttendingCache):
     """The cache of a pass over a chunk of prompts that were read before; it stores nothing."""
 
@@ -45,8 +50,15 @@ class RereadingCache(AttendingCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
-        """Attend over the prompts and the new tokens."""
-        return self._attention(layer, query, key, value, scale)
+        """Attend over the prompts and the new tokens.
+
+        Raises:
+            _Ended: the layer is the last one.
+        """
+        out = self._attention(layer, query, key, value, scale)
+        if layer == len(self.layers) - 1:
+            raise _Ended
+        return out
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ class Replayer:
         for chunk, given in self._chunks(prompts, now.total.tolist(), ids.device):
             reading = cache.reread(chunk)
             own = RereadingCache(model, cache.shape.layers, around(reading.attend))
-            with unwinding():
+            with suppress(_Ended), unwinding():
                 decoder(
                     input_ids=given,
                     attention_mask=(chunk.position >= 0).long(),
