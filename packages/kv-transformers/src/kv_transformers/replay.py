@@ -5,7 +5,6 @@ cache that attends to the waiting prompt and stores nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,10 +28,6 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 Around = Callable[[Attention], Attention]
 
 
-class _Ended(Exception):
-    """The last layer has attended: nothing needs the rest of a pass that scores tokens."""
-
-
 class RereadingCache(AttendingCache):
     """The cache of a pass over a chunk of prompts that were read before; it stores nothing."""
 
@@ -50,15 +45,8 @@ class RereadingCache(AttendingCache):
         scale: float,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
-        """Attend over the prompts and the new tokens.
-
-        Raises:
-            _Ended: the layer is the last one.
-        """
-        out = self._attention(layer, query, key, value, scale)
-        if layer == len(self.layers) - 1:
-            raise _Ended
-        return out
+        """Attend over the prompts and the new tokens."""
+        return self._attention(layer, query, key, value, scale)
 
 
 @dataclass(frozen=True)
@@ -114,7 +102,7 @@ class Replayer:
         for chunk, given in self._chunks(prompts, now.total.tolist(), ids.device):
             reading = cache.reread(chunk)
             own = RereadingCache(model, cache.shape.layers, around(reading.attend))
-            with suppress(_Ended), unwinding():
+            with unwinding():
                 decoder(
                     input_ids=given,
                     attention_mask=(chunk.position >= 0).long(),
