@@ -16,7 +16,7 @@ from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replan, Select
 
 # What has no effect beside a threshold; a share sets one itself.
 _OF_BUDGETS: Final = tuple(
-    ["budget", "layers", "pool", "every", "uncompressed", "short", "most", "share"]
+    ["budget", "layers", "pool", "every", "uncompressed", "short", "most", "chunks", "share"]
 )
 
 
@@ -36,6 +36,13 @@ class Gate(Evictor):
     neighbouring stored tokens when a plan is made. The first `sinks` and the newest `recent` tokens
     are always kept. With `every`, `uncompressed` or `short` tokens are evicted during generation as
     well, by the same scores.
+
+    With `chunks` the plan follows each prefill chunk of a prompt, and not only the last, so that a
+    prompt never has to fit uncompressed. As scores do not change, the highest of the tokens kept so
+    far and of the new ones are the highest of all, up to whole pages. But later chunks attend to
+    what is left of earlier ones, so their keys and values, and with them their scores, are not
+    those of a prompt that is planned once. The budget is then a number of tokens, as the length of
+    the prompt is not known.
 
     With a `threshold` there is no budget: a token is kept if its score reaches it. Each head then
     decides for itself, and a prompt that is read in parts is compressed part by part. `share` sets
@@ -72,6 +79,9 @@ class Gate(Evictor):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="maximum tokens per plan, over layers and heads"),
     ] = None
+    chunks: Annotated[
+        bool, Meta(description="plan after each prefill chunk, for prompts that do not fit whole")
+    ] = False
     threshold: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
         Meta(description="score from which a token is kept, instead of a budget"),
@@ -86,14 +96,20 @@ class Gate(Evictor):
 
         Raises:
             NotCalibratedError: the file does not exist.
-            ValueError: a budget below the protected tokens, an even `pool`, a threshold beside
-                what belongs to a budget, or a file that is damaged or no gate.
+            ValueError: a budget below the protected tokens, an even `pool`, `chunks` with a share
+                or with `pool`, a threshold beside what belongs to a budget, or a file that is
+                damaged or no gate.
         """
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(
                 f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
                 f"{self.pool + 1}"
+            )
+        if self.chunks and self.pool > 1:
+            raise ValueError(
+                f"{self.name}: pool={self.pool} compares a token with its neighbours, of which a "
+                "chunk lacks the later ones; omit pool or chunks"
             )
         if self._limit is None:
             return
@@ -128,6 +144,11 @@ class Gate(Evictor):
     def fitted_to(self) -> str:
         """Fingerprint of the calibrated model."""
         return self._gate.facts.fingerprint
+
+    @property
+    def plans_chunks(self) -> bool:
+        """If `chunks` is set."""
+        return self.chunks
 
     @property
     def scope(self) -> Literal["layer", "model"]:
