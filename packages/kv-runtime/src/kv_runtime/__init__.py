@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences under a policy, independent of the engine."""
 
-from kv_runtime.accounting import Account, kept_tokens
+from kv_runtime.accounting import Account, chunk_budget, kept_tokens
 from kv_runtime.backends import (
     AUTO,
     Serving,
@@ -60,6 +60,7 @@ __all__ = [
     "TokenRows",
     "backend_for",
     "check_budgets",
+    "chunk_budget",
     "expect_known",
     "find_rope",
     "growing_kind",

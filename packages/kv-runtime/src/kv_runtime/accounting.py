@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 
-from kv_policy import KVPolicy, PageLayout, complete
+from kv_policy import Budget, KVPolicy, PageLayout, complete
 from kv_runtime.layout import Layout
 
 
@@ -86,9 +86,38 @@ class Account:
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
+    def reading(self, kept: int, tokens: int) -> int:
+        """Return the maximum pages of a sequence whose prompt is planned after each chunk.
+
+        Args:
+            kept: tokens per head that a plan keeps outside the window, on average over the heads.
+            tokens: tokens that may arrive until the pages of a plan are counted.
+        """
+        heads, size = sum(e.count for e in self.table_rows), min(e.tokens for e in self.table_rows)
+        # The heads share the budget, and each may end with a page of one token.
+        full = (heads * (kept + size - 1)) // size
+        partial = sum(each.count * each.partial for each in self.table_rows)
+        return self.later(self.window_pages + full + partial, tokens)
+
     def blocks(self, pages: int) -> int:
         """Return the number of blocks that cover `pages` pages."""
         return max(1, -(-pages // self.block_pages))
+
+
+def chunk_budget(policy: KVPolicy, budget: Budget | None = None) -> int | None:
+    """Return the tokens per head that a policy keeps after each chunk of a prompt.
+
+    Args:
+        policy: the policy.
+        budget: of a request, instead of the policy's.
+
+    Returns:
+        None if it plans whole prompts, or has no budget.
+    """
+    selector = None if policy.selector is None else complete(policy.selector)
+    if selector is None or not selector.plans_chunks or selector.budget is None:
+        return None
+    return int((budget or selector.budget).amount)
 
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
