@@ -121,7 +121,7 @@ def test_streaming_holds_its_budget_while_it_reads_and_while_it_generates() -> N
 
 
 def test_a_share_of_a_prompt_in_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match="plans after each chunk .* cannot keep 25% of it"):
+    with pytest.raises(ValueError, match=r"plans after each chunk .* cannot keep 25% of it"):
         PolicyCache(WorthyTogether(Budget(9)), SHAPE, budgets=[Budget(25, "percent")])
     with pytest.raises(ValueError, match="so it cannot keep 50% of it"):
         Worthy(Budget(50, "percent"))

@@ -100,11 +100,11 @@ def _get_along(parts: list[KVPolicy]) -> bool:
     """Whether one part evicts, after prompts and plans, and the other sorts the kept tokens."""
     if len(parts) != 2:
         return False
-    for p in parts:
-        if p.selector is not None and complete(p.selector).plans_chunks and any(map(_sorts, parts)):
+    for part in parts if any(map(_sorts, parts)) else ():
+        if part.selector is not None and complete(part.selector).plans_chunks:
             raise CompositionError(
-                f"{p} plans after each chunk of a prompt, but tokens are sorted into tiers by their "
-                "rank in the whole prompt; omit one of the two"
+                f"{part} plans after each chunk of a prompt, but tokens are sorted into tiers by "
+                "their rank in the whole prompt; omit one of the two"
             )
     return sorted(map(_sorts, parts)) == [False, True] and all(
         p.selector is not None and (_sorts(p) or complete(p.selector).decode == "grow")

@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences under a policy, independent of the engine."""
 
-from kv_runtime.accounting import Account, chunk_budget, kept_tokens
+from kv_runtime.accounting import Account, chunk_budget, kept_tokens, request_pages
 from kv_runtime.backends import (
     AUTO,
     Serving,
@@ -72,6 +72,7 @@ __all__ = [
     "needs_rotation",
     "probe_positions",
     "remedy",
+    "request_pages",
     "same_maps",
     "serving",
     "widened",

@@ -86,18 +86,23 @@ class Account:
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
-    def reading(self, kept: int, tokens: int) -> int:
-        """Return the maximum pages of a sequence whose prompt is planned after each chunk.
+    def prompt(self, tokens: int, kept: int | None, arriving: int) -> int:
+        """Return the maximum pages of a prompt until all of it has been read.
 
         Args:
-            kept: tokens per head that a plan keeps outside the window, on average over the heads.
-            tokens: tokens that may arrive until the pages of a plan are counted.
+            tokens: tokens of the prompt.
+            kept: tokens per head that a plan after each chunk keeps outside the window, on average
+                over the heads; None: every token is kept until the end.
+            arriving: the most tokens that arrive before the pages left by a plan are counted.
         """
+        most = self.pages(tokens)
+        if kept is None:
+            return most
         heads, size = sum(e.count for e in self.table_rows), min(e.tokens for e in self.table_rows)
         # The heads share the budget, and each may end with a page of one token.
-        full = (heads * (kept + size - 1)) // size
+        full = heads * (kept + size - 1) // size
         partial = sum(each.count * each.partial for each in self.table_rows)
-        return self.later(self.window_pages + full + partial, tokens)
+        return min(most, self.later(self.window_pages + full + partial, arriving))
 
     def blocks(self, pages: int) -> int:
         """Return the number of blocks that cover `pages` pages."""
@@ -118,6 +123,18 @@ def chunk_budget(policy: KVPolicy, budget: Budget | None = None) -> int | None:
     if selector is None or not selector.plans_chunks or selector.budget is None:
         return None
     return int((budget or selector.budget).amount)
+
+
+def request_pages(policy: KVPolicy, account: Account, tokens: int, arriving: int) -> int:
+    """Return the pages of a request of `tokens` tokens.
+
+    Of a prompt that is planned by chunk this is the maximum while it is read, see `Account.prompt`;
+    of any other those of its kept tokens, once it is compressed.
+    """
+    kept = chunk_budget(policy)
+    if kept is not None:
+        return account.prompt(tokens, kept, arriving)
+    return account.pages(kept_tokens(policy, tokens, account.token_bytes))
 
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:

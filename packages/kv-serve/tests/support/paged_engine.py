@@ -67,6 +67,7 @@ class Asked:
     draw: torch.Generator
     sampling_params: SimpleNamespace
     num_tokens: int = 0  # prompt and generated tokens
+    max_tokens: int = 100
     computed: int = 0
     told: bool = False  # the workers know it
     broken: bool = False  # the policy fails for it, in the reference cache too
@@ -95,6 +96,7 @@ class Engine:
     block_tokens: int = 16
     late: bool = False  # reports arrive after the next step is scheduled
     seed: int = 0
+    chunk: int = 64  # the most tokens of a request in a step
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -108,7 +110,8 @@ class Engine:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
-        self.state = SchedulerState(self.policy, self.manager)
+        self.manager.arriving = self.chunk * (1 + self.late)
+        self.state = SchedulerState(self.policy, self.manager, 10**6)
         pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
         shape = (pages, self.account.page_bytes)
         self.memory = torch.full(shape, POISON, dtype=torch.uint8)
@@ -136,9 +139,9 @@ class Engine:
         self.state.finished(asked.request_id)
         self.finished.append(asked.request_id)
 
-    def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
+    def step(self, left_out: float = 0.0) -> StepMetadata:
         """Schedule, run the worker and process its reports."""
-        orders = self.state.metadata(self._schedule(left_out, chunk))
+        orders = self.state.metadata(self._schedule(left_out))
         if self.pending is not None:
             self._let_fail()
             self.state.note(self.pending)
@@ -161,13 +164,13 @@ class Engine:
             self.finish(asked)
             self.failed.append(name)
 
-    def _schedule(self, left_out: float, chunk: int) -> SimpleNamespace:
+    def _schedule(self, left_out: float) -> SimpleNamespace:
         scheduled: dict[str, int] = {}
         preempted = False
         for asked in list(self.running):
             if asked not in self.running or self.draw.random() < left_out:
                 continue
-            count = min(asked.num_tokens - asked.computed, self.draw.randint(1, chunk))
+            count = min(asked.num_tokens - asked.computed, self.draw.randint(1, self.chunk))
             while not self._allocate(asked, count):
                 if self.state.ask():
                     count = 0
@@ -184,7 +187,7 @@ class Engine:
             scheduled[asked.request_id] = count
         while self.waiting and not preempted:
             asked = self.waiting[0]
-            count = min(asked.num_tokens, self.draw.randint(1, chunk))
+            count = min(asked.num_tokens, self.draw.randint(1, self.chunk))
             if self._lacks(asked, asked.num_tokens) or not self._allocate(asked, count):
                 break
             self.running.append(self.waiting.pop(0))

@@ -146,8 +146,44 @@ def test_a_prompt_that_could_never_be_read_is_refused(manager_of: Manager) -> No
     from kv_serve.vllm.config import UnservableError
 
     manager = manager_of(parse("k8v4+snapkv:budget=64"), SHAPE, 10)
-    manager.expect_room(160)
+    manager.expect_room(160, None)
     with pytest.raises(
-        UnservableError, match=r"161 tokens, takes 11 blocks .* only 10 exist; .* about 146"
+        UnservableError, match=r"161 tokens takes 11 blocks .* only 10 exist; .* about 146"
     ):
-        manager.expect_room(161)
+        manager.expect_room(161, None)
+
+
+def test_a_prompt_that_is_planned_by_chunk_takes_its_budget_and_what_arrives(
+    manager_of: Manager,
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    # Six heads: 64 tokens each take four pages, and five of the heads one page more if the first
+    # has most of the tokens; 40 that arrive take three.
+    manager = manager_of(parse("k8v4+streaming:budget=64,chunks=true"), SHAPE, 8)
+    manager.arriving = 40
+    assert manager.account.block_pages == 6
+    assert manager.blocks_for(10**6, kept=64) == 8
+    manager.expect_room(10**6, 64)
+    manager.expect_room(128, 10**6)  # it fits whole
+    with pytest.raises(
+        UnservableError,
+        match="1000000 tokens takes 9 blocks for a budget of 80 tokens and the 40 that may arrive, "
+        "but only 8 exist; give vLLM more KV memory or a smaller budget, max_num_batched_tokens",
+    ):
+        manager.expect_room(10**6, 80)
+    with pytest.raises(UnservableError, match="takes 62500 blocks until it is compressed"):
+        manager.expect_room(10**6, None)
+
+
+def test_only_the_admission_of_a_request_is_by_its_budget(manager_of: Manager) -> None:
+    manager = manager_of(parse("k8v4+streaming:budget=64,chunks=true"), SHAPE, 60)
+    manager.arriving, manager.kept["a"] = 40, 64
+    assert manager.get_num_blocks_to_allocate("a", 5000) == 8
+    assert manager.get_num_blocks_to_allocate("b", 5000) == 313
+    manager.allocate_new_blocks("a", 40)
+    assert len(manager.owned("a")) == 3
+    manager.told("a", 24, 40)
+    assert manager.get_num_blocks_to_allocate("a", 80) == 4  # 24 pages and three for each head
+    manager.told("a", 24, 80)
+    assert manager.get_num_blocks_to_allocate("a", 180) == 8  # an answer may outgrow the bound

@@ -25,14 +25,16 @@ def state(manager_of: Callable[..., "PagedManager"]) -> Callable[[str], "Schedul
         from kv_serve.vllm.scheduler_state import SchedulerState
 
         policy = parse(text)
-        return SchedulerState(policy, manager_of(policy, SHAPE, 40))
+        return SchedulerState(policy, manager_of(policy, SHAPE, 40), 1000)
 
     return made
 
 
 def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     sampling = SimpleNamespace(extra_args=extra or None)
-    return SimpleNamespace(request_id=name, num_tokens=tokens, sampling_params=sampling)
+    return SimpleNamespace(
+        request_id=name, num_tokens=tokens, max_tokens=100, sampling_params=sampling
+    )
 
 
 def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
@@ -223,6 +225,27 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
     assert book.refused.keys() == {"d"}
 
 
+def test_a_request_may_ask_for_what_fits_the_engine_while_its_prompt_is_read(
+    state: Callable[[str], "SchedulerState"],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    book = state("streaming:budget=64,chunks=true")  # 40 blocks of 16 tokens
+    book.manager.arriving = 80
+    for name, tokens, given in (("a", 5000, 32), ("b", 500, 10**6), ("c", 5000, 10**6)):
+        book.welcome(request(name, tokens, kv_budget=given))
+    book.welcome(request("d", 5000))
+    # The third would be preempted forever, and is admitted by the policy's own budget to fail.
+    assert book.manager.kept == {"a": 32, "b": 10**6, "c": 64, "d": 64}
+    assert book.refused.keys() == {"c"}
+    assert "a request of 1000 tokens takes 63 blocks for a budget of 1000000 tokens" in caplog.text
+    book.finished("a")
+    assert "a" not in book.manager.kept
+    book.welcome(request("e", 500, kv_budget="25%"))
+    assert "plans after each chunk of a prompt" in book.refused["e"]
+
+
 @pytest.mark.parametrize(
     ("text", "longest", "warned"),
     [
@@ -246,7 +269,11 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
-    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), longest)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, async_scheduling=True),
+    )
+    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), config)
     said = [record.getMessage() for record in caplog.records]
     assert any(
         f"keeps every token of a request of max_model_len, {longest}" in x for x in said

@@ -2,15 +2,16 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy, complete
-from kv_runtime import RequestStep, kept_tokens
+from kv_runtime import RequestStep, chunk_budget, kept_tokens
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
-from kv_serve.vllm.spec import PagedManager
+from kv_serve.vllm.spec import PagedManager, arriving
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -26,6 +27,7 @@ class SchedulerState:
 
     policy: KVPolicy
     manager: PagedManager
+    longest: int  # max_model_len
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)  # tokens before the first generated one
@@ -40,16 +42,19 @@ class SchedulerState:
     answered: bool = False  # workers have compressed, but blocks are still short
 
     @classmethod
-    def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "SchedulerState":
+    def over(
+        cls, policy: KVPolicy, managers: "KVCacheManager", config: VllmConfig
+    ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
         Raises:
-            UnservableError: the pool is too small for a prompt of `longest` tokens.
+            UnservableError: the pool is too small for the longest prompt.
         """
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
-        manager.expect_room(longest)
-        book = cls(policy, manager)
+        longest, manager.arriving = config.model_config.max_model_len, arriving(config)
+        manager.expect_room(longest, chunk_budget(policy))
+        book = cls(policy, manager, longest)
         book._warn_if_idle(longest)
         return book
 
@@ -72,23 +77,25 @@ class SchedulerState:
 
         If a bad budget arrives here, the request fails in its first step.
         """
-        self.requests[request.request_id] = request
-        params = request.sampling_params
-        extra = None if params is None else params.extra_args
+        name, params = request.request_id, request.sampling_params
+        self.requests[name], kept = request, chunk_budget(self.policy)
         try:
-            budget = requested_budget(self.policy, extra)
+            budget = requested_budget(self.policy, None if params is None else params.extra_args)
+            if budget is not None:
+                # What it keeps may be too much for this engine, and then it would wait forever.
+                own = chunk_budget(self.policy, budget)
+                most = request.num_tokens + request.max_tokens
+                self.manager.expect_room(min(most, self.longest), own)
+                self.budgets[name], kept = budget, own
         except ValueError as error:
-            self._refuse(request.request_id, str(error))
-            return
-        if budget is not None:
-            self.budgets[request.request_id] = budget
+            self._refuse(name, str(error))
+        self.manager.kept[name] = kept
 
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
-        self.requests.pop(request, None)
-        self.budgets.pop(request, None)
-        self.prompts.pop(request, None)
-        self.refused.pop(request, None)
+        given: tuple[dict[str, Any], ...] = (self.requests, self.budgets, self.manager.kept)
+        for each in (*given, self.prompts, self.refused):
+            each.pop(request, None)
 
     def failed(self, serials: Collection[int]) -> set[str]:
         """Return the requests with these serials, which failed in workers."""

@@ -9,7 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kv_runtime import Account, kept_tokens
+from kv_runtime import Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, served_policy
 
@@ -26,17 +26,16 @@ class PagedSpec(FullAttentionSpec):
         return False
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the longest request after compression, for vLLM's capacity message.
+        """Return the bytes of the longest request, for vLLM's check of the memory and its log.
 
         This is the first call in the scheduler's process, which may not be the workers', so it also
         registers our manager and attaches the connector.
         """
         register()
         attach(vllm_config)
-        policy = served_policy(vllm_config)
-        longest = vllm_config.model_config.max_model_len
-        kept = kept_tokens(policy, longest, self.account.token_bytes)
-        needed: int = self.account.blocks(self.account.pages(kept)) * self.page_size_bytes
+        longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
+        pages = request_pages(policy, self.account, longest, arriving(vllm_config))
+        needed: int = self.account.blocks(pages) * self.page_size_bytes
         return needed
 
     @classmethod
@@ -67,27 +66,34 @@ class PagedManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **options)
         self.account = kv_cache_spec.account
         self._owned: dict[str, _Owned] = {}
+        self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
+        self.arriving = 0  # see `arriving`
 
-    def expect_room(self, longest: int) -> None:
-        """Raise if the longest prompt could never be scheduled.
+    def expect_room(self, longest: int, kept: int | None) -> None:
+        """Raise if a request of `longest` tokens could never be scheduled.
 
-        A prompt is compressed at its end, so all its tokens need blocks until then.
+        All its tokens need blocks until the prompt is compressed, at its end. `kept` tokens per
+        head and those that arrive need them if it is compressed after each chunk.
 
         Raises:
-            UnservableError: the pool is too small for a prompt of `longest` tokens.
+            UnservableError: the pool is too small.
         """
-        needed, there = self.blocks_for(longest), self.block_pool.num_gpu_blocks - 1
+        needed, there = self.blocks_for(longest, kept=kept), self.block_pool.num_gpu_blocks - 1
+        when, less = "until it is compressed", f"max_model_len of about {longest * there // needed}"
+        if kept is not None:
+            when = f"for a budget of {kept} tokens and the {self.arriving} that may arrive"
+            less = "smaller budget, max_num_batched_tokens or max_model_len"
         if needed > there:
-            fits = longest * there // needed
             raise UnservableError(
-                f"a prompt of max_model_len, {longest} tokens, takes {needed} blocks until it is "
-                f"compressed, but only {there} exist; give vLLM more KV memory or a max_model_len "
-                f"of about {fits}"
+                f"a request of {longest} tokens takes {needed} blocks {when}, but only {there} "
+                f"exist; give vLLM more KV memory or a {less}"
             )
 
-    def blocks_for(self, tokens: int, told: tuple[int, int] | None = None) -> int:
-        """Count the blocks for a request of `tokens` tokens, given its last reported pages."""
-        most = self.account.pages(tokens)
+    def blocks_for(
+        self, tokens: int, told: tuple[int, int] | None = None, kept: int | None = None
+    ) -> int:
+        """Count the blocks for a request, given its last reported pages; see `Account.prompt`."""
+        most = self.account.prompt(tokens, kept, self.arriving)
         if told is not None:
             held, computed = told
             most = min(most, self.account.later(held, max(0, tokens - computed)))
@@ -99,7 +105,8 @@ class PagedManager(FullAttentionManager):
         """Count the additional blocks that a request needs for `num_tokens` tokens."""
         owned = self._owned.get(request_id)
         if owned is None:
-            return self.blocks_for(num_tokens)
+            # vLLM admits a request only if its whole prompt would fit.
+            return self.blocks_for(num_tokens, kept=self.kept.get(request_id))
         return max(0, self.blocks_for(num_tokens, owned.told) - len(owned.blocks))
 
     def allocate_new_blocks(
@@ -158,6 +165,15 @@ class PagedManager(FullAttentionManager):
         del owned.blocks[keep:]
         self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
+
+
+def arriving(config: VllmConfig) -> int:
+    """Return the most tokens of a request that arrive until its pages are reported.
+
+    Asynchronous scheduling is one step ahead. Limits of long prefills do not hold for one alone.
+    """
+    scheduler = config.scheduler_config
+    return scheduler.max_num_batched_tokens * (2 if scheduler.async_scheduling else 1)
 
 
 def register() -> None:
