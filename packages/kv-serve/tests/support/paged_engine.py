@@ -27,6 +27,7 @@ from kv_serve.vllm.worker import Worker
 
 POISON: Final = 0xFF
 SCALE: Final = 0.4
+CHUNK: Final = 64  # the most tokens of a request in a step
 
 
 def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> Account:
@@ -96,7 +97,6 @@ class Engine:
     block_tokens: int = 16
     late: bool = False  # reports arrive after the next step is scheduled
     seed: int = 0
-    chunk: int = 64  # the most tokens of a request in a step
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Engine:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
-        self.manager.arriving = self.chunk * (1 + self.late)
+        self.manager.arriving = CHUNK * (1 + self.late)
         self.state = SchedulerState(self.policy, self.manager, 10**6)
         pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
         shape = (pages, self.account.page_bytes)
@@ -139,9 +139,9 @@ class Engine:
         self.state.finished(asked.request_id)
         self.finished.append(asked.request_id)
 
-    def step(self, left_out: float = 0.0) -> StepMetadata:
+    def step(self, left_out: float = 0.0, chunk: int = CHUNK) -> StepMetadata:
         """Schedule, run the worker and process its reports."""
-        orders = self.state.metadata(self._schedule(left_out))
+        orders = self.state.metadata(self._schedule(left_out, chunk))
         if self.pending is not None:
             self._let_fail()
             self.state.note(self.pending)
@@ -164,13 +164,13 @@ class Engine:
             self.finish(asked)
             self.failed.append(name)
 
-    def _schedule(self, left_out: float) -> SimpleNamespace:
+    def _schedule(self, left_out: float, chunk: int) -> SimpleNamespace:
         scheduled: dict[str, int] = {}
         preempted = False
         for asked in list(self.running):
             if asked not in self.running or self.draw.random() < left_out:
                 continue
-            count = min(asked.num_tokens - asked.computed, self.draw.randint(1, self.chunk))
+            count = min(asked.num_tokens - asked.computed, self.draw.randint(1, chunk))
             while not self._allocate(asked, count):
                 if self.state.ask():
                     count = 0
@@ -187,7 +187,7 @@ class Engine:
             scheduled[asked.request_id] = count
         while self.waiting and not preempted:
             asked = self.waiting[0]
-            count = min(asked.num_tokens, self.draw.randint(1, self.chunk))
+            count = min(asked.num_tokens, self.draw.randint(1, chunk))
             if self._lacks(asked, asked.num_tokens) or not self._allocate(asked, count):
                 break
             self.running.append(self.waiting.pop(0))

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -264,12 +265,15 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     longest: int,
     warned: bool,
 ) -> None:
+    from vllm.config import VllmConfig
+
     from kv_serve.vllm.scheduler_state import SchedulerState
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
-    config = SimpleNamespace(
+    config = Mock(
+        VllmConfig,
         model_config=SimpleNamespace(max_model_len=longest),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, async_scheduling=True),
     )

@@ -35,8 +35,7 @@ class PagedSpec(FullAttentionSpec):
         attach(vllm_config)
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest, arriving(vllm_config))
-        needed: int = self.account.blocks(pages) * self.page_size_bytes
-        return needed
+        return int(self.account.blocks(pages) * self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list["PagedSpec"]) -> "PagedSpec":
@@ -168,10 +167,7 @@ class PagedManager(FullAttentionManager):
 
 
 def arriving(config: VllmConfig) -> int:
-    """Return the most tokens of a request that arrive until its pages are reported.
-
-    Asynchronous scheduling is one step ahead. Limits of long prefills do not hold for one alone.
-    """
+    """Return the most tokens of a request until a report; asynchronous scheduling is a step ahead."""
     scheduler = config.scheduler_config
     return scheduler.max_num_batched_tokens * (2 if scheduler.async_scheduling else 1)
 
