@@ -118,7 +118,7 @@ def test_a_budget_of_chunks_is_paid_for_however_heads_share_it(held: list[int], 
     book, _ = account("k8v4")
     kept = -(-sum(held) // 6)
     pages = sum(-(-n // 16) for n in held)
-    assert book.later(pages, more) <= book.prompt(10**6, kept, more)
+    assert book.later(pages, more) <= book.planned(10**6, kept, more)
 
 
 @pytest.mark.parametrize("kept", [1, 15, 16, 17, 160])
@@ -126,10 +126,10 @@ def test_no_budget_of_chunks_is_paid_for_twice(kept: int) -> None:
     book, _ = account("k8v4")
     uneven = [1] * 5 + [6 * kept - 5]
     pages = sum(-(-n // 16) for n in uneven)
-    assert book.prompt(10**6, kept, 0) == pages
-    assert book.prompt(10**6, kept, 40) == pages + 6 * 3
-    assert book.prompt(10**6, None, 40) == book.pages(10**6)
-    assert book.prompt(kept, kept, 40) == book.pages(kept)  # never more than all of its tokens
+    assert book.planned(10**6, kept, 0) == pages
+    assert book.planned(10**6, kept, 40) == pages + 6 * 3
+    assert book.planned(10**6, None, 40) == book.pages(10**6)
+    assert book.planned(kept, kept, 40) == book.pages(kept)  # never more than all of its tokens
 
 
 def test_only_a_budget_that_is_planned_by_chunk_bounds_a_prompt() -> None:

@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences under a policy, independent of the engine."""
 
-from kv_runtime.accounting import Account, chunk_budget, kept_tokens, request_pages
+from kv_runtime.accounting import AHEAD, Account, chunk_budget, kept_tokens, request_pages
 from kv_runtime.backends import (
     AUTO,
     Serving,
@@ -32,6 +32,7 @@ from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
 
 __all__ = [
+    "AHEAD",
     "AUTO",
     "NOWHERE",
     "Account",

@@ -9,11 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import Final
 
 import torch
 
 from kv_policy import Budget, KVPolicy, PageLayout, complete
 from kv_runtime.layout import Layout
+
+# Generated tokens of a request that an engine may schedule before their pages are counted.
+AHEAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,14 +90,16 @@ class Account:
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
-    def prompt(self, tokens: int, kept: int | None, arriving: int) -> int:
-        """Return the maximum pages of a prompt until all of it has been read.
+    def planned(self, tokens: int, kept: int | None, later: int) -> int:
+        """Return the maximum pages of a sequence whose prompt is planned after each chunk.
+
+        A chunk is planned before it is stored, so only the tokens that a plan keeps take pages.
 
         Args:
-            tokens: tokens of the prompt.
-            kept: tokens per head that a plan after each chunk keeps outside the window, on average
-                over the heads; None: every token is kept until the end.
-            arriving: the most tokens that arrive before the pages left by a plan are counted.
+            tokens: tokens of the sequence.
+            kept: tokens per head that a plan keeps outside the window, on average over the heads;
+                None: the prompt is planned once, and all tokens take pages until then.
+            later: tokens after the prompt.
         """
         most = self.pages(tokens)
         if kept is None:
@@ -102,7 +108,7 @@ class Account:
         # The heads share the budget, and each may end with a page of one token.
         full = heads * (kept + size - 1) // size
         partial = sum(each.count * each.partial for each in self.table_rows)
-        return min(most, self.later(self.window_pages + full + partial, arriving))
+        return min(most, self.later(self.window_pages + full + partial, later))
 
     def blocks(self, pages: int) -> int:
         """Return the number of blocks that cover `pages` pages."""
@@ -125,15 +131,15 @@ def chunk_budget(policy: KVPolicy, budget: Budget | None = None) -> int | None:
     return int((budget or selector.budget).amount)
 
 
-def request_pages(policy: KVPolicy, account: Account, tokens: int, arriving: int) -> int:
+def request_pages(policy: KVPolicy, account: Account, tokens: int) -> int:
     """Return the pages of a request of `tokens` tokens.
 
-    Of a prompt that is planned by chunk this is the maximum while it is read, see `Account.prompt`;
-    of any other those of its kept tokens, once it is compressed.
+    If its prompt is planned by chunk this is the maximum until its first generated tokens; else it
+    is that of the kept tokens, once the prompt is compressed.
     """
     kept = chunk_budget(policy)
     if kept is not None:
-        return account.prompt(tokens, kept, arriving)
+        return account.planned(tokens, kept, AHEAD)
     return account.pages(kept_tokens(policy, tokens, account.token_bytes))
 
 

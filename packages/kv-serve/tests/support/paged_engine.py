@@ -27,7 +27,6 @@ from kv_serve.vllm.worker import Worker
 
 POISON: Final = 0xFF
 SCALE: Final = 0.4
-CHUNK: Final = 64  # the most tokens of a request in a step
 
 
 def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> Account:
@@ -110,7 +109,6 @@ class Engine:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
-        self.manager.arriving = CHUNK * (1 + self.late)
         self.state = SchedulerState(self.policy, self.manager, 10**6)
         pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
         shape = (pages, self.account.page_bytes)
@@ -139,7 +137,7 @@ class Engine:
         self.state.finished(asked.request_id)
         self.finished.append(asked.request_id)
 
-    def step(self, left_out: float = 0.0, chunk: int = CHUNK) -> StepMetadata:
+    def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
         """Schedule, run the worker and process its reports."""
         orders = self.state.metadata(self._schedule(left_out, chunk))
         if self.pending is not None:
@@ -349,7 +347,7 @@ class Engine:
         assert self.held() == {}
         assert bool((self.memory[:-1] == POISON).all())
         state = self.state
-        assert [*state.requests, *state.budgets, *state.prompts, *state.known] == []
+        assert [*state.requests, *state.budgets, *state.manager.prompts, *state.known] == []
         assert [
             *state.serials,
             *state.refused,

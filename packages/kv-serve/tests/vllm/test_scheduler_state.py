@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def test_who_is_gone_is_told_once_and_forgotten(state: Callable[[str], "Schedule
     book.finished("b")
     assert step(book).gone == ("b",)
     assert step(book).gone == ()
-    assert [*book.requests, *book.budgets, *book.prompts, *book.known, *book.serials] == []
+    assert [*book.requests, *book.budgets, *book.manager.prompts, *book.known, *book.serials] == []
 
 
 def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
@@ -233,7 +232,6 @@ def test_a_request_may_ask_for_what_fits_the_engine_while_its_prompt_is_read(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     book = state("streaming:budget=64,chunks=true")  # 40 blocks of 16 tokens
-    book.manager.arriving = 80
     for name, tokens, given in (("a", 5000, 32), ("b", 500, 10**6), ("c", 5000, 10**6)):
         book.welcome(request(name, tokens, kv_budget=given))
     book.welcome(request("d", 5000))
@@ -265,19 +263,12 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     longest: int,
     warned: bool,
 ) -> None:
-    from vllm.config import VllmConfig
-
     from kv_serve.vllm.scheduler_state import SchedulerState
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
-    config = Mock(
-        VllmConfig,
-        model_config=SimpleNamespace(max_model_len=longest),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, async_scheduling=True),
-    )
-    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), config)
+    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), longest)
     said = [record.getMessage() for record in caplog.records]
     assert any(
         f"keeps every token of a request of max_model_len, {longest}" in x for x in said

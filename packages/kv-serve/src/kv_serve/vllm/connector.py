@@ -120,8 +120,9 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
             UnservableError: the memory is too small for a prompt of the longest length.
         """
         super().bind_kv_cache_manager(kv_cache_manager)
+        longest = self._vllm_config.model_config.max_model_len
         failures.watch()
-        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, self._vllm_config)
+        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest)
 
     def failed(self, told: Collection[int]) -> set[str]:
         """Return the requests that failed in workers, from the numbers vLLM treats as blocks."""

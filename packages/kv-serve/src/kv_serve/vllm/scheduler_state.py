@@ -4,14 +4,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy, complete
 from kv_runtime import RequestStep, chunk_budget, kept_tokens
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
-from kv_serve.vllm.spec import PagedManager, arriving
+from kv_serve.vllm.spec import PagedManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -30,7 +29,6 @@ class SchedulerState:
     longest: int  # max_model_len
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)  # tokens before the first generated one
     known: dict[str, int] = field(
         default_factory=dict
     )  # step in which each request in the workers began
@@ -42,17 +40,14 @@ class SchedulerState:
     answered: bool = False  # workers have compressed, but blocks are still short
 
     @classmethod
-    def over(
-        cls, policy: KVPolicy, managers: "KVCacheManager", config: VllmConfig
-    ) -> "SchedulerState":
+    def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
         Raises:
-            UnservableError: the pool is too small for the longest prompt.
+            UnservableError: the pool is too small for a prompt of `longest` tokens.
         """
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
-        longest, manager.arriving = config.model_config.max_model_len, arriving(config)
         manager.expect_room(longest, chunk_budget(policy))
         book = cls(policy, manager, longest)
         book._warn_if_idle(longest)
@@ -82,10 +77,10 @@ class SchedulerState:
         try:
             budget = requested_budget(self.policy, None if params is None else params.extra_args)
             if budget is not None:
-                # What it keeps may be too much for this engine, and then it would wait forever.
                 own = chunk_budget(self.policy, budget)
-                most = request.num_tokens + request.max_tokens
-                self.manager.expect_room(min(most, self.longest), own)
+                if own is not None:  # it may keep too much for this engine, and wait forever
+                    most = request.num_tokens + request.max_tokens
+                    self.manager.expect_room(min(most, self.longest), own)
                 self.budgets[name], kept = budget, own
         except ValueError as error:
             self._refuse(name, str(error))
@@ -93,8 +88,8 @@ class SchedulerState:
 
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
-        given: tuple[dict[str, Any], ...] = (self.requests, self.budgets, self.manager.kept)
-        for each in (*given, self.prompts, self.refused):
+        given: tuple[dict[str, Any], ...] = (self.requests, self.budgets, self.refused)
+        for each in (*given, self.manager.kept, self.manager.prompts):
             each.pop(request, None)
 
     def failed(self, serials: Collection[int]) -> set[str]:
@@ -142,9 +137,9 @@ class SchedulerState:
     def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
         if computed == 0:  # after a preemption generated tokens are recomputed too
             self.begun += 1
-            self.prompts[request] = self.requests[request].num_tokens
+            self.manager.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
-        elif tokens > 1 and computed >= self.prompts[request]:
+        elif tokens > 1 and computed >= self.manager.prompts[request]:
             self._refuse(
                 request,
                 f"it adds {tokens} prompt tokens after its answer, but a policy needs the whole "
@@ -154,7 +149,7 @@ class SchedulerState:
             request,
             computed,
             tokens,
-            self.prompts[request],
+            self.manager.prompts[request],
             self.budgets.get(request),
             self.serials[request],
             self.refused.get(request),

@@ -9,7 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kv_runtime import Account, request_pages
+from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, served_policy
 
@@ -34,7 +34,7 @@ class PagedSpec(FullAttentionSpec):
         register()
         attach(vllm_config)
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
-        pages = request_pages(policy, self.account, longest, arriving(vllm_config))
+        pages = request_pages(policy, self.account, longest)
         return int(self.account.blocks(pages) * self.page_size_bytes)
 
     @classmethod
@@ -66,33 +66,39 @@ class PagedManager(FullAttentionManager):
         self.account = kv_cache_spec.account
         self._owned: dict[str, _Owned] = {}
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
-        self.arriving = 0  # see `arriving`
+        self.prompts: dict[str, int] = {}  # tokens before the first generated one
 
     def expect_room(self, longest: int, kept: int | None) -> None:
         """Raise if a request of `longest` tokens could never be scheduled.
 
-        All its tokens need blocks until the prompt is compressed, at its end. `kept` tokens per
-        head and those that arrive need them if it is compressed after each chunk.
+        All its tokens need blocks until the prompt is compressed, at its end; if that is done after
+        each chunk, the `kept` tokens per head and the first generated ones.
 
         Raises:
             UnservableError: the pool is too small.
         """
         needed, there = self.blocks_for(longest, kept=kept), self.block_pool.num_gpu_blocks - 1
-        when, less = "until it is compressed", f"max_model_len of about {longest * there // needed}"
-        if kept is not None:
-            when = f"for a budget of {kept} tokens and the {self.arriving} that may arrive"
-            less = "smaller budget, max_num_batched_tokens or max_model_len"
         if needed > there:
+            when, less = (
+                "until it is compressed",
+                f"max_model_len of about {longest * there // needed}",
+            )
+            if kept is not None:
+                when, less = f"for a budget of {kept} tokens per head", "smaller budget"
             raise UnservableError(
                 f"a request of {longest} tokens takes {needed} blocks {when}, but only {there} "
                 f"exist; give vLLM more KV memory or a {less}"
             )
 
     def blocks_for(
-        self, tokens: int, told: tuple[int, int] | None = None, kept: int | None = None
+        self,
+        tokens: int,
+        told: tuple[int, int] | None = None,
+        kept: int | None = None,
+        later: int = AHEAD,
     ) -> int:
-        """Count the blocks for a request, given its last reported pages; see `Account.prompt`."""
-        most = self.account.prompt(tokens, kept, self.arriving)
+        """Count the blocks for a request, given its last reported pages; see `Account.planned`."""
+        most = self.account.planned(tokens, kept, later)
         if told is not None:
             held, computed = told
             most = min(most, self.account.later(held, max(0, tokens - computed)))
@@ -102,11 +108,11 @@ class PagedManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
         """Count the additional blocks that a request needs for `num_tokens` tokens."""
-        owned = self._owned.get(request_id)
-        if owned is None:
-            # vLLM admits a request only if its whole prompt would fit.
-            return self.blocks_for(num_tokens, kept=self.kept.get(request_id))
-        return max(0, self.blocks_for(num_tokens, owned.told) - len(owned.blocks))
+        owned, kept = self._owned.get(request_id), self.kept.get(request_id)
+        if owned is None:  # vLLM admits it only if its whole prompt could have blocks
+            return self.blocks_for(num_tokens, kept=kept)
+        later = max(AHEAD, num_tokens - self.prompts.get(request_id, num_tokens))
+        return max(0, self.blocks_for(num_tokens, owned.told, kept, later) - len(owned.blocks))
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
@@ -164,12 +170,6 @@ class PagedManager(FullAttentionManager):
         del owned.blocks[keep:]
         self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
-
-
-def arriving(config: VllmConfig) -> int:
-    """Return the most tokens of a request until a report; asynchronous scheduling is a step ahead."""
-    scheduler = config.scheduler_config
-    return scheduler.max_num_batched_tokens * (2 if scheduler.async_scheduling else 1)
 
 
 def register() -> None:
