@@ -79,10 +79,8 @@ class PagedManager(FullAttentionManager):
         """
         needed, there = self.blocks_for(longest, kept=kept), self.block_pool.num_gpu_blocks - 1
         if needed > there:
-            when, less = (
-                "until it is compressed",
-                f"max_model_len of about {longest * there // needed}",
-            )
+            fits = longest * there // needed
+            when, less = "until it is compressed", f"max_model_len of about {fits}"
             if kept is not None:
                 when, less = f"for a budget of {kept} tokens per head", "smaller budget"
             raise UnservableError(
