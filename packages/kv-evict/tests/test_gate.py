@@ -198,6 +198,8 @@ def test_a_shard_of_heads_scores_as_the_whole(file: str) -> None:
         "budget=20,pool=3,short=true,most=9",
         "budget=20,window=4",
         "keep=30%,window=8,recent=3,layers=even,every=4",
+        "budget=20,chunks=true",
+        "budget=20,recent=3,sinks=2,layers=even,chunks=true,every=4",
     ],
 )
 def test_the_contract_holds(file: str, text: str) -> None:
@@ -217,6 +219,37 @@ def test_it_sorts_into_tiers_and_stays_scored_once(file: str) -> None:
     assert (selector.tiers, selector.scores_once, selector.needs_rope) == (2, True, True)
     assert not selector.observe.generated
     check_policy(policy, SHAPE)
+
+
+def test_a_budget_is_planned_by_chunk_if_asked(file: str) -> None:
+    for text in ("budget=20", "keep=30%"):
+        assert not complete(parse(f"gate:file={file},{text}").selector).plans_chunks
+    policy = parse(f"gate:file={file},budget=20,chunks=true")
+    assert str(policy) == f"gate:budget=20,file={file},chunks=true"
+    assert complete(policy.selector).plans_chunks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keep=25%,chunks=true", r"gate plans after each chunk .* cannot keep 25% of it"),
+        ("budget=5760B,chunks=true", r"cannot keep 5760B of it; give a number of tokens"),
+        ("budget=20,chunks=true,pool=3", "pool=3 compares a token with its neighbours"),
+        ("budget=20,chunks=true,window=8", "window=8 last queries may ask for tokens that an"),
+        ("share=0.3,chunks=true", "decides token by token, so chunks=True has no effect"),
+    ],
+)
+def test_chunks_are_refused_where_a_plan_needs_the_whole_prompt(
+    file: str, text: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(f"gate:file={file},{text}")
+
+
+def test_chunks_are_not_sorted_into_tiers(file: str) -> None:
+    pytest.importorskip("kv_quant")
+    with pytest.raises(ValueError, match="plans after each chunk of a prompt, but tokens are sort"):
+        parse(f"gate:file={file},budget=40,chunks=true+leankv:window=0")
 
 
 def plan_view(score: list[float], budget: int) -> PlanView:

@@ -98,7 +98,12 @@ def test_scores_are_positions_and_sinks_are_infinite():
 
 @pytest.mark.parametrize(
     "policy",
-    [Streaming(), Streaming(Budget(9), sinks=0), Streaming(Budget(25, "percent"), sinks=8)],
+    [
+        Streaming(),
+        Streaming(Budget(9), sinks=0),
+        Streaming(Budget(25, "percent"), sinks=8),
+        Streaming(Budget(9), chunks=True),
+    ],
 )
 def test_the_contract_holds(policy):
     check_policy(policy)
@@ -127,8 +132,9 @@ def test_text_form():
         ("streaming:sinks=-1", "streaming: sinks=-1 is refused"),
         (
             "streaming:window=4",
-            "streaming has no parameter 'window'; its parameters: budget, sinks",
+            "streaming has no parameter 'window'; its parameters: budget, sinks, chunks",
         ),
+        ("streaming:keep=25%,chunks=true", "so it cannot keep 25% of it; give a number of tokens"),
     ],
 )
 def test_bad_text_is_refused(text, message):

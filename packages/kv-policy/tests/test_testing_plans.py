@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import DROP, Capabilities, PlanView
+from kv_policy import DROP, FRESH, Capabilities, LayerView, PlanView
 from lawful import Good, refusal
 
 
@@ -71,6 +71,27 @@ class Hasty(Good):
         return super().plan(replace(view, budget=share))
 
 
+class Hindsight(Good):
+    """Scores tokens by their distance from the end."""
+
+    plans_chunks = True
+
+    def score(self, view: LayerView) -> Tensor:
+        score = super().score(view)
+        return score - (view.length[:, None, None] - view.position) * 0.01
+
+
+class Generous(Good):
+    """Keeps one more where an earlier plan filled the budget."""
+
+    plans_chunks = True
+
+    def plan(self, view: PlanView) -> Tensor:
+        stored = ((view.position >= 0) & (view.tier != FRESH)).sum(-1)
+        full = (stored == view.budget[None, :, None]).flatten(2).all(-1).all(0)
+        return super().plan(replace(view, budget=view.budget + full.long()))
+
+
 class Small(Good):
     @property
     def protected(self) -> int:
@@ -92,7 +113,9 @@ class Small(Good):
         (Random, "plan differs on a second call"),
         (Mute, "plan drops tokens, but the capabilities have shortens=False"),
         (Rises, "plan moves a stored token to an earlier tier than its own"),
-        (Hasty, "plan drops a token after a chunk of a prompt that it keeps after the whole"),
+        (Hasty, "keep other tokens than one plan after the whole, though plans_chunks is True"),
+        (Hindsight, "score of a token changes with the rest of its prompt, though plans_chunks"),
+        (Generous, "its budget of 3 per head allows 12"),
         (Small, "the budget of 1024 tokens is below the 2000 protected"),
     ],
 )

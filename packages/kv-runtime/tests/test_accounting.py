@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_policy import CacheShape, parse
-from kv_runtime.accounting import Account, kept_tokens
+from kv_policy import Budget, CacheShape, parse
+from kv_runtime.accounting import Account, chunk_budget, kept_tokens
 from kv_runtime.layout import Layout
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
@@ -110,3 +110,32 @@ def test_what_is_kept_of_a_prompt_is_what_the_budget_says(text: str, kept: int) 
     policy = parse(text)
     found = kept_tokens(policy, 1000, Layout.of(policy, SHAPE, None, 16).token_bytes)
     assert found == kept
+
+
+@given(st.lists(st.integers(0, 120), min_size=6, max_size=6), st.integers(0, 90))
+@settings(max_examples=80, deadline=None)
+def test_a_budget_of_chunks_is_paid_for_however_heads_share_it(held: list[int], more: int) -> None:
+    book, _ = account("k8v4")
+    kept = -(-sum(held) // 6)
+    pages = sum(-(-n // 16) for n in held)
+    assert book.later(pages, more) <= book.planned(10**6, kept, more)
+
+
+@pytest.mark.parametrize("kept", [1, 15, 16, 17, 160])
+def test_no_budget_of_chunks_is_paid_for_twice(kept: int) -> None:
+    book, _ = account("k8v4")
+    uneven = [1] * 5 + [6 * kept - 5]
+    pages = sum(-(-n // 16) for n in uneven)
+    assert book.planned(10**6, kept, 0) == pages
+    assert book.planned(10**6, kept, 40) == pages + 6 * 3
+    assert book.planned(10**6, None, 40) == book.pages(10**6)
+    assert book.planned(kept, kept, 40) == book.pages(kept)  # never more than all of its tokens
+
+
+def test_only_a_budget_that_is_planned_by_chunk_bounds_a_prompt() -> None:
+    assert chunk_budget(parse("k8v4")) is None
+    assert chunk_budget(parse("snapkv:budget=64")) is None
+    assert chunk_budget(parse("streaming:budget=64")) is None
+    assert chunk_budget(parse("gate:file=smollm2-135m,threshold=0.5")) is None
+    assert chunk_budget(parse("streaming:budget=64,chunks=true+k8v4")) == 64
+    assert chunk_budget(parse("streaming:budget=64,chunks=true"), Budget(9)) == 9

@@ -18,7 +18,7 @@ from kv_policy import Capabilities, Evictor, LayerView, Observe, PlanView, Repla
 _NEAR: Final = 21  # neighbouring positions whose observed attention counts, as in kv-compress
 # What has no effect beside a threshold; a share sets one itself.
 _OF_BUDGETS: Final = tuple(
-    ["budget", "layers", "pool", "window", "every", "uncompressed", "short", "most", "share"]
+    "budget layers pool window every uncompressed short most chunks share".split()
 )
 
 
@@ -38,6 +38,13 @@ class Gate(Evictor):
     neighbouring stored tokens when a plan is made. The first `sinks` and the newest `recent` tokens
     are always kept. With `every`, `uncompressed` or `short` tokens are evicted during generation as
     well, by the same scores.
+
+    With `chunks` the plan follows each prefill chunk of a prompt, and not only the last, so that a
+    prompt never has to fit uncompressed. As scores do not change, the highest of the tokens kept so
+    far and of the new ones are the highest of all, up to whole pages. But later chunks attend to
+    what is left of earlier ones, so their keys and values, and with them their scores, are not
+    those of a prompt that is planned once. The budget is then a number of tokens, as the length of
+    the prompt is not known.
 
     With a `window` the score of an older token is raised to `weight` times the attention that the
     last `window` queries of the prompt give it, if that is larger: the norm of their probabilities
@@ -85,6 +92,9 @@ class Gate(Evictor):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="maximum tokens per plan, over layers and heads"),
     ] = None
+    chunks: Annotated[
+        bool, Meta(description="plan after each prefill chunk, for prompts that do not fit whole")
+    ] = False
     threshold: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
         Meta(description="score from which a token is kept, instead of a budget"),
@@ -100,8 +110,8 @@ class Gate(Evictor):
         Raises:
             NotCalibratedError: the file does not exist.
             ValueError: a budget below the protected tokens, an even `pool`, a weight without a
-                window, a threshold beside what belongs to a budget, or a file that is damaged or
-                no gate.
+                window, `chunks` with a share, with `pool` or with `window`, a threshold beside what
+                belongs to a budget, or a file that is damaged or no gate.
         """
         super().__post_init__()
         if self.pool % 2 == 0:
@@ -113,6 +123,16 @@ class Gate(Evictor):
             raise ValueError(
                 f"{self.name}: weight={self.weight} is a factor of what a window observes, and "
                 "there is none; add window=8, or omit the weight"
+            )
+        if self.chunks and self.pool > 1:
+            raise ValueError(
+                f"{self.name}: pool={self.pool} compares a token with its neighbours, of which a "
+                "chunk lacks the later ones; omit pool or chunks"
+            )
+        if self.chunks and self.window:
+            raise ValueError(
+                f"{self.name}: the window={self.window} last queries may ask for tokens that an "
+                "earlier chunk evicted; omit window or chunks"
             )
         if self._limit is None:
             return
@@ -147,6 +167,11 @@ class Gate(Evictor):
     def fitted_to(self) -> str:
         """Fingerprint of the calibrated model."""
         return self._gate.facts.fingerprint
+
+    @property
+    def plans_chunks(self) -> bool:
+        """If `chunks` is set."""
+        return self.chunks
 
     @property
     def scope(self) -> Literal["layer", "model"]:

@@ -17,6 +17,10 @@ class Streaming(Evictor):
     A token's score is its position, so when a token arrives and the budget is full, the oldest
     token that is not a sink is evicted, after a prompt and during generation. Nothing is observed.
 
+    With `chunks` tokens are evicted after each prefill chunk of a prompt, too, so that a prompt
+    never has to fit uncompressed. The same tokens stay, but those of later chunks attend to what is
+    left of earlier ones. The budget is then a number of tokens.
+
     Tokens keep the positions that their keys were rotated to. The paper's code renumbers them
     inside the cache, so that it can exceed the length a model was trained for; here that length is
     the limit.
@@ -27,6 +31,14 @@ class Streaming(Evictor):
     decode = "step"  # each generated token evicts the oldest that is not a sink
 
     sinks: Annotated[int, Meta(ge=0, description="first tokens of a sequence, always kept")] = 4
+    chunks: Annotated[
+        bool, Meta(description="plan after each prefill chunk, for prompts that do not fit whole")
+    ] = False
+
+    @property
+    def plans_chunks(self) -> bool:
+        """If `chunks` is set."""
+        return self.chunks
 
     @property
     def protected(self) -> int:

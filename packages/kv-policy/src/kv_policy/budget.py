@@ -94,6 +94,21 @@ class Budget:
             share = (length.double() * self.amount / whole + 1e-6).clamp(max=most).floor()
         return share.clamp(min=least, max=most).to(length.dtype)
 
+    def expect_tokens(self, name: str) -> None:
+        """Raise unless the budget is met whatever the length of a prompt, in tokens per head.
+
+        Args:
+            name: the selector, which plans after each chunk of a prompt; it begins the message.
+
+        Raises:
+            ValueError: the budget is a share of the tokens seen, or bytes per token.
+        """
+        if self.unit != "tokens":
+            raise ValueError(
+                f"{name} plans after each chunk of a prompt, whose length is not known then, so it "
+                f"cannot keep {self} of it; give a number of tokens per head, such as 1024"
+            )
+
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         unit = next(mark for mark, name in _UNITS.items() if name == self.unit)

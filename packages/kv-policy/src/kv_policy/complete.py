@@ -51,6 +51,7 @@ class CompleteSelector:
         Raises:
             TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
                 and by more than the token; or it adjusts scores that it does not give once.
+            ValueError: it plans chunks of prompts, and its budget is a share of the prompt.
         """
         self.selector = selector
         self.tiers = selector.tiers if isinstance(selector, Tiered) else 1
@@ -91,6 +92,8 @@ class CompleteSelector:
             )
         if self.scores_once:
             self._expect_tokens_alone()
+        if self.plans_chunks and self.budget is not None:
+            self.budget.expect_tokens(type(self.selector).__name__)
 
     def _expect_tokens_alone(self) -> None:
         more = {
@@ -119,6 +122,6 @@ def complete(selector: Selector) -> CompleteSelector:
     """Wrap a selector so that every optional member has a value; return a complete one unchanged.
 
     Raises:
-        TypeError: see `CompleteSelector`.
+        TypeError, ValueError: see `CompleteSelector`.
     """
     return selector if isinstance(selector, CompleteSelector) else CompleteSelector(selector)

@@ -63,8 +63,8 @@ def compose(*policies: KVPolicy) -> KVPolicy:
 
     Raises:
         CompositionError: two policies supply the same facet or were calibrated with different
-            models, one supplies no facet, or the number of tiers of the selector differs from the
-            number of formats.
+            models, one supplies no facet, one plans chunks of prompts and another sorts into tiers,
+            or the number of tiers of the selector differs from the number of formats.
     """
     parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
     if not parts:
@@ -100,6 +100,12 @@ def _get_along(parts: list[KVPolicy]) -> bool:
     """Whether one part evicts, after prompts and plans, and the other sorts the kept tokens."""
     if len(parts) != 2:
         return False
+    for part in parts if any(map(_sorts, parts)) else ():
+        if part.selector is not None and complete(part.selector).plans_chunks:
+            raise CompositionError(
+                f"{part} plans after each chunk of a prompt, but tokens are sorted into tiers by "
+                "their rank in the whole prompt; omit one of the two"
+            )
     return sorted(map(_sorts, parts)) == [False, True] and all(
         p.selector is not None and (_sorts(p) or complete(p.selector).decode == "grow")
         for p in parts

@@ -76,6 +76,8 @@ class Evictor(Selecting):
                 f"{self.name}: a budget of {self.budget} tokens is smaller than the "
                 f"{self.protected} it protects (sinks and window); use at least that many"
             )
+        if self.plans_chunks:
+            self.budget.expect_tokens(self.name)
 
     @property
     def sinks(self) -> int:

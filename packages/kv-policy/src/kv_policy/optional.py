@@ -130,8 +130,14 @@ class PlanningChunks(Protocol):
     def plans_chunks(self) -> bool:
         """Whether hosts call `plan` after every chunk of a prompt, and not only after the last.
 
-        What is dropped then must be what would be dropped at the end, so that a prompt in chunks
-        keeps the tokens of a prompt in one pass: a rule of single tokens does, a budget does not.
+        A token's score must not change with later tokens, infinity for protected ones apart, and
+        plans must add up: with pages of one token, a plan over the tokens kept so far and the new
+        ones keeps what one plan over all tokens keeps. A rule of single tokens does, and so does
+        a budget of tokens per head that keeps the highest scores. A share of the tokens seen does
+        not, as the length of the prompt is unknown: hosts refuse a budget of another unit.
+
+        Whole pages may be evicted at other places than by one plan, and later chunks attend to
+        what earlier ones left, which changes their keys and values.
         """
         ...
 

@@ -72,6 +72,11 @@ class Selecting(Part):
         return False
 
     @property
+    def plans_chunks(self) -> bool:
+        """Plans wait for the whole prompt."""
+        return False
+
+    @property
     def scope(self) -> Literal["layer", "model"]:
         """Each layer is planned separately."""
         return "layer"

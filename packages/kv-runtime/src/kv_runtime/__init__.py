@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences under a policy, independent of the engine."""
 
-from kv_runtime.accounting import Account, kept_tokens
+from kv_runtime.accounting import AHEAD, Account, chunk_budget, kept_tokens, request_pages
 from kv_runtime.backends import (
     AUTO,
     Serving,
@@ -32,6 +32,7 @@ from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
 
 __all__ = [
+    "AHEAD",
     "AUTO",
     "NOWHERE",
     "Account",
@@ -60,6 +61,7 @@ __all__ = [
     "TokenRows",
     "backend_for",
     "check_budgets",
+    "chunk_budget",
     "expect_known",
     "find_rope",
     "growing_kind",
@@ -71,6 +73,7 @@ __all__ = [
     "needs_rotation",
     "probe_positions",
     "remedy",
+    "request_pages",
     "same_maps",
     "serving",
     "widened",

@@ -9,11 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import Final
 
 import torch
 
-from kv_policy import KVPolicy, PageLayout, complete
+from kv_policy import Budget, KVPolicy, PageLayout, complete
 from kv_runtime.layout import Layout
+
+# Generated tokens of a request that an engine may schedule before their pages are counted.
+AHEAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,9 +90,57 @@ class Account:
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
+    def planned(self, tokens: int, kept: int | None, later: int) -> int:
+        """Return the maximum pages of a sequence whose prompt is planned after each chunk.
+
+        A chunk is planned before it is stored, so only the tokens that a plan keeps take pages.
+
+        Args:
+            tokens: tokens of the sequence.
+            kept: tokens per head that a plan keeps outside the window, on average over the heads;
+                None: the prompt is planned once, and all tokens take pages until then.
+            later: tokens after the prompt.
+        """
+        most = self.pages(tokens)
+        if kept is None:
+            return most
+        heads, size = sum(e.count for e in self.table_rows), min(e.tokens for e in self.table_rows)
+        # The heads share the budget, and each may end with a page of one token.
+        full = heads * (kept + size - 1) // size
+        partial = sum(each.count * each.partial for each in self.table_rows)
+        return min(most, self.later(self.window_pages + full + partial, later))
+
     def blocks(self, pages: int) -> int:
         """Return the number of blocks that cover `pages` pages."""
         return max(1, -(-pages // self.block_pages))
+
+
+def chunk_budget(policy: KVPolicy, budget: Budget | None = None) -> int | None:
+    """Return the tokens per head that a policy keeps after each chunk of a prompt.
+
+    Args:
+        policy: the policy.
+        budget: of a request, instead of the policy's.
+
+    Returns:
+        None if it plans whole prompts, or has no budget.
+    """
+    selector = None if policy.selector is None else complete(policy.selector)
+    if selector is None or not selector.plans_chunks or selector.budget is None:
+        return None
+    return int((budget or selector.budget).amount)
+
+
+def request_pages(policy: KVPolicy, account: Account, tokens: int) -> int:
+    """Return the pages of a request of `tokens` tokens.
+
+    If its prompt is planned by chunk this is the maximum until its first generated tokens; else it
+    is that of the kept tokens, once the prompt is compressed.
+    """
+    kept = chunk_budget(policy)
+    if kept is not None:
+        return account.planned(tokens, kept, AHEAD)
+    return account.pages(kept_tokens(policy, tokens, account.token_bytes))
 
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:

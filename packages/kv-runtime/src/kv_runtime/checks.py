@@ -139,7 +139,8 @@ def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> 
     """Raise if a budget of a sequence has no effect or cannot be met.
 
     Raises:
-        ValueError: the policy has no budget, or protects more tokens than a budget allows.
+        ValueError: the policy has no budget, protects more tokens than a budget allows, or plans
+            each chunk of a prompt and a budget is a share of it.
     """
     selector = None if policy.selector is None else complete(policy.selector)
     for budget in budgets or ():
@@ -152,6 +153,8 @@ def check_budgets(policy: KVPolicy, budgets: Sequence[Budget | None] | None) -> 
                 f"{policy} keeps tokens by its own rule, so a budget of {budget} has no "
                 "effect; omit the budget, or change the policy's parameters"
             )
+        if selector.plans_chunks:
+            budget.expect_tokens(str(policy))
         if budget.unit == "tokens" and budget.amount < selector.protected:
             raise ValueError(
                 f"a budget of {budget} tokens is smaller than the {selector.protected} that "

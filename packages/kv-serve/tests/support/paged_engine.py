@@ -67,6 +67,7 @@ class Asked:
     draw: torch.Generator
     sampling_params: SimpleNamespace
     num_tokens: int = 0  # prompt and generated tokens
+    max_tokens: int = 100
     computed: int = 0
     told: bool = False  # the workers know it
     broken: bool = False  # the policy fails for it, in the reference cache too
@@ -108,7 +109,7 @@ class Engine:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         self.manager = manager_of(self.account, self.blocks)
-        self.state = SchedulerState(self.policy, self.manager)
+        self.state = SchedulerState(self.policy, self.manager, 10**6)
         pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
         shape = (pages, self.account.page_bytes)
         self.memory = torch.full(shape, POISON, dtype=torch.uint8)
@@ -346,7 +347,7 @@ class Engine:
         assert self.held() == {}
         assert bool((self.memory[:-1] == POISON).all())
         state = self.state
-        assert [*state.requests, *state.budgets, *state.prompts, *state.known] == []
+        assert [*state.requests, *state.budgets, *state.manager.prompts, *state.known] == []
         assert [
             *state.serials,
             *state.refused,

@@ -146,8 +146,43 @@ def test_a_prompt_that_could_never_be_read_is_refused(manager_of: Manager) -> No
     from kv_serve.vllm.config import UnservableError
 
     manager = manager_of(parse("k8v4+snapkv:budget=64"), SHAPE, 10)
-    manager.expect_room(160)
+    manager.expect_room(160, None)
     with pytest.raises(
-        UnservableError, match=r"161 tokens, takes 11 blocks .* only 10 exist; .* about 146"
+        UnservableError, match=r"161 tokens takes 11 blocks .* only 10 exist; .* about 146"
     ):
-        manager.expect_room(161)
+        manager.expect_room(161, None)
+
+
+def test_a_prompt_that_is_planned_by_chunk_takes_its_budget(manager_of: Manager) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    # Six heads: 64 tokens each take four pages, five of the heads one page more if the first has
+    # most of the tokens, and each a page for generated ones: 35 pages.
+    manager = manager_of(parse("k8v4+streaming:budget=64,chunks=true"), SHAPE, 6)
+    assert manager.account.block_pages == 6
+    assert manager.blocks_for(10**6, kept=64) == 6
+    manager.expect_room(10**6, 64)
+    manager.expect_room(96, 10**6)  # it fits whole
+    with pytest.raises(
+        UnservableError,
+        match="1000000 tokens takes 7 blocks for a budget of 80 tokens per head, but only 6 exist; "
+        "give vLLM more KV memory or a smaller budget",
+    ):
+        manager.expect_room(10**6, 80)
+    with pytest.raises(UnservableError, match="takes 62500 blocks until it is compressed"):
+        manager.expect_room(10**6, None)
+
+
+def test_blocks_are_bounded_by_the_budget_until_an_answer_grows(manager_of: Manager) -> None:
+    manager = manager_of(parse("k8v4+streaming:budget=64,chunks=true"), SHAPE, 60)
+    manager.kept["a"] = 64
+    assert manager.get_num_blocks_to_allocate("a", 5000) == 6
+    assert manager.get_num_blocks_to_allocate("b", 5000) == 313
+    manager.allocate_new_blocks("a", 40)
+    manager.prompts["a"] = 5000
+    assert len(manager.owned("a")) == 3
+    assert manager.get_num_blocks_to_allocate("a", 5000) == 3
+    manager.told("a", 12, 400)
+    assert manager.get_num_blocks_to_allocate("a", 416) == 0  # 12 pages, and one for each head
+    assert manager.get_num_blocks_to_allocate("a", 5000) == 3
+    assert manager.get_num_blocks_to_allocate("a", 5100) == 9  # seven pages more for each head

@@ -25,14 +25,16 @@ def state(manager_of: Callable[..., "PagedManager"]) -> Callable[[str], "Schedul
         from kv_serve.vllm.scheduler_state import SchedulerState
 
         policy = parse(text)
-        return SchedulerState(policy, manager_of(policy, SHAPE, 40))
+        return SchedulerState(policy, manager_of(policy, SHAPE, 40), 1000)
 
     return made
 
 
 def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     sampling = SimpleNamespace(extra_args=extra or None)
-    return SimpleNamespace(request_id=name, num_tokens=tokens, sampling_params=sampling)
+    return SimpleNamespace(
+        request_id=name, num_tokens=tokens, max_tokens=100, sampling_params=sampling
+    )
 
 
 def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
@@ -131,7 +133,7 @@ def test_who_is_gone_is_told_once_and_forgotten(state: Callable[[str], "Schedule
     book.finished("b")
     assert step(book).gone == ("b",)
     assert step(book).gone == ()
-    assert [*book.requests, *book.budgets, *book.prompts, *book.known, *book.serials] == []
+    assert [*book.requests, *book.budgets, *book.manager.prompts, *book.known, *book.serials] == []
 
 
 def test_what_was_told_of_a_request_before_it_began_anew_is_not_heard(
@@ -221,6 +223,26 @@ def test_a_bad_budget_is_logged_and_its_request_fails(
     assert [step.refused is None for step in orders.requests.values()] == [True, False]
     book.finished("c")
     assert book.refused.keys() == {"d"}
+
+
+def test_a_request_may_ask_for_what_fits_the_engine_while_its_prompt_is_read(
+    state: Callable[[str], "SchedulerState"],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    book = state("streaming:budget=64,chunks=true")  # 40 blocks of 16 tokens
+    for name, tokens, given in (("a", 5000, 32), ("b", 500, 10**6), ("c", 5000, 10**6)):
+        book.welcome(request(name, tokens, kv_budget=given))
+    book.welcome(request("d", 5000))
+    # The third would be preempted forever, and is admitted by the policy's own budget to fail.
+    assert book.manager.kept == {"a": 32, "b": 10**6, "c": 64, "d": 64}
+    assert book.refused.keys() == {"c"}
+    assert "a request of 1000 tokens takes 63 blocks for a budget of 1000000 tokens" in caplog.text
+    book.finished("a")
+    assert "a" not in book.manager.kept
+    book.welcome(request("e", 500, kv_budget="25%"))
+    assert "plans after each chunk of a prompt" in book.refused["e"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,25 @@
 """A worker without vLLM: for any order of events, each request matches a separate cache."""
 
 import random
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
-from kv_policy import CacheShape, compose, parse
+from kv_evict.schedule import cheapest_pages
+from kv_policy import (
+    Budget,
+    CacheShape,
+    Evictor,
+    KVPolicy,
+    LayerView,
+    PlanView,
+    Replan,
+    compose,
+    parse,
+)
 from tiered_policies import Turned
 
 if TYPE_CHECKING:
@@ -26,13 +39,49 @@ CASES = [  # a policy, and whether reports arrive late
 RAGGED = Turned("62", "15")  # the ranks differ per layer and head
 
 
-def soak(engine: "Engine", requests: int, longest: int, draw: random.Random) -> None:
+@dataclass(frozen=True)
+class Longest(Evictor):
+    """Keep the pages with the longest keys, after each chunk and when pages are short."""
+
+    name: ClassVar[str] = "longest"
+    reads = frozenset({"keys"})
+    scores_once = True
+    plans_chunks = True
+    scope = "model"
+    replan = Replan(short=True)
+
+    def score(self, view: LayerView) -> Tensor:
+        """Return the norm of a key."""
+        assert view.keys is not None
+        return view.keys.norm(dim=-1)
+
+    def plan(self, view: PlanView) -> Tensor:
+        """Evict the cheapest pages."""
+        return cheapest_pages(view, sinks=1, recent=3)
+
+
+@dataclass(frozen=True)
+class Growing(Longest):
+    """The same, after each chunk only."""
+
+    name: ClassVar[str] = "growing"
+    replan = Replan()
+
+
+def soak(
+    engine: "Engine",
+    requests: int,
+    longest: int,
+    draw: random.Random,
+    budgets: tuple[object, ...] = (None, "20%", 24),
+) -> None:
     """Requests arrive, are prefilled in chunks, decode, pause, are preempted and aborted."""
-    budgets = engine.policy.selector is not None and engine.policy.selector.budget is not None
+    if engine.policy.selector is None or engine.policy.selector.budget is None:
+        budgets = (None,)
     asked = 0
     while asked < requests or engine.running or engine.waiting:
         if asked < requests and draw.random() < 0.9:
-            own = draw.choice((None, "20%", 24)) if budgets else None
+            own = draw.choice(budgets)
             engine.ask(f"r{asked}", draw.randint(1, longest), own)
             asked += 1
         engine.step(left_out=0.1, chunk=draw.choice((3, 17, 64)))
@@ -61,6 +110,40 @@ def test_every_request_sees_and_holds_what_it_would_alone(
     assert engine.preemptions
     if "short" in text:
         assert engine.shorts
+
+
+@pytest.mark.parametrize(
+    ("policy", "late"),
+    [
+        (parse("streaming:budget=24,chunks=true"), True),
+        (Longest(Budget(24)), False),
+        (compose(Longest(Budget(24)), parse("k4v4:keys=channel,block=16,window=4")), True),
+    ],
+    ids=str,
+)
+def test_prompts_that_never_fit_are_planned_by_chunk(
+    engine_class: "type[Engine]", policy: KVPolicy, late: bool
+) -> None:
+    small = engine_class(policy, SHAPE, 1, late=late)
+    blocks = small.manager.blocks_for(10**6, kept=24)
+    assert blocks < small.manager.blocks_for(400) / 3
+    engine = engine_class(policy, SHAPE, blocks, late=late)
+    soak(engine, 4, 400, random.Random(3), (None, 16, 24))
+
+
+def test_an_answer_that_outgrows_all_memory_goes_on(engine_class: "type[Engine]") -> None:
+    """A request that is alone is preempted, and read again by chunk."""
+    policy = Growing(Budget(24))
+    blocks = engine_class(policy, SHAPE, 1, late=True).manager.blocks_for(10**6, kept=24)
+    engine = engine_class(policy, SHAPE, blocks, late=True)
+    asked = engine.ask("a", 300)
+    while asked.num_tokens < 600:
+        engine.step()
+        assert engine.steps < 1000, "no progress"
+    assert engine.preemptions
+    assert engine.manager.blocks_for(asked.num_tokens) > 2 * blocks
+    engine.finish(asked)
+    engine.check_empty()
 
 
 @pytest.mark.parametrize("late", [False, True])

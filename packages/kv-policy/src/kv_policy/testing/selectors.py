@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.budget import Budget
@@ -267,26 +267,49 @@ def _check_plan(
         part, pick = tokens.cut(sequences, heads)
         law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
     if selector.plans_chunks:
-        _check_chunk(selector, tokens, score, plan)
+        _check_chunk(selector, tokens, score)
 
 
 def _check_chunk(
-    selector: CompleteSelector,
-    tokens: DrawnTokens,
-    score: Float[Tensor, "N B H L"],
-    plan: UInt8[Tensor, "N B H L"],
+    selector: CompleteSelector, tokens: DrawnTokens, score: Float[Tensor, "N B H L"]
 ) -> None:
-    """Plan the first half of each sequence, as after a chunk of its prompt."""
+    """Plan the first half of each sequence, as after a chunk of its prompt, and then the rest."""
     half = tokens.length // 2
-    later = tokens.position >= half[None, :, None, None]
-    position = tokens.position.masked_fill(later, -1)
-    chunk = dataclasses.replace(tokens, length=half, position=position)
-    gone = (chunk.position >= 0) & (_plans(selector, chunk, score) == DROP)
-    law(
-        bool((plan[gone] == DROP).all()),
-        "plan drops a token after a chunk of a prompt that it keeps after the whole, though "
-        "plans_chunks is True",
+    early = tokens.position < half[None, :, None, None]
+    chunk = dataclasses.replace(
+        tokens, length=half, position=tokens.position.masked_fill(~early, -1)
     )
+    there = chunk.position >= 0
+    then = _scores(selector, chunk)
+    finite = there & then.isfinite() & score.isfinite()  # protection of the newest ends
+    law(
+        bool(torch.isclose(then, score, rtol=1e-4, atol=1e-6)[finite].all()),
+        "score of a token changes with the rest of its prompt, though plans_chunks is True",
+    )
+    # Any scores without ties: those of a method may be equal, and then either token may stay.
+    drawn = torch.randn(score.shape, generator=torch.Generator().manual_seed(0))
+    given = drawn.where(score.isfinite(), score)
+    for page in (tokens.page, torch.ones_like(tokens.page)):
+        after = _plans(selector, dataclasses.replace(chunk, page=page), given)
+        left, pick = dataclasses.replace(
+            tokens, page=page, tier=after.where(there, tokens.tier)
+        ).without(there & (after == DROP))
+        later = _plans(selector, left, pick(given))
+        if selector.budget is not None:
+            _check_budget(selector, chunk, after != DROP)
+            _check_budget(selector, left, later != DROP)
+    once = _plans(selector, dataclasses.replace(tokens, page=page), given)
+    law(
+        equal(_kept(left, later), _kept(tokens, once)),
+        "plans after a chunk of a prompt and after the rest keep other tokens than one plan after "
+        "the whole, though plans_chunks is True and a page has one token",
+    )
+
+
+def _kept(tokens: DrawnTokens, plan: UInt8[Tensor, "N B H L"]) -> Int[Tensor, "N B H L"]:
+    """Return the positions of the kept tokens in order, padded with -1 to the longest sequence."""
+    kept = tokens.position.masked_fill(plan == DROP, -1).sort(-1, descending=True).values
+    return torch.nn.functional.pad(kept, (0, int(tokens.length.max()) - kept.shape[-1]), value=-1)
 
 
 def _check_budget(selector: CompleteSelector, tokens: DrawnTokens, kept: Tensor) -> None:

@@ -110,6 +110,21 @@ class DrawnTokens:
 
         return self._with(pick, self.shape, self.length, self.budget, self.queries)
 
+    def without(
+        self, gone: Bool[Tensor, "N B H L"]
+    ) -> tuple["DrawnTokens", Callable[[Tensor], Tensor]]:
+        """Remove tokens, and return a function that removes them from a result, too."""
+        position = self.position.masked_fill(gone, -1)
+        last = torch.iinfo(position.dtype).max
+        order = position.masked_fill(position < 0, last).argsort(dim=-1, stable=True)
+
+        def pick(x: Tensor) -> Tensor:
+            index = order.reshape(*order.shape, *(1,) * (x.ndim - 4))
+            return x.gather(3, index.expand(*order.shape, *x.shape[4:]))
+
+        left = dataclasses.replace(self, position=position)
+        return left._with(pick, self.shape, self.length, self.budget, self.queries), pick
+
     def cut(
         self, sequences: Int[Tensor, " S"], heads: slice
     ) -> tuple["DrawnTokens", Callable[[Tensor], Tensor]]:

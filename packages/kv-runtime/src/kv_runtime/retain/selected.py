@@ -326,10 +326,11 @@ class KeepSelected:
         if tier_thresholds is not None:
             self._keep_thresholds(batch, slice(first, first + len(arrivals)), due, tier_thresholds)
         held = batch.pool.used
+        # All layers free pages before any takes some: the pages in use never exceed what is kept.
+        for i, plan in enumerate(plans):
+            table_rows = batch.table_rows(slice(first + i, first + i + 1))
+            restack(batch, table_rows, scored[i].groups, plan)
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            restack(
-                batch, batch.table_rows(slice(first + i, first + i + 1)), scored[i].groups, plan
-            )
             enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers need about as much, and growing once is cheaper than growing repeatedly.

@@ -72,8 +72,7 @@ def check_request(
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    from kv_serve.vllm.policies import policy_of
-    from kv_serve.vllm.requests import check_pooling, requested_budget
+    from kv_serve.vllm.requests import check_pooling, policy_of, requested_budget
 
     try:
         if isinstance(params, SamplingParams):

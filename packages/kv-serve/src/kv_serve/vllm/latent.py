@@ -12,14 +12,8 @@ class CpuLatentBackend(CPUMLABackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Return the stock implementation.
-
-        Raises:
-            UnservableError: the configuration has a policy.
-        """
-        _refuse_policy()
-        stock: type[MLAAttentionImpl] = CPUMLABackend.get_impl_cls()
-        return stock
+        """Return the stock implementation; see `_stock`."""
+        return _stock(CPUMLABackend)
 
 
 class AmxLatentBackend(AMXMLABackend):
@@ -27,17 +21,16 @@ class AmxLatentBackend(AMXMLABackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Return the stock implementation.
-
-        Raises:
-            UnservableError: the configuration has a policy.
-        """
-        _refuse_policy()
-        stock: type[MLAAttentionImpl] = AMXMLABackend.get_impl_cls()
-        return stock
+        """Return the stock implementation; see `_stock`."""
+        return _stock(AMXMLABackend)
 
 
-def _refuse_policy() -> None:
+def _stock(backend: type[CPUMLABackend | AMXMLABackend]) -> type[MLAAttentionImpl]:
+    """Return the implementation of a backend.
+
+    Raises:
+        UnservableError: the configuration has a policy.
+    """
     if names_policy():
         from kv_serve.vllm.config import UnservableError
 
@@ -45,3 +38,5 @@ def _refuse_policy() -> None:
             "this model has latent attention (MLA): it stores one vector for all heads, but a "
             "kv_policy needs keys and values per head; remove kv_policy from additional_config"
         )
+    stock: type[MLAAttentionImpl] = backend.get_impl_cls()
+    return stock

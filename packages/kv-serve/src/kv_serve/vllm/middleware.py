@@ -9,7 +9,6 @@ from fastapi import HTTPException
 
 from kv_serve.vllm import names, requests
 from kv_serve.vllm.nearest import strangers
-from kv_serve.vllm.policies import policy_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -90,7 +89,7 @@ def _check(given: Mapping[str, object], policy: object) -> None:
         if not isinstance(found, dict):
             continue
         if policy is not None:
-            requests.requested_budget(policy_of(str(policy)), found)
+            requests.requested_budget(requests.policy_of(str(policy)), found)
         elif found.get(requests.KEY) is not None:
             raise ValueError(f"this server has no policy, so {requests.KEY} has no effect")
         if found.get(requests.KEY) is not None and given.get("use_beam_search"):

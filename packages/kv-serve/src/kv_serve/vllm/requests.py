@@ -1,15 +1,26 @@
-"""The budget of a single request."""
+"""The policy of an engine and the budget of a single request, read from texts."""
 
+import functools
 from collections.abc import Mapping
 from typing import Final
 
-from kv_policy import Budget, KVPolicy
+from kv_policy import Budget, KVPolicy, parse
 from kv_runtime import check_budgets
 from kv_serve.vllm import names
 from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # the budget in a request's extra arguments
 _TRANSFER: Final = "kv_transfer_params"  # vLLM's own, for connectors that transfer keys and values
+
+
+@functools.cache
+def policy_of(text: str) -> KVPolicy:
+    """Parse a policy, with a cache so that installed packages are scanned once per text.
+
+    Raises:
+        ValueError: the text is not a policy.
+    """
+    return parse(text)
 
 
 def requested_budget(policy: KVPolicy, extra_args: Mapping[str, object] | None) -> Budget | None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy, complete
-from kv_runtime import RequestStep, kept_tokens
+from kv_runtime import RequestStep, chunk_budget, kept_tokens
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
@@ -26,9 +26,9 @@ class SchedulerState:
 
     policy: KVPolicy
     manager: PagedManager
+    longest: int  # max_model_len
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)  # tokens before the first generated one
     known: dict[str, int] = field(
         default_factory=dict
     )  # step in which each request in the workers began
@@ -48,8 +48,8 @@ class SchedulerState:
         """
         (manager,) = managers.coordinator.single_type_managers
         assert isinstance(manager, PagedManager)
-        manager.expect_room(longest)
-        book = cls(policy, manager)
+        manager.expect_room(longest, chunk_budget(policy))
+        book = cls(policy, manager, longest)
         book._warn_if_idle(longest)
         return book
 
@@ -72,23 +72,25 @@ class SchedulerState:
 
         If a bad budget arrives here, the request fails in its first step.
         """
-        self.requests[request.request_id] = request
-        params = request.sampling_params
-        extra = None if params is None else params.extra_args
+        name, params = request.request_id, request.sampling_params
+        self.requests[name], kept = request, chunk_budget(self.policy)
         try:
-            budget = requested_budget(self.policy, extra)
+            budget = requested_budget(self.policy, None if params is None else params.extra_args)
+            if budget is not None:
+                own = chunk_budget(self.policy, budget)
+                if own is not None:  # it may keep too much for this engine, and wait forever
+                    most = request.num_tokens + request.max_tokens
+                    self.manager.expect_room(min(most, self.longest), own)
+                self.budgets[name], kept = budget, own
         except ValueError as error:
-            self._refuse(request.request_id, str(error))
-            return
-        if budget is not None:
-            self.budgets[request.request_id] = budget
+            self._refuse(name, str(error))
+        self.manager.kept[name] = kept
 
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
-        self.requests.pop(request, None)
-        self.budgets.pop(request, None)
-        self.prompts.pop(request, None)
-        self.refused.pop(request, None)
+        given: tuple[dict[str, Any], ...] = (self.requests, self.budgets, self.refused)
+        for each in (*given, self.manager.kept, self.manager.prompts):
+            each.pop(request, None)
 
     def failed(self, serials: Collection[int]) -> set[str]:
         """Return the requests with these serials, which failed in workers."""
@@ -135,9 +137,9 @@ class SchedulerState:
     def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
         if computed == 0:  # after a preemption generated tokens are recomputed too
             self.begun += 1
-            self.prompts[request] = self.requests[request].num_tokens
+            self.manager.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
-        elif tokens > 1 and computed >= self.prompts[request]:
+        elif tokens > 1 and computed >= self.manager.prompts[request]:
             self._refuse(
                 request,
                 f"it adds {tokens} prompt tokens after its answer, but a policy needs the whole "
@@ -147,7 +149,7 @@ class SchedulerState:
             request,
             computed,
             tokens,
-            self.prompts[request],
+            self.manager.prompts[request],
             self.budgets.get(request),
             self.serials[request],
             self.refused.get(request),

@@ -9,7 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kv_runtime import Account, kept_tokens
+from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, served_policy
 
@@ -26,18 +26,16 @@ class PagedSpec(FullAttentionSpec):
         return False
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the longest request after compression, for vLLM's capacity message.
+        """Return the bytes of the longest request, for vLLM's check of the memory and its log.
 
         This is the first call in the scheduler's process, which may not be the workers', so it also
         registers our manager and attaches the connector.
         """
         register()
         attach(vllm_config)
-        policy = served_policy(vllm_config)
-        longest = vllm_config.model_config.max_model_len
-        kept = kept_tokens(policy, longest, self.account.token_bytes)
-        needed: int = self.account.blocks(self.account.pages(kept)) * self.page_size_bytes
-        return needed
+        longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
+        pages = request_pages(policy, self.account, longest)
+        return int(self.account.blocks(pages) * self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list["PagedSpec"]) -> "PagedSpec":
@@ -67,27 +65,38 @@ class PagedManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **options)
         self.account = kv_cache_spec.account
         self._owned: dict[str, _Owned] = {}
+        self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
+        self.prompts: dict[str, int] = {}  # tokens before the first generated one
 
-    def expect_room(self, longest: int) -> None:
-        """Raise if the longest prompt could never be scheduled.
+    def expect_room(self, longest: int, kept: int | None) -> None:
+        """Raise if a request of `longest` tokens could never be scheduled.
 
-        A prompt is compressed at its end, so all its tokens need blocks until then.
+        All its tokens need blocks until the prompt is compressed, at its end; if that is done after
+        each chunk, the `kept` tokens per head and the first generated ones.
 
         Raises:
-            UnservableError: the pool is too small for a prompt of `longest` tokens.
+            UnservableError: the pool is too small.
         """
-        needed, there = self.blocks_for(longest), self.block_pool.num_gpu_blocks - 1
+        needed, there = self.blocks_for(longest, kept=kept), self.block_pool.num_gpu_blocks - 1
         if needed > there:
             fits = longest * there // needed
+            when, less = "until it is compressed", f"max_model_len of about {fits}"
+            if kept is not None:
+                when, less = f"for a budget of {kept} tokens per head", "smaller budget"
             raise UnservableError(
-                f"a prompt of max_model_len, {longest} tokens, takes {needed} blocks until it is "
-                f"compressed, but only {there} exist; give vLLM more KV memory or a max_model_len "
-                f"of about {fits}"
+                f"a request of {longest} tokens takes {needed} blocks {when}, but only {there} "
+                f"exist; give vLLM more KV memory or a {less}"
             )
 
-    def blocks_for(self, tokens: int, told: tuple[int, int] | None = None) -> int:
-        """Count the blocks for a request of `tokens` tokens, given its last reported pages."""
-        most = self.account.pages(tokens)
+    def blocks_for(
+        self,
+        tokens: int,
+        told: tuple[int, int] | None = None,
+        kept: int | None = None,
+        later: int = AHEAD,
+    ) -> int:
+        """Count the blocks for a request, given its last reported pages; see `Account.planned`."""
+        most = self.account.planned(tokens, kept, later)
         if told is not None:
             held, computed = told
             most = min(most, self.account.later(held, max(0, tokens - computed)))
@@ -97,10 +106,11 @@ class PagedManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
         """Count the additional blocks that a request needs for `num_tokens` tokens."""
-        owned = self._owned.get(request_id)
-        if owned is None:
-            return self.blocks_for(num_tokens)
-        return max(0, self.blocks_for(num_tokens, owned.told) - len(owned.blocks))
+        owned, kept = self._owned.get(request_id), self.kept.get(request_id)
+        if owned is None:  # vLLM admits it only if its whole prompt could have blocks
+            return self.blocks_for(num_tokens, kept=kept)
+        later = max(AHEAD, num_tokens - self.prompts.get(request_id, num_tokens))
+        return max(0, self.blocks_for(num_tokens, owned.told, kept, later) - len(owned.blocks))
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any

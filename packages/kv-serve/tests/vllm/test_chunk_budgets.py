@@ -1,0 +1,182 @@
+"""A budget that is planned after each chunk: prompts longer than all of the memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from live_engine import ends
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+BUDGET, CHUNK, BLOCK = 48, 64, 16
+POLICY = f"gate:file=smollm2-135m,budget={BUDGET},recent=16,chunks=true"
+# Blocks for the budget, for an uneven share of it in each head, and for the first tokens generated.
+MOST = BUDGET // BLOCK + 2
+HELD = 2 * MOST - 1  # so that a second request fits only while the first one reads
+OPTIONS = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": CHUNK,
+    "block_size": BLOCK,
+    "dtype": "float32",
+    "poison": True,
+}
+
+
+def memory(blocks: int, *sizes: int) -> int:
+    """Return the bytes of blocks and of vLLM's own one, for layers, heads and dimensions."""
+    from kv_policy import CacheShape, parse
+    from kv_runtime import Account, Layout
+
+    layers, heads, dim = sizes
+    shape = CacheShape(layers, heads, 1, dim, dim, torch.float32)
+    layout = Layout.of(parse("streaming"), shape, None, BLOCK)
+    return (blocks + 1) * Account.of(layout, BLOCK).block_bytes
+
+
+@pytest.fixture(scope="module")
+def document(smollm2: str) -> list[int]:
+    """Return twelve chunks of tokens of a natural text."""
+    from transformers import AutoTokenizer
+
+    from kv_eval.tasks import default_text
+
+    ids: list[int] = AutoTokenizer.from_pretrained(smollm2).encode(default_text().body)
+    return ids[: 12 * CHUNK]
+
+
+@pytest.fixture(scope="module")
+def small(start: Start, smollm2: str) -> Iterator["LLM"]:
+    """Start an engine with memory for little more than one request."""
+    size = memory(HELD, 30, 3, 64)
+    with start(smollm2, POLICY, kv_cache_memory_bytes=size, **OPTIONS) as running:
+        assert ends(running)[0].manager.block_pool.num_gpu_blocks - 1 == HELD
+        yield running
+
+
+def run(
+    engine: "LLM", prompts: dict[str, Sequence[int]], count: int, **extra: object
+) -> tuple[dict[str, list[int]], int]:
+    """Generate greedily; return the new tokens, and the most blocks that were ever owned."""
+    from vllm import SamplingParams
+
+    llm, (state, _) = engine.llm_engine, ends(engine)
+    asked = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "extra_args": extra or None}
+    for name, prompt in prompts.items():
+        llm.add_request(name, {"prompt_token_ids": list(prompt)}, SamplingParams(**asked))
+    found, steps, owned, pool = {}, 0, [], state.manager.block_pool
+    give = pool.get_new_blocks
+
+    def giving(count: int) -> object:
+        given = give(count)
+        owned.append(HELD - pool.get_num_free_blocks())
+        return given
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "get_new_blocks", giving)
+        while llm.has_unfinished_requests():
+            for answer in llm.step():
+                ended = answer.outputs[0]
+                found[answer.request_id] = list(ended.token_ids)
+                assert not answer.finished or ended.finish_reason == "length", ended.finish_reason
+            steps += 1
+            assert steps < 3000, "no progress"
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 == HELD
+    return found, max(owned)
+
+
+@torch.no_grad()
+def by_chunks(folder: str, prompt: Sequence[int], count: int) -> list[int]:
+    """Generate greedily in transformers, with a prompt that is read in the same chunks."""
+    from transformers import AutoModelForCausalLM
+
+    from kv_transformers import CompressedCache, passing
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache = passing(model, CompressedCache(model, POLICY))
+    for i in range(0, len(prompt), CHUNK):
+        logits = model(torch.tensor([prompt[i : i + CHUNK]]), **cache).logits
+    found: list[int] = []
+    for _ in range(count):
+        found.append(int(logits[0, -1].argmax()))
+        logits = model(torch.tensor([found[-1:]]), **cache).logits
+    return found
+
+
+@pytest.mark.model
+def test_a_prompt_longer_than_the_memory_is_read_as_in_transformers(
+    small: "LLM", smollm2: str, document: list[int]
+) -> None:
+    manager = ends(small)[0].manager
+    assert manager.blocks_for(len(document)) > 5 * HELD
+    found, owned = run(small, {"a": document}, 12)
+    assert found["a"] == by_chunks(smollm2, document, 12)
+    assert owned == MOST
+
+
+@pytest.mark.model
+def test_two_such_prompts_at_once_are_both_answered(small: "LLM", document: list[int]) -> None:
+    later = document[-5 * CHUNK :]
+    alone, _ = run(small, {"a": document}, 4)
+    found, _ = run(small, {"a": document, "b": later}, 4)
+    assert found["a"] == alone["a"]
+    assert len(found["b"]) == 4
+
+
+@pytest.mark.model
+def test_an_answer_that_outgrows_the_memory_is_read_again_and_goes_on(
+    small: "LLM", document: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    preempt, times = scheduler._preempt_request, []
+
+    def preempting(request: object, *more: object, **options: object) -> None:
+        times.append(request)
+        preempt(request, *more, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempting)
+    count = HELD * BLOCK
+    found, _ = run(small, {"a": document[: 3 * CHUNK]}, count)
+    assert len(found["a"]) == count
+    assert times
+
+
+@pytest.mark.model
+def test_a_request_has_a_budget_of_its_own_within_the_memory(
+    small: "LLM", document: list[int]
+) -> None:
+    one, _ = run(small, {"a": document}, 4, kv_budget=BUDGET)
+    few, owned = run(small, {"a": document}, 4, kv_budget=20)
+    assert one["a"] != few["a"]
+    assert owned < MOST
+    run(small, {"a": document[:CHUNK]}, 4, kv_budget=10**6)  # all of it fits
+    with pytest.raises(AssertionError, match="error"):
+        run(small, {"a": document}, 4, kv_budget=10**6)
+    assert run(small, {"a": document}, 4)[0]["a"] == one["a"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks", "sentence"),
+    [
+        ("streaming:budget=48,chunks=true", MOST - 1, "max seq len"),
+        ("streaming:budget=48", MOST, "256 tokens takes 16 blocks until it is compressed, but"),
+    ],
+)
+def test_an_engine_that_could_not_read_the_longest_prompt_is_refused(
+    start: Start, tiny: Callable[..., str], policy: str, blocks: int, sentence: str
+) -> None:
+    size = memory(blocks, 2, 2, 32)
+    options = OPTIONS | {"max_model_len": 256, "skip_tokenizer_init": True, "load_format": "dummy"}
+    with (
+        pytest.raises(ValueError, match=sentence),
+        start(tiny(), policy, kv_cache_memory_bytes=size, **options),
+    ):
+        pass
+    # A prompt that is planned by chunk needs no more than this, however long it may be.
+    if "chunks" in policy:
+        with start(tiny(), policy, kv_cache_memory_bytes=memory(MOST, 2, 2, 32), **options) as one:
+            assert ends(one)[0].manager.block_pool.num_gpu_blocks - 1 == MOST
