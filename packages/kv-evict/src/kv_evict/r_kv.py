@@ -97,7 +97,7 @@ class RKV(Evictor):
 
     @property
     def _past(self) -> int:
-        """Weight of past queries: then they are as old on average as those of a window."""
+        """Weight of past queries: then they are about as old on average as those of a window."""
         return max(1, self.window // 2)
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
