@@ -43,6 +43,7 @@ BUDGET = (
     "kv-compress",
     "kvzip",
     "expected-attention",
+    "r-kv",
     "keydiff",
     "vnorm",
     "h2o",

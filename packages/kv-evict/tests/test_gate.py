@@ -300,7 +300,7 @@ def test_the_last_queries_raise_scores_of_older_tokens(file: str) -> None:
             most = max((math.sqrt(mass[0, head, j]) for j in near), default=0)
             seen = 2.5 * most if i < count - window else 0
             assert found[0, head, i] == pytest.approx(max(float(score[0, head, i]), seen))
-    with pytest.raises(ValueError, match="weight=2.5 is a factor of what a window observes"):
+    with pytest.raises(ValueError, match=r"weight=2\.5 is a factor of what a window observes"):
         Gate(file=file, weight=2.5)
     assert Gate(file=file).observe == Observe()
     assert complete(Gate(file=file)).adjust is None

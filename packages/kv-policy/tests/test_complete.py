@@ -28,6 +28,7 @@ from kv_policy import (
     complete,
     compose,
 )
+from kv_policy.sorted_selector import SortedSelector
 from kv_policy.testing import check_policy
 from kv_policy.testing.views import decoding_step
 
@@ -171,6 +172,59 @@ def test_attention_adjusts_only_what_is_scored_once() -> None:
 
     with pytest.raises(TypeError, match="Later has scores_once=True and observes generated"):
         complete(Later())
+
+
+class Again(Bare):
+    reads = frozenset({"keys"})
+
+    def rescore(self, view: LayerView) -> Tensor:
+        assert view.keys is not None
+        return view.score + view.keys.sum(-1)
+
+
+def test_a_plan_goes_by_stored_scores_unless_they_are_computed_again() -> None:
+    assert complete(Bare()).rescore is None
+    again = complete(Again())
+    assert again.rescore is not None
+    evictor = Again()
+    assert complete(SortedSelector(evictor, Bare())).rescore == evictor.rescore
+    assert complete(SortedSelector(Bare(), Again())).rescore is None  # the sorter sorts by stored
+
+
+class Least(Bare):
+    """Keeps tokens of positive score, in the second tier if above one."""
+
+    tiers = 2
+
+    def plan(self, view: PlanView) -> Tensor:
+        kept = (view.position >= 0) & (view.score > 0)
+        return torch.where(kept, (view.score > 1).byte(), DROP)
+
+    def tier_thresholds(self, view: PlanView) -> Tensor:
+        return view.score.amax(-1)[None]
+
+
+def test_a_sorter_goes_by_stored_scores_and_the_evictor_by_those_of_the_plan() -> None:
+    class Evicts(Again):
+        def plan(self, view: PlanView) -> Tensor:
+            return torch.where(view.score > 5, view.tier, DROP)
+
+    stored = torch.tensor([[[[0.5, 2.0, 3.0, -1.0]]]])
+    view = PlanView(
+        shape=view_of(4).shape,
+        first_layer=0,
+        score=torch.tensor([[[[9.0, 9.0, 0.0, 9.0]]]]),
+        position=torch.arange(4)[None, None, None],
+        tier=torch.full((1, 1, 1, 4), 254, dtype=torch.uint8),
+        length=torch.tensor([4]),
+        budget=torch.tensor([4]),
+        stored_score=stored,
+    )
+    both = SortedSelector(Evicts(), Least())
+    assert both.plan(view).flatten().tolist() == [0, 1, DROP, DROP]
+    thresholds = both.tier_thresholds(view)
+    assert thresholds is not None
+    assert thresholds.flatten().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("policy", [Even(), compose(Even(), Raw()), Heavy()], ids=str)

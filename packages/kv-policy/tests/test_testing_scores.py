@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import LayerView, Observe, RunningMean, RunningSum, protect
+from kv_policy import DROP, LayerView, Observe, PlanView, RunningMean, RunningSum, protect
 from kv_policy.testing import check_policy
 from lawful import Good, refusal
 
@@ -172,6 +172,85 @@ class AdjustsAcross(Adjusts):
         return view.score - view.length.float().mean()
 
 
+class Rescores(Good):
+    """Plans by how far keys are from the mean of those that are held."""
+
+    decode = "grow"
+
+    def rescore(self, view: LayerView) -> Tensor:
+        count = (view.position >= 0).sum(-1, keepdim=True).clamp(min=1)
+        mean = view.keys.sum(2, keepdim=True) / count[..., None]
+        score = view.score.masked_fill(view.score.isinf(), 0)
+        return self.protect(score + (view.keys - mean).norm(dim=-1), view)
+
+
+class RescoresToNan(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view).where(view.position != 1, torch.nan)
+
+
+class RescoresFlat(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view).sum(1)
+
+
+class RescoresByMass(Rescores):
+    observe = Observe(last=4)
+
+    def rescore(self, view: LayerView) -> Tensor:
+        return view.mass + view.score
+
+
+class RescoresAtRandom(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view) + torch.rand(())
+
+
+class RescoresAndWrites(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        view.keys.mul_(2)
+        return super().rescore(view)
+
+
+class RescoresAcross(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view) - view.length.float().mean()
+
+
+class RescoresPadding(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view) - view.keys.mean(2).norm(dim=-1, keepdim=True)
+
+
+class RescoresHeads(Rescores):
+    """Heads compete, but splits_heads is True."""
+
+    def rescore(self, view: LayerView) -> Tensor:
+        return super().rescore(view) - view.keys.sum((1, 2, 3))[:, None, None]
+
+
+class RescoresOverprotecting(Rescores):
+    def rescore(self, view: LayerView) -> Tensor:
+        return protect(super().rescore(view), view, first=self.sinks + 1)
+
+
+class RescoresAndDrops(Rescores):
+    """Protects by its new scores, and plans by position."""
+
+    sinks = 0
+
+    def rescore(self, view: LayerView) -> Tensor:
+        return protect(super().rescore(view), view, first=self.protected)
+
+    @property
+    def protected(self) -> int:
+        return 3
+
+    def plan(self, view: PlanView) -> Tensor:
+        plan = super().plan(view)
+        return plan.masked_fill(view.position < 3, DROP)
+
+
 @pytest.mark.parametrize("over", [0, -3])
 def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
     with pytest.raises(ValueError, match=f"over={over} must be 1 or more"):
@@ -203,6 +282,16 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
         (AdjustsByKeys, "adjust failed on a view without vectors"),
         (AdjustsAndWrites, "score changed the view's mass"),
         (AdjustsAcross, "scores of a sequence depend on the other sequences, or on its padding"),
+        (RescoresToNan, "rescore returns NaN for a token"),
+        (RescoresFlat, "rescore returns torch.float32 of shape"),
+        (RescoresByMass, "rescore failed on a view without observations and queries"),
+        (RescoresAtRandom, "rescore differs on a second call"),
+        (RescoresAndWrites, "rescore changed the view's keys"),
+        (RescoresAcross, "scores of rescore of a sequence depend on the other sequences"),
+        (RescoresPadding, "scores of rescore of a sequence depend on the other sequences"),
+        (RescoresHeads, "scores of rescore of a shard of the heads differ from the whole's"),
+        (RescoresOverprotecting, "rescore is infinite for more tokens of a head than the 3"),
+        (RescoresAndDrops, "plan drops a protected token, whose score is infinite"),
         (Normalized, "scores of a shard of the heads differ from the whole's"),
     ],
 )
@@ -212,6 +301,10 @@ def test_a_broken_policy_is_told_its_law(broken: type[Good], law: str) -> None:
 
 def test_a_score_may_go_by_the_layer_of_a_row() -> None:
     check_policy(ByLayer())
+
+
+def test_a_plan_may_go_by_scores_of_its_own() -> None:
+    check_policy(Rescores())
 
 
 def test_a_score_of_a_token_alone_may_be_adjusted() -> None:

@@ -17,6 +17,7 @@ from kv_evict.leankv import LeanKV
 from kv_evict.leankv_profile import Profile
 from kv_evict.pyramidinfer import PyramidInfer
 from kv_evict.pyramidkv import PyramidKV
+from kv_evict.r_kv import RKV
 from kv_evict.scissorhands import Scissorhands
 from kv_evict.snapkv import SnapKV
 from kv_evict.streaming import Streaming
@@ -26,6 +27,7 @@ from kv_evict.zigzagkv import ZigZagKV
 __all__ = [
     "CAKE",
     "H2O",
+    "RKV",
     "TOVA",
     "AdaPyramidKV",
     "AdaSnapKV",

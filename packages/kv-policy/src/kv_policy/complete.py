@@ -19,6 +19,7 @@ from kv_policy.optional import (
     Reading,
     Replanning,
     Replaying,
+    Rescoring,
     Rotating,
     Scoped,
     ScoringOnce,
@@ -39,6 +40,7 @@ class CompleteSelector:
 
     score: Callable[[LayerView], Float[Tensor, "B H L"]]
     adjust: Callable[[LayerView], Float[Tensor, "B H L"]] | None  # None: nothing is adjusted
+    rescore: Callable[[LayerView], Float[Tensor, "B H L"]] | None  # None: plans use stored scores
     plan: Callable[[PlanView], UInt8[Tensor, "N B H L"]]
     head_stats: Callable[[LayerView], Float[Tensor, "B H"] | None]
     tier_thresholds: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
@@ -70,6 +72,7 @@ class CompleteSelector:
         self.replan = selector.replan if isinstance(selector, Replanning) else Replan()
         self.running = selector.running if isinstance(selector, Accumulating) else None
         self.score, self.plan = selector.score, selector.plan
+        self.rescore = selector.rescore if isinstance(selector, Rescoring) else None
         self.head_stats = selector.head_stats if isinstance(selector, Summarizing) else _nothing
         self.tier_thresholds = (
             selector.tier_thresholds if isinstance(selector, Thresholding) else _nothing

@@ -70,6 +70,11 @@ class LayerView:
     A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
     model computes them; `shape` is the model's. Tokens are then in the order of the pass, and
     padding may come first. Its `adjust` sees all tokens after a prompt, without vectors.
+
+    For `rescore` the view covers one layer of the sequences that are planned, after prompts and in
+    decoding: all their tokens, those of the raw window too, ordered by position as after a prompt.
+    `score` then holds the stored scores, of fresh tokens too, and vectors are those that are
+    stored: coordinates, if there is a basis. There are no observations, and no queries.
     """
 
     layer: Int[Tensor, " B"]
@@ -100,9 +105,14 @@ class PlanView:
     tier: UInt8[Tensor, "N B H L"]  # current tier; FRESH if the token is not stored yet
     length: Int[Tensor, " B"]  # tokens seen so far
     budget: Int[Tensor, " B"]  # tokens per head, on average over the heads in view
-    aside: Float[Tensor, "N B H"] | None = None  # total score of the raw window, not in the view
+    aside: Float[Tensor, "N B H"] | None = (
+        None  # total stored score of the raw window, which is not in the view
+    )
     head_stats: Float[Tensor, "N B H"] | None = (
         None  # the result of `head_stats`; None: not computed
+    )
+    stored_score: Float[Tensor, "N B H L"] | None = (
+        None  # if `score` is the result of `rescore`; None: `score` is stored
     )
     # Tokens per page of each tier, or of each tier, layer and head; None: not paged. Always on the
     # CPU, so that reading it does not synchronize.

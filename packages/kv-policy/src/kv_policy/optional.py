@@ -76,7 +76,10 @@ class Reading(Protocol):
 
     @property
     def reads(self) -> frozenset[VectorName]:
-        """Vectors that `score` reads; reading queries requires that the host knows the RoPE."""
+        """Vectors that `score` and `rescore` read; queries are for `score` alone.
+
+        Reading queries requires that the host knows the RoPE.
+        """
         ...
 
 
@@ -118,6 +121,21 @@ class Adjusting(Protocol):
         Called with `scores_once`, if the selector observes attention: after a prompt or its last
         chunk, before `plan`. The view holds the tokens' scores so far and the observations, but no
         vectors. Kept tokens keep the result, which a later turn may adjust again.
+        """
+        ...
+
+
+@runtime_checkable
+class Rescoring(Protocol):
+    """Plans by other scores than the stored ones: by tokens in relation to each other."""
+
+    def rescore(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Return the scores that the next plan uses, of the tokens that are held at that time.
+
+        Called before every `plan`, after prompts and in decoding, with one layer of the sequences
+        that are planned: their tokens, the stored scores and the vectors in `reads`. The result is
+        `PlanView.score` of that plan alone. It is not stored: `score`, `running` and `step` go on
+        with the stored scores.
         """
         ...
 

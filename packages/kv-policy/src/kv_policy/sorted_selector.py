@@ -90,6 +90,11 @@ class SortedSelector:
         return self._evictor.adjust
 
     @property
+    def rescore(self) -> Callable[[LayerView], Float[Tensor, "B H L"]] | None:
+        """The evictor's, for its plan; the sorter plans by the stored scores, as its steps do."""
+        return self._evictor.rescore
+
+    @property
     def scope(self) -> Literal["layer", "model"]:
         """All layers together, if either selector plans them so."""
         return "model" if "model" in (self._evictor.scope, self._sorter.scope) else "layer"
@@ -123,15 +128,20 @@ class SortedSelector:
 
     def plan(self, view: PlanView) -> UInt8[Tensor, "N B H L"]:
         """Sort the tokens into tiers, and drop those beyond the budget."""
-        tier = self._sorter.plan(view)
+        tier = self._sorter.plan(_as_stored(view))
         rest = replace(view, tier=tier, position=view.position.masked_fill(tier == DROP, -1))
         gone = self._evictor.plan(rest) == DROP
         return tier.masked_fill(gone, DROP)
 
     def tier_thresholds(self, view: PlanView) -> Float[Tensor, "K N B H"] | None:
         """Return the sorter's thresholds over all tokens."""
-        return self._sorter.tier_thresholds(view)
+        return self._sorter.tier_thresholds(_as_stored(view))
 
     def step(self, view: StepView) -> Step:
         """Return the sorter's step."""
         return self._sorter.step(view)
+
+
+def _as_stored(view: PlanView) -> PlanView:
+    """Return the view with the stored scores."""
+    return view if view.stored_score is None else replace(view, score=view.stored_score)

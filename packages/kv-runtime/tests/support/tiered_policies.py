@@ -246,5 +246,9 @@ POLICIES: Final[dict[str, KVPolicy]] = {
     "ada-pyramidkv": parse("ada-pyramidkv:budget=12,window=4,pool=3"),
     "keydiff": parse("keydiff:budget=10"),
     "lagkv": parse("lagkv:budget=10,sinks=1,lag=3"),
+    "r-kv": parse("r-kv:budget=12,window=4,pool=3,every=3"),
+    "r-kv-prompts": parse("r-kv:budget=12,window=4,every=0"),
+    "r-kv-window": compose(parse("r-kv:budget=12,window=4,every=3"), Exact(1, 6)),
+    "r-kv-leankv": parse("r-kv:budget=12,window=4,every=4+leankv:high=raw,low=raw,window=3"),
     "leankv-token": parse("leankv:high=raw,low=raw,form=token,window=4,alpha_low=0.5"),
 }

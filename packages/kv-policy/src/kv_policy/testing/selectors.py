@@ -43,7 +43,7 @@ def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
     for seed, stored in enumerate((0.0, 0.5, 0.9)):
         tokens = after_prompt(selector, shape, stored, seed)
         score = _check_scores(selector, able, tokens)
-        _check_plan(selector, able, tokens, score)
+        _check_plan(selector, able, tokens, score, _check_rescore(selector, able, tokens, score))
     arriving = while_decoding(selector, shape, seed=3)
     check_running(selector, arriving)
     if selector.decode == "step" or selector.observe.generated:
@@ -103,13 +103,67 @@ def _adjusted(
         return score
     view = dataclasses.replace(view, score=score, keys=None, values=None)
     found = works("adjust failed on a view without vectors", selector.adjust, view)
+    return _numbers("adjust", view, found)
+
+
+def _numbers(method: str, view: LayerView, found: Tensor) -> Float[Tensor, "B H L"]:
     law(
         found.shape == view.position.shape and found.is_floating_point(),
-        f"adjust returns {found.dtype} of shape {tuple(found.shape)}; expected floats of shape "
+        f"{method} returns {found.dtype} of shape {tuple(found.shape)}; expected floats of shape "
         f"{tuple(view.position.shape)}",
     )
-    law(not found[view.position >= 0].isnan().any(), "adjust returns NaN for a token")
+    law(not found[view.position >= 0].isnan().any(), f"{method} returns NaN for a token")
     return found.float()
+
+
+def _rescored(
+    selector: CompleteSelector, tokens: DrawnTokens, score: Float[Tensor, "N B H L"]
+) -> Float[Tensor, "N B H L"]:
+    if selector.rescore is None:
+        return score
+    layers = []
+    for layer in range(tokens.shape.layers):
+        view = tokens.held(layer, score)
+        found = works(
+            "rescore failed on a view without observations and queries", selector.rescore, view
+        )
+        layers.append(_numbers("rescore", view, found))
+    return torch.stack(layers)
+
+
+def _check_rescore(
+    selector: CompleteSelector,
+    able: Capabilities,
+    tokens: DrawnTokens,
+    score: Float[Tensor, "N B H L"],
+) -> Float[Tensor, "N B H L"]:
+    """Check the scores of a plan as those of `score`, and return them."""
+    if selector.rescore is None:
+        return score
+    found = _rescored(selector, tokens, score)
+    view = tokens.held(0, score)
+    before = copy.deepcopy(view)
+    selector.rescore(view)
+    for field in dataclasses.fields(view):
+        old, new = getattr(before, field.name), getattr(view, field.name)
+        same = not isinstance(old, Tensor) or equal(old, new)
+        law(same, f"rescore changed the view's {field.name}")
+    there = tokens.position >= 0
+    law(
+        equal(found[there], _rescored(selector, tokens, score)[there]),
+        "rescore differs on a second call",
+    )
+    law(
+        bool((((found == torch.inf) & there).sum(-1) <= selector.protected).all()),
+        f"rescore is infinite for more tokens of a head than the {selector.protected} protected",
+    )
+    for sequences, heads, sentence in _parts(tokens, able):
+        part, pick = tokens.cut(sequences, heads)
+        there = part.position >= 0
+        alone = _rescored(selector, part, pick(score))
+        close = torch.isclose(alone, pick(found), rtol=1e-4, atol=1e-6)
+        law(bool(close[there].all()), f"scores of rescore {sentence}")
+    return found
 
 
 def _scores(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N B H L"]:
@@ -220,7 +274,9 @@ def _plans(
     step = layers if selector.scope == "model" else 1
     head_stats = _gauges(selector, tokens)
     parts = [slice(first, first + step) for first in range(0, layers, step)]
-    views = [tokens.plan(score, head_stats, part) for part in parts]
+    stored = None if selector.rescore is None else score
+    given = _rescored(selector, tokens, score)
+    views = [tokens.plan(given, head_stats, part, stored) for part in parts]
     plans = []
     for view in views:
         plan = works("plan failed", selector.plan, view)
@@ -238,6 +294,7 @@ def _check_plan(
     able: Capabilities,
     tokens: DrawnTokens,
     score: Float[Tensor, "N B H L"],
+    rescored: Float[Tensor, "N B H L"],
 ) -> None:
     plan = _plans(selector, tokens, score)
     law(equal(plan, _plans(selector, tokens, score)), "plan differs on a second call")
@@ -254,7 +311,7 @@ def _check_plan(
         "plan moves a stored token to an earlier tier than its own",
     )
     law(
-        bool(kept[there & (score == torch.inf)].all()),
+        bool(kept[there & (rescored == torch.inf)].all()),
         "plan drops a protected token, whose score is infinite",
     )
     if selector.budget is not None:

@@ -80,23 +80,46 @@ class DrawnTokens:
             values=rows(self.values),
         )
 
+    def held(self, layer: int, score: Float[Tensor, "N B H L"]) -> LayerView:
+        """Return the `rescore` view of a layer; the score of empty slots is NaN."""
+        empty = self.position[layer] < 0
+
+        def stored(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[layer].masked_fill(empty[..., None], 0)
+
+        return LayerView(
+            layer=torch.full_like(self.length, layer),
+            shape=self.shape,
+            position=self.position[layer],
+            fresh=self.fresh[layer],
+            score=score[layer].masked_fill(empty, torch.nan),
+            length=self.length,
+            keys=stored(self.keys),
+            values=stored(self.values),
+        )
+
     def plan(
         self,
         score: Float[Tensor, "N B H L"],
         head_stats: Float[Tensor, "N B H"] | None,
         layers: slice,
+        stored_score: Float[Tensor, "N B H L"] | None = None,
     ) -> PlanView:
         """Return the `plan` view of some layers; the score of empty slots is NaN."""
         position = self.position[layers]
+        empty = position < 0
         return PlanView(
             shape=self.shape,
             first_layer=layers.start,
-            score=score[layers].masked_fill(position < 0, torch.nan),
+            score=score[layers].masked_fill(empty, torch.nan),
             position=position,
             tier=self.tier[layers],
             length=self.length,
             budget=self.budget,
             head_stats=None if head_stats is None else head_stats[layers],
+            stored_score=(
+                None if stored_score is None else stored_score[layers].masked_fill(empty, torch.nan)
+            ),
             page=self.page,
         )
 

@@ -7,8 +7,16 @@ from torch import Tensor
 from kv_policy import CompleteSelector, LayerView, Part, PlanView, Selector
 
 
-def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
+def expect_scores(
+    selector: Selector, view: LayerView, given: object, method: str = "score"
+) -> Float[Tensor, "B H L"]:
     """Return scores as float32; they must be floats with the shape of the view.
+
+    Args:
+        selector: the selector.
+        view: what it was given.
+        given: what it returned.
+        method: the method that returned it.
 
     Raises:
         ValueError: the type, dtype or shape is wrong.
@@ -17,10 +25,26 @@ def expect_scores(selector: Selector, view: LayerView, given: object) -> Float[T
     if isinstance(given, Tensor) and given.is_floating_point() and given.shape == shape:
         return given.float()
     raise ValueError(
-        f"{_called(selector)} scored layer {int(view.layer[0])} with {_kind(given)}; score(view) "
-        f"returns floats of the shape of view.position, {shape}: one for each sequence, KV head "
-        "and token"
+        f"{_called(selector)} scored layer {int(view.layer[0])} with {_kind(given)}; "
+        f"{method}(view) returns floats of the shape of view.position, {shape}: one for each "
+        "sequence, KV head and token"
     )
+
+
+def expect_rescored(selector: Selector, view: LayerView, given: object) -> Float[Tensor, "B H L"]:
+    """Return the scores of a plan as float32; synchronizes with the device, as plans do.
+
+    Raises:
+        ValueError: the type, dtype or shape is wrong, or scores are NaN.
+    """
+    score = expect_scores(selector, view, given, "rescore")
+    if bool(lacks_numbers(view, score)):
+        raise ValueError(
+            f"{_called(selector)} rescored layer {int(view.layer[0])} with NaN, though its inputs "
+            "have no NaN; a score is a finite number, or infinity for a token that is always "
+            "kept. It may divide by a sum that is 0. Nothing was planned by these scores"
+        )
+    return score
 
 
 def expect_plan(selector: Selector, view: PlanView, given: object) -> Tensor:

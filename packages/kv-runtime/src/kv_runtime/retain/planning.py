@@ -20,7 +20,7 @@ from kv_policy import (
     VectorName,
 )
 from kv_runtime.batch import Pass
-from kv_runtime.retain.answers import expect_plan, expect_scores, lacks_numbers
+from kv_runtime.retain.answers import expect_plan, expect_rescored, expect_scores, lacks_numbers
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,21 @@ class Group:
     key: Float[Tensor, "B H S D"] | None = None
     value: Float[Tensor, "B H S Dv"] | None = None
 
-    def of(self, rows: slice) -> "Group":
-        """Return some rows, with the fields that a plan needs."""
-        score = None if self.score is None else self.score[rows]
-        return Group(self.position[rows], self.tier, self.fresh, self.store, score)
+    def of(self, rows: Int[Tensor, " D"] | slice, *, vectors: bool = False) -> "Group":
+        """Return some rows, with the fields that a plan needs; its vectors if they are wanted."""
+
+        def taken(x: Tensor | None, wanted: bool = True) -> Tensor | None:
+            return None if x is None or not wanted else x[rows]
+
+        return Group(
+            position=self.position[rows],
+            tier=self.tier,
+            fresh=self.fresh,
+            store=self.store,
+            score=taken(self.score),
+            key=taken(self.key, vectors),
+            value=taken(self.value, vectors),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,23 @@ class Scored:
         """The current tier of each token."""
         each = [torch.full_like(g.position, g.tier, dtype=torch.uint8) for g in self.groups]
         return _joined(self.order, each)
+
+    @property
+    def fresh(self) -> Bool[Tensor, "B H L"]:
+        """Whether each token is new in its pass."""
+        each = [torch.full_like(g.position, g.fresh, dtype=torch.bool) for g in self.groups]
+        return _joined(self.order, each)
+
+    def vectors(self, name: VectorName) -> Float[Tensor, "B H L _"]:
+        """The keys or values of the tokens, which the groups have; zero in empty slots."""
+        parts = [g.key if name == "keys" else g.value for g in self.groups]
+        return _vectors(self.order, parts).masked_fill((self.position < 0)[..., None], 0)
+
+    def of(self, rows: Int[Tensor, " D"] | slice) -> "Scored":
+        """Return some rows."""
+        order = None if self.order is None else self.order[rows]
+        groups = tuple(group.of(rows, vectors=True) for group in self.groups)
+        return Scored(groups, order, self.position[rows], self.score[rows])
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Split a result in this order by group."""
@@ -123,7 +151,38 @@ def adjust_layers(
     view = _view(layers, shape, groups, scored.order, now, frozenset())
     score = expect_scores(selector, view, selector.adjust(view))
     wrong = lacks_numbers(view, score)
-    return replace(scored, score=score, wrong=wrong if scored.wrong is None else scored.wrong | wrong)
+    return replace(
+        scored, score=score, wrong=wrong if scored.wrong is None else scored.wrong | wrong
+    )
+
+
+def rescored(
+    selector: CompleteSelector,
+    layer: int,
+    shape: CacheShape,
+    scored: Scored,
+    length: Int[Tensor, " B"],
+) -> Float[Tensor, "B H L"]:
+    """Return the scores that one plan uses for a layer: of `rescore`, or else those stored.
+
+    The tokens are in the order of positions; their groups have the vectors that are read.
+
+    Raises:
+        ValueError: the selector returns something else than scores.
+    """
+    if selector.rescore is None:
+        return scored.score
+    view = LayerView(
+        layer=torch.full_like(length, layer),
+        shape=shape,
+        position=scored.position,
+        fresh=scored.fresh,
+        score=scored.score,
+        length=length,
+        keys=scored.vectors("keys") if "keys" in selector.reads else None,
+        values=scored.vectors("values") if "values" in selector.reads else None,
+    )
+    return expect_rescored(selector, view, selector.rescore(view))
 
 
 def _view(
@@ -219,19 +278,28 @@ def plan_layers(
 
     def stack(parts: list[Tensor], fill: int | float) -> Tensor:
         return torch.stack(
-            [torch.nn.functional.pad(p[rows], (0, width - p.shape[-1]), value=fill) for p in parts]
+            [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
         )
 
+    stored = stack([s.score[rows] for s in scored], 0.0)
+    score = stored
+    if selector.rescore is not None:
+        each = [
+            rescored(selector, first_layer + i, shape, s.of(rows), length[rows])
+            for i, s in enumerate(scored)
+        ]
+        score = stack(each, 0.0)
     stats = [s.head_stats[rows] for s in scored if s.head_stats is not None]
     view = PlanView(
         shape=shape,
         first_layer=first_layer,
-        score=stack([s.score for s in scored], 0.0),
-        position=stack([s.position for s in scored], -1),
-        tier=stack([s.tier for s in scored], DROP),
+        score=score,
+        position=stack([s.position[rows] for s in scored], -1),
+        tier=stack([s.tier[rows] for s in scored], DROP),
         length=length[rows],
         budget=budget[rows],
         head_stats=torch.stack(stats) if len(stats) == len(scored) else None,
+        stored_score=None if selector.rescore is None else stored,
         page=page,
     )
     plan, tier_thresholds = planned(selector, view, window)
@@ -246,10 +314,11 @@ def planned(
     """Plan all tokens outside the raw window; return the plan and the selector's thresholds."""
     if window:
         held_raw = view.position >= (view.length - window).clamp(min=0)[None, :, None, None]
+        stored = view.score if view.stored_score is None else view.stored_score
         view = replace(
             view,
             position=view.position.masked_fill(held_raw, -1),
-            aside=view.score.masked_fill(~held_raw, 0).sum(-1),
+            aside=stored.masked_fill(~held_raw, 0).sum(-1),
         )
     plan = expect_plan(selector, view, selector.plan(view))
     plan = torch.where(view.position >= 0, plan, DROP)

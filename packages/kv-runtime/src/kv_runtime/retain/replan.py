@@ -1,4 +1,4 @@
-"""Plan the stored tokens of some sequences again, by their stored scores."""
+"""Plan the stored tokens of some sequences again, by their stored scores or `rescore`."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_policy import FRESH, CompleteSelector, PlanView
+from kv_policy import FRESH, CompleteSelector, PlanView, VectorName
 from kv_runtime.batch import Batch, grid
 from kv_runtime.retain.apply import restack
-from kv_runtime.retain.planning import Group, Scored, planned
+from kv_runtime.retain.planning import Group, Scored, planned, rescored
 
 _TOGETHER: Final = 1 << 20  # tokens planned at once, which bounds the memory
+_DECODED: Final = 1 << 18  # tokens whose vectors are decoded at once, for `rescore`
 
 
 def replan(
@@ -33,7 +34,11 @@ def replan(
     """
     layers, together = batch.shape.layers, 1 if selector.scope == "layer" else batch.shape.layers
     longest = max((store.longest for _, store in batch.held_stores), default=1)
-    few = max(1, _TOGETHER // (together * batch.shape.kv_heads * longest))
+    each_layer = batch.shape.kv_heads * longest
+    few = _TOGETHER // (together * each_layer)
+    if selector.rescore is not None:
+        few = min(few, _DECODED // each_layer)
+    few = max(1, few)
     found = []
     for i in range(0, len(sequences), few):
         rows = torch.tensor(sequences[i : i + few], device=batch.seen.device)
@@ -60,14 +65,18 @@ def _replan(
     def by_layer(x: Tensor) -> Tensor:
         return x.view(count, len(rows), *x.shape[1:])
 
+    stored = score = by_layer(scored.score)
+    if selector.rescore is not None:
+        score = _rescored(selector, batch, layers, rows, stored)
     view = PlanView(
         shape=batch.shape,
         first_layer=layers.start,
-        score=by_layer(scored.score),
+        score=score,
         position=by_layer(scored.position),
         tier=by_layer(scored.tier),
         length=batch.seen[rows],
         budget=budget,
+        stored_score=None if selector.rescore is None else stored,
         page=batch.layout.page_tokens[..., layers, :],
     )
     plan, tier_thresholds = planned(selector, view, batch.window_size)
@@ -82,19 +91,49 @@ def _replan(
     return tier_thresholds
 
 
-def _held(batch: Batch, layers: slice, rows: Int[Tensor, " D"]) -> list[Group]:
-    """Return sequences' tokens in stores and the window, with rows grouped by layer."""
+def _rescored(
+    selector: CompleteSelector,
+    batch: Batch,
+    layers: slice,
+    rows: Int[Tensor, " D"],
+    stored: Float[Tensor, "n D H L"],
+) -> Float[Tensor, "n D H L"]:
+    """Score the tokens of layers for one plan, with the vectors of one layer at a time."""
+    found = torch.zeros_like(stored)
+    for i, layer in enumerate(range(layers.start, layers.stop)):
+        groups = _held(batch, slice(layer, layer + 1), rows, selector.reads)
+        each = rescored(selector, layer, batch.shape, Scored.carried(groups), batch.seen[rows])
+        found[i, ..., : each.shape[-1]] = each  # empty slots are last, and others have more
+    return found
+
+
+def _held(
+    batch: Batch,
+    layers: slice,
+    rows: Int[Tensor, " D"],
+    reads: frozenset[VectorName] = frozenset(),
+) -> list[Group]:
+    """Return sequences' tokens in stores and the window, with rows grouped by layer.
+
+    With the vectors in `reads`, except queries.
+    """
     heads, groups = batch.shape.kv_heads, []
     table_rows = batch.table_rows(layers, rows)
+    vectors = frozenset(name for name in reads if name != "queries")
     for tier, store in batch.held_stores:
-        held = store.read(table_rows)
+        held = store.read(table_rows, vectors)
         assert held.position is not None  # pages of a selector store both
         assert held.score is not None
         position, score = grid(held.position, heads), grid(held.score, heads)
-        groups.append(Group(position, tier, fresh=False, store=store, score=score))
+        key, value = (None if x is None else grid(x, heads) for x in (held.key, held.value))
+        groups.append(
+            Group(position, tier, fresh=False, store=store, score=score, key=key, value=value)
+        )
     raw = batch.held_window
     if raw is not None:
         position = batch.by_head(raw.position[rows].repeat(layers.stop - layers.start, 1))
         carried = raw.scores_of(layers)[:, rows].flatten(0, 1) if raw.has_scores else None
-        groups.append(Group(position, FRESH, fresh=False, score=carried))
+        key = raw.keys_of(layers)[:, rows].flatten(0, 1) if "keys" in reads else None
+        value = raw.values_of(layers)[:, rows].flatten(0, 1) if "values" in reads else None
+        groups.append(Group(position, FRESH, fresh=False, score=carried, key=key, value=value))
     return groups

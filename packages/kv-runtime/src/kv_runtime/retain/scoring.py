@@ -23,6 +23,8 @@ class Observed:
     result: Attended
     queries: Queries | None
     replayed: Float[Tensor, "B H L"] | None = None  # of a prompt, if the selector asks for a replay
+    # Key and value as they are stored, if a prompt's plan reads them beside those that are scored.
+    stored: tuple[Float[Tensor, "B Hs L Ds"], Float[Tensor, "B Hs L Dt"]] | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,7 +60,12 @@ def score(
     results = [o.result for o in observed]
     if selector.scores_once:
         new = score_layers(*what, [fresh_group(batch, over, key, value, selector.reads)], over)
-        groups = layer_groups(batch, over, layers, key, value, frozenset(), results)
+        kept, reads = [o.stored for o in observed if o.stored is not None], selector.reads
+        if kept:
+            key, value = _rows([k for k, _ in kept]), _rows([v for _, v in kept])
+        groups = layer_groups(
+            batch, over, layers, key, value, reads if kept else frozenset(), results
+        )
         groups[-1] = replace(groups[-1], score=new.split(new.score)[0])
         scored = replace(Scored.carried(groups), head_stats=new.head_stats, wrong=new.wrong)
         if not now.is_prefill or now.is_partial_prefill:

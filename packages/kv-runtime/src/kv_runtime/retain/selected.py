@@ -108,8 +108,12 @@ class KeepSelected:
         running = running_in(now, self.selector)
         if running is not None:
             result = update_scores(batch, now, layer, result, running)
+        once = self.selector.scores_once
         observed = Observed(
-            *(unprojected if self.selector.scores_once else (key, value)), result, queries
+            *(unprojected if once else (key, value)),
+            result,
+            queries,
+            stored=(key, value) if once and self.selector.rescore and now.is_prefill else None,
         )
         if not now.is_prefill:
             self._steps.append(_Arrival(key, value))
@@ -198,7 +202,7 @@ class KeepSelected:
         self._turns.join(other._turns)
 
     def _again(self, batch: Batch, sequences: list[int]) -> None:
-        """Plan the stored tokens of sequences again, by their stored scores."""
+        """Plan the stored tokens of sequences again, by their stored scores or `rescore`."""
         with self.tally.timed():
             budget = self._resolve_again(batch, batch.seen, sequences)
             try:
