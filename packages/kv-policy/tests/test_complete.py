@@ -167,6 +167,12 @@ def test_attention_adjusts_only_what_is_scored_once() -> None:
     with pytest.raises(TypeError, match="Idle has scores_once=True and observes attention"):
         complete(Idle())
 
+    class Chunked(Looks):
+        plans_chunks = True
+
+    with pytest.raises(TypeError, match=r"Chunked has plans_chunks=True and adjust\(view\)"):
+        complete(Chunked())
+
     class Later(Looks):
         observe = Observe(last=4, generated=True)
 

@@ -17,19 +17,9 @@ from kv_policy import Capabilities, Evictor, LayerView, Observe, PlanView, Repla
 
 _NEAR: Final = 21  # neighbouring positions whose observed attention counts, as in kv-compress
 # What has no effect beside a threshold; a share sets one itself.
-_OF_BUDGETS: Final = tuple(
-    [
-        "budget",
-        "layers",
-        "pool",
-        "window",
-        "every",
-        "uncompressed",
-        "short",
-        "most",
-        "chunks",
-        "share",
-    ]
+_OF_BUDGETS: Final = (
+    *("budget", "layers", "pool", "window", "chunks", "share"),
+    *("every", "uncompressed", "short", "most"),
 )
 
 

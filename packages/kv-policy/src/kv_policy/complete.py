@@ -52,7 +52,8 @@ class CompleteSelector:
 
         Raises:
             TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
-                and by more than the token; or it adjusts scores that it does not give once.
+                and by more than the token; or it adjusts scores that it does not give once; or it
+                plans chunks of prompts by scores that change.
             ValueError: it plans chunks of prompts, and its budget is a share of the prompt.
         """
         self.selector = selector
@@ -95,8 +96,18 @@ class CompleteSelector:
             )
         if self.scores_once:
             self._expect_tokens_alone()
-        if self.plans_chunks and self.budget is not None:
+        if self.plans_chunks:
+            self._expect_chunks_add_up()
+
+    def _expect_chunks_add_up(self) -> None:
+        if self.budget is not None:
             self.budget.expect_tokens(type(self.selector).__name__)
+        for method, own in (("adjust", self.adjust), ("rescore", self.rescore)):
+            if own is not None:
+                raise TypeError(
+                    f"{type(self.selector).__name__} has plans_chunks=True and {method}(view); "
+                    "tokens that a chunk evicted cannot get another score"
+                )
 
     def _expect_tokens_alone(self) -> None:
         more = {
