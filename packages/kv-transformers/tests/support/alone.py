@@ -25,6 +25,7 @@ POLICIES: Final = (
     "fastgen:recovery=0.5,sinks=1,window=8",
     "cake:budget=10,window=4,pool=3",
     "keydiff:budget=8",
+    "r-kv:budget=10,window=4,pool=3,every=3",
     "lagkv:budget=8,sinks=1,lag=3",
     "expected-attention:budget=10",
 )
