@@ -68,8 +68,9 @@ class LayerView:
     the policy reads queries the view covers one layer, whose rotary embedding is `rope`.
 
     A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
-    model computes them; `shape` is the model's. Tokens are then in the order of the pass, and
-    padding may come first. Its `adjust` sees all tokens after a prompt, without vectors.
+    model computes them, in its dtype; other selectors see float32. `shape` is the model's. Tokens
+    are then in the order of the pass, and padding may come first. Its `adjust` sees all tokens
+    after a prompt, without vectors.
 
     For `rescore` the view covers one layer of the sequences that are planned, after prompts and in
     decoding: all their tokens, those of the raw window too, ordered by position as after a prompt.

@@ -23,13 +23,15 @@ def fresh_group(
     seen: Tensor | None = None,
     also: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Group:
-    """Return the new tokens of a pass; vectors are in float32, and those of padding zero."""
+    """Return the new tokens of a pass, with the vectors of padding zero."""
     padding = (now.position < 0)[:, None, :, None] if reads & {"keys", "values"} else None
+    if padding is not None and padding.device.type == "cpu" and not padding.any():
+        padding = None  # no copies are needed; a device would be waited for
 
     def vectors(name: VectorName, x: Tensor) -> Tensor | None:
-        if padding is None or name not in reads:
+        if name not in reads:
             return None
-        return x.to(torch.float32, copy=True).masked_fill_(padding, 0)  # one copy for both
+        return x if padding is None else x.masked_fill(padding, 0)
 
     return Group(
         position=batch.by_head(now.position),

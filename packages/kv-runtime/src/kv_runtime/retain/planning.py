@@ -73,8 +73,8 @@ class Scored:
     def carried(cls, groups: Sequence[Group]) -> "Scored":
         """Use the stored scores, without calling the selector."""
         order = _order(groups)
-        score = torch.cat([_carried_score(g) for g in groups], -1).gather(-1, order)
-        position = torch.cat([g.position for g in groups], -1).gather(-1, order)
+        score = _joined(order, [_carried_score(g) for g in groups])
+        position = _joined(order, [g.position for g in groups])
         return cls(tuple(groups), order, position, score)
 
     @property
@@ -119,7 +119,8 @@ def score_layers(
 ) -> Scored:
     """Concatenate the groups, in a prompt sorted by position, and score them with the selector.
 
-    Tokens that are scored once are not sorted, as none depends on another.
+    Tokens that are scored once are not sorted, as none depends on another, and their vectors stay
+    in the model's dtype; others are in float32.
 
     Args:
         selector: the selector.
@@ -130,8 +131,9 @@ def score_layers(
         queries: the queries of the pass, over these layers.
         replayed: of the last group, the new tokens; see `LayerView.replayed`.
     """
-    order = _order(groups) if now.is_prefill and not selector.scores_once else None
-    view = _view(layers, shape, groups, order, now, selector.reads, queries, replayed)
+    once = selector.scores_once
+    order = _order(groups) if now.is_prefill and not once else None
+    view = _view(layers, shape, groups, order, now, selector.reads, queries, replayed, plain=once)
     score = expect_scores(selector, view, selector.score(view))
     head_stats = selector.head_stats(view) if now.is_prefill else None
     wrong = lacks_numbers(view, score) if now.is_prefill else None
@@ -194,9 +196,11 @@ def _view(
     reads: frozenset[VectorName],
     queries: Queries | None = None,
     replayed: Float[Tensor, "B H _"] | None = None,
+    *,
+    plain: bool = False,
 ) -> LayerView:
-    """Return the groups' tokens in one view, in the given order."""
-    joined, vectors = partial(_joined, order), partial(_vectors, order)
+    """Return the groups' tokens in one view, in the given order; `plain`: vectors as they are."""
+    joined, vectors = partial(_joined, order), partial(_vectors, order, plain=plain)
     observed = all(g.mass is not None for g in groups)
     lead, device = groups[0].position.shape[:-1], groups[0].position.device
     each = [torch.full(g.position.shape[-1:], g.fresh, device=device) for g in groups]
@@ -226,19 +230,21 @@ def _joined(order: Tensor | None, parts: list[Tensor]) -> Tensor:
     return whole if order is None else whole.gather(-1, order)
 
 
-def _vectors(order: Tensor | None, parts: list[Tensor | None]) -> Tensor:
-    each = [p.float() for p in parts if p is not None]
+def _vectors(order: Tensor | None, parts: list[Tensor | None], *, plain: bool = False) -> Tensor:
+    each = [p if plain else p.float() for p in parts if p is not None]
     whole = each[0] if len(each) == 1 else torch.cat(each, -2)
     if order is None:
         return whole
     return whole.gather(-2, order[..., None].expand(*order.shape, whole.shape[-1]))
 
 
-def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"]:
-    """Return the indices that sort tokens by position; empty slots are last."""
+def _order(groups: Sequence[Group]) -> Int[Tensor, "B H L"] | None:
+    """Return the indices that sort tokens by position, empty slots last; None: they are sorted."""
     position = torch.cat([g.position for g in groups], -1)
-    last = torch.iinfo(position.dtype).max
-    return position.masked_fill(position < 0, last).argsort(dim=-1, stable=True)
+    place = position.masked_fill(position < 0, torch.iinfo(position.dtype).max)
+    if place.device.type == "cpu" and bool((place[..., 1:] >= place[..., :-1]).all()):
+        return None  # a device would be waited for
+    return place.argsort(dim=-1, stable=True)
 
 
 def _carried_score(group: Group) -> Float[Tensor, "B H S"]:
