@@ -232,7 +232,7 @@ def seconds(loaded: LoadedModel, size: Size) -> Iterator[Row]:
 
 # Policies whose means are figures, with what follows the task in their names. At an eighth of the
 # bytes it is the better of the newest 64 and the newest 8 tokens, both measured. A cell that two
-# parts have is of the same prompts in both.
+# parts have is that of the first.
 NAMED: Final = {
     FULL: "full",
     "gate_25": "25",
@@ -256,7 +256,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
     for row in (row for row in rows if row["kind"] == "cell" and row["name"] in NAMED):
         setting = "" if row["setting"] == "agnostic" else f"{row['setting']}_"
         task = "nats" if row["task"] == "nll" else str(row["task"]).replace("-", "_")
-        figures[f"{setting}{task}_{NAMED[str(row['name'])]}"] = float(str(row["mean"]))
+        name = f"{setting}{task}_{NAMED[str(row['name'])]}"
+        figures.setdefault(name, float(str(row["mean"])))
     for row in (row for row in rows if row["kind"] == "cell" and row["name"] in NAMED):
         if row["name"] != FULL:
             figures.setdefault(f"bytes_{NAMED[str(row['name'])]}", float(str(row["bytes"])))

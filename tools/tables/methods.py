@@ -111,7 +111,7 @@ def gate(result: Row, said: Said) -> Iterator[str]:
 def gate_line(policy: str, asked: Iterable[tuple[str, ...]], cells: Iterable[Row]) -> list[str]:
     """Write what a policy held and its mean in each cell, with the interval of the mean."""
     mine = [cell for cell in cells if cell["policy"] == policy]
-    found = {(cell["task"], cell["setting"]): cell for cell in mine}
+    found = {(cell["task"], cell["setting"]): cell for cell in reversed(mine)}  # the first part's
     name = "the full cache" if policy == "full" else f"`{policy}`"
     line = [name, f"{mine[0]['bytes']:.3f}"]
     for task, setting, _ in asked:
