@@ -254,4 +254,4 @@ def test_arguments_that_do_not_fit_are_errors(case):
         (c.q, c.position, "mmx", "no kernels for mmx here"),
     ):
         with pytest.raises(RuntimeError, match=reason):
-            torch.ops.kv_cpu.prompt(q, position, *parts, 8, 0.3, isa)
+            torch.ops.kv_cpu.prompt(q, position, *parts, 0, 8, 0.3, isa)
