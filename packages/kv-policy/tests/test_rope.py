@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_policy import CacheShape, Rope, Ropes
+from kv_policy.shape import turns_by_dimension
 
 ROPES = {
     "halves": Rope((1.0, 0.3, 0.05)),
@@ -40,6 +41,21 @@ def test_vectors_are_turned_as_the_matrix_turns_them(rope: Rope) -> None:
     mean = torch.stack([matrix(rope, place) for place in places]).mean(0)
     turn = rope.mean_turn(torch.tensor([places]), 6)
     torch.testing.assert_close(turn[0].double(), mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_kernels_get_what_each_dimension_rotates_by(together: bool) -> None:
+    every = tuple(ROPES.values())
+    x = torch.randn(6, generator=torch.Generator().manual_seed(2))
+    for i, rope in enumerate(every):
+        given = Ropes(every) if together else rope
+        rows = turns_by_dimension(given, 6, torch.device("cpu"))
+        assert all(len(each) == (len(every) if together else 1) for each in rows)
+        frequency, partner, sign = (each[i if together else 0] for each in rows)
+        angle = 7 * frequency
+        found = x * angle.cos() - sign * angle.sin() * x[partner]
+        right = x.double() @ matrix(rope, 7).T
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -171,6 +171,22 @@ def test_the_end_of_a_prompt_adjusts_the_scores_of_all_its_tokens(policy: Asked)
     expect_adjusted(world, ADJUSTED)
 
 
+@dataclass(frozen=True)
+class Misshapen(Asked):
+    """Returns a score for each head."""
+
+    name: ClassVar[str] = "misshapen"
+
+    def adjust(self, view: LayerView) -> Tensor:
+        """Return another shape than that of the view."""
+        return view.score.sum(-1)
+
+
+def test_adjusted_scores_of_another_shape_are_refused_by_their_method() -> None:
+    with pytest.raises(ValueError, match=r"misshapen scored layer 0 with .*; adjust\(view\) ret"):
+        World(Misshapen(Budget(9))).forward(ragged(20, 9))
+
+
 def expect_adjusted(world: World, given: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Check that the heads hold the best tokens by adjusted score."""
     for layer, (position, score, mass) in enumerate(given):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen, missing
 from kv_policy import LayerView, Rope, Ropes
-from kv_policy.described import NUMBERS
+from kv_policy.described import unreadable
 
 __all__ = ["declined", "gate", "missing"]
 
@@ -28,13 +28,13 @@ def declined(view: LayerView, units: int) -> str | None:
         view: the tokens, with their keys and values.
         units: size of the gate's hidden layer.
     """
-    if view.keys is None or view.values is None or view.shape.rope is None:
-        return "no keys, no values, or an unknown rotary embedding"
+    reason = unreadable(view)
+    if reason is not None:
+        return reason
     for vectors in (view.keys, view.values):
+        assert vectors is not None
         if vectors.device.type != "cpu":
             return f"tensors on {vectors.device.type}"
-        if vectors.dtype not in NUMBERS:
-            return f"vectors in {vectors.dtype}"
         if vectors.shape[-1] > MOST_DIM:
             return f"vectors of more than {MOST_DIM} dimensions"
     if units > MOST_UNITS:
@@ -95,7 +95,6 @@ def _turns(rope: Rope | Ropes, dim: int) -> tuple[Float[Tensor, "R _"], Int[Tens
     for i, one in enumerate(each):
         count = len(one.frequencies)
         if count:
-            half = [(j, j + dim // 2) for j in range(count)]
             frequency[i, :count] = torch.tensor(one.frequencies, dtype=torch.float32)
-            pairs[i, :count] = torch.tensor(half if one.pairs is None else one.pairs)
+            pairs[i, :count] = torch.tensor(one.pairs_of(dim))
     return frequency, pairs

@@ -11,15 +11,23 @@ from torch import Tensor
 
 from kv_evict.gate_file import GateWeights, load
 from kv_evict.gate_threshold import GateThreshold
-from kv_evict.pooling import pool
+from kv_evict.pooling import expect_odd, pool
 from kv_evict.schedule import cheapest_pages
 from kv_policy import Capabilities, Evictor, LayerView, Observe, PlanView, Replan, Selector
 
 _NEAR: Final = 21  # neighbouring positions whose observed attention counts, as in kv-compress
 # What has no effect beside a threshold; a share sets one itself.
 _OF_BUDGETS: Final = (
-    *("budget", "layers", "pool", "window", "chunks", "share"),
-    *("every", "uncompressed", "short", "most"),
+    "budget",
+    "layers",
+    "pool",
+    "window",
+    "every",
+    "uncompressed",
+    "short",
+    "most",
+    "chunks",
+    "share",
 )
 
 
@@ -115,11 +123,7 @@ class Gate(Evictor):
                 belongs to a budget, or a file that is damaged or no gate.
         """
         super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
-                f"{self.pool + 1}"
-            )
+        expect_odd(self.name, self.pool)
         if not self.window and self.weight != type(self).weight:
             raise ValueError(
                 f"{self.name}: weight={self.weight} is a factor of what a window observes, and "

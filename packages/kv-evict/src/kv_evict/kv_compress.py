@@ -8,7 +8,7 @@ from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.pooling import pool
+from kv_evict.pooling import expect_odd, pool
 from kv_evict.schedule import cheapest_pages
 from kv_policy import (
     Budget,
@@ -96,11 +96,7 @@ class KVCompress(Evictor):
                 "kept; use one of them"
             )
         super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
-                f"{self.pool + 1}"
-            )
+        expect_odd(self.name, self.pool)
         if self.rate is not None and self.floor < self._held:
             raise ValueError(
                 f"{self.name}: floor={self.floor} tokens is smaller than the {self._held} it "

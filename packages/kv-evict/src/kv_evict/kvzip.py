@@ -8,7 +8,7 @@ from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.pooling import pool
+from kv_evict.pooling import expect_odd, pool
 from kv_evict.schedule import cheapest_pages
 from kv_policy import Capabilities, Evictor, LayerView, PlanView, Replay
 
@@ -58,11 +58,7 @@ class KVzip(Evictor):
             ValueError: an even `pool`, or a budget below the protected tokens.
         """
         super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
-                f"{self.pool + 1}"
-            )
+        expect_odd(self.name, self.pool)
 
     @property
     def replay(self) -> Replay:

@@ -35,6 +35,22 @@ def pool(
     return _mean(given, position, counts, size // 2)
 
 
+def expect_odd(name: str, size: int) -> None:
+    """Raise unless a pool has a middle.
+
+    Args:
+        name: the method, which begins the message.
+        size: positions per pool.
+
+    Raises:
+        ValueError: the size is even.
+    """
+    if size % 2 == 0:
+        raise ValueError(
+            f"{name}: pool={size} has no middle; use an odd number, such as {size + 1}"
+        )
+
+
 def _greatest(
     given: Float[Tensor, "B H L"],
     position: Int[Tensor, "B H L"],

@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kv_evict.pooling import pool
+from kv_evict.pooling import expect_odd, pool
 from kv_evict.running import running_mean
 from kv_policy import Evictor, LayerView, Observe, Replan, RunningMean
 
@@ -69,11 +69,7 @@ class RKV(Evictor):
             ValueError: a budget below the window, or an even `pool`.
         """
         super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
-                f"{self.pool + 1}"
-            )
+        expect_odd(self.name, self.pool)
 
     @property
     def recent(self) -> int:

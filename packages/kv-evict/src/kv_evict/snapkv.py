@@ -8,7 +8,7 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.pooling import pool
+from kv_evict.pooling import expect_odd, pool
 from kv_policy import Evictor, LayerView, Observe
 
 
@@ -51,11 +51,7 @@ class SnapKV(Evictor):
     def __post_init__(self) -> None:
         """Check the parameters."""
         super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(
-                f"{self.name}: pool={self.pool} has no middle; use an odd number, such as "
-                f"{self.pool + 1}"
-            )
+        expect_odd(self.name, self.pool)
 
     @property
     def recent(self) -> int:

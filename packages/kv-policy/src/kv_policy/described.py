@@ -1,4 +1,4 @@
-"""A page layout as plain numbers for compiled kernels, independent of the compiler."""
+"""What compiled kernels read, independent of the compiler: a page layout as plain numbers."""
 
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -6,10 +6,21 @@ from typing import Final, NamedTuple
 import torch
 
 from kv_policy.codec import BitLayout, Codec
+from kv_policy.contract import LayerView
 from kv_policy.pages import PageLayout
 from kv_policy.raw import RawCodec
 
 NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
+
+
+def unreadable(view: LayerView) -> str | None:
+    """Return why kernels do not read the keys and values of a view, or do not rotate its keys."""
+    if view.keys is None or view.values is None or view.shape.rope is None:
+        return "no keys, no values, or an unknown rotary embedding"
+    for vectors in (view.keys, view.values):
+        if vectors.dtype not in NUMBERS:
+            return f"vectors in {vectors.dtype}"
+    return None
 
 
 def _is_known(codec: Codec) -> bool:

@@ -36,6 +36,12 @@ class Rope:
                 "together; use one frequency per pair, and each dimension in at most one pair"
             )
 
+    def pairs_of(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """Return the pairs of a head of `dim` dimensions, one for each frequency."""
+        if self.pairs is not None:
+            return self.pairs
+        return tuple((i, i + dim // 2) for i in range(len(self.frequencies)))
+
     def turned(
         self, x: Float[Tensor, "*S D"], position: Int[Tensor, "*P"]
     ) -> Float[Tensor, "*T D"]:
@@ -84,10 +90,7 @@ class _Turn:
 
 @lru_cache(maxsize=64)
 def _turn(rope: Rope, dim: int, device: torch.device) -> _Turn:
-    half, none = dim // 2, len(rope.frequencies)
-    pairs = rope.pairs
-    if pairs is None:
-        pairs = tuple((i, i + half) for i in range(none))
+    half, none, pairs = dim // 2, len(rope.frequencies), rope.pairs_of(dim)
     pair, sign, partner = [none] * dim, [0.0] * dim, list(range(dim))
     for index, (i, j) in enumerate(pairs):
         pair[i], pair[j] = index, index
@@ -148,6 +151,30 @@ def _turns(ropes: Ropes, dim: int, device: torch.device) -> _Turn:
             torch.stack([t.sign for t in each]),
             torch.stack([t.partner for t in each]),
         )
+
+
+@lru_cache(maxsize=64)
+def turns_by_dimension(
+    rope: Rope | Ropes, dim: int, device: torch.device
+) -> tuple[Float[Tensor, "R D"], Int[Tensor, "R D"], Float[Tensor, "R D"]]:
+    """Return what each dimension of a head rotates by, for kernels.
+
+    Args:
+        rope: of all layers, or per layer.
+        dim: D, dimensions of a head.
+        device: where the tensors are.
+
+    Returns:
+        For each layer, or once for all, the frequency of a dimension (0: it does not rotate), the
+        other dimension of its pair (or itself), and the sign of that one's sine: by an angle a,
+        x becomes cos(a) x - sign sin(a) x[partner].
+    """
+    with torch.inference_mode(False):  # cached tensors outlive the caller
+        if isinstance(rope, Ropes):
+            turn = _turns(rope, dim, device)
+            return turn.frequency.gather(-1, turn.pair), turn.partner, turn.sign
+        turn = _turn(rope, dim, device)
+        return turn.frequency[turn.pair][None], turn.partner[None], turn.sign[None]
 
 
 @dataclass(frozen=True, slots=True)

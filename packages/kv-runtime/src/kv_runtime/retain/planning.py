@@ -151,7 +151,7 @@ def adjust_layers(
         for group, score in zip(scored.groups, scored.split(scored.score), strict=True)
     ]
     view = _view(layers, shape, groups, scored.order, now, frozenset())
-    score = expect_scores(selector, view, selector.adjust(view))
+    score = expect_scores(selector, view, selector.adjust(view), "adjust")
     wrong = lacks_numbers(view, score)
     return replace(
         scored, score=score, wrong=wrong if scored.wrong is None else scored.wrong | wrong

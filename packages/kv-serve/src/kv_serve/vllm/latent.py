@@ -12,7 +12,7 @@ class CpuLatentBackend(CPUMLABackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Return the stock implementation; see `_stock`."""
+        """Return the stock implementation; raise UnservableError if there is a policy."""
         return _stock(CPUMLABackend)
 
 
@@ -21,7 +21,7 @@ class AmxLatentBackend(AMXMLABackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAAttentionImpl]:
-        """Return the stock implementation; see `_stock`."""
+        """Return the stock implementation; raise UnservableError if there is a policy."""
         return _stock(AMXMLABackend)
 
 
