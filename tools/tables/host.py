@@ -14,6 +14,7 @@ DOES: Final = {
     "decode": "a decode step",
     "enter": "stores the new tokens of a step",
     "gaps": "counts evicted tokens",
+    "gate": "scores of a gate",
     "give": "page tables and free list, in a step",
     "leave": "removes the evicted tokens of a step",
     "mass of pass": "attention mass of a prompt",
