@@ -74,7 +74,10 @@ def test_budgets_for_another_number_of_sequences(make, batch) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MistralConfig(**TINY, sliding_window=16), "MistralForCausalLM has layers of type sliding"),
+        (
+            MistralConfig(**TINY, sliding_window=16),
+            "MistralForCausalLM has only layers of type sliding",
+        ),
         (Gemma2Config(**TINY), "Gemma2ForCausalLM caps its attention logits"),
         (
             DeepseekV3Config(

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from kv_policy import CacheShape, Collector
 from kv_transformers.fold import folded_by
+from kv_transformers.layers import stored_layers
 from kv_transformers.modules import attention_modules
 from kv_transformers.support import OUTPUT, UnsupportedModelError
 from kv_transformers.watching import EmptyCache
@@ -65,7 +66,7 @@ def _expect_own(model: PreTrainedModel) -> None:
 def output_projections(
     model: PreTrainedModel, shape: CacheShape
 ) -> tuple[Float[Tensor, "hidden QD"], ...]:
-    """Return the weights of the output projections, by layer.
+    """Return the weights of the output projections of layers that a policy stores.
 
     Raises:
         UnsupportedModelError: a layer has no output projection, or one that is not a plain linear
@@ -74,10 +75,11 @@ def output_projections(
         ValueError: the model is folded.
     """
     _expect_own(model)
-    modules = attention_modules(model, shape.layers)
+    layers = stored_layers(model)
+    modules = attention_modules(model, layers)
     columns = shape.kv_heads * shape.group * shape.value_dim
     weights = []
-    for layer in range(shape.layers):
+    for layer in layers:
         name, module = modules.get(layer, ("", None))
         children = {} if module is None else dict(module.named_children())
         child = next((each for each in OUTPUT if each in children), None)

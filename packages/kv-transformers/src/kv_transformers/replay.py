@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_policy import KVPolicy, Replay
 from kv_runtime import PolicyCache, ReplayChunk
 from kv_transformers.cache_argument import passing
-from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import unwinding
 from kv_transformers.switch import decoder_of
 
@@ -31,9 +31,9 @@ Around = Callable[[Attention], Attention]
 class RereadingCache(AttendingCache):
     """The cache of a pass over a chunk of prompts that were read before; it stores nothing."""
 
-    def __init__(self, model: "PreTrainedModel", layers: int, attention: Attention) -> None:
+    def __init__(self, model: "PreTrainedModel", attention: Attention) -> None:
         """Bind the cache to a model, with the attention of its passes."""
-        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model)
         self._attention = attention
 
     def attend(
@@ -101,7 +101,7 @@ class Replayer:
         prompts = [row[mine].tolist() for row, mine in zip(ids, held, strict=True)]
         for chunk, given in self._chunks(prompts, now.total.tolist(), ids.device):
             reading = cache.reread(chunk)
-            own = RereadingCache(model, cache.shape.layers, around(reading.attend))
+            own = RereadingCache(model, around(reading.attend))
             with unwinding():
                 decoder(
                     input_ids=given,

@@ -26,6 +26,10 @@ class Attends(Protocol):
         """Attend over the stored and the new tokens, then store the new ones."""
         ...
 
+    def attends(self, layer: int | None) -> bool:
+        """Whether the cache computes the attention of a layer of the model."""
+        ...
+
     def expect_mask(self, mask: "Tensor | None", fresh: int) -> None:
         """Raise if a 2D mask differs from the stored columns."""
         ...
@@ -60,6 +64,15 @@ class Running:
         """
         self.expect_attended()
         self.handed, self.used = layer, True
+
+    def skip(self) -> None:
+        """Record that a layer with a cache of transformers was updated.
+
+        Raises:
+            RuntimeError: new keys of another layer were never attended to.
+        """
+        self.expect_attended()
+        self.used = True
 
     def attended(self) -> None:
         """Record that the new keys reached the attention function."""

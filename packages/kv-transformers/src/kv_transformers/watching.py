@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.support import cache_shape
 from kv_transformers.switch import install
 
@@ -26,9 +26,13 @@ class EmptyCache(AttendingCache):
         Raises:
             UnsupportedModelError: the model's attention is not supported.
         """
-        layers = cache_shape(model).layers
+        cache_shape(model)
         install(model)
-        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model)
+
+    def start(self) -> None:
+        """Clear the states of layers that transformers caches, as a pass is a whole text."""
+        self.layers = self._empty_layers()
 
     def attend(
         self,
