@@ -195,7 +195,7 @@ class FreshLayer(CacheLayerMixin):
         return -1
 
 
-class StatefulLayer(LinearAttentionLayer, FreshLayer):
+class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]  # as in transformers
     """A layer with full attention and a state of fixed size, which it keeps (Falcon-H1, Zamba2)."""
 
     is_compileable = False
