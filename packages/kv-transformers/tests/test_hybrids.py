@@ -11,8 +11,10 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GptOssConfig,
     Lfm2Config,
     Llama4TextConfig,
     NemotronHConfig,
@@ -23,7 +25,7 @@ from transformers import (
 
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
-from kv_transformers.collecting import output_projections
+from kv_transformers.collecting import CollectingCache, output_projections
 from kv_transformers.layers import cache_bytes, layer_caches, stored_layers
 from kv_transformers.support import UnsupportedModelError, cache_shape
 
@@ -68,6 +70,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gated, linear": lambda: Qwen3NextConfig(
         **SIZES | EXPERTS | LINEAR, linear_num_key_heads=2, shared_expert_intermediate_size=16
     ),
+    "sinks": lambda: GptOssConfig(
+        **SIZES, sliding_window=8, layer_types=WINDOWS, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "soft cap": lambda: Gemma2Config(
+        **SIZES, sliding_window=8, layer_types=WINDOWS, attn_logit_softcapping=3.0
+    ),
     "convolutions": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 2),
     "states beside": lambda: FalconH1Config(**SIZES | MAMBA, mamba_n_groups=1, mamba_chunk_size=8),
     "mlp, too": lambda: NemotronHConfig(
@@ -85,6 +93,8 @@ STORED = {
     "heads of two sizes": (1, 3),
     "chunks": (1, 3),
     "gated, linear": (3,),
+    "sinks": (1, 3),
+    "soft cap": (1, 3),
     "convolutions": (1, 3),
     "states beside": (0, 1, 2, 3),
     "mlp, too": (1, 3),
@@ -101,6 +111,9 @@ def made(name: str) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.2)
+        for named, parameter in model.named_parameters():
+            if named.endswith("sinks"):
+                parameter.normal_(std=2)
     return model
 
 
@@ -253,7 +266,7 @@ def test_newest_tokens_are_taken_back_or_the_reason_is_said(name) -> None:
     assert cache.runtime.columns == before
 
 
-@pytest.mark.parametrize("name", ["windows", "chunks", "convolutions"])
+@pytest.mark.parametrize("name", ["windows", "chunks", "sinks", "convolutions"])
 def test_recorded_tokens_are_taken_back(name) -> None:
     model, (ids, mask) = made(name), prompts()
     found = []
@@ -271,7 +284,7 @@ def test_recorded_tokens_are_taken_back(name) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5 * float(found[0].std()))
 
 
-@pytest.mark.parametrize("name", ["windows", "gated, linear", "states beside"])
+@pytest.mark.parametrize("name", ["windows", "gated, linear", "sinks", "states beside"])
 def test_rotations_are_those_of_stored_layers(name) -> None:
     model = made(name)
     cache = CompressedCache(model, "expected-attention:budget=12")
@@ -291,3 +304,23 @@ def test_projections_are_those_of_stored_layers() -> None:
 def test_a_second_reading_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"kvzip.* again, and the layers of type slid"):
         CompressedCache(made("windows"), "kvzip:budget=12", tokenizer=object())
+
+
+@pytest.mark.parametrize("name", ["sinks", "soft cap"])
+def test_vectors_are_collected_with_the_models_own_softmax(name) -> None:
+    """What a calibration reads of a layer depends on the attention of the layers before it."""
+    model, (ids, mask) = made(name), prompts()
+
+    class Last:
+        def see(self, layer, query, key, value, there) -> None:
+            found[layer] = key
+
+    found: dict[int, torch.Tensor] = {}
+    own = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **passing(model, own))
+        for _ in range(2):  # each pass is a text of its own
+            model(ids, attention_mask=mask, **passing(model, CollectingCache(model, Last())))
+    real = mask.bool()[:, None, :, None]
+    want = own.layers[3].keys * real
+    torch.testing.assert_close(found[1] * real, want, rtol=1e-4, atol=1e-4 * float(want.std()))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kv_transformers.running import Attends, current
+from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +24,7 @@ PREFIX: Final = "kv_transformers|"  # of the implementation's name in a model's 
 
 # Options of attention functions that paged attention does not support, with their descriptions.
 UNSERVED: Final = {
-    "softcap": "a cap on attention logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks that are not called s_aux",
     "sliding_window": "a sliding window",
     "position_bias": "a position bias",
     "indices": "attention to selected tokens",
@@ -182,7 +181,8 @@ def _attention(
         key.cache.expect_next(place, valid)
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return key.cache.attend(key.layer, query, fresh, value, scale, valid), None
+    softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
+    return key.cache.attend(key.layer, query, fresh, value, softmax, valid), None
 
 
 def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:

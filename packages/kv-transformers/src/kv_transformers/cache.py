@@ -17,8 +17,9 @@ from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.layers import cache_bytes, expect_croppable
 from kv_transformers.masks import MaskCheck
-from kv_transformers.replay import Attention, Replayer
+from kv_transformers.replay import Attention, GroupedAttention, Replayer
 from kv_transformers.rotary import with_ropes
+from kv_transformers.softmax import Softmax
 from kv_transformers.support import cache_shape, expect_only_stored, expect_order
 from kv_transformers.switch import install
 
@@ -115,7 +116,7 @@ class CompressedCache(AttendingCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the stored and the new tokens, then store the new ones.
@@ -128,20 +129,21 @@ class CompressedCache(AttendingCache):
                 self._expect_same_device(query.device)
                 self._expect_same_fold()
                 self.runtime.begin(self._columns(query, valid))
-            return self._around(self.runtime.attend)(layer, query, key, value, scale)
+            return self._around(self.runtime.attend)(layer, query, key, value, softmax)
 
-    def _around(self, attend: Attention) -> Attention:
+    def _around(self, attend: GroupedAttention) -> Attention:
         """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
 
         def attention(
-            layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+            layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax
         ) -> Float[Tensor, "B L *out"]:
             grouped = query.unflatten(1, (key.shape[1], -1))
+            options = softmax.scale, softmax.softcap, softmax.sinks_by_head(key.shape[1])
             if self._fold is None or "values" not in self._fold.what:
-                out = attend(layer, grouped, key, value, scale)
+                out = attend(layer, grouped, key, value, *options)
                 return out.flatten(1, 2).transpose(1, 2).contiguous()
             packing = self._fold.packing[layer]
-            return packing.pack(attend(layer, grouped, key, packing.unpack(value), scale))
+            return packing.pack(attend(layer, grouped, key, packing.unpack(value), *options))
 
         return attention
 

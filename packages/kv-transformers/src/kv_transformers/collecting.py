@@ -8,6 +8,7 @@ from kv_policy import CacheShape, Collector
 from kv_transformers.fold import folded_by
 from kv_transformers.layers import stored_layers
 from kv_transformers.modules import attention_modules
+from kv_transformers.softmax import Softmax
 from kv_transformers.support import OUTPUT, UnsupportedModelError
 from kv_transformers.watching import EmptyCache
 
@@ -35,7 +36,7 @@ class CollectingCache(EmptyCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
         """Pass the new tokens to the collector, then attend causally over them.
@@ -46,11 +47,11 @@ class CollectingCache(EmptyCache):
         model = self.model
         if layer == 0 and model is not None:
             _expect_own(model)
-        factor = scale * query.shape[-1] ** 0.5
+        factor = softmax.scale * query.shape[-1] ** 0.5
         grouped = (query if factor == 1 else query * factor).unflatten(1, (key.shape[1], -1))
         there = None if valid is None else valid.expand(len(query), -1)
         self._collector.see(layer, grouped, key, value, there)
-        return super().attend(layer, query, key, value, scale, valid)
+        return super().attend(layer, query, key, value, softmax, valid)
 
 
 def _expect_own(model: PreTrainedModel) -> None:

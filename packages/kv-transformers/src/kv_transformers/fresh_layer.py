@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from kv_transformers.attention import FreshKeys
 from kv_transformers.layers import LayerCache, layer_caches
 from kv_transformers.running import Running, current
+from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,7 +85,7 @@ class AttendingCache(Cache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the stored and the new tokens, then store the new ones."""

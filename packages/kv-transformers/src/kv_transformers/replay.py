@@ -17,15 +17,20 @@ from kv_runtime import PolicyCache, ReplayChunk
 from kv_transformers.cache_argument import passing
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import unwinding
+from kv_transformers.softmax import Softmax
 from kv_transformers.switch import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Arguments: layer, queries, keys, values, scale. Returns the output of attention for the model.
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# Arguments: layer, queries, keys, values, softmax. Returns the output of attention for the model.
+Attention = Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
+# Arguments of a runtime: layer, queries by KV head, keys, values, scale, softcap, sinks.
+GroupedAttention = Callable[
+    [int, Tensor, Tensor, Tensor, float, float | None, Tensor | None], Tensor
+]
 # Adds what a cache does around the attention of its runtime, such as packing.
-Around = Callable[[Attention], Attention]
+Around = Callable[[GroupedAttention], Attention]
 
 
 class RereadingCache(AttendingCache):
@@ -42,11 +47,11 @@ class RereadingCache(AttendingCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the prompts and the new tokens."""
-        return self._attention(layer, query, key, value, scale)
+        return self._attention(layer, query, key, value, softmax)
 
 
 @dataclass(frozen=True)

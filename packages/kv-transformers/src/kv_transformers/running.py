@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kv_transformers.softmax import Softmax
+
 
 @runtime_checkable
 class Attends(Protocol):
@@ -20,7 +22,7 @@ class Attends(Protocol):
         query: "Tensor",
         key: "Tensor",
         value: "Tensor",
-        scale: float,
+        softmax: "Softmax",
         valid: "Tensor | None",
     ) -> "Tensor":
         """Attend over the stored and the new tokens, then store the new ones."""

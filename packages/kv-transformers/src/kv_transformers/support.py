@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
+SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
 SIZES: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -140,8 +141,6 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         yield "attends in both directions (is_causal=False); a compressed cache attends causally"
     if has("kv_lora_rank"):
         yield "has latent attention (MLA), whose cache has no keys and values per head"
-    if has("attn_logit_softcapping"):
-        yield "caps its attention logits, which paged attention does not support"
     if has("num_kv_shared_layers") or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         yield "shares keys and values between layers"
     own = getattr(model, "_supports_default_dynamic_cache", None)  # defined by generating models
@@ -222,7 +221,8 @@ def _attends(module: nn.Module, *, beside: bool) -> bool:
 
 
 def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[str]:
-    own = [each for each, _ in module.named_parameters(recurse=False) if not each.endswith(SCALES)]
+    names = [each for each, _ in module.named_parameters(recurse=False)]
+    own = [each for each in names if not (each.endswith(SCALES) or each == SINKS)]
     if own:
         yield (
             f"uses parameters of {type(module).__name__} itself ({', '.join(own)}) in attention, "
