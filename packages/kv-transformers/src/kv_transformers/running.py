@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kv_transformers.pass_columns import PassColumns
     from kv_transformers.softmax import Softmax
 
 
@@ -23,9 +24,14 @@ class Attends(Protocol):
         key: "Tensor",
         value: "Tensor",
         softmax: "Softmax",
-        valid: "Tensor | None",
+        columns: "PassColumns",
     ) -> "Tensor":
         """Attend over the stored and the new tokens, then store the new ones."""
+        ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers of the model read keys and values of others."""
         ...
 
     def attends(self, layer: int | None) -> bool:
@@ -76,9 +82,10 @@ class Running:
         self.expect_attended()
         self.used = True
 
-    def attended(self) -> None:
-        """Record that the new keys reached the attention function."""
-        self.handed = None
+    def attended(self) -> bool:
+        """Record that the new keys reached the attention function; whether for the first time."""
+        first, self.handed = self.handed is not None, None
+        return first
 
     def expect_done(self) -> None:
         """Raise if a finished pass did not use its cache properly.
