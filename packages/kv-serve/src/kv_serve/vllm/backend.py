@@ -21,7 +21,7 @@ from kv_policy import KVPolicy, Rope
 from kv_runtime import Outermost, RequestRows, SlotStep, needs_rotation, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
-from kv_serve.vllm.served import ServesPolicy
+from kv_serve.vllm.served import ServesPolicy, UnderPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
 from kv_serve.vllm.storage import BilledPages, VllmSlots, stored
 
@@ -75,7 +75,7 @@ def bound(
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
-class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
+class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
     """Attention of one layer, under the policy of the current configuration."""
 
     def __init__(
