@@ -14,6 +14,7 @@ from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 LOSS: Final = 1 / 40  # of a block's bytes, at most, if a number of tokens allows it
+ALIGNED: Final = 16  # bytes, where a page with unused bytes ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,12 @@ def fit_block(tokens: int, token_bytes: int, nbytes: int, heads: int) -> tuple[i
         Tokens of a block of this layer, and bytes of all blocks; at least `nbytes`.
     """
     found = []
-    for unit in (n for n in range(tokens, 0, -1) if tokens % n == 0):
-        least = max(1, nbytes // (unit * token_bytes))
-        for count in (least * unit, (least + 1) * unit):
-            size = max(nbytes, count * token_bytes)
-            if size % heads == 0:
-                loss = size / min(nbytes, count * token_bytes) - 1
-                found.append((max(0.0, loss - LOSS), lcm(count, tokens), loss, count, size))
+    for count in range(1, 2 * (nbytes // token_bytes) + 2):
+        own = count * token_bytes
+        size = max(nbytes, own)
+        if size == own or size % (heads * ALIGNED) == 0:
+            loss = size / min(nbytes, own) - 1
+            found.append((max(0.0, loss - LOSS), lcm(count, tokens), loss, count, size))
     *_, count, size = min(found)
     return count, size
 

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from kv_serve.vllm.backend import PagedImpl
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
-from kv_serve.vllm.shape import attention_layers
+from kv_serve.vllm.shape import attention_layers, is_whole
 
 
 class KeptImpl(CPUAttentionBackendImpl):
@@ -51,4 +51,5 @@ class CpuImpl(PagedImpl):
     def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:  # type: ignore[misc]
         """Return an implementation for a layer; vLLM passes the arguments."""
         window = given[5] if len(given) > 5 else named.get("sliding_window")
-        return super().__new__(cls) if window is None else KeptImpl(*given, **named)
+        whole = is_whole(get_current_vllm_config(), window)
+        return super().__new__(cls) if whole else KeptImpl(*given, **named)

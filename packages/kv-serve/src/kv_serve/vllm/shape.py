@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kv_policy import CacheShape
 from kv_runtime import joined_ropes, serving
@@ -20,16 +21,21 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
     return [x for x in layers if isinstance(x, Attention) and isinstance(x.impl, UnderPolicy)]
 
 
-def kept_block_bytes(config: VllmConfig) -> int:
-    """Return the most bytes of a block of a layer that vLLM keeps; 0 if it keeps none."""
+def kept_specs(config: VllmConfig) -> list[KVCacheSpec]:
+    """Return the blocks of the layers that vLLM keeps: windows, chunks and states."""
     layers = config.compilation_config.static_forward_context.values()
-    kept = (
+    specs = (
         layer.get_kv_cache_spec(config)
         for layer in layers
         if isinstance(layer, AttentionLayerBase)
         and not isinstance(getattr(layer, "impl", None), UnderPolicy)
     )
-    return max((spec.page_size_bytes for spec in kept if spec is not None), default=0)
+    return [spec for spec in specs if spec is not None]
+
+
+def is_whole(config: VllmConfig, window: int | None) -> bool:
+    """Return whether a window is none, as it is not shorter than any request."""
+    return window is None or window >= config.model_config.max_model_len
 
 
 def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bool) -> None:

@@ -11,7 +11,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+)
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat
 from kv_runtime import Account, Bases, Layout, SlotLayer, fit_block
@@ -19,7 +23,7 @@ from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.rows import RowsBuilder
-from kv_serve.vllm.shape import first_heads, kept_block_bytes
+from kv_serve.vllm.shape import first_heads, kept_specs
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 from kv_transformers.fitted import expect_fitted, fingerprint_at
@@ -44,17 +48,28 @@ class VllmSlots:
         """Return the spec with slots of the format's size.
 
         Beside layers that vLLM keeps, blocks of other sizes would be padded to the largest, so
-        there a block has more tokens, in as many bytes. vLLM asks for a single token, too, to size
-        the others' blocks.
+        there a block has more tokens, in as many bytes. To size the blocks of states, vLLM asks for
+        a spec of one token.
+
+        Raises:
+            UnservableError: a prefix could not be found in blocks of so many tokens.
         """
         own = replace(spec, dtype=torch.uint8, state_content_bytes=self.format.nbytes)
-        given, kept = self.config.cache_config.block_size, kept_block_bytes(self.config)
+        given, kept = self.config.cache_config.block_size, kept_specs(self.config)
         alone = self.config.scheduler_config.disable_hybrid_kv_cache_manager
         if not kept or alone or spec.block_size != given:
             return own
-        each = own.page_size_bytes // given
-        tokens, nbytes = fit_block(given, each, kept, spec.num_kv_heads)
-        padded = None if nbytes == tokens * each else nbytes
+        most = max(each.page_size_bytes for each in kept)
+        token_bytes = own.page_size_bytes // given
+        tokens, nbytes = fit_block(given, token_bytes, most, spec.num_kv_heads)
+        chunks = any(isinstance(each, ChunkedLocalAttentionSpec) for each in kept)
+        if chunks and given % tokens and self.config.cache_config.enable_prefix_caching:
+            raise UnservableError(
+                "layers of this model attend to chunks, so vLLM finds prefixes only if the blocks "
+                "of all layers have equally many tokens, and those of a smaller format have more; "
+                "set enable_prefix_caching to false (--no-enable-prefix-caching)"
+            )
+        padded = None if nbytes == tokens * token_bytes else nbytes
         return replace(own, block_size=tokens, page_size_padded=padded)
 
     def layer(self, index: int, scale: float, backend: str) -> SlotLayer:
