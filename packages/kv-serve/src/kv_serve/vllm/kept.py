@@ -48,7 +48,7 @@ class KeptImpl(CPUAttentionBackendImpl):
 class CpuImpl(PagedImpl):
     """Ours for layers of full attention, and the stock implementation for all others."""
 
-    def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:  # type: ignore[misc]
+    def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:
         """Return an implementation for a layer; vLLM passes the arguments."""
         window = given[5] if len(given) > 5 else named.get("sliding_window")
         whole = is_whole(get_current_vllm_config(), window)
