@@ -205,6 +205,12 @@ def request_bytes(group: KVCacheGroupSpec, config: VllmConfig, policy: str) -> f
     return len(group.layer_names) * blocks * replace(spec, page_size_padded=None).page_size_bytes
 
 
+def ran(name: str, policy: str) -> dict[str, object]:
+    """Compare tokens under `raw`, and capacity under the policy if the model runs."""
+    found = alike(name)
+    return found | (held(name, policy) if found["runs"] else {})
+
+
 def held(name: str, policy: str) -> dict[str, object]:
     """Compare vLLM's own capacity under a policy with what the bytes of a request give."""
     model = MODELS[name]

@@ -170,6 +170,7 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
                 str(storage),
                 str(serving(self.config.device_config.device_type)),
             )
+        # A soft cap and sinks, refused above, belong here once layers of slots and pages take them.
         self.layer = layer.attn_backend.storage.layer(index, self.scale, backend_of(self.config))
 
     def forward(
