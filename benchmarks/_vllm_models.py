@@ -19,6 +19,7 @@ from kv_serve.vllm.config import plain_format
 from kv_serve.vllm.names import KEY
 
 LONGEST: Final = 1 << 15
+MEMORY: Final = 1 << 28  # bytes for keys, values and states
 SIZES: Final = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -143,7 +144,7 @@ def running(folder: str, policy: str | None, **options: Any) -> Iterator[LLM]:
         "dtype": "float32",
         "enforce_eager": True,
         "skip_tokenizer_init": True,
-        "kv_cache_memory_bytes": 1 << 27,
+        "kv_cache_memory_bytes": MEMORY,
         "max_model_len": LONGEST,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 4,
@@ -224,5 +225,5 @@ def held(name: str, policy: str) -> dict[str, object]:
         with running(folder, policy, **options) as engine:
             stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
             blocks = sorted({group.kv_cache_spec.block_size for group in groups(engine)})
-    formula = (1 << 27) * LONGEST / request
+    formula = MEMORY * LONGEST / request
     return {"stock": stock, "stated": stated, "formula": formula, "block_tokens": blocks}
