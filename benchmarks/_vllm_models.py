@@ -63,6 +63,16 @@ class Mixed:
 
 
 MODELS: Final = {
+    "gemma2": Mixed(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        WINDOWS
+        | {
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3": Mixed("Gemma3ForCausalLM", "gemma3_text", WINDOWS),
     "gemma4": Mixed(
         "Gemma4ForCausalLM",

@@ -38,6 +38,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
         },
     ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            "layer_types": MIXED,
+            "sliding_window": 48,
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "gpt_oss",
+        EXPERTS | {"layer_types": MIXED, "sliding_window": 48},
+    ),
     "granite4": (
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -88,9 +104,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             "tie_word_embeddings": False,
             "pad_token_id": 0,
         }
-        (write_weights if weights else write_config)(
-            made, architecture, kind, **given, **own, **more
-        )
+        (write_weights if weights else write_config)(made, architecture, kind, **given | own | more)
         return str(made)
 
     return folder
@@ -107,8 +121,10 @@ def asked() -> list[list[int]]:
     "name",
     [
         "gemma3",
+        "gpt_oss",
         "granite4",
         "llama4",
+        pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gemma4", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),

@@ -180,12 +180,6 @@ def test_a_prompt_of_the_longest_length_must_fit(llama: str, start_tiny: Start) 
     [
         ("mistral", "MistralForCausalLM", {"sliding_window": 64}, "no layer of this model attends"),
         (
-            "gemma2",
-            "Gemma2ForCausalLM",
-            {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 32, "sliding_window": None},
-            "has a soft cap on its logits",
-        ),
-        (
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
             {

@@ -120,16 +120,15 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
         wrong = {
             "a sliding window": not is_whole(self.config, sliding_window),
             "ALiBi": alibi_slopes is not None,
-            "a soft cap on its logits": bool(logits_soft_cap),
             "attention that is not decoder attention": attn_type != AttentionType.DECODER,
             "no cache of its own": kv_sharing_target_layer_name is not None,
-            "learned attention sinks": sinks is not None,
         }
         for what in (name for name, given in wrong.items() if given):
             raise UnservableError(f"a layer of this model has {what}; a kv_policy cannot serve it")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.softcap, self.sinks = logits_soft_cap or None, sinks
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.rope: Rope | None = None  # of the layer, if the policy needs it
@@ -170,8 +169,11 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
                 str(storage),
                 str(serving(self.config.device_config.device_type)),
             )
-        # A soft cap and sinks, refused above, belong here once layers of slots and pages take them.
-        self.layer = layer.attn_backend.storage.layer(index, self.scale, backend_of(self.config))
+        storage, sinks = layer.attn_backend.storage, self.sinks
+        if sinks is not None:
+            sinks = sinks.detach().unflatten(0, (self.num_kv_heads, -1))
+        name = backend_of(self.config)
+        self.layer = storage.layer(index, self.scale, name, self.softcap, sinks)
 
     def forward(
         self,

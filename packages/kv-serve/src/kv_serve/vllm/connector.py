@@ -1,7 +1,7 @@
 """The KV connector between scheduler and workers: a step's requests, and the pages they hold."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float
@@ -206,6 +206,8 @@ class PageLayer:
     """Attention of a layer, computed by this process's worker."""
 
     index: int
+    softcap: float | None = None  # the bound of the layer's logits
+    sinks: Float[Tensor, " Q"] | None = field(default=None, compare=False)
 
     def forward(
         self,
@@ -219,4 +221,6 @@ class PageLayer:
         """Store the new tokens of a step and write their attention to `output`."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, PagesConnector), "our connector is configured"
-        connector.worker.attend(self.index, step, query, key, value, output)
+        connector.worker.attend(
+            self.index, step, query, key, value, output, self.softcap, self.sinks
+        )

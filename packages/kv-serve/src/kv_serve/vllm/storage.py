@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -72,9 +74,16 @@ class VllmSlots:
         padded = None if nbytes == tokens * token_bytes else nbytes
         return replace(own, block_size=tokens, page_size_padded=padded)
 
-    def layer(self, index: int, scale: float, backend: str) -> SlotLayer:
+    def layer(
+        self,
+        index: int,
+        scale: float,
+        backend: str,
+        softcap: float | None,
+        sinks: Float[Tensor, "H G"] | None,
+    ) -> SlotLayer:
         """Return the attention of a layer."""
-        return SlotLayer(self.format, scale, backend)
+        return SlotLayer(self.format, scale, backend, softcap, sinks)
 
     def __str__(self) -> str:
         """Describe the storage for the log."""
@@ -107,9 +116,16 @@ class BilledPages:
             account=account.holding(share * cells),
         )
 
-    def layer(self, index: int, scale: float, backend: str) -> PageLayer:
+    def layer(
+        self,
+        index: int,
+        scale: float,
+        backend: str,
+        softcap: float | None,
+        sinks: Float[Tensor, "H G"] | None,
+    ) -> PageLayer:
         """Return the attention of a layer."""
-        return PageLayer(index)
+        return PageLayer(index, softcap, None if sinks is None else sinks.flatten())
 
     def __str__(self) -> str:
         """Describe the storage for the log."""

@@ -74,10 +74,12 @@ class Worker:
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
         output: Float[Tensor, "m Q Dv"],
+        softcap: float | None = None,
+        sinks: Float[Tensor, " Q"] | None = None,
     ) -> None:
         """Store the step's tokens in one layer and attend to them; layers are called in order."""
         assert self.metadata is not None, "begin is called before a forward pass"
-        self.requests.attend(layer, rows, query, key, value, output)
+        self.requests.attend(layer, rows, query, key, value, output, softcap, sinks)
 
     def failures(self) -> list[int]:
         """Return the serials of failed requests, until they are freed."""
