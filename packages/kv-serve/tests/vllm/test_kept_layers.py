@@ -38,17 +38,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
         },
     ),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "gemma2",
-        {
-            "layer_types": MIXED,
-            "sliding_window": 48,
-            "attn_logit_softcapping": 2.0,
-            "query_pre_attn_scalar": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "gpt_oss",
@@ -124,7 +113,6 @@ def asked() -> list[list[int]]:
         "gpt_oss",
         "granite4",
         "llama4",
-        pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gemma4", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),
