@@ -1,0 +1,101 @@
+"""The check of architectures sees differences, and its result is where documents have it."""
+
+from typing import Any
+
+import pytest
+
+from tools.models.build import architectures, build, config_of
+from tools.models.check import Check, check
+from tools.models.families import FAMILIES, FEW
+from tools.models.page import PAGE, README, written
+from tools.models.results import broken, rows, summary
+from tools.tables.page import result
+
+
+def test_the_result_has_a_row_of_every_architecture() -> None:
+    assert [row["architecture"] for row in rows()] == architectures()
+    assert summary(rows()).items() <= result("models")["summary"].items()
+
+
+@pytest.mark.parametrize("path", [PAGE, README], ids=lambda path: path.name)
+def test_a_page_has_what_the_result_gives(path: Any) -> None:
+    text = path.read_text()
+    assert "<!-- models: " in text
+    assert written(text) == text, "run python -m tools.models.page"
+
+
+def test_families_and_the_chosen_few_are_architectures() -> None:
+    named = {name for names in FAMILIES.values() for name in names}
+    assert {*FEW} | named <= {*architectures()}
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("llama", {"full_attention"}),
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("gemma3_text", {"sliding_attention", "full_attention"}),
+        ("lfm2_moe", {"conv", "full_attention"}),
+        ("nemotron_h", {"linear_attention", "moe", "full_attention", "mlp"}),
+    ],
+)
+def test_a_small_model_has_each_kind_of_layer(name: str, types: set[str]) -> None:
+    config = config_of(name)
+    assert {*(getattr(config, "layer_types", None) or ["full_attention"])} == types
+    assert config.num_hidden_layers <= 8
+    assert config.hidden_size == 64
+
+
+def test_a_small_model_is_the_same_each_time() -> None:
+    first, second = (build("qwen3").state_dict() for _ in range(2))
+    assert all(bool((first[name] == second[name]).all()) for name in first)
+
+
+def test_a_plain_model_is_equal_and_answers_with_many_tokens() -> None:
+    row = check("llama")
+    assert row["result"] == "equal", row["said"]
+    assert row["layers"] == {"full_attention": 3}
+    assert row["measured"]["compressed"] == 3
+    assert row["distinct"] > 8
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    row = check("mllama")
+    assert row["result"] == "refused"
+    assert row["said"].startswith("Mllama")
+
+
+def test_a_cache_that_loses_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Check.cache
+    monkeypatch.setattr(
+        Check,
+        "cache",
+        lambda self, policy="raw": whole(self, {"raw": "streaming:budget=24"}.get(policy, policy)),
+    )
+    row = check("llama")
+    assert row["result"] == "wrong"
+    assert "generated: other tokens" in row["said"]
+
+
+def test_a_cache_that_changes_the_model_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Check.cache
+
+    def changes(self: Check, policy: str = "raw") -> Any:
+        made = whole(self, policy)
+        self.model.lm_head.weight.data[3] += 1
+        return made
+
+    monkeypatch.setattr(Check, "cache", changes)
+    assert "unchanged" in check("llama")["said"]
+
+
+def test_what_was_equal_must_stay_so() -> None:
+    def row(name: str, kind: str) -> dict[str, str]:
+        return {"architecture": name, "result": kind, "said": kind}
+
+    before = [row("a", "equal"), row("b", "refused"), row("c", "refused")]
+    now = [row("a", "refused"), row("b", "equal"), row("c", "wrong"), row("d", "refused")]
+    assert broken(now, before) == [
+        "a is refused, but was equal in the result: refused",
+        "c is wrong: wrong",
+    ]
