@@ -16,10 +16,10 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # only this folder is on the path
 
-from tools.models.build import architectures
+from tools.models.build import architectures, with_variants
 from tools.models.families import FEW
 from tools.models.pool import checked
-from tools.models.results import summary
+from tools.models.results import named, summary
 
 CONSOLE = Console(stderr=True)
 
@@ -30,12 +30,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few, and nothing is written")
     parser.add_argument("--processes", type=int, default=2, help="how many run at a time")
     given = parser.parse_args()
-    names = FEW if given.quick else architectures()
+    names = [(name, "") for name in FEW] if given.quick else with_variants(architectures())
     rows = []
     for row in checked(names, given.processes):
-        CONSOLE.print(f"{row['architecture']}: {row['result']} {row['said']}", highlight=False)
+        CONSOLE.print(f"{named(row)}: {row['result']} {row['said']}", highlight=False)
         rows.append({key: value for key, value in row.items() if key != "seconds"})
-    rows.sort(key=lambda row: str(row["architecture"]))
+    rows.sort(key=lambda row: (row["architecture"], row["variant"]))
     _result.write("models", summary(rows), rows, quick=given.quick)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tools.models.build import architectures, build, config_of
+from tools.models.build import architectures, build, config_of, with_variants
 from tools.models.check import Check, check
 from tools.models.families import FAMILIES, FEW
 from tools.models.page import PAGE, README, written
@@ -13,7 +13,8 @@ from tools.tables.page import result
 
 
 def test_the_result_has_a_row_of_every_architecture() -> None:
-    assert [row["architecture"] for row in rows()] == architectures()
+    found = [(row["architecture"], row["variant"]) for row in rows()]
+    assert found == sorted(with_variants(architectures()))
     assert summary(rows()).items() <= result("models")["summary"].items()
 
 
@@ -91,11 +92,11 @@ def test_a_cache_that_changes_the_model_is_wrong(monkeypatch: pytest.MonkeyPatch
 
 def test_what_was_equal_must_stay_so() -> None:
     def row(name: str, kind: str) -> dict[str, str]:
-        return {"architecture": name, "result": kind, "said": kind}
+        return {"architecture": name, "variant": "", "result": kind, "said": kind}
 
     before = [row("a", "equal"), row("b", "refused"), row("c", "refused")]
     now = [row("a", "refused"), row("b", "equal"), row("c", "wrong"), row("d", "refused")]
     assert broken(now, before) == [
-        "a is refused, but was equal in the result: refused",
-        "c is wrong: wrong",
+        "a: refused, but was equal in the result: refused",
+        "c: wrong: wrong",
     ]

@@ -7,10 +7,10 @@ import argparse
 import sys
 import time
 
-from tools.models.build import architectures
+from tools.models.build import architectures, with_variants
 from tools.models.families import FEW
 from tools.models.pool import checked
-from tools.models.results import broken, rows
+from tools.models.results import broken, named, rows
 
 
 def main() -> int:
@@ -21,13 +21,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="how many run at a time")
     given = parser.parse_args()
     known = architectures()
-    names = given.names or (known if given.all else [name for name in FEW if name in known])
-    if unknown := sorted({*names} - {*known}):
+    if unknown := sorted({*given.names} - {*known}):
         parser.error(f"transformers generates no text with {', '.join(unknown)}")
+    names = with_variants(given.names or known)
+    if not (given.names or given.all):
+        names = [(name, "") for name in FEW if name in known]
     begin, found = time.perf_counter(), []
     for row in checked(names, given.processes):
         found.append(row)
-        print(f"{row['seconds']:6.1f} s  {row['architecture']}: {row['result']}  {row['said']}")
+        print(f"{row['seconds']:6.1f} s  {named(row)}: {row['result']}  {row['said']}")
     print(f"{len(found)} architectures in {time.perf_counter() - begin:.0f} s")
     wrong = broken(found, rows())
     for line in wrong:

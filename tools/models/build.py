@@ -1,13 +1,14 @@
 """Tiny random models, one per architecture that transformers generates text with."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from tools.models.exceptions import EXCEPTIONS
 from tools.models.sizes import tiny
+from tools.models.variants import VARIANTS, given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,11 +27,16 @@ def architectures() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
-def config_of(name: str) -> "PreTrainedConfig":
+def with_variants(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each architecture, and after it each of its variants, by their names."""
+    return [(name, variant) for name in names for variant in ("", *VARIANTS.get(name, ()))]
+
+
+def config_of(name: str, variant: str = "") -> "PreTrainedConfig":
     """Return the small configuration of an architecture."""
     from transformers import CONFIG_MAPPING
 
-    return tiny(CONFIG_MAPPING[name], EXCEPTIONS.get(name, {}))
+    return tiny(CONFIG_MAPPING[name], given(name, variant))
 
 
 def class_of(name: str) -> Any:
@@ -49,14 +55,14 @@ def parameters(name: str, config: "PreTrainedConfig") -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-def build(name: str) -> "PreTrainedModel":
+def build(name: str, variant: str = "") -> "PreTrainedModel":
     """Return a small random model in float32, the same each time.
 
     Raises:
         ValueError: it is not small.
         Exception: transformers cannot build it.
     """
-    config = config_of(name)
+    config = config_of(name, variant)
     count = parameters(name, config)
     if count > MOST_PARAMETERS:
         raise ValueError(f"has {count:,} parameters with its small configuration")

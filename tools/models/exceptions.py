@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-EXPERTS: Final = {"num_experts": 4, "moe_intermediate_size": 32}
+DEFAULT_ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0}
 TWO_KINDS: Final = ["sliding_attention", "full_attention"]
 # Of six layers the last two read keys and values of earlier ones.
 SHARING: Final = {"layer_types": TWO_KINDS * 3, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
@@ -34,7 +34,7 @@ ASSISTANT: Final = {
     "num_kv_shared_layers": 4,
 }
 THINKER: Final = {"vision_start_token_id": 16, "vision_end_token_id": 17}
-FULL_ROPE: Final = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+FULL_ROPE: Final = {"full_attention": DEFAULT_ROPE}
 INDEXED: Final = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -42,6 +42,7 @@ INDEXED: Final = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
+CONVOLUTIONS: Final = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus1p5": {
         "audio_config": {"codebook_dim": 64, "hidden_size": 64, "codebook_size": 16},
@@ -54,18 +55,23 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere2_vision": {"alignment_intermediate_size": 64},
     "cohere_compass": {"text_config": {"rope_parameters": FULL_ROPE}},
     "cohere_compass_text": {"rope_parameters": FULL_ROPE},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_ocr2": {
         "text_config": {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
     },
     "diffusion_gemma": {
         "text_config": GEMMA4 | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {
         "text_config": DOTS3,
         "audio_config": {"adapter_input_size": 64},
         "vision_config": {"adapter_in_dim": 64},
     },
     "dots3_note_text": DOTS3,
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32]}},
+    "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "florence2": {
         "vision_config": {
             "depths": (1, 1, 1, 1),
@@ -74,49 +80,48 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
             "num_groups": (2, 2, 2, 2),
         }
     },
+    "gemma3n": {"text_config": GEMMA3N},
+    "gemma3n_text": GEMMA3N,
+    "gemma4": {"text_config": GEMMA4},
     "gemma4_assistant": {"text_config": ASSISTANT},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified": {"text_config": GEMMA4},
     "gemma4_unified_assistant": {"text_config": ASSISTANT},
+    "gemma4_unified_text": GEMMA4,
+    "glm5_next": {"text_config": {"index_kpool": 2}},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0]],
         "spatial_target_layers": [1],
         "downsample_rate": "1/2",
     },
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
+    "hy_v4_vl": {
+        "text_config": {
+            "qk_rope_head_dim": 8,
+            "rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 1, 1]},
+        }
+    },
+    "laguna": {"num_attention_heads_per_layer": [4] * 3, "num_hidden_layers": 3},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS,
     "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
+    "mamba2": {"num_heads": 8, "hidden_size": 64},
+    "mistral": {"sliding_window": None},
+    "mistral3": {"text_config": {"sliding_window": None}},
+    "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "moshi": {"audio_encoder_config": {"codebook_size": 64}},
     "muse_spark": {"audio_config": {"hidden_sizes": (16, 16, 16, 64), "depths": (1, 1, 1, 1)}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "phi3": {"sliding_window": None},
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_omni_moe_thinker": THINKER,
     "qwen4_exp": {"text_config": INDEXED},
     "qwen4_exp_text": INDEXED,
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "emu3": {"vocabulary_map": {"<image>": 3}},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32]}},
-    "gemma3n": {"text_config": GEMMA3N},
-    "gemma3n_text": GEMMA3N,
-    "gemma4": {"text_config": GEMMA4},
-    "gemma4_text": GEMMA4,
-    "gemma4_unified": {"text_config": GEMMA4},
-    "gemma4_unified_text": GEMMA4,
-    "glm5_next": {"text_config": {"index_kpool": 2}},
-    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
-    "hy_v4_vl": {
-        "text_config": {
-            "qk_rope_head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [2, 1, 1],
-            },
-        }
-    },
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention"] * 2,
-    },
-    "mamba2": {"num_heads": 8, "hidden_size": 64},
-    "moshi": {"audio_encoder_config": {"codebook_size": 64}},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 48)},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "vision-encoder-decoder": {"decoder": {"add_cross_attention": True}},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

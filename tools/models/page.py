@@ -40,6 +40,11 @@ def rest(row: Row) -> str:
     )
 
 
+def name(row: Row) -> str:
+    """Return an architecture, and what its variant is, as in a table."""
+    return f"`{row['architecture']}`" + (f", {row['variant']}" if row["variant"] else "")
+
+
 def equal(found: Iterable[Row]) -> str:
     """Return the table of architectures that give the same tokens."""
     lines = []
@@ -48,7 +53,7 @@ def equal(found: Iterable[Row]) -> str:
             layers = sum(row["layers"].values())
             compressed = int(row["measured"]["compressed"])
             cells = (f"{compressed} of {layers}", rest(row), "equal")
-            lines.append((f"`{row['architecture']}`", *cells))
+            lines.append((name(row), *cells))
     return table(("architecture", "layers compressed", "the rest", "transformers"), lines)
 
 
@@ -58,7 +63,7 @@ def listed(found: Sequence[Row], result: str) -> str:
     for row in found:
         if row["result"] == result:
             said = row["said"].replace(row.get("model", "\0"), "the model")
-            named[said].append(f"`{row['architecture']}`")
+            named[said].append(name(row))
     lines = [
         (", ".join(names), said.replace("|", "\\|").replace("<", "&lt;"))
         for said, names in sorted(named.items(), key=lambda each: (-len(each[1]), each[0]))
@@ -68,8 +73,10 @@ def listed(found: Sequence[Row], result: str) -> str:
 
 def families(found: Iterable[Row]) -> str:
     """Return the line that names the families of which all architectures are equal."""
-    those = {row["architecture"] for row in found if row["result"] == "equal"}
-    names = [name for name, needed in FAMILIES.items() if {*needed} <= those]
+    those = {
+        row["architecture"] for row in found if row["result"] == "equal" and not row["variant"]
+    }
+    names = [family for family, needed in FAMILIES.items() if {*needed} <= those]
     text = (
         f"In transformers, {len(those)} architectures give the same tokens as with their own cache "
         f"([all of them](docs/models.md)), among them {', '.join(names[:-1])} and {names[-1]}."
@@ -92,14 +99,14 @@ def written(page: str) -> str:
     found = rows()
 
     def block(match: re.Match[str]) -> str:
-        name = match[1]
-        if name == "families":
+        which = match[1]
+        if which == "families":
             text = families(found)
-        elif name == "equal":
+        elif which == "equal":
             text = equal(found)
         else:
-            text = listed(found, name)
-        return f"<!-- models: {name} -->\n\n{text}\n\n<!-- end of models -->"
+            text = listed(found, which)
+        return f"<!-- models: {which} -->\n\n{text}\n\n<!-- end of models -->"
 
     return BLOCK.sub(block, page)
 

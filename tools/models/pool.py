@@ -14,8 +14,8 @@ MEMORY: Final = 10 << 30  # bytes of address space of a process
 PER_PROCESS: Final = 100  # architectures, after which a process is renewed
 
 
-def checked(names: Iterable[str], processes: int) -> Iterator[dict[str, Any]]:
-    """Yield the row of each architecture, in the order in which they end."""
+def checked(names: Iterable[tuple[str, str]], processes: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of each architecture and variant, in the order in which they end."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, _begin, maxtasksperchild=PER_PROCESS) as pool:
         yield from pool.imap_unordered(_check, names)
@@ -33,7 +33,7 @@ def _begin() -> None:
     logging.disable(logging.WARNING)
 
 
-def _check(name: str) -> dict[str, Any]:
+def _check(name: tuple[str, str]) -> dict[str, Any]:
     from tools.models.check import check, said
 
     def late(number: int, frame: object) -> None:
@@ -43,9 +43,9 @@ def _check(name: str) -> dict[str, Any]:
     signal.alarm(SECONDS)
     begin = time.perf_counter()
     try:
-        row = check(name)
+        row = check(*name)
     except BaseException as error:
-        row = {"architecture": name, "result": "wrong", "said": said(error)}
+        row = {"architecture": name[0], "variant": name[1], "result": "wrong", "said": said(error)}
     finally:
         signal.alarm(0)
     return row | {"seconds": round(time.perf_counter() - begin, 2)}

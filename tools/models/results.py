@@ -22,23 +22,29 @@ def rows() -> list[Row]:
 
 
 def summary(found: Sequence[Row]) -> dict[str, int]:
-    """Return the figures that a document may quote."""
-    counts = Counter(row["result"] for row in found)
-    hybrids = sum(row["result"] == "equal" and row["hybrid"] for row in found)
+    """Return the figures that a document may quote; variants count as part of an architecture."""
+    main = [row for row in found if not row["variant"]]
+    counts = Counter(row["result"] for row in main)
+    hybrids = sum(row["result"] == "equal" and row["hybrid"] for row in main)
     return {
-        "architectures": len(found),
+        "architectures": len(main),
         **{kind.replace(" ", "_"): counts[kind] for kind in KINDS},
         "hybrids_equal": hybrids,
     }
 
 
+def named(row: Row) -> str:
+    """Return an architecture with its variant."""
+    return ", ".join(part for part in (row["architecture"], row["variant"]) if part)
+
+
 def broken(found: Iterable[Row], before: Iterable[Row]) -> list[str]:
     """Return a sentence per architecture that is wrong, or was equal before and is not now."""
-    equal = {row["architecture"] for row in before if row["result"] == "equal"}
+    equal = {named(row) for row in before if row["result"] == "equal"}
     return [
-        f"{row['architecture']} is {row['result']}"
-        + (", but was equal in the result" if row["architecture"] in equal else "")
+        f"{named(row)}: {row['result']}"
+        + (", but was equal in the result" if named(row) in equal else "")
         + (f": {row['said']}" if row["said"] else "")
         for row in found
-        if row["result"] == "wrong" or (row["result"] != "equal" and row["architecture"] in equal)
+        if row["result"] == "wrong" or (row["result"] != "equal" and named(row) in equal)
     ]
