@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tools.models.build import build
+from tools.models.pictures import with_picture
 from tools.models.sizes import SPECIAL, VOCABULARY
 
 if TYPE_CHECKING:
@@ -82,7 +83,12 @@ def own_cache(model: "PreTrainedModel") -> "Cache":
 
 @torch.no_grad()
 def generate(
-    model: Any, ids: Tensor, mask: Tensor, cache: "Cache | None" = None, new: int = NEW, **more: int
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    cache: "Cache | None" = None,
+    new: int = NEW,
+    **more: int | Tensor,
 ) -> Run:
     """Continue prompts greedily, with a cache or the model's own."""
     from kv_transformers import passing
@@ -147,7 +153,7 @@ class Check:
         self.own = generate(model, self.ids, self.mask)
         self.after = torch.cat([self.mask, torch.ones(BATCH, NEW, dtype=torch.long)], 1)
         self.measured: dict[str, float] = {}
-        self.without: dict[str, str] = {}  # policies that are refused where others work
+        self.without: dict[str, str] = {}  # policies, or a picture, refused where others work
 
     def cache(self, policy: str = "raw") -> "CompressedCache":
         """Return a compressed cache."""
@@ -157,7 +163,8 @@ class Check:
 
     def failures(self) -> Iterator[Failure]:
         """Run all parts; an exception fails its part."""
-        for part in (self.tokens, self.chunks, self.turn, self.close, *self._selectors()):
+        parts = (self.tokens, self.chunks, self.turn, self.close, self.picture)
+        for part in (*parts, *self._selectors()):
             name = getattr(part, "__name__", "selector")
             try:
                 yield from (Failure(name, wrong) for wrong in part())
@@ -209,6 +216,24 @@ class Check:
         self.measured["k8v8"] = off
         if not off < CLOSE:
             yield f"logits with k8v8 are off by {off:.2f}"
+
+    def picture(self) -> Iterator[str]:
+        """A picture in the prompt gives the same tokens, or is refused with a sentence."""
+        for ids, given in with_picture(self.model, self.ids):
+            expected = self._own(lambda: generate(self.model, ids, self.mask, **given))  # noqa: B023
+            if expected is None:
+                continue
+            if not furthest(expected.logits, self.own.logits) > TOLERANCE:
+                continue  # the model does not look at it
+            try:
+                found = generate(self.model, ids, self.mask, self.cache(), **given)
+            except Exception as error:
+                if not _of_ours(error):
+                    raise
+                self.without["a picture"] = said(error)
+                return
+            yield from self._compare("picture", found, expected)
+            return
 
     def _selectors(self) -> Iterator[Callable[[], Iterator[str]]]:
         for policy in SELECTORS:

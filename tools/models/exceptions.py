@@ -33,6 +33,7 @@ ASSISTANT: Final = {
     "vocab_size_per_layer_input": 0,
     "num_kv_shared_layers": 4,
 }
+WINDOWS: Final = {"window_size": 32, "fullatt_block_indexes": [1]}
 THINKER: Final = {"vision_start_token_id": 16, "vision_end_token_id": 17}
 FULL_ROPE: Final = {"full_attention": DEFAULT_ROPE}
 INDEXED: Final = {
@@ -71,6 +72,7 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dots3_note_text": DOTS3,
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32]}},
+    "exaone4_5": {"vision_config": WINDOWS},
     "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "florence2": {
         "vision_config": {
@@ -80,6 +82,7 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
             "num_groups": (2, 2, 2, 2),
         }
     },
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
     "gemma4": {"text_config": GEMMA4},
@@ -102,6 +105,7 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
             "rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 1, 1]},
         }
     },
+    "hyperclovax_vision_v2": {"vision_config": WINDOWS},
     "laguna": {"num_attention_heads_per_layer": [4] * 3, "num_hidden_layers": 3},
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
@@ -115,12 +119,15 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "muse_spark": {"audio_config": {"hidden_sizes": (16, 16, 16, 64), "depths": (1, 1, 1, 1)}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "phi3": {"sliding_window": None},
-    "qwen2_5_omni_thinker": THINKER,
+    "qwen2_5_omni_thinker": {**THINKER, "vision_config": WINDOWS},
+    "qwen2_5_vl": {"vision_config": WINDOWS},
     "qwen3_omni_moe_thinker": THINKER,
     "qwen4_exp": {"text_config": INDEXED},
     "qwen4_exp_text": INDEXED,
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 48)},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p7": {"text_config": {"sliding_window": 8}},
+    "vipllava": {"vision_feature_layer": (-2, -1)},
     "vision-encoder-decoder": {"decoder": {"add_cross_attention": True}},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
