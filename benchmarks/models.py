@@ -21,6 +21,7 @@ from tools.models.families import FEW
 from tools.models.pool import checked
 from tools.models.results import named, summary
 
+LEFT_OUT = ("distinct", "measured", "seconds")  # which differ between machines
 CONSOLE = Console(stderr=True)
 
 
@@ -34,7 +35,7 @@ def main() -> None:
     rows = []
     for row in checked(names, given.processes):
         CONSOLE.print(f"{named(row)}: {row['result']} {row['said']}", highlight=False)
-        rows.append({key: value for key, value in row.items() if key != "seconds"})
+        rows.append({key: value for key, value in row.items() if key not in LEFT_OUT})
     rows.sort(key=lambda row: (row["architecture"], row["variant"]))
     _result.write("models", summary(rows), rows, quick=given.quick)
 

@@ -1,5 +1,7 @@
 """The check of architectures sees differences, and its result is where documents have it."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,38 +58,61 @@ def test_a_plain_model_is_equal_and_answers_with_many_tokens() -> None:
     row = check("llama")
     assert row["result"] == "equal", row["said"]
     assert row["layers"] == {"full_attention": 3}
-    assert row["measured"]["compressed"] == 3
+    assert row["compressed"] == 3
     assert row["distinct"] > 8
 
 
 def test_a_model_with_an_encoder_is_refused() -> None:
-    row = check("mllama")
+    row = check("vision-encoder-decoder")
     assert row["result"] == "refused"
-    assert row["said"].startswith("Mllama")
+    assert row["said"].startswith("VisionEncoderDecoderModel attends to an encoder")
 
 
-def test_a_cache_that_loses_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Check.cache
-    monkeypatch.setattr(
-        Check,
-        "cache",
-        lambda self, policy="raw": whole(self, {"raw": "streaming:budget=24"}.get(policy, policy)),
-    )
-    row = check("llama")
-    assert row["result"] == "wrong"
-    assert "generated: other tokens" in row["said"]
+@pytest.fixture(scope="module")
+def llama() -> Check:
+    return Check(build("llama"))
 
 
-def test_a_cache_that_changes_the_model_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Check.cache
+def test_a_cache_that_loses_tokens_is_wrong(llama: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama.cache
+    monkeypatch.setattr(llama, "cache", lambda: whole("streaming:budget=24"))
+    (wrong,) = llama.tokens()
+    assert wrong.startswith("generated: other tokens")
 
-    def changes(self: Check, policy: str = "raw") -> Any:
-        made = whole(self, policy)
-        self.model.lm_head.weight.data[3] += 1
-        return made
 
-    monkeypatch.setattr(Check, "cache", changes)
-    assert "unchanged" in check("llama")["said"]
+def test_a_selector_that_keeps_more_than_it_promises_is_wrong(llama: Check) -> None:
+    (wrong,) = llama.selects("streaming:budget=28")
+    assert wrong == "keeps [168, 168] tokens instead of 144"
+
+
+def test_a_model_that_changed_is_wrong(llama: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [*llama.unchanged()]
+    monkeypatch.setattr(llama, "own", replace(llama.own, logits=llama.own.logits * 1.01))
+    (wrong,) = llama.unchanged()
+    assert wrong.startswith("the model's own logits are off")
+
+
+@pytest.mark.parametrize(
+    ("said", "late"), [("we refuse", True), ("", False)], ids=["with a sentence", "without"]
+)
+def test_an_error_of_ours_with_a_sentence_is_late(
+    llama: Check, monkeypatch: pytest.MonkeyPatch, said: str, late: bool
+) -> None:
+    def raises(self: object, *given: object) -> None:
+        raise ValueError(said)
+
+    raises.__code__ = raises.__code__.replace(co_filename="/x/kv_transformers/cache.py")
+    monkeypatch.setattr(Check, "_selectors", lambda self: iter(()))
+    for part in ("chunks", "turn", "close", "picture", "unchanged"):
+        monkeypatch.setattr(Check, part, _nothing)
+    monkeypatch.setattr(Check, "cache", raises)
+    (failure,) = llama.failures()
+    assert failure.part == "tokens"
+    assert failure.late == late
+
+
+def _nothing(self: Check) -> Iterator[str]:
+    return iter(())
 
 
 def test_what_was_equal_must_stay_so() -> None:

@@ -51,8 +51,7 @@ def equal(found: Iterable[Row]) -> str:
     for row in found:
         if row["result"] == "equal":
             layers = sum(row["layers"].values())
-            compressed = int(row["measured"]["compressed"])
-            cells = (f"{compressed} of {layers}", rest(row), "equal")
+            cells = (f"{row['compressed']} of {layers}", rest(row), "equal")
             lines.append((name(row), *cells))
     return table(("architecture", "layers compressed", "the rest", "transformers"), lines)
 
