@@ -191,3 +191,41 @@ def test_the_replay_attends_by_the_backend_of_the_cache(monkeypatch: pytest.Monk
     read(cache, TOKENS)
     cache.reread(chunk(TOKENS, 9, 0, 16)).attend(0, *drawn(1, 9, seed=5)[0], 0.4)
     assert asked == [("reference", 1), ("reference", 0)]  # the chunk, and the rest of the prompt
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (1.2, False), (1.2, True)])
+@pytest.mark.parametrize("basis", [None, Turned("7", "6", together=2)], ids=str)
+def test_a_replay_counts_sinks_once_and_scores_with_them(softcap, sinks, basis) -> None:
+    policy = POLICY if basis is None else compose(POLICY, basis)
+    cache, g = made(policy), torch.Generator().manual_seed(9)
+    drawn_sinks = 1.5 + torch.randn(SHAPE.layers, SHAPE.kv_heads, SHAPE.group, generator=g)
+    by_layer = drawn_sinks if sinks else [None] * SHAPE.layers
+    prompt = drawn(1, TOKENS, 1)
+    cache.begin(torch.ones(1, TOKENS, dtype=torch.bool))
+    for layer, vectors in enumerate(prompt):
+        cache.attend(layer, *vectors, 0.4, softcap, by_layer[layer])
+    found = []
+    first, end = 8, TOKENS
+    reading = cache.reread(chunk(TOKENS, 9, first, end))
+    for layer, (query, key, value) in enumerate(drawn(1, 9, seed=5)):
+        out = reading.attend(layer, query, key, value, 0.4, softcap, by_layer[layer])
+        if basis is not None:
+            assert bool(out.isfinite().all())
+            continue
+        keys, values = (
+            torch.cat(two, 2) for two in zip(prompt[layer][1:], (key, value), strict=True)
+        )
+        x = query @ keys[:, :, None].mT * 0.4
+        x = x if softcap is None else softcap * (x / softcap).tanh()
+        x = x.masked_fill(torch.arange(TOKENS + 9) > TOKENS + torch.arange(9)[:, None], -torch.inf)
+        near = x.clone()
+        near[..., :first] = -torch.inf
+        column = torch.full((*x.shape[:-1], 1), -torch.inf)
+        if by_layer[layer] is not None:
+            column = by_layer[layer][None, :, :, None, None].expand_as(column)
+        whole, some = (torch.cat((y, column), -1).softmax(-1)[..., :-1] for y in (x, near))
+        torch.testing.assert_close(out, whole @ values[:, :, None])
+        found.append(some[0, ..., first:end].amax((1, 2)))
+    cache.replayed()
+    if basis is None:
+        torch.testing.assert_close(scores(cache)[..., first:end], torch.stack(found))

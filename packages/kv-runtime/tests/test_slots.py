@@ -21,9 +21,16 @@ SHAPE = CacheShape(1, HEADS, GROUP, DIM, DIM, torch.float32)
 class Engine:
     """Requests whose tokens come in pieces, over blocks handed out in a strange order."""
 
-    def __init__(self, form: TokenFormat, lengths: Sequence[int], backend: str = "torch") -> None:
+    def __init__(
+        self,
+        form: TokenFormat,
+        lengths: Sequence[int],
+        backend: str = "torch",
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        self.layer, self.form = SlotLayer(form, SCALE, backend), form
+        self.layer, self.form = SlotLayer(form, SCALE, backend, softcap, sinks), form
         self.blocks = blocks(form, backend)
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
@@ -73,8 +80,13 @@ class Engine:
         )
         key, value = (x.repeat_interleave(GROUP, dim=1) for x in (key, value))
         logits = torch.einsum("lhd,shd->hls", self.query[request][span].double(), key) * SCALE
+        softcap, sinks = self.layer.softcap, self.layer.sinks
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
         later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1 + span.start)
         weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        if sinks is not None:
+            lse = logits.masked_fill(later, -torch.inf).logsumexp(-1)
+            weights = weights * (lse - sinks.view(-1, 1)).sigmoid()[..., None]
         return torch.einsum("hls,shd->lhd", weights, value)
 
 
@@ -95,15 +107,23 @@ def form(name: str) -> TokenFormat:
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
     seed=st.integers(0, 2**16),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.sampled_from([None, 1.5]),
 )
 @settings(max_examples=10, deadline=None)
 def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
-    name: str, backend: str, lengths: list[int], seed: int
+    name: str,
+    backend: str,
+    lengths: list[int],
+    seed: int,
+    softcap: float | None,
+    sinks: float | None,
 ) -> None:
     need(backend)
     near = {"torch": 1e-4, "cpu": 1e-3}[backend]  # kernels may round weights to integers
     tier_thresholds = random.Random(seed)
-    engine = Engine(form(name), lengths, backend)
+    by_head = None if sinks is None else sinks + torch.arange(6.0).view(HEADS, GROUP) / 5
+    engine = Engine(form(name), lengths, backend, softcap, by_head)
     while any(done < n for done, n in zip(engine.done, lengths, strict=True)):
         left = {r: n - engine.done[r] for r, n in enumerate(lengths) if n > engine.done[r]}
         chosen = tier_thresholds.sample(sorted(left), tier_thresholds.randint(1, len(left)))

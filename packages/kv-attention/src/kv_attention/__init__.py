@@ -9,7 +9,7 @@ from kv_attention.backends import (
     choose_backend,
     load_backend,
 )
-from kv_attention.checks import longest_of
+from kv_attention.checks import check_softmax, longest_of
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial, Scored
 from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
@@ -31,6 +31,7 @@ __all__ = [
     "attend_ragged",
     "available",
     "check_backend",
+    "check_softmax",
     "choose_backend",
     "largest_probabilities",
     "load_backend",

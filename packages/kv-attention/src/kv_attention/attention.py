@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.backends import load_backend
-from kv_attention.checks import check_parts, check_positions, check_queries
+from kv_attention.checks import check_parts, check_positions, check_queries, check_softmax
 from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
@@ -25,6 +25,8 @@ def attend(
     page_positions: Sequence[Int[Tensor, "B H _"] | None] | None = None,
     backend: str = "torch",
     others: Sequence[Observe] = (),
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Attended:
     """Compute attention over the union of paged tiers and dense tensors of tokens.
 
@@ -50,6 +52,11 @@ def attend(
             table row; required, and read, only if `observe.skip` is above 1 or `gumbel` is set.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
+        softcap: the bound c of the logits x, which become c * tanh(x / c) before the softmax (Gemma
+            Team 2024); positive. None: no bound.
+        sinks: a logit of each query head, by KV head and index in the GQA group, which takes part
+            in the softmax of every query and has no value (OpenAI 2025, gpt-oss): the weights of a
+            query's tokens sum to less than 1. It is neither scaled nor capped, and takes no noise.
 
     A decode step, one query of each sequence, does not synchronize with the device if `longest` of
     the pages and `full` of the dense tokens are given.
@@ -59,14 +66,25 @@ def attend(
         float32 (float64 for queries in float64) and int32.
 
     Raises:
-        ValueError: the shapes do not match, or the backend is unavailable.
+        ValueError: the shapes do not match, the backend is unavailable, or `softcap` is not a
+            positive number.
     """
     check_queries(q, position)
+    check_softmax(q, softcap, sinks)
     value_dim = check_parts(q, pages, dense)
     positions = [None] * len(pages) if page_positions is None else list(page_positions)
     for what in (observe, *others):
         check_positions(q, pages, positions, what)
     inputs = AttentionInputs(
-        q, position, pages, dense, positions, value_dim, scale, (observe, *others)
+        q,
+        position,
+        pages,
+        dense,
+        positions,
+        value_dim,
+        scale,
+        (observe, *others),
+        softcap,
+        sinks,
     )
     return load_backend(backend)(inputs)

@@ -10,7 +10,11 @@ from kv_attention.vectors import Vectors
 
 
 def blockwise(
-    q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: AttentionPart, value_dim: int
+    q: Float[Tensor, "B H G L D"],
+    position: Int[Tensor, "B L"],
+    part: AttentionPart,
+    value_dim: int,
+    softcap: float | None = None,
 ) -> Partial:
     """Compute attention over a part, block by block; each block of tokens is read once.
 
@@ -19,6 +23,7 @@ def blockwise(
         position: positions of the queries.
         part: the tokens.
         value_dim: Dv.
+        softcap: the bound of the logits, if any.
     """
     size, tokens = block_sizes(q, value_dim)
     chunks = [slice(start, start + size) for start in range(0, q.shape[3], size)]
@@ -28,7 +33,7 @@ def blockwise(
         if q.shape[2] * q.shape[3] > q.shape[4]:
             keys, values = keys.plain(), values.plain()
         found = [
-            _block(q[..., chunk, :], keys, values, part.visible(at, position[:, chunk]))
+            _block(q[..., chunk, :], keys, values, part.visible(at, position[:, chunk]), softcap)
             for chunk in chunks
         ]
         totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
@@ -44,8 +49,9 @@ def _block(
     keys: Vectors,
     values: Vectors,
     visible: Bool[Tensor, "B _ _ S"] | None,
+    softcap: float | None,
 ) -> Partial:
-    x = logits(q, keys)
+    x = logits(q, keys, softcap)
     if visible is not None:
         x.masked_fill_(~visible[:, :, None], -torch.inf)
     top = x.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
@@ -56,7 +62,10 @@ def _block(
     return Partial(out.div_(total.clamp(min=1)), (top + total.log()).squeeze(-1))
 
 
-def logits(q: Float[Tensor, "B H G L D"], keys: Vectors) -> Float[Tensor, "B H G L S"]:
-    """Return the products of queries and keys, in a new tensor."""
+def logits(
+    q: Float[Tensor, "B H G L D"], keys: Vectors, softcap: float | None
+) -> Float[Tensor, "B H G L S"]:
+    """Return the products of scaled queries and keys, in a new tensor, within the bound if any."""
     rows = q.flatten(0, 1).flatten(1, 2)
-    return keys.dot(rows).view(*q.shape[:-1], -1)
+    x = keys.dot(rows).view(*q.shape[:-1], -1)
+    return x if softcap is None else x.div_(softcap).tanh_().mul_(softcap)

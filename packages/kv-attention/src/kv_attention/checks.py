@@ -1,6 +1,7 @@
 """Checks of the arguments' shapes and dtypes against each other."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,6 +21,17 @@ def check_queries(q: Tensor, position: Tensor) -> None:
         raise ValueError(
             f"positions are of shape {tuple(position.shape)}; {q.shape[3]} queries of "
             f"{q.shape[0]} sequences need {(q.shape[0], q.shape[3])}"
+        )
+
+
+def check_softmax(q: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
+    """Raise if the bound of logits is no positive number, or sinks have a wrong shape or dtype."""
+    if softcap is not None and not (isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap is {softcap}; give a positive number, or None for no bound")
+    if sinks is not None and (sinks.shape != q.shape[1:3] or not sinks.is_floating_point()):
+        raise ValueError(
+            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; give floating-point numbers "
+            f"of shape [KV heads, group], here {tuple(q.shape[1:3])}"
         )
 
 

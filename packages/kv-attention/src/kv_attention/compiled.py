@@ -16,6 +16,8 @@ def refused(inputs: AttentionInputs, most_dim: int) -> str | None:
         most_dim: the maximum dimension of a vector that the kernels support.
     """
     q = inputs.q
+    if inputs.softcap is not None or inputs.sinks is not None:
+        return "a bound of the logits, or sinks"
     if q.dtype not in NUMBERS:
         return f"queries in {q.dtype}; compiled kernels compute in float32"
     if torch.is_grad_enabled() and q.requires_grad:

@@ -40,17 +40,21 @@ def perturbed_lse(
     position: Int[Tensor, "B L"],
     parts: Sequence[AttentionPart],
     temperature: float,
+    softcap: float | None,
+    sinks: Float[Tensor, "H G"] | None,
 ) -> Float[Tensor, "B H G L"]:
-    """Return the log-sum-exp of the perturbed logits over all parts."""
+    """Return the log-sum-exp of the perturbed logits over all parts; sinks take no noise."""
     size, tokens = block_sizes(q, q.shape[-1])
     total = q.new_full(q.shape[:-1], -torch.inf)
+    if sinks is not None:
+        total.copy_((sinks.to(q.dtype) / temperature)[..., None])
     for part in parts:
         spans = list(part.spans(tokens))
         for at, (first, _) in zip(spans, reach(position, part, spans, 0), strict=True):
             keys, place = part.keys(at), part.position(at)
             for start in range(first // size * size, q.shape[3], size):
                 chunk = slice(start, start + size)
-                x = logits(q[..., chunk, :], keys)
+                x = logits(q[..., chunk, :], keys, softcap)
                 perturb(x, position[:, chunk], place, temperature)
                 seen = part.visible(at, position[:, chunk])
                 if seen is not None:

@@ -25,6 +25,9 @@ class AttentionInputs:
         scale: the factor of the logits.
         observations: the attention masses to sum; the first belongs to the output, the others
             become its `others`.
+        softcap: the bound c of the logits x, which become c * tanh(x / c); None: no bound.
+        sinks: a logit of each query head that takes part in the softmax and has no value; None:
+            there are none. Padding queries have none.
     """
 
     q: Float[Tensor, "B H G L D"]
@@ -35,6 +38,8 @@ class AttentionInputs:
     value_dim: int
     scale: float
     observations: tuple[Observe, ...] = (Observe(0),)
+    softcap: float | None = None
+    sinks: Float[Tensor, "H G"] | None = None
 
     @property
     def observed(self) -> bool:

@@ -29,6 +29,7 @@ def observe_part(
     lse: Float[Tensor, "B H G L"],
     part: AttentionPart,
     observe: Observe,
+    softcap: float | None = None,
 ) -> Sums:
     """Sum the attention received by each token of a part, and count the contributing queries.
 
@@ -38,6 +39,7 @@ def observe_part(
         lse: their log-sum-exp, over all parts, of the observed logits.
         part: the tokens.
         observe: the observation; `last` has been applied by `last_queries`.
+        softcap: the bound of the logits, if any.
     """
     seen = q.new_zeros((*q.shape[:2], part.width), dtype=torch.int32)
     apart = q.shape[2:3] if observe.group == "max-of-sums" else ()
@@ -54,7 +56,7 @@ def observe_part(
             keys = keys.plain()
         for start in range(first // size * size, q.shape[3], size):
             chunk = slice(start, start + size)
-            p = logits(q[..., chunk, :], keys)
+            p = logits(q[..., chunk, :], keys, softcap)
             if observe.gumbel is not None:
                 perturb(p, position[:, chunk], part.position(at), observe.gumbel)
             p = p.sub_(lse[..., chunk, None]).exp_()

@@ -27,6 +27,15 @@ class Partial:
         others = (other.lse - finite).exp()[..., None]
         return Partial(self.out * mine + other.out * others, lse)
 
+    def with_sinks(self, sinks: Float[Tensor, "H G"]) -> "Partial":
+        """Merge with a logit of each query head that has no value: output 0 and this log-sum-exp.
+
+        Once for the union of all tokens: merging is addition, and would count them again.
+        """
+        lse = torch.logaddexp(self.lse, sinks[..., None].to(self.lse.dtype))
+        finite = lse.clamp(min=torch.finfo(lse.dtype).min)
+        return Partial(self.out * (self.lse - finite).exp()[..., None], lse)
+
     def only(self, real: Bool[Tensor, "B L"]) -> "Partial":
         """Return the partial with padding queries replaced by the partial of no tokens."""
         kept = real[:, None, None, :]

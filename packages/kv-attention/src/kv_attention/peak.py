@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.backends import load_partial
-from kv_attention.checks import check_parts, check_queries
+from kv_attention.checks import check_parts, check_queries, check_softmax
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial, Scored
 from kv_attention.tokens import DenseTokens
@@ -26,11 +26,14 @@ def attend_partly(
     dense: Sequence[DenseTokens],
     scale: float,
     backend: str = "torch",
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Partial:
     """Compute attention over some of the tokens that queries see, to be merged with the rest.
 
     The arguments, and which tokens a query sees, are as for `attend`. What the backend has no code
-    for is computed in plain torch.
+    for is computed in plain torch. Of several sets of tokens whose results are merged, one has the
+    sinks, which would count once for each otherwise.
 
     >>> k, place = torch.eye(2)[None, None], torch.tensor([[0, 1]])
     >>> q = torch.zeros(1, 1, 1, 2, 2)
@@ -44,11 +47,22 @@ def attend_partly(
         -inf for a query that is padding or sees no token.
 
     Raises:
-        ValueError: the shapes do not match, or the backend is unavailable.
+        ValueError: as `attend`.
     """
     check_queries(q, position)
+    check_softmax(q, softcap, sinks)
     value_dim = check_parts(q, pages, dense)
-    inputs = AttentionInputs(q, position, pages, dense, [None] * len(pages), value_dim, scale)
+    inputs = AttentionInputs(
+        q,
+        position,
+        pages,
+        dense,
+        [None] * len(pages),
+        value_dim,
+        scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
     return _scored(inputs, 0, backend).partial
 
 
@@ -59,6 +73,8 @@ def attend_and_score(
     scored: int,
     scale: float,
     backend: str = "torch",
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Scored:
     """Compute attention over some of the tokens, and the largest probabilities of the first ones.
 
@@ -74,12 +90,14 @@ def attend_and_score(
         scored: how many parts of these, the first ones, are scored; all queries see their tokens.
         scale: the factor of the logits.
         backend: a name in `all_backends()`; torch does what it has no code for.
+        softcap: the bound of the logits, as for `attend`.
+        sinks: a logit of each query head, as for `attend`; probabilities are normalized with it.
 
     Raises:
-        ValueError: the shapes do not match, the backend is unavailable, or a scored token comes
-            after a query.
+        ValueError: as `attend`, or a scored token comes after a query.
     """
     check_queries(q, position)
+    check_softmax(q, softcap, sinks)
     value_dim = check_parts(q, [], dense)
     last = torch.iinfo(position.dtype).max
     first = position.masked_fill(position < 0, last).amin(1)
@@ -88,7 +106,10 @@ def attend_and_score(
             raise ValueError(
                 f"dense[{i}] is scored and has a token after a query; all queries must see it"
             )
-    return _scored(AttentionInputs(q, position, [], dense, [], value_dim, scale), scored, backend)
+    inputs = AttentionInputs(
+        q, position, [], dense, [], value_dim, scale, softcap=softcap, sinks=sinks
+    )
+    return _scored(inputs, scored, backend)
 
 
 def _scored(inputs: AttentionInputs, scored: int, backend: str) -> Scored:
@@ -99,7 +120,9 @@ def _scored(inputs: AttentionInputs, scored: int, backend: str) -> Scored:
     total = partial_of(inputs, parts_of(inputs))
     most = []
     for tokens in inputs.dense[:scored]:
-        probability = largest_probabilities(inputs.q, total.lse, tokens.key, inputs.scale)
+        probability = largest_probabilities(
+            inputs.q, total.lse, tokens.key, inputs.scale, inputs.softcap
+        )
         most.append(probability.masked_fill(tokens.position[:, None] < 0, 0))
     return Scored(total, tuple(most))
 
@@ -109,6 +132,7 @@ def largest_probabilities(
     lse: Float[Tensor, "B H G L"],
     key: Float[Tensor, "B H S D"],
     scale: float,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B H S"]:
     """Return the largest probability that any query of any query head gives each token.
 
@@ -124,14 +148,18 @@ def largest_probabilities(
             -inf: the query does not count, whatever its numbers.
         key: the keys of the tokens.
         scale: the factor of the logits.
+        softcap: the bound of the logits, as for `attend`.
     """
-    # A key with 1 appended, times a query with -lse, is the logarithm of a probability.
     rows = q.shape[0] * q.shape[1]
     ignored = lse == -torch.inf
     away = lse.masked_fill(ignored, _NEVER).neg()
     scaled = (q.to(lse.dtype) * scale).masked_fill(ignored[..., None], 0)  # may be NaN in padding
-    scaled = torch.cat((scaled, away[..., None]), -1).view(rows, -1, q.shape[-1] + 1)
-    keys = torch.nn.functional.pad(key.to(lse.dtype).flatten(0, 1), (0, 1), value=1)
+    keys = key.to(lse.dtype).flatten(0, 1)
+    if softcap is None:
+        # A key with 1 appended, times a query with -lse, is the logarithm of a probability.
+        scaled = torch.cat((scaled, away[..., None]), -1)
+        keys = torch.nn.functional.pad(keys, (0, 1), value=1)
+    scaled = scaled.view(rows, -1, scaled.shape[-1])
     count, tokens = scaled.shape[1], keys.shape[1]
     step = min(tokens, max(1, _ROOM // (rows * count)))
     room = scaled.new_empty(rows * step * count)  # one for all blocks
@@ -139,5 +167,8 @@ def largest_probabilities(
     for start in range(0, tokens, step):
         block = keys[:, start : start + step]
         log = room[: rows * block.shape[1] * count].view(rows, -1, count)
-        most.append(torch.bmm(block, scaled.mT, out=log).amax(-1))
+        torch.bmm(block, scaled.mT, out=log)
+        if softcap is not None:
+            log.div_(softcap).tanh_().mul_(softcap).add_(away.view(rows, 1, count))
+        most.append(log.amax(-1))
     return torch.cat(most, 1).exp_().view(*key.shape[:-1])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_attention.attention import NOTHING, attend
+from kv_attention.checks import check_softmax
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
@@ -40,6 +41,8 @@ def attend_ragged(
     observe: Observe = NOTHING,
     backend: str = "torch",
     others: Sequence[Observe] = (),
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Attended:
     """Compute attention as `attend` does, each group of heads in its own dimensions.
 
@@ -52,6 +55,8 @@ def attend_ragged(
         observe: the attention mass to sum per token.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
+        softcap: the bound of the logits, as for `attend`.
+        sinks: a logit of each query head, as for `attend`.
 
     Returns:
         The result of `attend`. Outputs of shorter values are zero-padded. The observed sums have a
@@ -60,7 +65,11 @@ def attend_ragged(
     Raises:
         ValueError: as `attend`.
     """
-    found = [_attended(q, position, group, scale, observe, backend, others) for group in groups]
+    check_softmax(q, softcap, sinks)
+    found = [
+        _attended(q, position, group, scale, observe, backend, others, softcap, sinks)
+        for group in groups
+    ]
     out = q.new_zeros((*q.shape[:-1], value_dim))
     for group, result in zip(groups, found, strict=True):
         out[:, group.heads, ..., : result.out.shape[-1]] = result.out
@@ -80,6 +89,8 @@ def _attended(
     observe: Observe,
     backend: str,
     others: Sequence[Observe],
+    softcap: float | None,
+    sinks: Float[Tensor, "H G"] | None,
 ) -> Attended:
     held = [i for i, pages in enumerate(group.pages) if pages is not None]
     places = group.page_positions
@@ -93,6 +104,8 @@ def _attended(
         page_positions=None if places is None else [places[i] for i in held],
         backend=backend,
         others=others,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks[group.heads],
     )
 
 

@@ -51,15 +51,20 @@ def _attend(inputs: AttentionInputs, observe: Observe) -> Attended:
                 continue
             every = ReferenceTokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
             sees = visible(position[b], every)
-            p = softmax(q[b, h].double() @ every.key.mT * inputs.scale, sees)
+            x = q[b, h].double() @ every.key.mT * inputs.scale
+            if inputs.softcap is not None:
+                x = inputs.softcap * (x / inputs.softcap).tanh()
+            sinks = None if inputs.sinks is None else inputs.sinks[h].double()
+            p = softmax(x, sees, sinks)
             out[b, h] = p @ every.value
             counts = sees & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
             if observe.gumbel is not None:
-                x = q[b, h].double() @ every.key.mT * inputs.scale
+                # A sink is no token that noise could choose, but a logit like others otherwise.
                 pairs = noise(position[b][:, None], every.position)
-                p = softmax((x + pairs) / observe.gumbel, sees)
+                sinks = None if sinks is None else sinks / observe.gumbel
+                p = softmax((x + pairs) / observe.gumbel, sees, sinks)
             terms = [term(p, position[b], observe, kind) for kind in kinds]
             got = torch.stack([grouped(each, counts, observe) for each in terms])
             sizes = [len(part.key) for part in parts]
@@ -124,9 +129,17 @@ def visible(position: Int[Tensor, " L"], tokens: ReferenceTokens) -> Bool[Tensor
     return (query >= 0) & (tokens.stored | before)
 
 
-def softmax(logits: Float[Tensor, "G L S"], visible: Bool[Tensor, "L S"]) -> Float[Tensor, "G L S"]:
-    """Return the softmax of a query's visible logits; all 0 if no token is visible."""
-    p = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+def softmax(
+    logits: Float[Tensor, "G L S"], visible: Bool[Tensor, "L S"], sinks: Float[Tensor, " G"] | None
+) -> Float[Tensor, "G L S"]:
+    """Return the softmax of a query's visible logits and its sink, if any, without the sink's.
+
+    All 0 if no token is visible.
+    """
+    x = logits.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        x = torch.cat((x, sinks[:, None, None].expand(*x.shape[:2], 1)), dim=-1)
+    p = x.softmax(dim=-1)[..., : logits.shape[-1]]
     return p.masked_fill(~visible, 0)
 
 

@@ -22,7 +22,8 @@ from kv_policy import Observe
 class Forward(NamedTuple):
     """The result of a pass over all parts, before the attention-mass pass.
 
-    `lse` is the log-sum-exp of each query's logits over all parts, in the dtype of the sums.
+    `lse` is the log-sum-exp of each query's logits over all parts and its sink, in the dtype of the
+    sums.
     """
 
     inputs: AttentionInputs
@@ -44,7 +45,7 @@ def attend(inputs: AttentionInputs) -> Attended:
 def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
     """Compute attention part by part and merge; the output is in the dtype of the queries.
 
-    `stored` is the attention over all pages, if it has been computed by other means.
+    `stored` is the attention over all pages without sinks, if it has been computed by other means.
     """
     parts = parts_of(inputs)
     left = parts if stored is None else parts[len(inputs.pages) :]
@@ -65,6 +66,8 @@ def partial_of(
     partials = [_partial(inputs, scaled, part) for part in parts]
     partials += [] if stored is None else [stored]
     total = reduce(add, partials) if partials else Partial.empty(q, inputs.value_dim)
+    if inputs.sinks is not None:
+        total = total.with_sinks(inputs.sinks)
     real = position >= 0
     # A decode step skips the check, which would synchronize with the device.
     if position.shape[1] == 1 or not real.all():
@@ -89,8 +92,11 @@ def attention_mass(done: Forward, what: Observe) -> Attended:
     rows, places, lse = last_queries(done.inputs.q, done.inputs.position, done.lse, what.last)
     rows = rows.to(lse.dtype) * done.inputs.scale
     if what.gumbel is not None:
-        lse = perturbed_lse(rows, places, done.parts, what.gumbel)
-    found = [observe_part(rows, places, lse, part, what) for part in done.parts]
+        softmax = done.inputs.softcap, done.inputs.sinks
+        lse = perturbed_lse(rows, places, done.parts, what.gumbel, *softmax)
+    found = [
+        observe_part(rows, places, lse, part, what, done.inputs.softcap) for part in done.parts
+    ]
     return Attended(
         done.out,
         tuple(sums.mass for sums in found),
@@ -103,6 +109,8 @@ def _partial(
     inputs: AttentionInputs, scaled: Callable[[], Float[Tensor, "B H G L D"]], part: AttentionPart
 ) -> Partial:
     q, position = inputs.q, inputs.position
+    if inputs.softcap is not None:  # torch's fused kernel has no bound of logits
+        return blockwise(scaled(), position, part, inputs.value_dim, inputs.softcap)
     if isinstance(part, DensePart) and flash.is_causal(q, position, part):
         return flash.causal(q, part, inputs.scale)
     if isinstance(part, PagedPart) and flash.is_worth_it(q, inputs.value_dim):

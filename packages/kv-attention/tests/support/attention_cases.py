@@ -163,6 +163,8 @@ class Case:
     dense: list[DenseTokens]
     page_positions: list[Tensor]
     scale: float = 0.3
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def to(self, device: str) -> "Case":
         """Return the case on a device."""
@@ -177,14 +179,16 @@ class Case:
             for d in self.dense
         ]
         places = [place.to(device) for place in self.page_positions]
-        return Case(self.q.to(device), self.position.to(device), pages, dense, places, self.scale)
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        moved = self.q.to(device), self.position.to(device), pages, dense, places
+        return Case(*moved, self.scale, self.softcap, sinks)
 
     def inputs(self, *observations: Observe) -> AttentionInputs:
         """Return the arguments for a backend."""
         dim = check_parts(self.q, self.pages, self.dense)
         places = self.page_positions
         given = (self.q, self.position, self.pages, self.dense, places, dim, self.scale)
-        return AttentionInputs(*given, observations or (Observe(0),))
+        return AttentionInputs(*given, observations or (Observe(0),), self.softcap, self.sinks)
 
     def attend(
         self,
@@ -203,6 +207,8 @@ class Case:
             self.page_positions,
             backend,
             others,
+            self.softcap,
+            self.sinks,
         )
 
 
@@ -230,12 +236,15 @@ def random_case(
     holes: bool = False,
     known: bool = False,
     scale: float = 0.3,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> Case:
     """Draw a cache of tiers of up to `stored` tokens, a window and a new chunk of L tokens.
 
     `padding` is none, left, right or all (of the last sequence). Empty slots contain NaN. With
     `reverse` tables are filled from the right, with `holes` some slots of pages are empty, with
-    `known` the host knows a bound of the lengths, and which dense tensors are full.
+    `known` the host knows a bound of the lengths, and which dense tensors are full. Sinks are about
+    as large as the log-sum-exp of a few tokens.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -293,4 +302,5 @@ def random_case(
         tokens.append(DenseTokens(k, v, place, bool((place >= 0).all()) if known else None))
     q = normal(B, H, G, L, D)
     q = q.masked_fill((position < 0)[:, None, None, :, None], torch.nan)
-    return Case(q, position, pages, tokens, positions, scale)
+    drawn = normal(H, G) + 1.5 if sinks else None
+    return Case(q, position, pages, tokens, positions, scale, softcap, drawn)

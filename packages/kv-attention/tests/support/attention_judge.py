@@ -12,8 +12,11 @@ TOLERANCE = {
     torch.bfloat16: 3e-2,
 }
 FORMAT = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32", "float64"])
+# Logits are about 1, so a bound of 1.5 changes most of them.
+SOFTMAX = {"softcap": st.sampled_from([None, None, 1.5]), "sinks": st.booleans()}
 SHAPES = st.fixed_dictionaries(
     {
+        **SOFTMAX,
         "B": st.integers(1, 3),
         "H": st.integers(1, 3),
         "G": st.integers(1, 4),
@@ -54,6 +57,7 @@ OBSERVE = st.builds(
 )
 WATCHED_SHAPES = st.fixed_dictionaries(
     {
+        **SOFTMAX,
         "B": st.integers(1, 3),
         "G": st.integers(1, 3),
         "L": st.sampled_from([1, 3, 20]),

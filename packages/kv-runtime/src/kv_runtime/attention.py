@@ -16,6 +16,8 @@ def attended(
     scale: float,
     watch: tuple[Observe, ...],
     backend: str,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Attended:
     """Compute the attention of a pass, on vectors projected into the basis if there is one.
 
@@ -27,6 +29,8 @@ def attended(
         scale: the scale of attention logits.
         watch: observations to compute; the first is in the main result.
         backend: the attention backend.
+        softcap: the bound of the logits, as for `kv_attention.attend`.
+        sinks: a logit of each query head, by stored head.
     """
     query, key, value = fresh
     # Padding is only checked in prefill, where it determines the attention kernel.
@@ -37,11 +41,23 @@ def attended(
     if groups is not None:
         width = value.shape[-1]
         return attend_ragged(
-            query, now.position, groups, width, scale, watch[0], backend, watch[1:]
+            query, now.position, groups, width, scale, watch[0], backend, watch[1:], softcap, sinks
         )
     pages, dense = batch.views(layer)
     dense.append(new)
-    return attend(query, now.position, pages, dense, scale, watch[0], places, backend, watch[1:])
+    return attend(
+        query,
+        now.position,
+        pages,
+        dense,
+        scale,
+        watch[0],
+        places,
+        backend,
+        watch[1:],
+        softcap,
+        sinks,
+    )
 
 
 def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"] | None]:

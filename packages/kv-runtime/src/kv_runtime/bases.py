@@ -123,6 +123,13 @@ class Bases:
         return out if "values" in self.folded else out[..., :value_dim]
 
 
+def by_stored_head(
+    query: Float[Tensor, "B H2 G2 L R"], sinks: Float[Tensor, "H G"] | None
+) -> Float[Tensor, "H2 G2"] | None:
+    """Return the sinks in the order of projected queries: GQA groups stored together are one."""
+    return None if sinks is None else sinks.reshape(query.shape[1:3])
+
+
 def same_maps(mine: Sequence[LayerBasis], theirs: Sequence[LayerBasis]) -> bool:
     """Return whether all layers have exactly equal projections."""
     return all(

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import Attended
+from kv_attention import Attended, check_softmax
 from kv_paging import PagePool, page_kernels_of
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, Replay, complete
 from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, backend_for
-from kv_runtime.bases import Bases, Folded
+from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.layout import Layout
@@ -212,25 +212,34 @@ class PolicyCache:
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
         scale: float,
+        softcap: float | None = None,
+        sinks: Float[Tensor, "H G"] | None = None,
     ) -> Float[Tensor, "B Hv Gv L Dv"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
         Values and the output are by KV head, or by stored head if values are already projected.
+        Logits have the bound `softcap` and the `sinks` of `kv_attention.attend`; a basis changes
+        neither, as it leaves logits as they are.
 
         Raises:
+            ValueError: `softcap` is not a positive number, or `sinks` are not by the query's heads.
             RuntimeError: `begin` was not called, or layers are out of order.
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
+        check_softmax(query, softcap, sinks)
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
+            sinks = by_stored_head(query, sinks)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe = self.observe
         others = tuple({f.observe for f in self._followers} - {observe})
         fresh = (query, key, value)
         watch = (observe, *others)
-        result = attended(batch, now.whole, layer, fresh, scale, watch, self.backend)
+        result = attended(
+            batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks
+        )
         observed = dict(zip(watch, (result, *result.others), strict=True))
         queries = self._queries(query, now.whole, scale)
         self.keep(layer, key, value, result, queries, unprojected)

@@ -33,6 +33,7 @@ class MemoryReport:
     tokens: Int[
         Tensor, "N B H"
     ]  # kept tokens per layer, sequence and KV head, including the window
+    other_bytes: int = 0  # layers that the policy does not store: sliding windows, states
 
     @classmethod
     def of(
@@ -88,7 +89,8 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All bytes of the cache."""
-        return self.pages_held_bytes + self.window_bytes + self.table_bytes + self.basis_bytes
+        own = self.window_bytes + self.table_bytes + self.basis_bytes
+        return self.pages_held_bytes + own + self.other_bytes
 
     @property
     def ratio(self) -> float:

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, attend_and_score, attend_partly
-from kv_runtime.bases import Bases
+from kv_attention import DenseTokens, attend_and_score, attend_partly, check_softmax
+from kv_runtime.bases import Bases, by_stored_head
 from kv_runtime.batch import Batch
 from kv_runtime.forward_pass import Pass
 
@@ -97,20 +97,26 @@ class Rereading:
         key: Float[Tensor, "B H R D"],
         value: Float[Tensor, "B Hv R Dv"],
         scale: float,
+        softcap: float | None = None,
+        sinks: Float[Tensor, "H G"] | None = None,
     ) -> Float[Tensor, "B Hv Gv R Dv"]:
         """Attend over all tokens of the sequences and the replayed ones; score the chunk's tokens.
 
         The probabilities that score a token are normalized over the chunk's tokens in the prompt
-        and the replayed ones. Vectors and output are as in `PolicyCache.attend`.
+        and the replayed ones, with the sinks. Arguments and output are as in `PolicyCache.attend`.
         """
+        check_softmax(query, softcap, sinks)
         value_dim, dtype = value.shape[-1], query.dtype
         bases, place = self._bases, self._chunk.position
         if bases is not None:
             query = bases.queries(layer, query)
+            sinks = by_stored_head(query, sinks)
             key, value = bases.keys(layer, key), bases.values(layer, value)
         near = [self._prompts.tokens(layer, c.at, c.held, c.full) for c in self._near]
         own = DenseTokens(key, value, place)
-        scored = attend_and_score(query, place, [*near, own], len(near), scale, self._backend)
+        scored = attend_and_score(
+            query, place, [*near, own], len(near), scale, self._backend, softcap, sinks
+        )
         for columns, most in zip(self._near, scored.largest, strict=True):
             replayed = self._prompts.replayed[layer][..., columns.at]
             replayed.copy_(most.where(columns.held[:, None], replayed))
@@ -118,6 +124,7 @@ class Rereading:
         dense += [self._prompts.tokens(layer, c.at, c.held, c.full) for c in self._far]
         found = scored.partial
         if pages or dense:
-            found = found + attend_partly(query, place, pages, dense, scale, self._backend)
+            # `scored` has counted the sinks.
+            found = found + attend_partly(query, place, pages, dense, scale, self._backend, softcap)
         out = found.out.to(dtype)
         return out if bases is None else bases.undone(layer, out, value_dim)

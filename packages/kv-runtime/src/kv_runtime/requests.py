@@ -106,17 +106,20 @@ class RequestBatch:
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
         output: Float[Tensor, "m Q Dv"],
+        softcap: float | None = None,
+        sinks: Float[Tensor, " Q"] | None = None,
     ) -> None:
         """Store the step's tokens in one layer and attend to them; layers are called in order.
 
-        Rows of failed requests are set to zero.
+        Rows of failed requests are set to zero. `softcap` is the bound of the layer's logits, and
+        `sinks` a logit of each query head, as for `kv_attention.attend`.
         """
         if layer == 0:
             self._open(rows)
         whole = self._parts
         for part in whole:
             try:
-                part.attend(layer, query, key, value, self.scale, output)
+                part.attend(layer, query, key, value, self.scale, output, softcap, sinks)
             except Exception as error:
                 self._lose(part, error)
         if layer == self.empty.shape.layers - 1:

@@ -1,7 +1,7 @@
 """Attention over pages in an engine's blocks, with one token per slot."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -125,6 +125,8 @@ class SlotLayer:
     format: TokenFormat
     scale: float
     backend: str
+    softcap: float | None = None  # the bound of the layer's logits
+    sinks: Float[Tensor, "H G"] | None = field(default=None, compare=False)  # its sinks
 
     def forward(
         self,
@@ -147,7 +149,16 @@ class SlotLayer:
             )
             heads, dim = key.shape[1:]
             q = query[row].view(*row.shape, heads, -1, dim).permute(0, 2, 3, 1, 4)
-            out = attend(q, place, (tokens,), (fresh,), self.scale, backend=self.backend).out
+            out = attend(
+                q,
+                place,
+                (tokens,),
+                (fresh,),
+                self.scale,
+                backend=self.backend,
+                softcap=self.softcap,
+                sinks=self.sinks,
+            ).out
             out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
             if batch.full:
                 output[row] = out

@@ -20,7 +20,15 @@ def one(sequences: int = 2) -> Tensor:
 class World:
     """A batch of random table rows, of which everything is remembered, beside the cache."""
 
-    def __init__(self, policy: KVPolicy, sequences: int = 2, **options: object) -> None:
+    def __init__(
+        self,
+        policy: KVPolicy,
+        sequences: int = 2,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # by layer, KV head and query head of its group
+        **options: object,
+    ) -> None:
+        self.softcap, self.sinks = softcap, sinks
         self.cache = PolicyCache(policy, SHAPE, page_tokens=4, **options)
         self.sequences = sequences
         lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
@@ -78,7 +86,8 @@ class World:
             key = self.key[layer].gather(2, index)
             value = self.value[layer].gather(2, index[..., :5])
             query = torch.randn(self.sequences, 2, 2, width, 6)
-            out = self.cache.attend(layer, query, key, value, 0.4)
+            sinks = None if self.sinks is None else self.sinks[layer]
+            out = self.cache.attend(layer, query, key, value, 0.4, self.softcap, sinks)
             fresh = torch.arange(400)[None] >= self.seen[:, None]
             fresh &= torch.arange(400)[None] < total[:, None]
             visible = before[:, :, None] | fresh[:, None, None]
@@ -86,7 +95,13 @@ class World:
             mask = (visible & causal[:, None])[:, :, None]  # B H 1 L 400
             keys, values = self.seen_as(layer)
             logits = (query @ keys[:, :, None].mT) * 0.4
-            want = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values[:, :, None]
+            if self.softcap is not None:
+                logits = self.softcap * (logits / self.softcap).tanh()
+            logits = logits.masked_fill(~mask, -torch.inf)
+            if sinks is not None:  # as a last column
+                column = sinks[None, :, :, None, None].expand(*logits.shape[:-1], 1)
+                logits = torch.cat((logits, column), -1)
+            want = logits.softmax(-1)[..., :400] @ values[:, :, None]
             real = valid[:, None, None, :].expand(out.shape[:-1])
             torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
         self.seen = total

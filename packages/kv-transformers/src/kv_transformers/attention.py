@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kv_transformers.running import Attends, current
+from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +24,7 @@ PREFIX: Final = "kv_transformers|"  # of the implementation's name in a model's 
 
 # Options of attention functions that paged attention does not support, with their descriptions.
 UNSERVED: Final = {
-    "softcap": "a cap on attention logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks that are not called s_aux",
     "sliding_window": "a sliding window",
     "position_bias": "a position bias",
     "indices": "attention to selected tokens",
@@ -60,6 +59,7 @@ class PassMask(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     padded: bool  # otherwise a single True: every column holds a token
     causal: bool  # otherwise the model requested another mask, which is not supported
+    own: Callable[[], Any]  # makes the mask of the implementation that the model is configured for
 
 
 def switched(name: str | None) -> str:
@@ -91,18 +91,18 @@ def _mask(
     **options: Any,
 ) -> Any:
     """Return the batch's padding for our caches, or the mask of the configured implementation."""
-    from transformers import AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 
+    def own() -> Any:
+        given = options if mask_function is None else {**options, "mask_function": mask_function}
+        return _own_mask(
+            name, batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **given
+        )
+
     running = current()
-    if running is None:  # another thread's pass
-        make = AttentionMaskInterface().get(name)
-        if make is None:
-            return None
-        if mask_function is not None:
-            options["mask_function"] = mask_function
-        options["attention_mask"] = attention_mask
-        return make(batch_size, q_length, kv_length, *args, **options)
+    # Another thread's pass, or a window or chunk of layers that transformers caches.
+    if running is None or options.get("local_size") is not None:
+        return own()
     causal = mask_function is None or mask_function is causal_mask_function
     if causal:
         _expect_columns(attention_mask, q_length, kv_length)
@@ -110,8 +110,16 @@ def _mask(
     padded = attention_mask is not None
     columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
     mask = columns[:, None, None].as_subclass(PassMask)
-    mask.padded, mask.causal = padded, causal
+    mask.padded, mask.causal, mask.own = padded, causal, own
     return mask
+
+
+def _own_mask(name: str | None, *args: Any, **options: Any) -> Any:
+    """Return the mask of an implementation of transformers; None if it has none."""
+    from transformers import AttentionMaskInterface
+
+    make = AttentionMaskInterface().get(name)
+    return None if make is None else make(*args, **options)
 
 
 def _expect_columns(mask: Tensor | None, fresh: int, columns: int) -> None:
@@ -136,7 +144,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(key, FreshKeys):
-        if isinstance(attention_mask, PassMask):
+        running = current()
+        if running is not None and not running.cache.attends(getattr(module, "layer_idx", None)):
+            if isinstance(attention_mask, PassMask):
+                attention_mask = attention_mask.own()
+        elif isinstance(attention_mask, PassMask):
             raise RuntimeError(
                 f"{type(module).__name__} attends to other keys than those returned by the "
                 "compressed cache: it changes them after cache.update, or was given no cache (in "
@@ -169,7 +181,8 @@ def _attention(
         key.cache.expect_next(place, valid)
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return key.cache.attend(key.layer, query, fresh, value, scale, valid), None
+    softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
+    return key.cache.attend(key.layer, query, fresh, value, softmax, valid), None
 
 
 def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
-from weakref import ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,39 +14,17 @@ from kv_policy import Budget, KVPolicy, parse
 from kv_runtime import AUTO, MemoryReport, PolicyCache
 from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
-from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.layers import cache_bytes, expect_croppable
 from kv_transformers.masks import MaskCheck
-from kv_transformers.replay import Attention, Replayer
+from kv_transformers.replay import Attention, GroupedAttention, Replayer
 from kv_transformers.rotary import with_ropes
-from kv_transformers.support import cache_shape, expect_order
+from kv_transformers.softmax import Softmax
+from kv_transformers.support import cache_shape, expect_only_stored, expect_order
 from kv_transformers.switch import install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class CompressedLayer(FreshLayer):
-    """The transformers interface of one layer; its cache stores everything."""
-
-    def __init__(self, cache: "CompressedCache", index: int) -> None:
-        """Represent layer `index` of `cache`."""
-        super().__init__(cache, index)
-        self._cache = ref(cache)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the columns that a mask must cover: all columns seen.
-
-        Raises:
-            ValueError: the pass has no new column.
-        """
-        if query_length == 0:
-            raise ValueError(_nothing_new(self.get_seq_length()))
-        return super().get_mask_sizes(query_length)
-
-    def get_seq_length(self) -> int:
-        """Return the number of columns seen, including padding and evicted tokens."""
-        cache = self._cache()
-        return 0 if cache is None else cache.runtime.columns
 
 
 class CompressedCache(AttendingCache):
@@ -76,7 +54,9 @@ class CompressedCache(AttendingCache):
         """Create an empty cache for a model.
 
         Args:
-            model: a decoder-only model of transformers whose layers attend to every token.
+            model: a decoder-only model of transformers. The policy stores the keys and values of
+                the layers that attend to every token; others, such as those with a sliding window
+                or linear attention, keep transformers' own cache.
             policy: a policy or its text form, such as `snapkv:budget=1024+k8v4`.
             pages: size of a fixed page pool; None: the pool grows as needed.
             page_tokens: tokens of the first tier per page.
@@ -107,11 +87,28 @@ class CompressedCache(AttendingCache):
             folded=frozenset() if self._fold is None else self._fold.what,
             replays=True,
         )
+        if self.runtime.replay is not None:
+            expect_only_stored(model, self.policy)
         self._replayer = Replayer.of(self.policy, self.runtime.replay, tokenizer)
         self._device = model.device
         self._masks = MaskCheck(waits=self._device.type == "cpu")
         install(model)
-        super().__init__(model, [CompressedLayer(self, i) for i in range(shape.layers)])
+        super().__init__(model)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns seen, including padding and evicted tokens."""
+        return self.runtime.columns
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the columns that a mask must cover: all columns seen.
+
+        Raises:
+            ValueError: the pass has no new column.
+        """
+        if query_length == 0:
+            raise ValueError(_nothing_new(self.columns))
+        return super().mask_sizes(query_length)
 
     def attend(
         self,
@@ -119,7 +116,7 @@ class CompressedCache(AttendingCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the stored and the new tokens, then store the new ones.
@@ -132,20 +129,21 @@ class CompressedCache(AttendingCache):
                 self._expect_same_device(query.device)
                 self._expect_same_fold()
                 self.runtime.begin(self._columns(query, valid))
-            return self._around(self.runtime.attend)(layer, query, key, value, scale)
+            return self._around(self.runtime.attend)(layer, query, key, value, softmax)
 
-    def _around(self, attend: Attention) -> Attention:
+    def _around(self, attend: GroupedAttention) -> Attention:
         """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
 
         def attention(
-            layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+            layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax
         ) -> Float[Tensor, "B L *out"]:
             grouped = query.unflatten(1, (key.shape[1], -1))
+            options = softmax.scale, softmax.softcap, softmax.sinks_by_head(key.shape[1])
             if self._fold is None or "values" not in self._fold.what:
-                out = attend(layer, grouped, key, value, scale)
+                out = attend(layer, grouped, key, value, *options)
                 return out.flatten(1, 2).transpose(1, 2).contiguous()
             packing = self._fold.packing[layer]
-            return packing.pack(attend(layer, grouped, key, packing.unpack(value), scale))
+            return packing.pack(attend(layer, grouped, key, packing.unpack(value), *options))
 
         return attention
 
@@ -228,12 +226,18 @@ class CompressedCache(AttendingCache):
         return valid.expand(batch, length)
 
     def memory(self) -> MemoryReport:
-        """Return the stored bytes by name, and the kept tokens per layer, sequence and KV head."""
-        return self.runtime.memory()
+        """Return the bytes by name, and the kept tokens per stored layer, sequence and KV head.
+
+        `other_bytes` are those of layers that transformers caches, such as sliding windows, and of
+        states of linear attention; the policy does not change them. `full_bytes` includes them.
+        """
+        report, other = self.runtime.memory(), cache_bytes(self.own_layers)
+        return replace(report, other_bytes=other, full_bytes=report.full_bytes + other)
 
     def reset(self) -> None:
         """Clear the cache and free its memory."""
         self.runtime.reset()
+        self.layers = self._empty_layers()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Reorder the sequences by their parent beams."""
@@ -253,6 +257,8 @@ class CompressedCache(AttendingCache):
         # As in `attend`: stored tensors must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.runtime.select(source.clone())
+            for layer in self.own_layers:
+                layer.reorder_cache(source)
 
     @property
     def batch_size(self) -> int:
@@ -267,8 +273,8 @@ class CompressedCache(AttendingCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works: it does if the policy keeps every token."""
-        return self.runtime.rolls_back
+        """Whether `crop` works: the policy keeps every token, and no layer a recurrent state."""
+        return self.runtime.rolls_back and all(layer.is_croppable for layer in self.own_layers)
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Remove the newest columns, given as a negative number; 0 does nothing.
@@ -277,15 +283,19 @@ class CompressedCache(AttendingCache):
 
         Raises:
             ValueError: the number is positive or larger than the number of columns, or the policy
-                cannot take tokens back; the cache is unchanged.
+                or a layer that transformers caches cannot take tokens back; the cache is unchanged.
         """
         columns = int(tokens_to_remove)  # transformers 5.16 passes a tensor with one element
-        if not columns:
-            return
-        if columns > 0 and self.runtime.rolls_back:
-            raise ValueError(_advice(columns, self.runtime.columns))
-        with torch.inference_mode(False), torch.no_grad():
-            self.runtime.roll_back(abs(columns))
+        if columns:
+            if columns > 0 and self.runtime.rolls_back:
+                raise ValueError(_advice(columns, self.runtime.columns))
+            if self.runtime.rolls_back:
+                expect_croppable(self.own_layers)
+            with torch.inference_mode(False), torch.no_grad():
+                self.runtime.roll_back(abs(columns))
+        for layer in self.own_layers:  # 0, too, drops what sliding windows recorded
+            if getattr(layer, "record_past", True):
+                layer.crop(columns)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
         """Copy the cache, for the same model, with a separate pool of the same size.
@@ -298,7 +308,7 @@ class CompressedCache(AttendingCache):
         made = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(vars(self), runtime=deepcopy(self.runtime, memo))
-        made.layers = [CompressedLayer(made, i) for i in range(len(self.layers))]
+        made.layers = self._copied_layers(made, memo)
         return made
 
     def __copy__(self) -> NoReturn:

@@ -6,7 +6,9 @@ from transformers import PreTrainedModel
 
 from kv_policy import CacheShape, Collector
 from kv_transformers.fold import folded_by
+from kv_transformers.layers import stored_layers
 from kv_transformers.modules import attention_modules
+from kv_transformers.softmax import Softmax
 from kv_transformers.support import OUTPUT, UnsupportedModelError
 from kv_transformers.watching import EmptyCache
 
@@ -34,7 +36,7 @@ class CollectingCache(EmptyCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
         """Pass the new tokens to the collector, then attend causally over them.
@@ -45,11 +47,11 @@ class CollectingCache(EmptyCache):
         model = self.model
         if layer == 0 and model is not None:
             _expect_own(model)
-        factor = scale * query.shape[-1] ** 0.5
+        factor = softmax.scale * query.shape[-1] ** 0.5
         grouped = (query if factor == 1 else query * factor).unflatten(1, (key.shape[1], -1))
         there = None if valid is None else valid.expand(len(query), -1)
         self._collector.see(layer, grouped, key, value, there)
-        return super().attend(layer, query, key, value, scale, valid)
+        return super().attend(layer, query, key, value, softmax, valid)
 
 
 def _expect_own(model: PreTrainedModel) -> None:
@@ -65,7 +67,7 @@ def _expect_own(model: PreTrainedModel) -> None:
 def output_projections(
     model: PreTrainedModel, shape: CacheShape
 ) -> tuple[Float[Tensor, "hidden QD"], ...]:
-    """Return the weights of the output projections, by layer.
+    """Return the weights of the output projections of layers that a policy stores.
 
     Raises:
         UnsupportedModelError: a layer has no output projection, or one that is not a plain linear
@@ -74,10 +76,11 @@ def output_projections(
         ValueError: the model is folded.
     """
     _expect_own(model)
-    modules = attention_modules(model, shape.layers)
+    layers = stored_layers(model)
+    modules = attention_modules(model, layers)
     columns = shape.kv_heads * shape.group * shape.value_dim
     weights = []
-    for layer in range(shape.layers):
+    for layer in layers:
         name, module = modules.get(layer, ("", None))
         children = {} if module is None else dict(module.named_children())
         child = next((each for each in OUTPUT if each in children), None)

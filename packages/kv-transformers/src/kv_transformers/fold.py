@@ -16,6 +16,7 @@ from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
 from kv_runtime import Bases, Folded, same_maps, widened
 from kv_transformers.fitted import check_fitted
 from kv_transformers.folded import FOLDED, FoldedLinear, FoldState, Packing
+from kv_transformers.layers import stored_layers
 from kv_transformers.modules import attention_modules
 from kv_transformers.probe import expect_direct
 from kv_transformers.projections import OUTPUT, Projections, folded_keys, folded_values
@@ -65,8 +66,9 @@ class Fold:
         packing = _packing(bases, shape, rotary, model.device)
         self.state = FoldState(str(policy), policy.basis, bound, _what(bound, rotary), packing)
         self._model, self._old = model, list[tuple[nn.Module, str, nn.Module]]()
-        modules = _foldable(model, shape.layers)
-        found = [Projections(module, i) for i, module in enumerate(modules)]
+        layers = stored_layers(model)
+        modules = _foldable(model, layers)
+        found = [Projections(module, i) for i, module in zip(layers, modules, strict=True)]
         new = _folded(found, shape, self.state, bases.stored.value_dim)
         changes = [(modules[i], name, layer) for i, name, layer in new]
         expect_direct(model, modules, [each.output for each in found], self.state.what)
@@ -195,10 +197,10 @@ def _packing(
     )
 
 
-def _foldable(model: "PreTrainedModel", layers: int) -> list[nn.Module]:
-    """Return the modules with the projections, by layer."""
+def _foldable(model: "PreTrainedModel", layers: Sequence[int]) -> list[nn.Module]:
+    """Return the modules with the projections of these layers."""
     found = attention_modules(model, layers)
-    for layer in range(layers):
+    for layer in layers:
         names = {name for name, _ in found[layer][1].named_children()} if layer in found else set()
         if "v_proj" not in names or not names & set(OUTPUT):
             raise UnsupportedModelError(
@@ -206,4 +208,4 @@ def _foldable(model: "PreTrainedModel", layers: int) -> list[nn.Module]:
                 f"{' or '.join(OUTPUT)} (a fused one, perhaps), so a basis cannot be folded into "
                 "them; its cache works without folding"
             )
-    return [found[layer][1] for layer in range(layers)]
+    return [found[layer][1] for layer in layers]

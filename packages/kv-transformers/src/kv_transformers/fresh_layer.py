@@ -1,28 +1,77 @@
 """The transformers interface of a cache that computes attention itself: layers mark new keys."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kv_transformers.attention import FreshKeys
+from kv_transformers.layers import LayerCache, layer_caches
 from kv_transformers.running import Running, current
+from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class AttendingCache(Cache):
-    """A cache of one model that computes attention itself."""
+    """A cache of one model that computes the attention of its full-attention layers itself.
 
-    def __init__(self, model: "PreTrainedModel", layers: "Sequence[FreshLayer]") -> None:
+    The other layers (sliding windows, linear attention, convolutions) have transformers' own cache
+    layers, and the model's own attention.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
         """Bind the cache to a model through a weak reference."""
-        super().__init__(layers=list(layers))
+        self._kinds = layer_caches(model.config.get_text_config(decoder=True))
+        super().__init__(layers=self._empty_layers())
         self._model = ref(model)
+
+    def _empty_layers(self) -> list[Any]:
+        """Return a layer for each of the model's, without tokens."""
+        return [_layer(self, kind) for kind in self._kinds]
+
+    def _copied_layers(self, owner: "AttendingCache", memo: dict[int, object]) -> list[Any]:
+        """Return a copy of each layer for another cache."""
+        made = owner._empty_layers()
+        for kind, new, old in zip(self._kinds, made, self.layers, strict=True):
+            if kind.index is None or kind.has_state:
+                kept = {name: x for name, x in vars(old).items() if name != "_attends"}
+                vars(new).update(deepcopy(kept, memo))
+        return made
+
+    @property
+    def own_layers(self) -> Iterator[Any]:
+        """The layers that keep transformers' own state, or keep one beside the stored tokens."""
+        pairs = zip(self._kinds, self.layers, strict=True)
+        return (layer for kind, layer in pairs if kind.index is None or kind.has_state)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns seen, including padding and evicted tokens; 0 if none are stored."""
+        return 0
+
+    def attends(self, layer: int | None) -> bool:
+        """Whether the cache computes the attention of a layer of the model."""
+        inside = layer is not None and 0 <= layer < len(self._kinds)
+        return not inside or self._kinds[layer or 0].index is not None
+
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the columns that a mask must cover: all columns seen."""
+        return self.columns + query_length, 0
+
+    def start(self) -> None:
+        """Prepare for a pass of the model over this cache."""
 
     @property
     def model(self) -> "PreTrainedModel | None":
@@ -36,7 +85,7 @@ class AttendingCache(Cache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the stored and the new tokens, then store the new ones."""
@@ -74,12 +123,15 @@ class AttendingCache(Cache):
                 not attended to, or the layer does not exist.
         """
         running = self._running()
-        if layer_idx >= len(self.layers):
+        if layer_idx >= len(self._kinds):
             raise RuntimeError(
                 f"layer {layer_idx} uses a compressed cache of {len(self.layers)} layers, which "
                 "was made for another model; create a cache for the model that runs"
             )
-        running.hand(layer_idx)
+        if self._kinds[layer_idx].index is None:
+            running.skip()
+        else:
+            running.hand(layer_idx)
         marked: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -105,7 +157,7 @@ class FreshLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: AttendingCache, index: int) -> None:
-        """Represent layer `index` of `cache`."""
+        """Represent layer `index` of those whose tokens `cache` stores."""
         super().__init__()  # type: ignore[no-untyped-call]  # transformers declares no types here
         # The cache references its layers. A strong reference back would be a cycle, and its pages
         # would be freed only by the garbage collector.
@@ -131,12 +183,34 @@ class FreshLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the columns that a mask must cover: all columns seen."""
-        return self.get_seq_length() + query_length, 0
+        cache = self._attends()
+        return (query_length, 0) if cache is None else cache.mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns seen; 0 unless a subclass counts them."""
-        return 0
+        """Return the number of columns seen, including padding and evicted tokens."""
+        cache = self._attends()
+        return 0 if cache is None else cache.columns
 
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
+
+
+class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]  # as in transformers
+    """A layer with full attention and a state of fixed size, which it keeps (Falcon-H1, Zamba2)."""
+
+    is_compileable = False
+
+    def __init__(self, cache: AttendingCache, index: int, number_of_states: int = 1) -> None:
+        """Represent layer `index` of those whose tokens `cache` stores."""
+        FreshLayer.__init__(self, cache, index)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+
+def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
+    """Return an empty cache layer of one kind."""
+    if kind.index is None:
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind.kind](**kind.options)
+    if kind.has_state:
+        return StatefulLayer(cache, kind.index, **kind.options)
+    return FreshLayer(cache, kind.index)

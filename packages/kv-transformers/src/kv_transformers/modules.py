@@ -1,6 +1,6 @@
 """Find the attention modules of a transformers model, by layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 Named: TypeAlias = tuple[str, nn.Module]
 
 
-def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]:
-    """Return the self-attention module of each layer, with its name in the base model.
+def attention_modules(model: "PreTrainedModel", layers: Sequence[int]) -> dict[int, Named]:
+    """Return the self-attention module of each of these layers, with its name in the base model.
 
     Cross-attention, which may have the same `layer_idx`, is excluded: by the module's
     `is_cross_attention` if it has that, else by its name. Layers without a module are missing from
@@ -26,7 +26,7 @@ def attention_modules(model: "PreTrainedModel", layers: int) -> dict[int, Named]
     found: dict[int, list[Named]] = {}
     for name, module in model.base_model.named_modules():
         index = getattr(module, "layer_idx", None)  # defined by transformers' attention modules
-        if isinstance(index, int) and 0 <= index < layers and not says_cross(module):
+        if isinstance(index, int) and index in layers and not says_cross(module):
             found.setdefault(index, []).append((name, module))
     return {index: _own(model, index, found[index]) for index in sorted(found)}
 

@@ -15,25 +15,30 @@ from torch import Tensor
 from kv_policy import KVPolicy, Replay
 from kv_runtime import PolicyCache, ReplayChunk
 from kv_transformers.cache_argument import passing
-from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import unwinding
+from kv_transformers.softmax import Softmax
 from kv_transformers.switch import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Arguments: layer, queries, keys, values, scale. Returns the output of attention for the model.
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# Arguments: layer, queries, keys, values, softmax. Returns the output of attention for the model.
+Attention = Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
+# Arguments of a runtime: layer, queries by KV head, keys, values, scale, softcap, sinks.
+GroupedAttention = Callable[
+    [int, Tensor, Tensor, Tensor, float, float | None, Tensor | None], Tensor
+]
 # Adds what a cache does around the attention of its runtime, such as packing.
-Around = Callable[[Attention], Attention]
+Around = Callable[[GroupedAttention], Attention]
 
 
 class RereadingCache(AttendingCache):
     """The cache of a pass over a chunk of prompts that were read before; it stores nothing."""
 
-    def __init__(self, model: "PreTrainedModel", layers: int, attention: Attention) -> None:
+    def __init__(self, model: "PreTrainedModel", attention: Attention) -> None:
         """Bind the cache to a model, with the attention of its passes."""
-        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model)
         self._attention = attention
 
     def attend(
@@ -42,11 +47,11 @@ class RereadingCache(AttendingCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L *out"]:
         """Attend over the prompts and the new tokens."""
-        return self._attention(layer, query, key, value, scale)
+        return self._attention(layer, query, key, value, softmax)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Replayer:
         prompts = [row[mine].tolist() for row, mine in zip(ids, held, strict=True)]
         for chunk, given in self._chunks(prompts, now.total.tolist(), ids.device):
             reading = cache.reread(chunk)
-            own = RereadingCache(model, cache.shape.layers, around(reading.attend))
+            own = RereadingCache(model, around(reading.attend))
             with unwinding():
                 decoder(
                     input_ids=given,

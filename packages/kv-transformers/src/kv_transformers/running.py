@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kv_transformers.softmax import Softmax
+
 
 @runtime_checkable
 class Attends(Protocol):
@@ -20,10 +22,14 @@ class Attends(Protocol):
         query: "Tensor",
         key: "Tensor",
         value: "Tensor",
-        scale: float,
+        softmax: "Softmax",
         valid: "Tensor | None",
     ) -> "Tensor":
         """Attend over the stored and the new tokens, then store the new ones."""
+        ...
+
+    def attends(self, layer: int | None) -> bool:
+        """Whether the cache computes the attention of a layer of the model."""
         ...
 
     def expect_mask(self, mask: "Tensor | None", fresh: int) -> None:
@@ -60,6 +66,15 @@ class Running:
         """
         self.expect_attended()
         self.handed, self.used = layer, True
+
+    def skip(self) -> None:
+        """Record that a layer with a cache of transformers was updated.
+
+        Raises:
+            RuntimeError: new keys of another layer were never attended to.
+        """
+        self.expect_attended()
+        self.used = True
 
     def attended(self) -> None:
         """Record that the new keys reached the attention function."""

@@ -1,21 +1,22 @@
 """Checks of whether a transformers model is supported, and the shape of its KV cache."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy
 from kv_transformers.folded import FoldedLinear
+from kv_transformers.layers import layer_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-FULL: Final = ("full_attention", "attention")  # layer types that attend to every token
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
+SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
 SIZES: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -43,48 +44,71 @@ def expect_order(model: object, policy: object) -> None:
 
 
 def cache_shape(model: "PreTrainedModel") -> CacheShape:
-    """Return the shape of a model's KV cache.
+    """Return the shape of the keys and values that a policy stores: of layers of full attention.
 
     Raises:
-        UnsupportedModelError: the model is not a decoder whose layers all attend to every token
-            with their own keys and values, or its weights are not on one device.
+        UnsupportedModelError: the model is not a decoder with layers that attend to every token,
+            these layers differ in shape or do not have their own keys and values, or the model's
+            weights are not on one device.
     """
     name = type(model).__name__
     _expect_one_device(model)
     config = model.config.get_text_config(decoder=True)
     for reason in _reasons(model, config):
         raise UnsupportedModelError(f"{name} {reason}")
-    sizes = {_sizes(each) for each in _by_layer(config)}
+    stored = [i for i, each in enumerate(layer_caches(config)) if each.index is not None]
+    by_layer = config.per_layer_config
+    sizes = {_sizes(by_layer[i]) for i in stored}
     if len(sizes) > 1:
-        found = ", ".join(f"{kv} x {dim}" for _, kv, dim in sorted(sizes))
+        found = ", ".join(f"{each.kv_heads} x {each.key_dim}" for each in sorted(sizes))
         raise UnsupportedModelError(
             f"{name} has layers with different KV heads ({found}); the cache supports models "
-            "whose layers have the same shape"
+            "whose layers of full attention have the same shape"
         )
-    ((heads, kv_heads, dim),) = sizes
-    for reason in _module_reasons(model, config, kv_heads * dim, heads // kv_heads):
+    (size,) = sizes
+    for reason in _module_reasons(model, config, size, stored):
         raise UnsupportedModelError(f"{name} {reason}")
     return CacheShape(
-        layers=config.num_hidden_layers,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        key_dim=dim,
-        value_dim=dim,
+        layers=len(stored),
+        kv_heads=size.kv_heads,
+        group=size.heads // size.kv_heads,
+        key_dim=size.key_dim,
+        value_dim=size.value_dim,
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
     )
 
 
-def _by_layer(config: "PreTrainedConfig") -> "Sequence[PreTrainedConfig]":
-    """Return the configuration of each layer if they differ; otherwise a single one."""
-    by_layer: Sequence[PreTrainedConfig] = config.per_layer_config
-    return by_layer if config.is_heterogeneous else (config,)
+def expect_only_stored(model: "PreTrainedModel", policy: KVPolicy) -> None:
+    """Raise if a model has layers that a policy does not store, whose states a replay would change.
+
+    Raises:
+        UnsupportedModelError: it has; the message names their types.
+    """
+    caches = layer_caches(model.config.get_text_config(decoder=True))
+    other = sorted({each.kind for each in caches if each.index is None or each.has_state})
+    if other:
+        raise UnsupportedModelError(
+            f"{policy} lets the model read each prompt again, and the layers of type "
+            f"{', '.join(other)} in {type(model).__name__} would go on from a state that includes "
+            "the first reading; use a policy that reads prompts once, such as kv-compress"
+        )
 
 
-def _sizes(config: "PreTrainedConfig") -> tuple[int, int, int]:
-    """Return query heads, KV heads and head dimension of a layer."""
+class _Sizes(NamedTuple):
+    """Sizes of a layer's attention, as its configuration has them."""
+
+    heads: int  # query heads
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def _sizes(config: "PreTrainedConfig") -> _Sizes:
     heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, dim
+    named = (getattr(config, name, None) for name in ("head_dim", "attention_head_dim"))
+    dim = next((each for each in named if each), None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return _Sizes(heads, kv_heads, dim, getattr(config, "v_head_dim", None) or dim)
 
 
 def _expect_one_device(model: "PreTrainedModel") -> None:
@@ -117,14 +141,12 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         yield "attends in both directions (is_causal=False); a compressed cache attends causally"
     if has("kv_lora_rank"):
         yield "has latent attention (MLA), whose cache has no keys and values per head"
-    if has("attn_logit_softcapping"):
-        yield "caps its attention logits, which paged attention does not support"
     if has("num_kv_shared_layers") or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         yield "shares keys and values between layers"
     own = getattr(model, "_supports_default_dynamic_cache", None)  # defined by generating models
     if own is not None and not own():
         yield "keeps its own kind of state instead of a cache of keys and values"
-    layer = _by_layer(config)[0]
+    layer = config.per_layer_config[0] if config.is_heterogeneous else config
     missing = [name for name in SIZES if not isinstance(getattr(layer, name, None), int)]
     if missing:
         yield (
@@ -132,22 +154,13 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
             "single cache to compress"
         )
         return
-    other = sorted(set(layer_types(config)) - set(FULL))
-    if other:
+    caches = layer_caches(config)
+    if all(each.index is None for each in caches):
+        kinds = ", ".join(sorted({each.kind for each in caches}))
         yield (
-            f"has layers of type {', '.join(other)}; the cache supports models whose layers all "
-            f"attend to every token{_advice(config)}"
+            f"has only layers of type {kinds}; the cache compresses layers that attend to every "
+            f"token, and this model has none{_advice(config)}"
         )
-
-
-def layer_types(config: "PreTrainedConfig") -> Sequence[str]:
-    """Return transformers' types of a model's layers; a single one if all have the same type."""
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
-    if types is not None:
-        return types
-    if getattr(config, "sliding_window", None):
-        return ("sliding_attention",)
-    return ("chunked_attention",) if getattr(config, "attention_chunk_size", None) else FULL[:1]
 
 
 def _advice(config: "PreTrainedConfig") -> str:
@@ -163,15 +176,15 @@ def _advice(config: "PreTrainedConfig") -> str:
 
 
 def _module_reasons(
-    model: "PreTrainedModel", config: "PreTrainedConfig", width: int, group: int
+    model: "PreTrainedModel", config: "PreTrainedConfig", size: _Sizes, stored: Sequence[int]
 ) -> Iterator[str]:
     """Yield the reasons in a model's modules why it is not supported.
 
     Args:
         model: the model.
         config: configuration of its decoder.
-        width: dimensions of a token's keys in a layer, over all KV heads.
-        group: query heads per KV head.
+        size: sizes of the layers that a policy stores.
+        stored: their indices.
     """
     at: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.base_model.named_modules():
@@ -183,44 +196,54 @@ def _module_reasons(
             "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
             "layers"
         )
-    for layer, named in sorted(at.items()):
+    caches = layer_caches(config)
+    for layer, named in ((layer, at[layer]) for layer in stored if layer in at):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
-        attending = [each for each in own if _attends(each[1])]
+        attending = [each for each in own if _attends(each[1], beside=caches[layer].has_state)]
         if len(own) < len(named) and not attending:
             yield f"attends in layer {layer} to something other than the layer's own tokens"
         if any(getattr(module, "is_causal", True) is False for _, module in own):
             yield f"attends in both directions in layer {layer}; a compressed cache is causal"
         for each in attending:
-            yield from _attention_reasons(*each, width, group)
+            yield from _attention_reasons(*each, size)
 
 
-def _attends(module: nn.Module) -> bool:
-    """Return whether a module is attention, by the conventions of transformers."""
+def _attends(module: nn.Module, *, beside: bool) -> bool:
+    """Return whether a module is attention, by the conventions of transformers.
+
+    Args:
+        module: a module of a layer.
+        beside: whether the layer has another mixer, which has an output projection, too.
+    """
     groups = getattr(module, "num_key_value_groups", None)
-    return isinstance(groups, int) or any(name in OUTPUT for name, _ in module.named_children())
+    outputs = any(name in OUTPUT for name, _ in module.named_children())
+    return isinstance(groups, int) or (outputs and not beside)
 
 
-def _attention_reasons(name: str, module: nn.Module, width: int, group: int) -> Iterator[str]:
-    own = [each for each, _ in module.named_parameters(recurse=False) if not each.endswith(SCALES)]
+def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[str]:
+    names = [each for each, _ in module.named_parameters(recurse=False)]
+    own = [each for each in names if not (each.endswith(SCALES) or each == SINKS)]
     if own:
         yield (
             f"uses parameters of {type(module).__name__} itself ({', '.join(own)}) in attention, "
             "which a compressed cache does not support"
         )
+    group = size.heads // size.kv_heads
     theirs = getattr(module, "num_key_value_groups", group)
     if theirs != group:
         yield (
             f"has {theirs} query heads per KV head at {name}, but {group} in its configuration: "
             "it changes keys before attention, which a compressed cache does not support"
         )
-    for child in ("k_proj", "v_proj"):
+    widths = {"k_proj": size.kv_heads * size.key_dim, "v_proj": size.kv_heads * size.value_dim}
+    for child, width in widths.items():
         projection = getattr(module, child, None)
         found = getattr(projection, "out_features", None)
         if isinstance(found, int) and found != width and not isinstance(projection, FoldedLinear):
             yield (
                 f"has {found} dimensions in a token's {child[0].upper()} vectors at {name}, but "
-                f"{width} by its configuration; heads that differ by layer, or between keys and "
-                "values, are not supported"
+                f"{width} by its configuration; heads that differ between layers of full attention "
+                "are not supported"
             )
 
 

@@ -92,6 +92,7 @@ class Switch:
             if running is None or running.cache is not cache:  # once per pass
                 _expect_served(module, kwargs)
                 _expect_one_sequence_a_row(kwargs)
+                cache.start()
             cache.expect_ids(ids)
         enter(module, self, cache, ids)
         if cache is not None:

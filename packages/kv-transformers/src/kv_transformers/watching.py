@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from kv_transformers.fresh_layer import AttendingCache, FreshLayer
+from kv_attention import DenseTokens, attend
+from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.softmax import Softmax
 from kv_transformers.support import cache_shape
 from kv_transformers.switch import install
 
@@ -26,9 +28,13 @@ class EmptyCache(AttendingCache):
         Raises:
             UnsupportedModelError: the model's attention is not supported.
         """
-        layers = cache_shape(model).layers
+        cache_shape(model)
         install(model)
-        super().__init__(model, [FreshLayer(self, i) for i in range(layers)])
+        super().__init__(model)
+
+    def start(self) -> None:
+        """Clear the states of layers that transformers caches, as a pass is a whole text."""
+        self.layers = self._empty_layers()
 
     def attend(
         self,
@@ -36,18 +42,20 @@ class EmptyCache(AttendingCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
         """Attend causally over the new tokens."""
         there = None if valid is None else valid.expand(len(query), -1)
+        if not softmax.is_plain:
+            return _attended(query, key, value, softmax, there)
         out = scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=None if there is None else _mask(there),
             is_causal=there is None,
-            scale=scale,
+            scale=softmax.scale,
             enable_gqa=True,
         )
         return out.transpose(1, 2).contiguous()
@@ -78,11 +86,11 @@ class WatchingCache(EmptyCache):
         query: Float[Tensor, "B Hq L D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
-        scale: float,
+        softmax: Softmax,
         valid: Bool[Tensor, "B L"] | None,
     ) -> Float[Tensor, "B L Hq Dv"]:
         """Attend, then call the function."""
-        out = super().attend(layer, query, key, value, scale, valid)
+        out = super().attend(layer, query, key, value, softmax, valid)
         self._show(layer, query, key, value, out)
         return out
 
@@ -93,3 +101,29 @@ def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
     itself = torch.eye(length, dtype=torch.bool, device=there.device)
     earlier = torch.ones_like(itself).tril()
     return (earlier & there[:, None] | itself)[:, None]
+
+
+def _attended(
+    query: Float[Tensor, "B Hq L D"],
+    key: Float[Tensor, "B H L D"],
+    value: Float[Tensor, "B H L Dv"],
+    softmax: Softmax,
+    there: Bool[Tensor, "B L"] | None,
+) -> Float[Tensor, "B L Hq Dv"]:
+    """Attend causally with a bound of logits or with sinks; padding returns 0."""
+    batch, heads, length, _ = key.shape
+    held = (
+        torch.ones(batch, length, dtype=torch.bool, device=key.device) if there is None else there
+    )
+    position = torch.where(held, held.long().cumsum(-1) - 1, -1)
+    tokens = DenseTokens(key, value, position, full=there is None)
+    out = attend(
+        query.unflatten(1, (heads, -1)),
+        position,
+        (),
+        (tokens,),
+        softmax.scale,
+        softcap=softmax.softcap,
+        sinks=softmax.sinks_by_head(heads),
+    ).out
+    return out.flatten(1, 2).transpose(1, 2).contiguous()

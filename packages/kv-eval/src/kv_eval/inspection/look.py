@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PARTS: Final = (  # of a MemoryReport; their sum is its total
     *("vector_bytes", "score_bytes", "position_bytes", "unfilled_bytes", "spare_bytes"),
-    *("window_bytes", "table_bytes", "basis_bytes"),
+    *("window_bytes", "table_bytes", "basis_bytes", "other_bytes"),
 )
 
 

@@ -17,6 +17,7 @@ _BESIDE: Final = {
     "spare_bytes": "free pages",
     "table_bytes": "page tables",
     "basis_bytes": "maps into the basis",
+    "other_bytes": "caches of layers that the policy does not store",
 }
 
 

@@ -1,0 +1,107 @@
+"""What each layer of a model caches, and which layers' keys and values a policy stores."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Types of transformers whose layers attend to every token.
+FULL: Final = ("full_attention", "attention")
+BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer of a model caches.
+
+    Attributes:
+        kind: transformers' type of the layer, such as `full_attention` or `sliding_attention`.
+        options: arguments of transformers' own cache layer of this type.
+        index: the layer's index among those whose keys and values a policy stores; None: the layer
+            keeps transformers' own cache, such as that of a sliding window.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    index: int | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer that the policy stores also keeps a state of fixed size."""
+        return self.index is not None and self.kind == BOTH
+
+
+def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
+    """Return what each layer of a decoder caches, by the configuration of the decoder."""
+    kinds, options = _kinds(config)
+    stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH)]
+    index = {layer: i for i, layer in enumerate(stored)}
+    return tuple(
+        LayerCache(kind, MappingProxyType(given), index.get(i))
+        for i, (kind, given) in enumerate(zip(kinds, options, strict=True))
+    )
+
+
+def stored_layers(model: "PreTrainedModel") -> tuple[int, ...]:
+    """Return the indices of the model's layers whose keys and values a policy stores."""
+    caches = layer_caches(model.config.get_text_config(decoder=True))
+    return tuple(i for i, cache in enumerate(caches) if cache.index is not None)
+
+
+def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
+    """Return the type of each layer, and the arguments of transformers' own cache layers."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, options = get_layer_types_and_kwargs(config)
+    return kinds, options
+
+
+def cache_bytes(layers: Iterable[Any]) -> int:
+    """Count the bytes of transformers' cache layers: keys, values and states.
+
+    A sliding window is a view until the next pass, and holds all of its storage.
+    """
+    found = {}
+    for layer in layers:
+        for x in _tensors(vars(layer).values()):
+            storage = x.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among attributes of a layer that have more than one element."""
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim:
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+
+
+def expect_croppable(layers: Iterable[Any]) -> None:
+    """Raise if one of transformers' cache layers cannot take tokens back.
+
+    Raises:
+        ValueError: it has a recurrent state, or a sliding window that has passed tokens and did
+            not record them.
+    """
+    for layer in layers:
+        name = type(layer).__name__
+        if not layer.is_croppable:
+            raise ValueError(
+                f"a layer of this model ({name}) has a recurrent state, which cannot take tokens "
+                "back; prefill the shorter text again"
+            )
+        recorded = getattr(layer, "record_past", True)
+        passed = getattr(layer, "sliding_window", None)
+        if not recorded and (passed is None or layer.get_seq_length() >= passed):
+            raise ValueError(
+                f"a layer of this model ({name}) has dropped tokens that taking others back would "
+                "need; call activate_past_recording() on the cache before the tokens to take back, "
+                "as assisted generation does, or prefill the shorter text again"
+            )
