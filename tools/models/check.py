@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -24,6 +24,7 @@ BATCH: Final = 2
 PROMPT: Final = 40
 PADDING: Final = 7  # columns before the second prompt
 NEW: Final = 24
+FEW: Final = 8  # new tokens, where a part needs no more
 CHUNKS: Final = (17, 29, PROMPT)
 STEPS: Final = (PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 10, PROMPT + NEW)
 KEPT: Final = 24
@@ -165,8 +166,8 @@ class Check:
 
     def failures(self) -> Iterator[Failure]:
         """Run all parts; an exception fails its part."""
-        parts = (self.tokens, self.chunks, self.turn, self.close, self.picture)
-        for part in (*parts, *self._selectors(), self.unchanged):
+        exact = (self.tokens, self.chunks, self.turn, self.again, self.beams, self.picture)
+        for part in (*exact, self.close, *self._selectors(), self.unchanged):
             name = part.__name__
             try:
                 yield from (Failure(name, wrong) for wrong in part())
@@ -204,6 +205,21 @@ class Check:
         expected = self._own(lambda: self._turns(own_cache(self.model)))
         if expected is not None:
             yield from self._compare("second turn", self._turns(self.cache()), expected)
+
+    def again(self) -> Iterator[str]:
+        """A cache that was reset gives what a new one gives."""
+        cache = self.cache()
+        generate(self.model, self.ids.flip(1), torch.ones_like(self.mask), cache, new=FEW)
+        cache.reset()
+        found = generate(self.model, self.ids, self.mask, cache, new=FEW)
+        expected = Run(self.own.tokens[:, : PROMPT + FEW], self.own.logits[:, :FEW])
+        yield from self._compare("after a reset", found, expected)
+
+    def beams(self) -> Iterator[str]:
+        """Beam search, which reorders a cache's sequences, gives the same tokens."""
+        expected = self._own(lambda: self._beams(own_cache(self.model)))
+        if expected is not None:
+            yield from self._compare("beams", self._beams(self.cache()), expected)
 
     def close(self) -> Iterator[str]:
         """With 8 bits, the logits of the same tokens are close."""
@@ -267,6 +283,9 @@ class Check:
     def _chunked(self, cache: "Cache") -> Run:
         return generate(self.model, self.ids, self.mask, cache, prefill_chunk_size=16)
 
+    def _beams(self, cache: "Cache") -> Run:
+        return generate(self.model, self.ids, self.mask, cache, new=FEW, num_beams=3)
+
     def _turns(self, cache: "Cache") -> Run:
         """Return what follows a second message."""
         first = generate(self.model, self.ids, self.mask, cache).tokens
@@ -274,7 +293,7 @@ class Check:
         more = torch.randint(SPECIAL, VOCABULARY, (BATCH, 9), generator=random)
         ids = torch.cat([first, more], 1)
         longer = torch.ones(BATCH, ids.shape[1] - PROMPT, dtype=torch.long)
-        return generate(self.model, ids, torch.cat([self.mask, longer], 1), cache, new=8)
+        return generate(self.model, ids, torch.cat([self.mask, longer], 1), cache, new=FEW)
 
     def _own(self, run: Callable[[], T]) -> T | None:
         """Return what the model gives with its own cache, or None where it cannot."""
@@ -338,5 +357,14 @@ def check(name: str, variant: str = "") -> dict[str, Any]:
     if not failures:
         return row | {"result": "equal", "said": ""}
     late = all(each.late for each in failures)
-    sentences = "; ".join(f"{each.part}: {each.said}" for each in failures)
-    return row | {"result": "refused late" if late else "wrong", "said": sentences}
+    return row | {"result": "refused late" if late else "wrong", "said": together(failures)}
+
+
+def together(failures: Iterable[Failure]) -> str:
+    """Return each sentence once, behind the parts that gave it; all of one need no names."""
+    parts: dict[str, list[str]] = {}
+    for each in failures:
+        parts.setdefault(each.said, []).append(each.part)
+    if len(parts) == 1:
+        return next(iter(parts))
+    return "; ".join(f"{', '.join(names)}: {sentence}" for sentence, names in parts.items())
