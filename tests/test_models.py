@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tools.models.build import architectures, build, config_of, with_variants
-from tools.models.check import Check, check
+from tools.models.check import Check, Failure, check, together
 from tools.models.families import FAMILIES, FEW
 from tools.models.page import PAGE, README, written
 from tools.models.results import broken, rows, summary
@@ -113,6 +113,12 @@ def test_an_error_of_ours_with_a_sentence_is_late(
 
 def _nothing(self: Check) -> Iterator[str]:
     return iter(())
+
+
+def test_parts_that_say_the_same_are_named_together() -> None:
+    one, two, other = Failure("a", "no"), Failure("b", "no"), Failure("c", "never")
+    assert together([one, two]) == "no"
+    assert together([one, other, two]) == "a, b: no; c: never"
 
 
 def test_what_was_equal_must_stay_so() -> None:

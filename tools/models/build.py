@@ -69,8 +69,9 @@ def build(name: str, variant: str = "") -> "PreTrainedModel":
     torch.manual_seed(1)
     model: PreTrainedModel = class_of(name).from_config(config, dtype=torch.float32)
     _spread(model)
-    if model.can_generate():  # no token ends an answer
+    if model.can_generate():  # no token ends an answer, nor is one forced at its end
         model.generation_config.eos_token_id = None
+        model.generation_config.forced_eos_token_id = None
         model.generation_config.pad_token_id = 0
     return model.float().eval()
 

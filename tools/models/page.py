@@ -45,13 +45,18 @@ def name(row: Row) -> str:
     return f"`{row['architecture']}`" + (f", {row['variant']}" if row["variant"] else "")
 
 
+def verdict(row: Row) -> str:
+    """Return that an architecture is equal, and what is refused all the same."""
+    return ", not with ".join(["equal", *row.get("without", ())])
+
+
 def equal(found: Iterable[Row]) -> str:
     """Return the table of architectures that give the same tokens."""
     lines = []
     for row in found:
         if row["result"] == "equal":
             layers = sum(row["layers"].values())
-            cells = (f"{row['compressed']} of {layers}", rest(row), "equal")
+            cells = (f"{row['compressed']} of {layers}", rest(row), verdict(row))
             lines.append((name(row), *cells))
     return table(("architecture", "layers compressed", "the rest", "transformers"), lines)
 
