@@ -103,7 +103,7 @@ def test_an_error_of_ours_with_a_sentence_is_late(
 
     raises.__code__ = raises.__code__.replace(co_filename="/x/kv_transformers/cache.py")
     monkeypatch.setattr(Check, "_selectors", lambda self: iter(()))
-    for part in ("chunks", "turn", "close", "picture", "unchanged"):
+    for part in ("chunks", "turn", "again", "beams", "close", "picture", "unchanged"):
         monkeypatch.setattr(Check, part, _nothing)
     monkeypatch.setattr(Check, "cache", raises)
     (failure,) = llama.failures()
