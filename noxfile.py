@@ -236,6 +236,17 @@ def peers_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def models(session: nox.Session) -> None:
+    """Check tiny models of a few architectures of each kind; `-- --all` checks all.
+
+    An architecture that is wrong fails, or one that is equal in the committed result and not here.
+    """
+    wanted = ["kv-transformers", *([NATIVE] if native(session) else [])]
+    install(session, *editable(wanted), "pillow")
+    session.run("python", "-m", "tools.models", *session.posargs, env=variables(session))
+
+
+@nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests, which repeat others at scale, then those inside vLLM."""
     wanted = ["kv-eval[cpu]", "kv-attention[triton]"]

@@ -132,4 +132,5 @@ WRITERS: Final = {
     "kv_compress_quality": kv_compress_quality,
     "leankv_quality": leankv_quality,
     "method_figures": only_figures,
+    "models": only_figures,
 }

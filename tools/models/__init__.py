@@ -1,0 +1,1 @@
+"""Which architectures of transformers work with a compressed cache, checked on tiny models."""

@@ -1,0 +1,126 @@
+"""The page of models and the line of the README: written from the committed result.
+
+`python -m tools.models.page` writes both; a test fails if one is out of date. The prose around the
+blocks is written by hand.
+"""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from tools.models.families import FAMILIES
+from tools.models.results import ROOT, Row, rows
+from tools.tables.markdown import table
+
+PAGE: Final = ROOT / "docs" / "models.md"
+README: Final = ROOT / "README.md"
+BLOCK: Final = re.compile(r"^<!-- models: ([\w ]+) -->\n.*?^<!-- end of models -->$", re.M | re.S)
+WIDTH: Final = 120
+FULL: Final = "full_attention"
+# What the model keeps of a layer that is not compressed, by transformers' type.
+REST: Final[Mapping[str, str]] = {
+    "sliding_attention": "sliding window",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear attention or state space",
+    "conv": "convolution",
+    "hybrid": "attention beside a state",
+    "hybrid_sliding": "sliding window beside a state",
+    "indexed_attention": "attention with an indexer",
+    "dummy": "no keys and values of its own",
+}
+
+
+def rest(row: Row) -> str:
+    """Return the layers that are not of full attention, by type."""
+    others = {kind: count for kind, count in row.get("layers", {}).items() if kind != FULL}
+    return ", ".join(
+        f"{count} {REST.get(kind, kind.replace('_', ' '))}" for kind, count in others.items()
+    )
+
+
+def name(row: Row) -> str:
+    """Return an architecture, and what its variant is, as in a table."""
+    return f"`{row['architecture']}`" + (f", {row['variant']}" if row["variant"] else "")
+
+
+def verdict(row: Row) -> str:
+    """Return that an architecture is equal, and what is refused all the same."""
+    return ", not with ".join(["equal", *row.get("without", ())])
+
+
+def equal(found: Iterable[Row]) -> str:
+    """Return the table of architectures that give the same tokens."""
+    lines = []
+    for row in found:
+        if row["result"] == "equal":
+            layers = sum(row["layers"].values())
+            cells = (f"{row['compressed']} of {layers}", rest(row), verdict(row))
+            lines.append((name(row), *cells))
+    return table(("architecture", "layers compressed", "the rest", "transformers"), lines)
+
+
+def listed(found: Sequence[Row], result: str) -> str:
+    """Return architectures of one result, by what was said of them, without the model's name."""
+    named = defaultdict[str, list[str]](list)
+    for row in found:
+        if row["result"] == result:
+            said = row["said"].replace(row.get("model", "\0"), "the model")
+            named[said].append(name(row))
+    lines = [
+        (", ".join(names), said.replace("|", "\\|").replace("<", "&lt;"))
+        for said, names in sorted(named.items(), key=lambda each: (-len(each[1]), each[0]))
+    ]
+    return table(("architecture", "what it says"), lines) if lines else "None."
+
+
+def families(found: Iterable[Row]) -> str:
+    """Return the line that names the families of which all architectures are equal."""
+    those = {
+        row["architecture"] for row in found if row["result"] == "equal" and not row["variant"]
+    }
+    names = [family for family, needed in FAMILIES.items() if {*needed} <= those]
+    text = (
+        f"In transformers, {len(those)} architectures give the same tokens as with their own cache "
+        f"([all of them](docs/models.md)), among them {', '.join(names[:-1])} and {names[-1]}."
+    )
+    return wrapped(text)
+
+
+def wrapped(text: str) -> str:
+    """Break a paragraph into lines."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """Return a page with the blocks that the result gives."""
+    found = rows()
+
+    def block(match: re.Match[str]) -> str:
+        which = match[1]
+        if which == "families":
+            text = families(found)
+        elif which == "equal":
+            text = equal(found)
+        else:
+            text = listed(found, which)
+        return f"<!-- models: {which} -->\n\n{text}\n\n<!-- end of models -->"
+
+    return BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    from kv_policy.files import write_whole
+
+    for path in (PAGE, README):
+        before = path.read_text()
+        after = written(before)
+        if after != before:
+            write_whole(path, after.encode())
+            print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
