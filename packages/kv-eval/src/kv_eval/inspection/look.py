@@ -11,7 +11,7 @@ from kv_eval.evaluate.decode import read
 from kv_eval.inspection.prompt import Piece
 from kv_eval.inspection.record import DIGITS, NOT_HELD, Inspection, Spot, Token
 from kv_policy.installing import versions
-from kv_runtime import NOWHERE, Holding, Serving, holding
+from kv_runtime import NOWHERE, Holding, MemoryReport, Serving, holding
 
 if TYPE_CHECKING:
     from kv_transformers import CompressedCache
@@ -54,12 +54,20 @@ def inspected(
         heads=heads,
         kv_bytes=memory.total_bytes,
         full_bytes=memory.full_bytes,
-        memory={name: int(getattr(memory, name)) for name in _PARTS},
+        memory=_bytes(memory),
         places=_spots(found),
         tokens=_tokens(found, prompt),
         kept=tuple(map(tuple, found.held.sum(-1)[:, 0].tolist())),
         held=_written(found.place[:, 0]),
     )
+
+
+def _bytes(memory: MemoryReport) -> dict[str, int]:
+    """Return the bytes by name; those of other layers only if the model has any."""
+    found = {name: int(getattr(memory, name)) for name in _PARTS}
+    if not memory.other_bytes:
+        del found["other_bytes"]
+    return found
 
 
 def _spots(found: Holding) -> tuple[Spot, ...]:
