@@ -1,5 +1,6 @@
 """Checks of whether a transformers model is supported, and the shape of its KV cache."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy
+from kv_transformers.attention import UNSERVED
 from kv_transformers.folded import FoldedLinear
 from kv_transformers.layers import layer_caches
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
 SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
+INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules find their function
+# Options of attention functions that models which name them always give.
+ALWAYS: Final = frozenset({"position_bias", "sinks"})
 SIZES: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -204,6 +209,8 @@ def _module_reasons(
         # A generating model says in each mask what its prompt sees (PaliGemma, GIT).
         if both and not (model.can_generate() and getattr(config, "is_decoder", True)):
             yield f"attends in both directions in layer {layer}; a compressed cache is causal"
+        for _, module in own:
+            yield from _code_reasons(module)
         for each in attending:
             yield from _attention_reasons(*each, size)
 
@@ -245,6 +252,28 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
                 f"{width} by its configuration; heads that differ between layers of full attention "
                 "are not supported"
             )
+
+
+def _code_reasons(module: nn.Module) -> Iterator[str]:
+    """Yield the reasons in the code of an attention module, before it runs."""
+    kind = type(module)
+    found = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
+    code = [each.__code__ for each in found]
+    used = {name for each in code for name in each.co_names}
+    if "update" in used and INTERFACE not in used:
+        yield (
+            f"has attention code of its own in {kind.__name__}, which does not call the attention "
+            "function that it is configured for"
+        )
+    keywords = {name for each in code for const in each.co_consts for name in _names(const)}
+    for option in ALWAYS & keywords:
+        yield f"uses {UNSERVED[option]} ({option}) in {kind.__name__}, which a cache cannot apply"
+
+
+def _names(const: object) -> tuple[str, ...]:
+    """Return the names in a constant of compiled code that holds those of keyword arguments."""
+    named = isinstance(const, tuple) and all(isinstance(each, str) for each in const)
+    return const if named and isinstance(const, tuple) else ()
 
 
 def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:

@@ -149,13 +149,12 @@ def install(model: "PreTrainedModel") -> None:
     from transformers import PreTrainedModel
 
     holders = _holders(model)
-    for module in holders:
-        if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
-            raise UnsupportedModelError(
-                f"{type(module).__name__} does not support setting its attention implementation, "
-                "which a compressed cache needs"
-            )
     decoder = holders[-1]
+    if isinstance(decoder, PreTrainedModel) and not decoder._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} does not support setting its attention implementation, "
+            "which a compressed cache needs"
+        )
     switch: Switch | None = getattr(decoder, _SWITCH, None)
     if switch is None:
         switch = Switch()
