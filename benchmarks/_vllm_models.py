@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kv_policy import CacheShape, parse
+from kv_policy.files import write_whole
 from kv_serve.vllm.config import plain_format
 from kv_serve.vllm.names import KEY
 
@@ -134,7 +135,7 @@ def write(folder: Path, name: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     path = folder / "config.json"
     written = {"architectures": [model.architecture], **model.written}
-    path.write_text(json.dumps(json.loads(path.read_text()) | written))
+    write_whole(path, json.dumps(json.loads(path.read_text()) | written).encode())
 
 
 @contextmanager
