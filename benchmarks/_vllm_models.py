@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kv_policy import CacheShape, parse
+from kv_policy.files import write_whole
 from kv_serve.vllm.config import plain_format
 from kv_serve.vllm.names import KEY
 
@@ -144,7 +145,7 @@ def write(folder: Path, name: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     path = folder / "config.json"
     written = {"architectures": [model.architecture], **model.written}
-    path.write_text(json.dumps(json.loads(path.read_text()) | written))
+    write_whole(path, json.dumps(json.loads(path.read_text()) | written).encode())
 
 
 @contextmanager
@@ -178,18 +179,16 @@ def answers(engine: LLM) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in found]
 
 
-def alike(name: str) -> dict[str, object]:
+def alike(folder: str, options: dict[str, Any]) -> dict[str, object]:
     """Compare the tokens of `raw` with those of vLLM alone; or say what either cannot run."""
     found = []
-    with TemporaryDirectory() as folder:
-        write(Path(folder), name)
-        for policy in (None, "raw"):
-            try:
-                with running(folder, policy, **MODELS[name].options) as engine:
-                    found.append(answers(engine))
-            except (AssertionError, RuntimeError, ValueError) as error:
-                who = "vLLM" if policy is None else "policy"
-                return {"runs": False, "equal": None, "refused_by": who, "why": str(error)[:200]}
+    for policy in (None, "raw"):
+        try:
+            with running(folder, policy, **options) as engine:
+                found.append(answers(engine))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            who = "vLLM" if policy is None else "policy"
+            return {"runs": False, "equal": None, "refused_by": who, "why": str(error)[:200]}
     return {"runs": True, "equal": found[0] == found[1], "refused_by": None, "why": None}
 
 
@@ -218,22 +217,21 @@ def request_bytes(group: KVCacheGroupSpec, config: VllmConfig, policy: str) -> f
 
 def ran(name: str, policy: str) -> dict[str, object]:
     """Compare tokens under `raw`, and capacity under the policy if the model runs."""
-    found = alike(name)
-    return found | (held(name, policy) if found["runs"] else {})
-
-
-def held(name: str, policy: str) -> dict[str, object]:
-    """Compare vLLM's own capacity under a policy with what the bytes of a request give."""
-    model = MODELS[name]
-    options = model.options | {"dtype": "bfloat16", "load_format": "dummy"}
     with TemporaryDirectory() as folder:
         write(Path(folder), name)
-        with running(folder, None, **options) as engine:
-            config = engine.llm_engine.vllm_config
-            request = sum(request_bytes(group, config, policy) for group in groups(engine))
-            stock = config.cache_config.kv_cache_size_tokens
-        with running(folder, policy, **options) as engine:
-            stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-            blocks = sorted({group.kv_cache_spec.block_size for group in groups(engine)})
+        found = alike(folder, MODELS[name].options)
+        return found | (held(folder, MODELS[name].options, policy) if found["runs"] else {})
+
+
+def held(folder: str, options: dict[str, Any], policy: str) -> dict[str, object]:
+    """Compare vLLM's own capacity under a policy with what the bytes of a request give."""
+    options = options | {"dtype": "bfloat16", "load_format": "dummy"}
+    with running(folder, None, **options) as engine:
+        config = engine.llm_engine.vllm_config
+        request = sum(request_bytes(group, config, policy) for group in groups(engine))
+        stock = config.cache_config.kv_cache_size_tokens
+    with running(folder, policy, **options) as engine:
+        stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+        blocks = sorted({group.kv_cache_spec.block_size for group in groups(engine)})
     formula = MEMORY * LONGEST / request
     return {"stock": stock, "stated": stated, "formula": formula, "block_tokens": blocks}

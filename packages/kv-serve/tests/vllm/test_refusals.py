@@ -316,6 +316,26 @@ def test_an_engine_that_cuts_sequences(llama: str, kind: str) -> None:
         check_engine(config, parse("k8v4"))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "more", "what"),
+    [
+        ("MambaForCausalLM", "mamba", {}, "a model without attention"),
+        ("LlamaForCausalLM", "llama", {"v_head_dim": 16}, "keys and values of unlike dimensions"),
+    ],
+)
+def test_a_model_that_vllm_serves_without_our_backend(
+    tiny: Callable[..., str], architecture: str, kind: str, more: dict[str, Any], what: str
+) -> None:
+    from vllm import EngineArgs
+
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    model = tiny(architecture, kind, **more)
+    config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
+    with pytest.raises(UnservableError, match=f"the policy k8v4 cannot be served with {what}"):
+        check_engine(config, parse("k8v4"))
+
+
 @pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0", "dev"])
 def test_a_vllm_of_another_version(version: str) -> None:
     from kv_serve.vllm.config import UnservableError, check_version

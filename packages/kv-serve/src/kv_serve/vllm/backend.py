@@ -26,7 +26,7 @@ from kv_policy import KVPolicy, Rope
 from kv_runtime import Outermost, RequestRows, SlotStep, needs_rotation, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
-from kv_serve.vllm.served import ServesPolicy, UnderPolicy
+from kv_serve.vllm.served import UnderPolicy
 from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, is_whole, model_shape
 from kv_serve.vllm.storage import BilledPages, VllmSlots, stored
 
@@ -150,10 +150,6 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
         index = next(i for i, layer in enumerate(layers) if layer.impl is self)
         layer = layers[index]
         chosen = layer.attn_backend
-        if not issubclass(chosen, ServesPolicy):
-            raise UnservableError(
-                f"a layer of this model uses {chosen.__name__}; a kv_policy cannot serve it"
-            )
         first = layers[0].attn_backend
         if index and issubclass(first, PagedBackend):
             layer.attn_backend = first

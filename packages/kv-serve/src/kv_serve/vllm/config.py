@@ -108,7 +108,9 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
             "kv_serve.CompressedCache with a model of transformers, or a policy that reads prompts "
             "once, such as kv-compress"
         )
-    parallel = config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
+    value_dim = getattr(model.hf_text_config, "v_head_dim", None)
+    unlike = not model.use_mla and value_dim not in (None, model.get_head_size())
     wrong = {
         "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -117,8 +119,9 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         "a KV transfer connector": config.kv_transfer_config is not None
         and not is_ours(config.kv_transfer_config),
         "a model that mixes attention with other state, which needs one format for all tokens, "
-        "such as k8v4": config.model_config.is_hybrid and not is_plain(policy),
-        "a model without attention": config.model_config.is_attention_free,
+        "such as k8v4": model.is_hybrid and not is_plain(policy),
+        "a model without attention": model.is_attention_free,
+        "keys and values of unlike dimensions, for which vLLM has backends of its own": unlike,
     }
     for what in (name for name, given in wrong.items() if given):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")

@@ -12,7 +12,7 @@ from kv_policy import CacheShape
 from kv_runtime import joined_ropes, serving
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
-from kv_serve.vllm.served import UnderPolicy
+from kv_serve.vllm.served import ServesPolicy, UnderPolicy
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
@@ -48,8 +48,14 @@ def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bo
             heads; otherwise each layer has its own slots.
 
     Raises:
-        UnservableError: a layer has no attention or differs from the first.
+        UnservableError: a layer has no attention, or that of another backend, or differs from the
+            first.
     """
+    for each in config.compilation_config.static_forward_context.values():
+        if isinstance(each, Attention) and not issubclass(each.attn_backend, ServesPolicy):
+            raise UnservableError(
+                f"a layer of this model uses {each.attn_backend.__name__}; a {KEY} cannot serve it"
+            )
     every = config.model_config.get_num_layers(config.parallel_config)
     if in_pages and len(layers) != every:
         raise UnservableError(
