@@ -79,6 +79,7 @@ class PolicyCache:
         self.tally = tally or Tally()
         self._careful = careful
         self.backend = backend_for(device, backend)
+        checks.check_basis(policy, shape)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
@@ -217,17 +218,20 @@ class PolicyCache:
     ) -> Float[Tensor, "B Hv Gv L Dv"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
-        Values and the output are by KV head, or by stored head if values are already projected.
+        Values and the output are by KV head, or by stored head if values are already projected. If
+        values are in keys (`CacheShape.value_in_key`), they are a view of them.
         Logits have the bound `softcap` and the `sinks` of `kv_attention.attend`; a basis changes
         neither, as it leaves logits as they are.
 
         Raises:
-            ValueError: `softcap` is not a positive number, or `sinks` are not by the query's heads.
+            ValueError: `softcap` is not a positive number, `sinks` are not by the query's heads, or
+                values are not the view of keys that they should be.
             RuntimeError: `begin` was not called, or layers are out of order.
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
         check_softmax(query, softcap, sinks)
+        checks.check_prefix(self.shape, key, value)
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)

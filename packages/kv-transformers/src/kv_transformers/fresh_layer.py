@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from kv_transformers.attention import FreshKeys
+from kv_transformers.latents import Latents
 from kv_transformers.layers import LayerCache, layer_caches
 from kv_transformers.running import Running, current
 from kv_transformers.softmax import Softmax
@@ -174,12 +175,15 @@ class FreshLayer(CacheLayerMixin):
         Raises:
             ReferenceError: the cache has been deleted.
         """
+        return FreshKeys.mark(key_states, self._cache(), self._index), value_states
+
+    def _cache(self) -> AttendingCache:
         cache = self._attends()
         if cache is None:
             raise ReferenceError(
                 f"layer {self._index} outlived its cache; keep the cache itself and pass that on"
             )
-        return FreshKeys.mark(key_states, cache, self._index), value_states
+        return cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the columns that a mask must cover: all columns seen."""
@@ -207,10 +211,31 @@ class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]
         LinearAttentionLayer.__init__(self, number_of_states)
 
 
+class LatentLayer(FreshLayer):
+    """A layer of latent attention, whose latents the attention function takes from the pass."""
+
+    is_compileable = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Hand new latents and rotated keys to the pass; return those of the last column.
+
+        The model expands what it is given to keys and values, and a mark would not outlive that.
+
+        Raises:
+            ReferenceError: the cache has been deleted.
+        """
+        running = current()
+        assert running is not None  # checked by the cache's update
+        running.latents = Latents(self._cache(), self._index, key_states, value_states)
+        return running.latents.last
+
+
 def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
     """Return an empty cache layer of one kind."""
     if kind.index is None:
         return DYNAMIC_LAYER_TYPE_MAPPING[kind.kind](**kind.options)
     if kind.has_state:
         return StatefulLayer(cache, kind.index, **kind.options)
-    return FreshLayer(cache, kind.index)
+    return (LatentLayer if kind.latent else FreshLayer)(cache, kind.index)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from kv_transformers.latents import is_latent
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -24,11 +26,13 @@ class LayerCache:
         options: arguments of transformers' own cache layer of this type.
         index: the layer's index among those whose keys and values a policy stores; None: the layer
             keeps transformers' own cache, such as that of a sliding window.
+        latent: whether it caches latents instead of keys and values (MLA).
     """
 
     kind: str
     options: Mapping[str, Any]
     index: int | None = None
+    latent: bool = False
 
     @property
     def has_state(self) -> bool:
@@ -42,8 +46,10 @@ def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH)]
     index = {layer: i for i, layer in enumerate(stored)}
     return tuple(
-        LayerCache(kind, MappingProxyType(given), index.get(i))
-        for i, (kind, given) in enumerate(zip(kinds, options, strict=True))
+        LayerCache(kind, MappingProxyType(given), index.get(i), is_latent(each))
+        for i, (kind, given, each) in enumerate(
+            zip(kinds, options, config.per_layer_config, strict=True)
+        )
     )
 
 

@@ -6,9 +6,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+from kv_transformers.latents import expect_equal
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kv_transformers.latents import Latents
     from kv_transformers.softmax import Softmax
 
 
@@ -26,6 +29,11 @@ class Attends(Protocol):
         valid: "Tensor | None",
     ) -> "Tensor":
         """Attend over the stored and the new tokens, then store the new ones."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Number of columns seen, including padding and evicted tokens; 0 if none are stored."""
         ...
 
     def attends(self, layer: int | None) -> bool:
@@ -57,6 +65,8 @@ class Running:
     handed: int | None = None  # layer whose new keys were returned but not attended to yet
     used: bool = False  # the model has called the cache
     ids: "Tensor | None" = None  # the token ids of the pass, if the model was given them
+    latents: "Latents | None" = None  # what the layer `handed` was given, if it caches latents
+    differs: "dict[int, Tensor]" = field(default_factory=dict)  # by layer; see `latents.Absorbed`
 
     def hand(self, layer: int) -> None:
         """Record that a layer's new keys were returned to the model.
@@ -78,7 +88,11 @@ class Running:
 
     def attended(self) -> None:
         """Record that the new keys reached the attention function."""
-        self.handed = None
+        self.handed = self.latents = None
+
+    def latents_of(self, layer: object) -> "Latents | None":
+        """Return the new latents of a layer, if these were returned to the model last."""
+        return self.latents if layer == self.handed else None
 
     def expect_done(self) -> None:
         """Raise if a finished pass did not use its cache properly.
@@ -87,6 +101,7 @@ class Running:
             RuntimeError: the model did not call the cache, or did not attend to the new keys.
         """
         self.expect_attended()
+        expect_equal(self.differs)
         if not self.used:
             raise RuntimeError(
                 "the model was given a compressed cache but did not use it; discard the output of "
