@@ -7,7 +7,7 @@ followed by the rotated key, and whose value is the latent (the absorption of De
 DeepSeek-V2, section 2.1.2, https://arxiv.org/abs/2405.04434).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,9 +115,9 @@ class Absorbed:
 def absorbed(
     module: nn.Module,
     found: Latents,
-    query: Float[Tensor, "B Hq L Dq"],
-    key: Float[Tensor, "B Hq 1 Dq"],
-    value: Float[Tensor, "B Hq 1 Dv"],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     compare: bool,
 ) -> Absorbed:
@@ -126,9 +126,9 @@ def absorbed(
     Args:
         module: the attention module.
         found: its new latents.
-        query: queries of each head, rotated dimensions last.
-        key: keys that the model expanded from `found.last`.
-        value: values that the model expanded from `found.last`.
+        query: queries of each head, rotated dimensions last, [B, Hq, L, Dq].
+        key: keys that the model expanded from `found.last`, [B, Hq, 1, Dq].
+        value: values that the model expanded from `found.last`, [B, Hq, 1, Dv].
         compare: whether to compare these with the weights of the expansion.
 
     Raises:
@@ -213,6 +213,11 @@ def _reason(name: str, module: nn.Module, sizes: LatentSizes) -> str | None:
             f"latents by a method {EXPAND} with a layer {WEIGHT}, as models of transformers do "
             "since 5.24, so they cannot be stored"
         )
+    if getattr(module, "indexer", None) is not None:
+        return (
+            f"has latent attention at {name} to tokens that an indexer selects (DSA), which a "
+            "compressed cache does not support"
+        )
     found = LatentSizes.of(module)
     if found != sizes:
         return (
@@ -290,12 +295,12 @@ def _differs(module: nn.Module) -> Bool[Tensor, ""]:
     return _apart(weights.expanded(latent, rotated), found)
 
 
-def _apart(wanted: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> Bool[Tensor, ""]:
+def _apart(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> Bool[Tensor, ""]:
     """Return whether vectors differ by more than rounding."""
     wrong = torch.zeros((), dtype=torch.bool, device=wanted[0].device)
+    if [x.shape for x in wanted] != [x.shape for x in found]:
+        return torch.ones_like(wrong)
     for want, got in zip(wanted, found, strict=True):
-        if want.shape != got.shape:
-            return torch.ones_like(wrong)
         off = (want.float() - got.float()).norm()
         wrong = wrong | (off > _NEAR * want.float().norm())
     return wrong

@@ -116,9 +116,7 @@ class RawWindow(RingBuffer):
         row = torch.arange(len(slot), device=slot.device)
         out_key = self.key[:, row, :, slot]  # B N H D
         out_value = (
-            out_key[..., : self._value_dim]
-            if self._value is None
-            else self._value[:, row, :, slot]
+            out_key[..., : self._value_dim] if self._value is None else self._value[:, row, :, slot]
         )
         left = torch.where(real[:, 0], self.position[row, slot], -1)
         fresh = real[:, :, None, None]
