@@ -126,12 +126,12 @@ def read_tokens(
     scores, positions = score_segment(layout), position_segment(layout)
     form, parts = layout.format, format_segments(layout)
     vector = partial(_decoded, held, take, inside)
-    key = value = None
-    if "keys" in vectors:
-        key = vector(form.key, parts[: len(form.key.parts)])
-    if "values" in vectors:
-        known = key is not None and form.value_in_key  # then they are decoded already
-        value = key[..., : form.value.dim] if known else vector(form.value, parts[form.value_parts])
+    key = vector(form.key, parts[: len(form.key.parts)]) if "keys" in vectors else None
+    value = None
+    if "values" in vectors and key is not None and form.value_in_key:
+        value = key[..., : form.value.dim]
+    elif "values" in vectors:
+        value = vector(form.value, parts[form.value_parts])
     return Stored(
         held,
         None if scores is None else _shown(held, read_scores(take(scores)), 0),

@@ -202,7 +202,7 @@ def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) ->
     inner = absorbed(module, found, query, key, value, compare=first)
     if layer is not None and inner.differs is not None:
         running.differs[layer] = inner.differs
-    return replace(inner, key=FreshKeys.mark(inner.key, found.cache, found.layer))
+    return replace(inner, key=FreshKeys.mark(inner.key, running.cache, found.layer))
 
 
 def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:

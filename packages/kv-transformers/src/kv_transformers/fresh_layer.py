@@ -175,15 +175,12 @@ class FreshLayer(CacheLayerMixin):
         Raises:
             ReferenceError: the cache has been deleted.
         """
-        return FreshKeys.mark(key_states, self._cache(), self._index), value_states
-
-    def _cache(self) -> AttendingCache:
         cache = self._attends()
         if cache is None:
             raise ReferenceError(
                 f"layer {self._index} outlived its cache; keep the cache itself and pass that on"
             )
-        return cache
+        return FreshKeys.mark(key_states, cache, self._index), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the columns that a mask must cover: all columns seen."""
@@ -222,13 +219,10 @@ class LatentLayer(FreshLayer):
         """Hand new latents and rotated keys to the pass; return those of the last column.
 
         The model expands what it is given to keys and values, and a mark would not outlive that.
-
-        Raises:
-            ReferenceError: the cache has been deleted.
         """
         running = current()
         assert running is not None  # checked by the cache's update
-        running.latents = Latents(self._cache(), self._index, key_states, value_states)
+        running.latents = Latents(self._index, key_states, value_states)
         return running.latents.last
 
 

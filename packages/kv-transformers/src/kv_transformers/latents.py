@@ -9,14 +9,11 @@ DeepSeek-V2, section 2.1.2, https://arxiv.org/abs/2405.04434).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from kv_transformers.running import Attends
 
 EXPAND: Final = "expand_kv"  # the method with which transformers' modules expand latents
 WEIGHT: Final = "kv_b_proj"  # the linear layer that it applies
@@ -69,13 +66,11 @@ class Latents:
     """The new latents of a layer, from `cache.update` to attention.
 
     Attributes:
-        cache: the cache that will store them.
         layer: the layer's index among those that the cache stores.
         latent: the latents.
         rotated: the rotated keys.
     """
 
-    cache: "Attends"
     layer: int
     latent: Float[Tensor, "B 1 L r"]
     rotated: Float[Tensor, "B 1 L dr"]
