@@ -30,11 +30,12 @@ class Room:
     chunk: int = 2048  # tokens of one step
     together: int = 256  # requests that run at once
     compiled: bool = False  # as vLLM does it by itself; starting takes a minute longer
+    model: str | None = None  # a folder; None: that of SmolLM2
 
     def arguments(self, way: str) -> dict[str, Any]:
         """Arguments of an engine; no prefix is shared, so that every request costs its own."""
         return {
-            "model": str(model_folder()),
+            "model": self.model or str(model_folder()),
             "kv_cache_memory_bytes": self.kv_bytes,
             "max_model_len": self.longest,
             "max_num_batched_tokens": self.chunk,

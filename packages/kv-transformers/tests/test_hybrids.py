@@ -12,6 +12,7 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
@@ -70,6 +71,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gated, linear": lambda: Qwen3NextConfig(
         **SIZES | EXPERTS | LINEAR, linear_num_key_heads=2, shared_expert_intermediate_size=16
     ),
+    "shared keys": lambda: Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 8},
+        sliding_window=8,
+        layer_types=WINDOWS * 2,
+        global_head_dim=32,
+        num_kv_shared_layers=4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=101,
+    ),
+    "shared, not cut": lambda: Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 8, "intermediate_size": [48] * 8},
+        sliding_window=8,
+        layer_types=WINDOWS * 2,
+        num_kv_shared_layers=4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=101,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 8,
+    ),
     "sinks": lambda: GptOssConfig(
         **SIZES, sliding_window=8, layer_types=WINDOWS, num_local_experts=4, num_experts_per_tok=2
     ),
@@ -93,6 +114,8 @@ STORED = {
     "heads of two sizes": (1, 3),
     "chunks": (1, 3),
     "gated, linear": (3,),
+    "shared keys": (1, 3),
+    "shared, not cut": (1, 3),
     "sinks": (1, 3),
     "soft cap": (1, 3),
     "convolutions": (1, 3),
@@ -143,7 +166,7 @@ def test_the_policy_stores_layers_of_full_attention_alone(name) -> None:
     cache = CompressedCache(model, "k8v4")
     assert stored_layers(model) == STORED[name]
     assert cache.runtime.shape.layers == len(STORED[name])
-    assert len(cache) == 4
+    assert len(cache) == model.config.num_hidden_layers
     kinds = [each.kind for each in layer_caches(model.config)]
     assert len(set(kinds)) > 1 or kinds[0] == "hybrid"
 
@@ -204,7 +227,7 @@ def test_memory_counts_every_layer(name) -> None:
     cache, own = CompressedCache(model, "k8v4"), DynamicCache(config=model.config)
     answered(model, cache)
     answered(model, own)
-    kept = [own.layers[i] for i in range(4) if i not in STORED[name]]
+    kept = [own.layers[i] for i in range(len(own)) if i not in STORED[name]]
     states = cache_bytes(kept)
     if name == "states beside":
         states = sum(

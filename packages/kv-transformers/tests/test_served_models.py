@@ -106,7 +106,6 @@ REFUSED = {
     "an encoder": (t5, "has an encoder; only decoder-only models"),
     "both directions": (bert, "attends in both directions in layer 0"),
     "windows alone": (of(MistralConfig(**SIZES, sliding_window=8)), "has only layers of type slid"),
-    "shared layers": (of(gemma4(num_kv_shared_layers=2)), "shares keys and values between layers"),
 }
 
 

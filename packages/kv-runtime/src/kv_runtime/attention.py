@@ -12,7 +12,7 @@ def attended(
     batch: Batch,
     now: Pass,
     layer: int,
-    fresh: tuple[Float[Tensor, "B H G L D"], Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
+    fresh: tuple[Float[Tensor, "B H G Lq D"], Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
     scale: float,
     watch: tuple[Observe, ...],
     backend: str,
@@ -20,6 +20,8 @@ def attended(
     sinks: Float[Tensor, "H G"] | None = None,
 ) -> Attended:
     """Compute the attention of a pass, on vectors projected into the basis if there is one.
+
+    Fewer queries than columns are those of the last columns.
 
     Args:
         batch: the stored tokens.
@@ -33,6 +35,9 @@ def attended(
         sinks: a logit of each query head, by stored head.
     """
     query, key, value = fresh
+    sees, queries = now.sees, query.shape[3]
+    if queries < sees.shape[1]:
+        sees = sees[:, -queries:]
     # Padding is only checked in prefill, where it determines the attention kernel.
     new = DenseTokens(key, value, now.position, full=None if now.is_prefill else False)
     by_place = watch[0].skip > 1 or watch[0].gumbel is not None
@@ -41,13 +46,13 @@ def attended(
     if groups is not None:
         width = value.shape[-1]
         return attend_ragged(
-            query, now.position, groups, width, scale, watch[0], backend, watch[1:], softcap, sinks
+            query, sees, groups, width, scale, watch[0], backend, watch[1:], softcap, sinks
         )
     pages, dense = batch.views(layer)
     dense.append(new)
     return attend(
         query,
-        now.position,
+        sees,
         pages,
         dense,
         scale,

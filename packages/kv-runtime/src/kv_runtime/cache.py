@@ -26,6 +26,7 @@ from kv_runtime.memory import MemoryReport
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
+from kv_runtime.shared_layer import SharedLayer
 from kv_runtime.stats import Tally
 
 
@@ -135,6 +136,7 @@ class PolicyCache:
         self._pass: Forward | None = None
         self._next_layer = 0
         self._goes_on = False  # whether prompts continue in a later pass
+        self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
 
     @property
@@ -153,7 +155,12 @@ class PolicyCache:
         return len(self.batch.seen) if self.batch is not None else None
 
     def begin(
-        self, valid: Bool[Tensor, "B L"], *, prompt: bool | None = None, more: bool = False
+        self,
+        valid: Bool[Tensor, "B L"],
+        *,
+        prompt: bool | None = None,
+        more: bool = False,
+        reach: Int[Tensor, "B L"] | None = None,
     ) -> None:
         """Start a pass over new columns; `valid` is False where a column is padding.
 
@@ -163,6 +170,8 @@ class PolicyCache:
                 single new one decodes, any other is prefilled.
             more: whether the prompts continue in a later pass; every token is kept until then,
                 unless the selector plans chunks.
+            reach: the last column of the pass that each query sees, for prefixes and pictures whose
+                tokens see each other; None: its own.
 
         Raises:
             ValueError: there are no columns, or the batch size differs from before.
@@ -174,7 +183,9 @@ class PolicyCache:
         sequences, columns = valid.shape
         checks.check_goes_on(self.batch, sequences, columns)
         batch = self.batch or self._allocate(sequences)
-        now = Forward.of(valid, batch.seen, started=batch.started, prompt=prompt, more=more)
+        now = Forward.of(
+            valid, batch.seen, started=batch.started, prompt=prompt, more=more, reach=reach
+        )
         self._begin(batch, now)
         for follower in self._followers:
             follower._begin(follower.batch or follower._allocate(sequences), now)
@@ -209,17 +220,24 @@ class PolicyCache:
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B H G L D"],
+        query: Float[Tensor, "B H G Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
         scale: float,
         softcap: float | None = None,
         sinks: Float[Tensor, "H G"] | None = None,
-    ) -> Float[Tensor, "B Hv Gv L Dv"]:
+        *,
+        more: bool = False,
+    ) -> Float[Tensor, "B Hv Gv Lq Dv"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
         Values and the output are by KV head, or by stored head if values are already projected. If
         values are in keys (`CacheShape.value_in_key`), they are a view of them.
+
+        Several layers of a model may share keys and values (Gemma 3n): each calls this for the
+        layer that stores them, all but the last with `more`. The new tokens are stored after the
+        last, and the attention mass of all is summed. Fewer queries than columns are those of the
+        last columns.
         Logits have the bound `softcap` and the `sinks` of `kv_attention.attend`; a basis changes
         neither, as it leaves logits as they are.
 
@@ -230,6 +248,7 @@ class PolicyCache:
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
+        checks.check_reader(self._shared, query.shape[3], now.whole.position.shape[1])
         check_softmax(query, softcap, sinks)
         checks.check_prefix(self.shape, key, value)
         value_dim, unprojected = value.shape[-1], (key, value)
@@ -245,12 +264,18 @@ class PolicyCache:
             batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks
         )
         observed = dict(zip(watch, (result, *result.others), strict=True))
-        queries = self._queries(query, now.whole, scale)
-        self.keep(layer, key, value, result, queries, unprojected)
-        for follower in self._followers:
-            follower.keep(layer, key, value, observed[follower.observe], queries, unprojected)
-        if self._pass is None:
-            self._followers = ()
+        shared = self._shared
+        if shared is None:
+            shared = SharedLayer(self._queries(query, now.whole, scale), observed)
+        else:
+            shared = shared.with_reader(observed)
+        self._shared = shared if more else None
+        if not more:
+            for cache in (self, *self._followers):
+                seen = shared.observed[observe if cache is self else cache.observe]
+                cache.keep(layer, key, value, seen, shared.queries, unprojected)
+            if self._pass is None:
+                self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
 
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
+from kv_runtime.shared_layer import SharedLayer
 
 
 def check_reads(policy: KVPolicy, shape: CacheShape, heads: int, folded: Folded) -> None:
@@ -117,6 +118,15 @@ def check_whole(policy: KVPolicy, replay: Replay | None, more: bool) -> None:
             f"{policy} reads each prompt a second time, after the pass over the whole prompt; do "
             "not split it into passes with more=True"
         )
+
+
+def check_reader(shared: SharedLayer | None, queries: int, columns: int) -> None:
+    """Raise if a layer that stores its keys and values has not a query in each column.
+
+    Only layers that read those of another may omit the first columns.
+    """
+    if queries > columns or (shared is None and queries < columns):
+        raise ValueError(f"{queries} queries attend in a pass of {columns} columns; give one each")
 
 
 def refuse_unfinished(layer: int, layers: int) -> NoReturn:

@@ -20,6 +20,12 @@ class Pass:
     is_prefill: bool = True  # including chunks; otherwise each sequence decodes one token
     is_partial_prefill: bool = False  # the prompt continues in a later pass
     rows: tuple[int, ...] | None = None  # sequences with new tokens; None: treated as all
+    reach: Int[Tensor, "B L"] | None = None  # last position that a query sees; None: its own
+
+    @property
+    def sees(self) -> Int[Tensor, "B L"]:
+        """The position of the last token that each query sees; -1: padding."""
+        return self.position if self.reach is None else self.reach
 
     @cached_property
     def before(self) -> Int[Tensor, " B"]:
@@ -93,6 +99,7 @@ class Forward:
         started: bool,
         prompt: bool | None,
         more: bool,
+        reach: Int[Tensor, "B L"] | None = None,
     ) -> "Forward":
         """Split a pass into prefill and decode; the host waits unless one column is all decode.
 
@@ -102,19 +109,23 @@ class Forward:
             started: whether every sequence has had a token.
             prompt: whether all tokens belong to prompts, if the engine knows.
             more: whether prompts continue in a later pass.
+            reach: the last column of the pass that each query sees; None: its own.
         """
         count = valid.long().cumsum(-1)
         position = torch.where(valid, seen[:, None] + count - 1, -1)
+        far = None
+        if reach is not None:
+            far = torch.where(valid, seen[:, None] + count.gather(1, reach) - 1, -1)
         brings, columns = count[:, -1], valid.shape[1]
         total = seen + brings
         if prompt is not None or (columns == 1 and started):
-            whole = Pass(position, total, bool(prompt), more)
+            whole = Pass(position, total, bool(prompt), more, reach=far)
             return cls(whole, (PassPart(whole),))
         both = torch.stack((brings, seen)).tolist()
         single = [new == 1 and had > 0 for new, had in zip(*both, strict=True)]
         reading = tuple(i for i, new in enumerate(both[0]) if new and not single[i])
         generating = tuple(i for i, one in enumerate(single) if one)
-        whole = Pass(position, total, bool(reading) or not generating, more)
+        whole = Pass(position, total, bool(reading) or not generating, more, reach=far)
         if not generating:
             return cls(whole, (PassPart(replace(whole, rows=reading)),))
         mine = torch.tensor(single, device=valid.device)

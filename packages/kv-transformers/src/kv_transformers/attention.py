@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kv_transformers.latents import Absorbed, absorbed
+from kv_transformers.pass_columns import ALL, PassColumns, reach_of
 from kv_transformers.running import Attends, current
 from kv_transformers.softmax import Softmax
 
@@ -34,6 +35,10 @@ UNSERVED: Final = {
     "cu_seq_lens_q": "packed sequences",
     "cu_seq_lens_k": "packed sequences",
 }
+
+
+# Options of mask functions of transformers, for a mask that is never left out.
+_WHOLE: Final = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 class FreshKeys(Tensor):
@@ -61,7 +66,12 @@ class PassMask(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     padded: bool  # otherwise a single True: every column holds a token
     causal: bool  # otherwise the model requested another mask, which is not supported
+    reach: Tensor | None  # see `PassColumns`
     own: Callable[[], Any]  # makes the mask of the implementation that the model is configured for
+
+    def __getitem__(self, at: Any) -> "PassMask":
+        """Return the mask itself: models cut off queries, and it has none (Gemma 4)."""
+        return self
 
 
 def switched(name: str | None) -> str:
@@ -97,6 +107,8 @@ def _mask(
 
     def own() -> Any:
         given = options if mask_function is None else {**options, "mask_function": mask_function}
+        if running is not None and running.cache.shares:  # a model may cut off queries
+            given = {**given, **_WHOLE}
         return _own_mask(
             name, batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **given
         )
@@ -105,14 +117,26 @@ def _mask(
     # Another thread's pass, or a window or chunk of layers that transformers caches.
     if running is None or options.get("local_size") is not None:
         return own()
-    causal = mask_function is None or mask_function is causal_mask_function
+    causal, reach = mask_function is None or mask_function is causal_mask_function, None
+    if not causal:
+        whole = _own_mask(
+            "sdpa",
+            batch_size,
+            q_length,
+            kv_length,
+            *args,
+            attention_mask=attention_mask,
+            **{**options, "mask_function": mask_function, **_WHOLE},
+        )
+        reach = reach_of(whole, attention_mask)
+        causal = reach is not None
     if causal:
         _expect_columns(attention_mask, q_length, kv_length)
         running.cache.expect_mask(attention_mask, q_length)
     padded = attention_mask is not None
     columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
     mask = columns[:, None, None].as_subclass(PassMask)
-    mask.padded, mask.causal, mask.own = padded, causal, own
+    mask.padded, mask.causal, mask.reach, mask.own = padded, causal, reach, own
     return mask
 
 
@@ -175,20 +199,20 @@ def _attention(
             "a compressed cache supports inference only: put the model in eval() and call it under "
             "torch.inference_mode() or torch.no_grad()"
         )
-    valid = _valid(module, attention_mask, query.shape[2], options.get("is_causal"))
+    columns = _columns(module, attention_mask, query.shape[2], options.get("is_causal"))
     running = current()
     if running is None or running.cache is not key.cache:
         raise RuntimeError(
             "new keys of a compressed cache reached attention after their forward pass"
         )
-    running.attended()
+    begins = running.attended() and key.layer == 0  # another layer may read its keys later
     place = options.get("position_ids")  # most models pass them on
-    if key.layer == 0 and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
-        key.cache.expect_next(place, valid)
+    if begins and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
+        key.cache.expect_next(place, columns.valid)
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
-    out = key.cache.attend(key.layer, query, fresh, value, softmax, valid)
+    out = key.cache.attend(key.layer, query, fresh, value, softmax, columns)
     return (out if inner is None else inner.heads(out)), None
 
 
@@ -205,18 +229,22 @@ def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) ->
     return replace(inner, key=FreshKeys.mark(inner.key, running.cache, found.layer))
 
 
-def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> Tensor | None:
-    """Return which new columns hold a token; None: all. Raise if the mask is not causal."""
+def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> PassColumns:
+    """Return which new columns hold a token and what their queries see.
+
+    Raises:
+        ValueError: a query does not see every token up to some column.
+    """
     kind = type(module).__name__
     if isinstance(mask, PassMask):
         if not mask.causal:
             raise ValueError(
-                f"{kind} uses a mask that is not plainly causal (a prefix or a picture whose "
-                "tokens see each other, is_causal=False, a mask function); a compressed cache "
-                "attends causally to everything it holds, so use a cache of transformers for this "
-                "input"
+                f"{kind} uses a mask under which a token does not see every token before it (a "
+                "mask function); a compressed cache attends to everything it holds, so use a cache "
+                "of transformers for this input"
             )
-        return mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
+        valid = mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
+        return PassColumns(valid, mask.reach)
     if mask is not None:
         shape = getattr(mask, "shape", None)
         what = f"of shape {tuple(shape)}" if shape is not None else f"of type {type(mask).__name__}"
@@ -230,7 +258,7 @@ def _valid(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) 
             f"{kind} attends in both directions (is_causal=False); a compressed cache attends "
             "causally, so use a cache of transformers"
         )
-    return None
+    return ALL
 
 
 def _own(module: "nn.Module", name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.layers import cache_bytes, expect_croppable
 from kv_transformers.masks import MaskCheck
+from kv_transformers.pass_columns import PassColumns
 from kv_transformers.replay import Attention, GroupedAttention, Replayer
 from kv_transformers.rotary import with_ropes
 from kv_transformers.softmax import Softmax
@@ -94,6 +96,8 @@ class CompressedCache(AttendingCache):
         self._masks = MaskCheck(waits=self._device.type == "cpu")
         install(model)
         super().__init__(model)
+        self._readers_of = [kind.readers for kind in self._kinds if kind.index is not None]
+        self._readers = 0  # calls of layers that read the keys of the current one, still to come
 
     @property
     def columns(self) -> int:
@@ -113,30 +117,42 @@ class CompressedCache(AttendingCache):
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L *out"]:
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq *out"]:
         """Attend over the stored and the new tokens, then store the new ones.
+
+        A layer whose keys and values others read stores them after the last of these.
 
         The output is by query head, or packed for a folded output projection.
         """
         # Stored tensors outlive the pass, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if layer == 0:
+            if layer == 0 and not self._readers:
                 self._expect_same_device(query.device)
                 self._expect_same_fold()
-                self.runtime.begin(self._columns(query, valid))
-            return self._around(self.runtime.attend)(layer, query, key, value, softmax)
+                valid = self._columns(query, columns.valid)
+                self.runtime.begin(valid, reach=columns.reach)
+            return self._around(self._attend_of(layer))(layer, query, key, value, softmax)
+
+    def _attend_of(self, layer: int) -> GroupedAttention:
+        """Return the attention of the runtime for a layer, or for one that reads its keys."""
+        self._readers = (self._readers or 1 + self._readers_of[layer]) - 1
+        return partial(self.runtime.attend, more=True) if self._readers else self.runtime.attend
+
+    def start(self) -> None:
+        """Forget what an interrupted pass left."""
+        self._readers = 0
 
     def _around(self, attend: GroupedAttention) -> Attention:
         """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
 
         def attention(
             layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax
-        ) -> Float[Tensor, "B L *out"]:
+        ) -> Float[Tensor, "B Lq *out"]:
             grouped = query.unflatten(1, (key.shape[1], -1))
             options = softmax.scale, softmax.softcap, softmax.sinks_by_head(key.shape[1])
             if self._fold is None or "values" not in self._fold.what:

@@ -1,6 +1,6 @@
 """Pass a model's queries, keys and values to a collector, layer by layer, storing nothing."""
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -8,6 +8,7 @@ from kv_policy import CacheShape, Collector
 from kv_transformers.fold import folded_by
 from kv_transformers.layers import stored_layers
 from kv_transformers.modules import attention_modules
+from kv_transformers.pass_columns import PassColumns
 from kv_transformers.softmax import Softmax
 from kv_transformers.support import OUTPUT, UnsupportedModelError
 from kv_transformers.watching import EmptyCache
@@ -29,16 +30,21 @@ class CollectingCache(EmptyCache):
         _expect_own(model)
         self._collector = collector
         super().__init__(model)
+        if self.reads_shared:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has layers that read the keys and values of others, whose "
+                "queries a calibration would have to collect, too; use a policy without calibration"
+            )
 
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L Hq Dv"]:
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq Hq Dv"]:
         """Pass the new tokens to the collector, then attend causally over them.
 
         Raises:
@@ -49,9 +55,9 @@ class CollectingCache(EmptyCache):
             _expect_own(model)
         factor = softmax.scale * query.shape[-1] ** 0.5
         grouped = (query if factor == 1 else query * factor).unflatten(1, (key.shape[1], -1))
-        there = None if valid is None else valid.expand(len(query), -1)
+        there = None if columns.valid is None else columns.valid.expand(len(query), -1)
         self._collector.see(layer, grouped, key, value, there)
-        return super().attend(layer, query, key, value, softmax, valid)
+        return super().attend(layer, query, key, value, softmax, columns)
 
 
 def _expect_own(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from kv_transformers.attention import FreshKeys
 from kv_transformers.latents import Latents
 from kv_transformers.layers import LayerCache, layer_caches
+from kv_transformers.pass_columns import PassColumns
 from kv_transformers.running import Running, current
 from kv_transformers.softmax import Softmax
 
@@ -62,6 +63,16 @@ class AttendingCache(Cache):
         """Number of columns seen, including padding and evicted tokens; 0 if none are stored."""
         return 0
 
+    @property
+    def shares(self) -> bool:
+        """Whether layers of the model read keys and values of others."""
+        return "dummy" in (kind.kind for kind in self._kinds)
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether layers read keys and values that this cache stores for others."""
+        return any(kind.readers for kind in self._kinds)
+
     def attends(self, layer: int | None) -> bool:
         """Whether the cache computes the attention of a layer of the model."""
         inside = layer is not None and 0 <= layer < len(self._kinds)
@@ -83,12 +94,12 @@ class AttendingCache(Cache):
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L *out"]:
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq *out"]:
         """Attend over the stored and the new tokens, then store the new ones."""
         ...
 

@@ -219,36 +219,32 @@ def _reason(name: str, module: nn.Module, sizes: LatentSizes) -> str | None:
             f"has latent attention at {name} of sizes {found}, but of {sizes} by its "
             "configuration; layers whose latents differ are not supported"
         )
-    weight = getattr(layer, "weight", None)
-    if type(layer) is not nn.Linear or not _is_plain(weight):
+    weight, bias = (getattr(layer, each, None) for each in ("weight", "bias"))
+    if type(layer) is not nn.Linear or not isinstance(weight, Tensor) or not _is_plain(weight):
         kind = f" of {weight.dtype}" if isinstance(weight, Tensor) else ""
         return (
             f"has latent attention whose {WEIGHT} at {name} is a {type(layer).__name__}{kind}; its "
             "weights are applied to queries and outputs, for which it must be a plain nn.Linear "
             "with floating-point weights of 16 bits or more, so load the model unquantized"
         )
-    if layer.bias is not None:
+    if bias is not None:
         return (
             f"has latent attention whose {WEIGHT} at {name} has a bias; a compressed cache of "
             "latents supports expansions without a bias"
         )
     wanted = sizes.heads * (sizes.nope + sizes.value), sizes.rank
-    if layer.weight.shape != wanted:
+    if weight.shape != wanted:
         return (
             f"has latent attention whose {WEIGHT} at {name} has weights of shape "
-            f"{tuple(layer.weight.shape)}, but {sizes.heads} heads need {wanted}"
+            f"{tuple(weight.shape)}, but {sizes.heads} heads need {wanted}"
         )
     return None
 
 
-def _is_plain(weight: object) -> bool:
+def _is_plain(weight: Tensor) -> bool:
     """Whether weights are floating-point numbers of 16 bits or more, in a plain tensor."""
-    return (
-        isinstance(weight, Tensor)
-        and type(weight.data) is Tensor  # quantizers may use a tensor subclass
-        and weight.is_floating_point()
-        and weight.itemsize >= 2
-    )
+    # Quantizers may use a tensor subclass.
+    return type(weight.data) is Tensor and weight.is_floating_point() and weight.itemsize >= 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,14 @@ class LayerCache:
         options: arguments of transformers' own cache layer of this type.
         index: the layer's index among those whose keys and values a policy stores; None: the layer
             keeps transformers' own cache, such as that of a sliding window.
+        readers: further layers of the model that read the keys and values of this one.
         latent: whether it caches latents instead of keys and values (MLA).
     """
 
     kind: str
     options: Mapping[str, Any]
     index: int | None = None
+    readers: int = 0
     latent: bool = False
 
     @property
@@ -45,8 +47,9 @@ def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     kinds, options = _kinds(config)
     stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH)]
     index = {layer: i for i, layer in enumerate(stored)}
+    readers = {layer: _readers(config) for layer in stored[-1:]}  # it is the last that is shared
     return tuple(
-        LayerCache(kind, MappingProxyType(given), index.get(i), is_latent(each))
+        LayerCache(kind, MappingProxyType(given), index.get(i), readers.get(i, 0), is_latent(each))
         for i, (kind, given, each) in enumerate(
             zip(kinds, options, config.per_layer_config, strict=True)
         )
@@ -57,6 +60,14 @@ def stored_layers(model: "PreTrainedModel") -> tuple[int, ...]:
     """Return the indices of the model's layers whose keys and values a policy stores."""
     caches = layer_caches(model.config.get_text_config(decoder=True))
     return tuple(i for i, cache in enumerate(caches) if cache.index is not None)
+
+
+def _readers(config: "PreTrainedConfig") -> int:
+    """Count the layers of full attention that read the keys and values of an earlier one."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    kinds = getattr(config, "layer_types", None) or FULL[:1] * len(modes)
+    pairs = zip(modes, kinds, strict=False)  # most models have no modes
+    return sum(mode == "reuse" and kind in FULL for mode, kind in pairs)
 
 
 def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str, Any]]]:

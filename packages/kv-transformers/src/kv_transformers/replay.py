@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy import KVPolicy, Replay
 from kv_runtime import PolicyCache, ReplayChunk
 from kv_transformers.cache_argument import passing
 from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.pass_columns import PassColumns
 from kv_transformers.running import unwinding
 from kv_transformers.softmax import Softmax
 from kv_transformers.switch import decoder_of
@@ -44,12 +45,12 @@ class RereadingCache(AttendingCache):
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B Hv L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L *out"]:
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq *out"]:
         """Attend over the prompts and the new tokens."""
         return self._attention(layer, query, key, value, softmax)
 

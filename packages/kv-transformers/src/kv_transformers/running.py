@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kv_transformers.latents import Latents
+    from kv_transformers.pass_columns import PassColumns
     from kv_transformers.softmax import Softmax
 
 
@@ -26,7 +27,7 @@ class Attends(Protocol):
         key: "Tensor",
         value: "Tensor",
         softmax: "Softmax",
-        valid: "Tensor | None",
+        columns: "PassColumns",
     ) -> "Tensor":
         """Attend over the stored and the new tokens, then store the new ones."""
         ...
@@ -34,6 +35,11 @@ class Attends(Protocol):
     @property
     def columns(self) -> int:
         """Number of columns seen, including padding and evicted tokens; 0 if none are stored."""
+        ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers of the model read keys and values of others."""
         ...
 
     def attends(self, layer: int | None) -> bool:
@@ -86,9 +92,10 @@ class Running:
         self.expect_attended()
         self.used = True
 
-    def attended(self) -> None:
-        """Record that the new keys reached the attention function."""
-        self.handed = self.latents = None
+    def attended(self) -> bool:
+        """Record that the new keys reached the attention function; whether for the first time."""
+        first, self.handed, self.latents = self.handed is not None, None, None
+        return first
 
     def latents_of(self, layer: object) -> "Latents | None":
         """Return the new latents of a layer, if these were returned to the model last."""

@@ -146,8 +146,6 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         yield "attends to an encoder besides its own tokens; only decoder-only models are supported"
     if getattr(config, "is_causal", True) is False:
         yield "attends in both directions (is_causal=False); a compressed cache attends causally"
-    if has("num_kv_shared_layers") or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        yield "shares keys and values between layers"
     own = getattr(model, "_supports_default_dynamic_cache", None)  # defined by generating models
     if own is not None and not own():
         yield "keeps its own kind of state instead of a cache of keys and values"
@@ -160,8 +158,11 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         )
         return
     caches = layer_caches(config)
-    if any(each.latent and each.has_state for each in caches):
-        yield "has latent attention beside a state in one layer, which is not supported"
+    if any(each.latent and (each.has_state or each.readers) for each in caches):
+        yield (
+            "has latent attention beside a state in one layer, or layers that share latents, which "
+            "is not supported"
+        )
     if all(each.index is None for each in caches):
         kinds = ", ".join(sorted({each.kind for each in caches}))
         yield (
@@ -209,7 +210,9 @@ def _module_reasons(
         attending = [each for each in own if _attends(each[1], beside=caches[layer].has_state)]
         if len(own) < len(named) and not attending:
             yield f"attends in layer {layer} to something other than the layer's own tokens"
-        if any(getattr(module, "is_causal", True) is False for _, module in own):
+        both = any(getattr(module, "is_causal", True) is False for _, module in own)
+        # A generating model says in each mask what its prompt sees (PaliGemma, GIT).
+        if both and not (model.can_generate() and getattr(config, "is_decoder", True)):
             yield f"attends in both directions in layer {layer}; a compressed cache is causal"
         for each in attending:
             yield from _attention_reasons(*each, size)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kv_attention import DenseTokens, attend
 from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.pass_columns import PassColumns
 from kv_transformers.softmax import Softmax
 from kv_transformers.support import cache_shape
 from kv_transformers.switch import install
@@ -39,16 +40,16 @@ class EmptyCache(AttendingCache):
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L Hq Dv"]:
-        """Attend causally over the new tokens."""
-        there = None if valid is None else valid.expand(len(query), -1)
-        if not softmax.is_plain:
-            return _attended(query, key, value, softmax, there)
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq Hq Dv"]:
+        """Attend over the new tokens."""
+        there = None if columns.valid is None else columns.valid.expand(len(query), -1)
+        if not softmax.is_plain or columns.reach is not None:
+            return _attended(query, key, value, softmax, there, columns.reach)
         out = scaled_dot_product_attention(
             query,
             key,
@@ -83,14 +84,14 @@ class WatchingCache(EmptyCache):
     def attend(
         self,
         layer: int,
-        query: Float[Tensor, "B Hq L D"],
+        query: Float[Tensor, "B Hq Lq D"],
         key: Float[Tensor, "B H L D"],
         value: Float[Tensor, "B H L Dv"],
         softmax: Softmax,
-        valid: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L Hq Dv"]:
+        columns: PassColumns,
+    ) -> Float[Tensor, "B Lq Hq Dv"]:
         """Attend, then call the function."""
-        out = super().attend(layer, query, key, value, softmax, valid)
+        out = super().attend(layer, query, key, value, softmax, columns)
         self._show(layer, query, key, value, out)
         return out
 
@@ -104,13 +105,14 @@ def _mask(there: Bool[Tensor, "B L"]) -> Bool[Tensor, "B 1 L L"]:
 
 
 def _attended(
-    query: Float[Tensor, "B Hq L D"],
+    query: Float[Tensor, "B Hq Lq D"],
     key: Float[Tensor, "B H L D"],
     value: Float[Tensor, "B H L Dv"],
     softmax: Softmax,
     there: Bool[Tensor, "B L"] | None,
-) -> Float[Tensor, "B L Hq Dv"]:
-    """Attend causally with a bound of logits or with sinks; padding returns 0."""
+    reach: Int[Tensor, "B L"] | None,
+) -> Float[Tensor, "B Lq Hq Dv"]:
+    """Attend with a bound of logits, sinks or a reach; padding returns 0."""
     batch, heads, length, _ = key.shape
     held = (
         torch.ones(batch, length, dtype=torch.bool, device=key.device) if there is None else there
@@ -119,7 +121,7 @@ def _attended(
     tokens = DenseTokens(key, value, position, full=there is None)
     out = attend(
         query.unflatten(1, (heads, -1)),
-        position,
+        position if reach is None else position.gather(1, reach).where(held, -1),
         (),
         (tokens,),
         softmax.scale,
