@@ -32,6 +32,7 @@ from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache, output_projections
 from kv_transformers.layers import cache_bytes, stored_layers
 from kv_transformers.rotary import find_ropes
+from letters import Letters
 
 RANK, ROTATED, HEADS = 12, 8, 4
 SIZES: dict[str, Any] = {
@@ -491,3 +492,12 @@ def test_a_basis_is_refused(tmp_path) -> None:
     for make in (CompressedCache, Fold):
         with pytest.raises(ValueError, match="latent attention"):
             make(made(), Based())
+
+
+@torch.no_grad()
+def test_a_second_reading_keeps_its_budget() -> None:
+    for budget, kept in ((12, 23), (99, 32)):
+        cache = CompressedCache(made(), f"kvzip:budget={budget}", tokenizer=Letters())
+        got = answered(made(), cache)
+        assert int(cache.memory().tokens.max()) == kept
+    expect_same(got, answered(made(), own(made())))
