@@ -5,7 +5,8 @@ Kernels are compiled as the first call would compile them: what they are launche
 and nothing is launched. Shapes are those of Llama-3.1-8B (32 query heads over 8 KV heads of 128
 dimensions, queries in bfloat16) with pages of 16 tokens; a few are of fewer dimensions, as under a
 basis, or of queries in float32. A kernel that spills registers, or needs more shared memory than a
-program may have, fails the run.
+program may have, fails the run. Some are of large heads, and of models with sinks and a bound of
+the logits.
 """
 
 import argparse
@@ -44,6 +45,10 @@ from kv_policy import (
 BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 4, 8, 4, 128, 16, 2048
 SAME = (DIM, DIM)  # dimensions of keys and of values
 RANKS = (40, 96)  # what a basis may leave of them
+LARGE = (512, 512)
+LATENT = (576, 512)  # of latents and rotated dimensions
+SOFTMAX = (30.0, torch.zeros(HEADS, GROUP))  # a bound of the logits, and sinks
+PLAIN_SOFTMAX = (None, None)
 BITS = (8, 4, 2, 1)
 PLAIN = ("bf16", "fp16", "fp32")
 GROUPED = "k4v2:group=32"  # vectors with several scales are read by code of their own
@@ -98,27 +103,37 @@ def queries(
     return q, torch.zeros(BATCH, length, dtype=torch.long)
 
 
-def steps(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
+def steps(
+    part: PartArguments,
+    machine: Machine,
+    dtype: torch.dtype = torch.bfloat16,
+    softmax: tuple[float | None, torch.Tensor | None] = PLAIN_SOFTMAX,
+) -> None:
     """A decode step that nobody observes, and one that somebody does."""
     q, position = queries(part, 1, dtype)
-    decode(q, position, [part], part.value[1], 0.1, machine)
-    done = decode(q, position, [part], part.value[1], 0.1, machine, watched=True)
+    decode(q, position, [part], part.value[1], 0.1, machine, *softmax)
+    done = decode(q, position, [part], part.value[1], 0.1, machine, *softmax, watched=True)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():
         mass_of_step(done, position, [part], [place], what)
 
 
-def prompts(part: PartArguments, machine: Machine, dtype: torch.dtype = torch.bfloat16) -> None:
+def prompts(
+    part: PartArguments,
+    machine: Machine,
+    dtype: torch.dtype = torch.bfloat16,
+    softmax: tuple[float | None, torch.Tensor | None] = PLAIN_SOFTMAX,
+) -> None:
     """A chunk of a prompt over this part and itself, and what is observed of this part."""
     q, position = queries(part, 512, dtype)
     itself = fresh(512, (part.key[1], part.value[1]), dtype)
-    found = attend_to_all(q, position, [part, itself], part.value[1], 0.1, machine)
+    found = attend_to_all(q, position, [part, itself], part.value[1], 0.1, machine, *softmax)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():
         rows = slice(None) if what.last is None else slice(0, what.last)
         lse = found.lse[..., rows]
         given = (q[..., rows, :], position[:, rows], lse, found.out, [part], [place])
-        mass_of_pass(*given, 0.1, machine, what)
+        mass_of_pass(*given, 0.1, machine, what, softmax[0])
 
 
 def pages(name: str) -> None:
@@ -186,6 +201,16 @@ def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callab
     ):
         yield name, partial(steps, step, machine, dtype)
         yield name, partial(prompts, prompt, machine, dtype)
+    yield "k8v4, sinks and a bound", partial(steps, k8v4, machine, bf16, SOFTMAX)
+    yield "k8v4, sinks and a bound", partial(prompts, k8v4, machine, bf16, SOFTMAX)
+    for dims in (LARGE, LATENT):
+        name = "{} and {} dimensions".format(*dims)
+        for form, part in (
+            ("plain", fresh(512, dims)),
+            ("k8v4", paged_part(pages_of("k8v4", dims), watched=True)),
+        ):
+            yield f"{form}, {name}", partial(steps, part, machine)
+            yield f"{form}, {name}", partial(prompts, part, machine)
     for layers, units in ((1, 16), (32, 64)):
         yield f"gate of {units} units", partial(gate, layers, units)
 

@@ -258,9 +258,34 @@ def vllm_prefill(result: Row, said: Said) -> Iterator[str]:
     yield table(("cache", "first token", "compared with", "ratio, quartiles of the rounds"), lines)
 
 
+def vllm_models(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and what each model with several kinds of layers does."""
+    yield markdown.figures(result, said)
+    yield table(
+        ("model", "tokens of `raw`", "tokens, stock", "`k8v4`", "by bytes", "a block holds"),
+        ((f"`{row['model']}`", said_of(row), *capacity(row)) for row in result["rows"]),
+    )
+
+
+def said_of(row: Row) -> str:
+    """Write whether tokens are those of vLLM alone, or who refuses the model."""
+    if not row["runs"]:
+        return "vLLM fails" if row["refused_by"] == "vLLM" else "refused"
+    return "equal" if row["equal"] else "differ"
+
+
+def capacity(row: Row) -> tuple[str, ...]:
+    """Write the capacity that vLLM reports, and that of the formula."""
+    if not row["runs"]:
+        return ("",) * 4
+    blocks = " and ".join(f"{each}" for each in row["block_tokens"])
+    return f"{row['stock']:,}", f"{row['stated']:,}", f"{row['formula']:,.0f}", blocks
+
+
 WRITERS: Final = {
     "vllm_capacity": vllm_capacity,
     "vllm_loaded": vllm_loaded,
+    "vllm_models": vllm_models,
     "vllm_nll": vllm_nll,
     "vllm_parts": vllm_parts,
     "vllm_prefill": vllm_prefill,

@@ -40,6 +40,19 @@ def plain(dim: int, dtype: torch.dtype) -> PartArguments:
         (40, torch.float16, torch.float16, ["default", "uneven", "dense-plain-plain-40"]),
         (64, torch.float32, torch.bfloat16, ["default", "float32", "dense-plain-plain-64-float32"]),
         (64, torch.bfloat16, torch.float32, ["default", "float32", "dense-plain-plain-64-float32"]),
+        (512, torch.bfloat16, torch.bfloat16, ["default", "wide", "dense-plain-plain-512"]),
+        (
+            300,
+            torch.float32,
+            torch.float32,
+            [
+                "default",
+                "uneven",
+                "wide",
+                "float32",
+                "dense-plain-plain-300-float32",
+            ],
+        ),
         (8, torch.bfloat16, torch.bfloat16, ["default", "uneven", "dense-plain-plain-8"]),
     ],
 )

@@ -27,6 +27,10 @@ const Kernels* kernels_of(const Name& isa);
 Chunk read_chunk(Job& job, const torch::stable::Tensor& q, const torch::stable::Tensor& position,
                  int64_t value_dim, double scale, const Name& isa);
 
+// Reads the bound of the logits, 0 for none, and sinks [H, G] in float32, one tensor or none, into a
+// job whose queries have been read.
+void read_softmax(Job& job, double softcap, const std::vector<torch::stable::Tensor>& sinks);
+
 // The positions of queries [B, L], all at most kMostPosition.
 const int64_t* read_positions(const torch::stable::Tensor& position, int64_t sequences,
                               int64_t length);

@@ -94,6 +94,8 @@ struct Kernels {
                   float above, float* out);
   // Converts numbers of any kind except codes to float32.
   void (*widen)(Number, const void* from, int count, float* to);
+  // logits = most * tanh(logits / most). In place, up to a multiple of kLanes.
+  void (*bound)(float* logits, int count, int group, float most);
   // Whether rows of a format are read in strips; null: never.
   bool (*strips)(const Format&) = nullptr;
   // Called by a thread before the first of its products and after the last; may be null.

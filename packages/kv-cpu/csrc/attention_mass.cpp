@@ -154,7 +154,7 @@ class Looker {
         const auto* keys = reinterpret_cast<const uint8_t*>(scratch.panels.data());
         pass_.kernels->products(scratch.queries.data(), (count + kTile - 1) / kTile * kTile, dim,
                                 narrow, keys + panel * panel_bytes(dim, narrow), logits);
-        pass_.kernels->soften(logits, count, job_.scale, rows.lse, p);
+        pass_.kernels->soften(logits, count, job_.scale, job_.softcap, rows.lse, p);
         multiplied = true;
       }
       const Watch& watch = job_.watches[w];

@@ -21,10 +21,11 @@ const ScoreKernels* const levels[] = {
 std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<Tensor> tensors,
                              std::vector<int64_t> parts, std::vector<int64_t> watches,
                              std::vector<double> above, std::vector<int64_t> last,
-                             int64_t value_dim, double scale, Name isa) {
+                             int64_t value_dim, double scale, double softcap, Name isa) {
   Pass pass;
   Job& job = pass.job;
   pass.chunk = read_chunk(job, q, position, value_dim, scale, isa);
+  read_softmax(job, softcap, {});  // the log-sum-exp has the sinks
   pass.kernels = levels[level_of(isa.text)];
   pass.lse = view(lse, {"lse"}, kFloat32, {job.sequences, job.heads, job.group, pass.chunk.length},
                   Lay::kContiguous)
@@ -50,7 +51,8 @@ std::vector<Tensor> observed(Tensor q, Tensor position, Tensor lse, std::vector<
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "attention_mass(Tensor q, Tensor position, Tensor lse, Tensor[] tensors, int[] parts, "
-      "int[] watches, float[] above, int[] last, int value_dim, float scale, str isa) -> Tensor[]");
+      "int[] watches, float[] above, int[] last, int value_dim, float scale, float softcap, "
+      "str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("attention_mass", TORCH_BOX(&kv::observed)); }

@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const Kernels avx2_kernels = {"avx2", nullptr, nullptr, dot, weigh, soften, observe, widen};
+extern const Kernels avx2_kernels = {"avx2", nullptr, nullptr, dot,  weigh,
+                                       soften,  observe, widen,   bound};
 
 }  // namespace kv

@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const Kernels avx512_kernels = {"avx512", nullptr, nullptr, dot, weigh, soften, observe, widen};
+extern const Kernels avx512_kernels = {"avx512", nullptr, nullptr, dot,  weigh,
+                                       soften,  observe, widen,   bound};
 
 }  // namespace kv

@@ -15,6 +15,7 @@ using torch::stable::Tensor;
 
 constexpr int kTensors = 4;  // per part: data, table, length, place; or key, value, place, place
 constexpr int kNumbers = 18;
+constexpr double kLeastBound = 1e-30, kMostBound = 1e30;  // of logits
 
 // The dtype of a number kind, for `view`.
 Kinds kinds_of(Number number) {
@@ -187,6 +188,17 @@ Chunk read_chunk(Job& job, const Tensor& q, const Tensor& position, int64_t valu
   return chunk;
 }
 
+void read_softmax(Job& job, double softcap, const std::vector<Tensor>& sinks) {
+  job.softcap = float(softcap);
+  if (!(softcap == 0 || (job.softcap > 0 && job.softcap <= kMostBound && softcap >= kLeastBound)))
+    refuse("softcap is ", softcap, "; it must be 0, or ", kLeastBound, " to ", kMostBound);
+  if (sinks.size() > 1) refuse("sinks are ", sinks.size(), " tensors; give one, or none");
+  if (sinks.empty()) return;
+  const View found =
+      view(sinks[0], {"sinks"}, kFloat32, {job.heads, job.group}, Lay::kContiguous);
+  job.sinks = found.as<const float>();
+}
+
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above) {
   const auto all = int64_t(numbers.size());
   int64_t at = 0;
@@ -256,9 +268,10 @@ namespace {
 std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensors,
                            std::vector<int64_t> parts, std::vector<int64_t> watches,
                            std::vector<double> above, int64_t value_dim, double scale,
-                           Name isa) {
+                           double softcap, std::vector<Tensor> sinks, Name isa) {
   Job job;
   const Chunk chunk = read_chunk(job, q, position, value_dim, scale, isa);
+  read_softmax(job, softcap, sinks);
   if (chunk.length != 1)
     refuse("q has ", chunk.length, " queries of a sequence; decode takes one, [B, H, G, 1, D]");
   job.query_width = padded(int(job.key_dim) + 7), job.value_width = padded(int(value_dim));
@@ -283,7 +296,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // Version of the operators' signatures; library.py expects the same.
-int64_t interface() { return 3; }
+int64_t interface() { return 4; }
 
 }  // namespace
 }  // namespace kv
@@ -291,7 +304,8 @@ int64_t interface() { return 3; }
 STABLE_TORCH_LIBRARY(kv_cpu, m) {
   m.def(
       "decode(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int[] watches, "
-      "float[] above, int value_dim, float scale, str isa) -> Tensor[]");
+      "float[] above, int value_dim, float scale, float softcap, Tensor[] sinks, str isa) "
+      "-> Tensor[]");
   m.def("isa(bool all) -> str");
   m.def("interface() -> int");
 }

@@ -70,6 +70,8 @@ struct Job {
   int64_t sequences, heads, group, key_dim, value_dim;
   int query_width, value_width;  // floats of a padded row
   float scale;
+  float softcap = 0;             // the bound of the logits; 0: none
+  const float* sinks = nullptr;  // [H, G], a logit of each query head without a value; null: none
   Number query_number;
   const uint8_t* queries;
   int64_t query_step[4];  // bytes between sequences, heads, group, dimensions
@@ -147,6 +149,7 @@ class Cursor {
 // Tokens first .. last - 1 of a table row, for one worker.
 struct Piece {
   int64_t table_row, first, last, bytes;
+  bool starts = true;      // no other piece has earlier tokens
   bool ends = true;        // no other piece has later tokens
   int split = -1;          // index among the pieces of split table rows; -1: the whole table row
   int64_t weights = 0;     // offset of its weights, in blocks

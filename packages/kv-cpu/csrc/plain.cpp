@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const Kernels plain_kernels = {"plain", nullptr, nullptr, dot, weigh, soften, observe, widen};
+extern const Kernels plain_kernels = {"plain", nullptr, nullptr, dot,  weigh,
+                                       soften,  observe, widen,   bound};
 
 }  // namespace kv

@@ -53,7 +53,7 @@ Plan plan(const Job& job, int workers) {
     const auto [tokens, bytes] = sizes[table_row];
     const int64_t cuts = workers == 1 ? 1 : std::max<int64_t>(1, (bytes + limit - 1) / limit);
     if (cuts == 1) {
-      found.pieces.push_back({table_row, 0, tokens, bytes, true, -1, 0});
+      found.pieces.push_back({table_row, 0, tokens, bytes, true, true, -1, 0});
       found.longest = std::max(found.longest, blocks_of(job, tokens));
       continue;
     }
@@ -64,7 +64,8 @@ Plan plan(const Job& job, int workers) {
       const int64_t last = cut == cuts ? tokens : token_at(job, table_row, bytes * cut / cuts);
       found.of.back().push_back(found.split_pieces);
       found.pieces.push_back(
-          {table_row, first, last, bytes / cuts, cut == cuts, found.split_pieces++, found.kept});
+          {table_row, first, last, bytes / cuts, cut == 1, cut == cuts, found.split_pieces++,
+           found.kept});
       found.kept += blocks_of(job, last - first);
       first = last;
     }

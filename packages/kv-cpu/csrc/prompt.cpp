@@ -158,6 +158,10 @@ class Attender {
         scratch.totals[0].numbers[r] = std::accumulate(numbers, numbers + dim, 0.0f);
       }
       scratch.top[0].numbers[r] = kLow;
+      if (job_.sinks) {  // as tokens whose value is 0
+        const float sink = job_.sinks[task.table_row % job_.heads * group + r % group] * kLog2;
+        if (!(sink <= kLow)) scratch.top[0].numbers[r] = sink, scratch.total[0].numbers[r] = 1;
+      }
       scratch.rank[r] = int(rank);
     }
   }
@@ -197,7 +201,7 @@ class Attender {
                          keeps ? logits_of(task, kept, r, scratch) : scratch.logits[0].numbers,
                          scratch.weights[0].numbers,
                          scratch.found[0].numbers};
-      prompt_.kernels->attend(packed, held, job_.scale * kLog2, tile);
+      prompt_.kernels->attend(packed, held, job_.scale * kLog2, job_.softcap * kLog2, tile);
     }
   }
 

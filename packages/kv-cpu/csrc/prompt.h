@@ -43,8 +43,8 @@ struct PromptKernels {
   void (*pack_keys)(const Format&, const Rows&, const Packed& to);
   void (*pack_values)(const Format&, const Rows&, const Packed& to);
   // Adds the first panels of a block of tokens to the rows' partial results. Logits are in base 2,
-  // with `scale` multiplied in.
-  void (*attend)(const PackedBlock&, int panels, float scale, const RowTile&);
+  // with `scale` multiplied in, and bounded by `most` if it is not 0.
+  void (*attend)(const PackedBlock&, int panels, float scale, float most, const RowTile&);
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);

@@ -21,10 +21,11 @@ const PromptKernels* const levels[] = {
 // first `scored` parts the largest probabilities [B, H, width]; the last two in float32.
 std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tensors,
                              std::vector<int64_t> parts, int64_t scored, int64_t value_dim,
-                             double scale, Name isa) {
+                             double scale, double softcap, std::vector<Tensor> sinks, Name isa) {
   Prompt prompt;
   Job& job = prompt.job;
   prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa);
+  read_softmax(job, softcap, sinks);
   prompt.kernels = levels[level_of(isa.text)];
   prompt.coder = coder(isa.text.c_str());
   std::vector<Tensor> results, none;
@@ -57,7 +58,7 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int scored, int value_dim, "
-      "float scale, str isa) -> Tensor[]");
+      "float scale, float softcap, Tensor[] sinks, str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", TORCH_BOX(&kv::attended)); }

@@ -130,6 +130,7 @@ class Runner {
     std::fill_n(state.top, group, -INFINITY);
     std::fill_n(state.total, group, 0.0f);
     std::fill_n(state.sums, group * width, 0.0f);
+    if (job_.sinks && piece.starts) begin(piece.table_row, state);
     if (piece.first == piece.last) return;
     const Queries queries = prepare(piece.table_row, scratch);
     Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kStrips);
@@ -143,6 +144,7 @@ class Runner {
       job_.kernels->dot(part.key, now->keys(), queries,
                         prepared < 0 ? nullptr : scratch.prepared.get() + prepared, weights,
                         ahead_of(part.value, now->values()));
+      if (job_.softcap > 0) job_.kernels->bound(weights, now->count, group, job_.softcap);
       const Ahead keys = ahead_of(coming.key, next->keys());
       const int first = job_.kernels->strips ? next->count / 3 / kLanes * kLanes : 0;
       job_.kernels->soften(weights, now->count, group, state.top, state.total, state.sums, width,
@@ -152,6 +154,16 @@ class Runner {
       if (job_.watches.empty()) continue;
       std::copy_n(state.top, group, weights + kBlock * group);
       weights += block_size();
+    }
+  }
+
+  // Begins with the sinks, as tokens whose value is 0; a query that is padding has none.
+  void begin(int64_t table_row, const State& state) const {
+    if (job_.position[table_row / job_.heads] < 0) return;
+    const float* sinks = job_.sinks + table_row % job_.heads * job_.group;
+    for (int64_t g = 0; g < job_.group; ++g) {
+      state.top[g] = sinks[g];
+      state.total[g] = sinks[g] == -INFINITY ? 0 : 1;
     }
   }
 

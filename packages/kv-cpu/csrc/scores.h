@@ -28,8 +28,8 @@ struct ScoreKernels {
   // logits = queries . keys, for a multiple of kTile rows
   void (*products)(const void* queries, int rows, int dim, bool narrow, const void* panel,
                    float* logits);
-  // logits = scale * logits - lse, p = exp(logits)
-  void (*soften)(float* logits, int rows, float scale, const float* lse, float* p);
+  // logits = scale * logits - lse, p = exp(logits); scaled logits are bounded by `most` if it is not 0
+  void (*soften)(float* logits, int rows, float scale, float most, const float* lse, float* p);
   // Adds to sums[i] the group's terms of the queries that count for token i: those from start[i]
   // on. For kMaxOfSums there is one sum per head of the group, kBlock apart.
   void (*observe)(const float* p, const float* logits, const HeldRows&, const int* start, Term, Group,

@@ -205,6 +205,7 @@ def observing(c, q=None, last=(5,)):
         list(last),
         8,
         c.scale,
+        0.0,
         chosen(),
     )
 

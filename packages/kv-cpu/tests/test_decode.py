@@ -1,13 +1,22 @@
 """Native decode steps, compared with the reference, for each available instruction set."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_cases import random_case
-from attention_judge import FORMAT, SHAPES, TOLERANCE, assert_same_output
+from attention_judge import (
+    FORMAT,
+    SHAPES,
+    TOLERANCE,
+    assert_same_observation,
+    assert_same_output,
+)
 from kv_cpu.backend import declined
+from kv_policy import Observe
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NATIVE = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
@@ -48,6 +57,33 @@ def test_codes_of_every_size_and_odd_groups(case, near, key, value, group):
 def test_dimensions(case, near, key, value, bits):
     shape = {"D": key, "Dv": value, "L": 1, "stored": 40, "page": 16, "window": 4}
     assert_native(case(1, tiers=[(bits, bits)], **shape), near)
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (192, 128)], ids=str)
+@pytest.mark.parametrize("bits", ["8", "4", "bfloat16", "float32"])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, True)])
+@pytest.mark.grid(3)
+def test_large_heads_and_values_of_other_dimensions(case, near, dims, bits, softcap, sinks):
+    D, Dv = dims
+    shape = {"D": D, "Dv": Dv, "group": D, "L": 1, "stored": 40, "page": 16, "window": 4}
+    c = case(12, tiers=[(bits, bits)], scale=2 * D**-0.5, **shape)
+    assert_native(replace(c, softcap=softcap, sinks=torch.randn(2, 2) if sinks else None), near)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("level", [-30.0, 3.0, 40.0])
+def test_sinks_count_once_for_each_query_of_a_table_row_in_pieces(case, near, threads, level):
+    tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
+    c = case(3, B=2, D=64, Dv=64, L=1, tiers=tiers, stored=1200, page=16, scale=0.1, sinks=True)
+    c = replace(c, sinks=c.sinks + level)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_native(c, near)
+        watch = Observe(None, "sum", also=frozenset({"entropy"}))
+        assert_same_observation(c, watch, max(near, 1e-4), "cpu")
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 70])

@@ -157,3 +157,20 @@ def test_a_shared_copy_is_left_alone():
 def test_every_instruction_set_is_called():
     found = {call_of(0, i).args[-1] for i in range(CALLS)}
     assert set(runnable()) <= {arg for arg in found if isinstance(arg, str)}
+
+
+def test_a_bound_of_logits_and_sinks_that_do_not_fit_are_refused():
+    for name in ("decode", "prompt"):
+        for softcap in (-1.0, 1e-40, 1e40, float("nan"), float("inf")):
+            call = valid(name)
+            call.args[-3] = softcap
+            with pytest.raises(RuntimeError, match=r"^softcap is .*; it must be 0, or 1e-30 to 1e"):
+                getattr(torch.ops.kv_cpu, name)(*call.args)
+        call = valid(name)
+        heads, group = call.args[0].shape[1:3]
+        call.args[-2] = [torch.zeros(heads, group + 1)]
+        with pytest.raises(RuntimeError, match=r"^sinks is float32 .* it must be float32"):
+            getattr(torch.ops.kv_cpu, name)(*call.args)
+        call.args[-2] = [torch.zeros(heads, group)] * 2
+        with pytest.raises(RuntimeError, match=r"^sinks are 2 tensors; give one, or none"):
+            getattr(torch.ops.kv_cpu, name)(*call.args)

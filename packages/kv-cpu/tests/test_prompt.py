@@ -75,6 +75,29 @@ def test_dimensions(case, isa, dtype, dim, names):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (192, 128)], ids=str)
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, True)])
+@pytest.mark.grid(3)
+def test_large_heads_and_values_of_other_dimensions(case, isa, dtype, dims, softcap, sinks):
+    D, Dv = dims
+    shape = {"D": D, "Dv": Dv, "group": D, "L": 40, "stored": 40, "page": 16}
+    tiers = [("8", "4"), ("bfloat16", "bfloat16")]
+    c = case(6, B=1, tiers=tiers, dtype=dtype, scale=2 * D**-0.5, **shape)
+    assert_native(replace(c, softcap=softcap, sinks=torch.randn(2, 2) + 2 if sinks else None))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("level", [-30.0, 3.0, 40.0])
+def test_sinks_count_once_for_each_query(case, isa, threads, level):
+    c = case(7, B=1, G=3, L=150, stored=300, page=16, D=64, Dv=64, scale=0.1, sinks=True)
+    found = assert_native(replace(c, sinks=c.sinks + level), threads)
+    bare = native(c)
+    share = (exact_lse(replace(c, sinks=None)) - (c.sinks + level)[:, :, None]).sigmoid().float()
+    torch.testing.assert_close(found.out, native(replace(c, sinks=None)).out * share[..., None])
+    assert bare.out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 13, 97])
 @pytest.mark.grid(3)
 def test_query_groups(case, isa, dtype, group):
@@ -254,4 +277,4 @@ def test_arguments_that_do_not_fit_are_errors(case):
         (c.q, c.position, "mmx", "no kernels for mmx here"),
     ):
         with pytest.raises(RuntimeError, match=reason):
-            torch.ops.kv_cpu.prompt(q, position, *parts, 0, 8, 0.3, isa)
+            torch.ops.kv_cpu.prompt(q, position, *parts, 0, 8, 0.3, 0.0, [], isa)

@@ -41,12 +41,15 @@ class Chunk:
     scored: list[DenseTokens]
     own: DenseTokens
     scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def inputs(self) -> AttentionInputs:
         dense = [*self.scored, self.own]
         dim = self.own.value.shape[-1]
-        return AttentionInputs(self.q, self.position, [], dense, [], dim, self.scale)
+        softmax = {"softcap": self.softcap, "sinks": self.sinks}
+        return AttentionInputs(self.q, self.position, [], dense, [], dim, self.scale, **softmax)
 
     @property
     def largest(self) -> list[Tensor]:
@@ -55,10 +58,15 @@ class Chunk:
         logits = []
         for part in parts:
             x = self.q.double() @ part.key.double()[:, :, None].mT * self.scale
+            if self.softcap is not None:
+                x = self.softcap * (x / self.softcap).tanh()
             place, query = part.position[:, None], self.position[:, :, None]
             sees = (place >= 0) & (place <= query)
             logits.append(x.masked_fill(~sees[:, None, None], -torch.inf))
-        lse = torch.cat(logits, -1).logsumexp(-1, keepdim=True)
+        column = torch.full_like(logits[0][..., :1], -torch.inf)
+        if self.sinks is not None:
+            column[:] = self.sinks[:, :, None, None]
+        lse = torch.cat([*logits, column], -1).logsumexp(-1, keepdim=True)
         shares = [(x - lse.masked_fill(lse == -torch.inf, 0)).exp() for x in logits]
         return [x.amax((2, 3)) for x in shares[: len(self.scored)]]
 
@@ -107,9 +115,13 @@ def expect(chunk: Chunk, threads: int = 1) -> tuple[Tensor, ...]:
     st.lists(st.sampled_from([1, 31, 33, 257, 300]), min_size=1, max_size=2),
     st.sampled_from([1, 7, 16, 33]),
     st.sampled_from(DTYPES),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
 )
-def test_any_chunk(isa, seed, group, queries, tokens, dim, dtype) -> None:
-    expect(draw(seed, group=group, queries=queries, tokens=tokens, dim=dim, dtype=dtype))
+def test_any_chunk(isa, seed, group, queries, tokens, dim, dtype, softcap, sinks) -> None:
+    chunk = draw(seed, group=group, queries=queries, tokens=tokens, dim=dim, dtype=dtype)
+    drawn = 2 + torch.randn(chunk.q.shape[1:3], generator=torch.Generator().manual_seed(seed))
+    expect(replace(chunk, softcap=softcap, sinks=drawn if sinks else None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

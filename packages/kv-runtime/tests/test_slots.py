@@ -1,5 +1,6 @@
 """Steps of an engine, without the engine: what is stored where, and what each token sees."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
-from kv_runtime.slots import Blocks, SlotLayer
+from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64
@@ -28,15 +29,20 @@ class Engine:
         backend: str = "torch",
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        unused: int = 0,
     ) -> None:
         torch.manual_seed(0)
         self.layer, self.form = SlotLayer(form, SCALE, backend, softcap, sinks), form
-        self.blocks = blocks(form, backend)
+        self.blocks = blocks(form, backend, unused)
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
         self.value = [torch.randn(n, HEADS, DIM) for n in lengths]
         self.done = [0] * len(lengths)
-        self.cache = torch.full((BLOCKS, HEADS, SIZE, form.nbytes), 255, dtype=torch.uint8)
+        # As an engine gives it: the unused bytes are at the end of a block.
+        width = HEADS * (SIZE * form.nbytes + unused)
+        memory = torch.full((BLOCKS, width), 255, dtype=torch.uint8)
+        used = memory[:, : HEADS * SIZE * form.nbytes]
+        self.cache = used.unflatten(1, (HEADS, SIZE, form.nbytes))
         free = iter((1 + torch.randperm(BLOCKS - 1)).tolist())
         width = max(-(-n // SIZE) for n in lengths)
         self.table = torch.full((len(lengths), width), 10**6, dtype=torch.int32)
@@ -94,8 +100,9 @@ def _stored(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x.flatten(0, 1)[:, None])).view(x.shape).double()
 
 
-def blocks(form: TokenFormat, backend: str = "torch") -> Blocks:
-    return Blocks.of(form, HEADS, SIZE, torch.device("cpu"), backend)
+def blocks(form: TokenFormat, backend: str = "torch", unused: int = 0) -> Blocks:
+    nbytes = HEADS * (SIZE * form.nbytes + unused)
+    return Blocks.of(form, HEADS, SIZE, nbytes, torch.device("cpu"), backend)
 
 
 def form(name: str) -> TokenFormat:
@@ -109,6 +116,7 @@ def form(name: str) -> TokenFormat:
     seed=st.integers(0, 2**16),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.sampled_from([None, 1.5]),
+    unused=st.sampled_from((0, 16, 48)),
 )
 @settings(max_examples=10, deadline=None)
 def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
@@ -118,12 +126,13 @@ def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
     seed: int,
     softcap: float | None,
     sinks: float | None,
+    unused: int,
 ) -> None:
     need(backend)
     near = {"torch": 1e-4, "cpu": 1e-3}[backend]  # kernels may round weights to integers
     tier_thresholds = random.Random(seed)
     by_head = None if sinks is None else sinks + torch.arange(6.0).view(HEADS, GROUP) / 5
-    engine = Engine(form(name), lengths, backend, softcap, by_head)
+    engine = Engine(form(name), lengths, backend, softcap, by_head, unused)
     while any(done < n for done, n in zip(engine.done, lengths, strict=True)):
         left = {r: n - engine.done[r] for r, n in enumerate(lengths) if n > engine.done[r]}
         chosen = tier_thresholds.sample(sorted(left), tier_thresholds.randint(1, len(left)))
@@ -156,3 +165,42 @@ def test_requests_with_alike_many_new_tokens_attend_together() -> None:
         counts.cumsum(0), torch.tensor(lengths), 9, table, torch.arange(int(counts.sum()))
     )
     assert [tuple(batch.row.shape) for batch in step.batches] == [(3, 1), (2, 4), (1, 9)]
+
+
+@given(
+    tokens=st.sampled_from((1, 16, 32, 48)),
+    stored=st.integers(1, 300),
+    other=st.integers(1, 600),
+    heads=st.integers(1, 4),
+)
+@settings(max_examples=50, deadline=None)
+def test_blocks_of_equal_bytes_waste_little_where_that_is_possible(
+    tokens: int, stored: int, other: int, heads: int
+) -> None:
+    token_bytes, nbytes = stored * heads, tokens * other
+
+    def loss(count: int) -> float:
+        return max(nbytes, count * token_bytes) / min(nbytes, count * token_bytes) - 1
+
+    count, found = fit_block(tokens, token_bytes, nbytes, heads)
+    assert found == max(nbytes, count * token_bytes)
+    assert found == count * token_bytes or found % (heads * ALIGNED) == 0
+    over = -(-nbytes // token_bytes)  # always possible: the other blocks are padded
+    assert loss(count) <= max(loss(over), LOSS)
+    if loss(over) <= LOSS:
+        assert math.lcm(count, tokens) <= math.lcm(over, tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stored", "other", "found"),
+    [
+        (128, 104, 256, (320, 33280)),  # the other blocks are padded
+        (128, 200, 512, (320, 65536)),  # this layer's are
+        (128, 256, 256, (128, 32768)),
+        (32, 392, 1024, (84, 32928)),
+    ],
+)
+def test_blocks_beside_windows_of_usual_sizes(
+    tokens: int, stored: int, other: int, found: tuple[int, int]
+) -> None:
+    assert fit_block(tokens, stored, tokens * other, 1) == found

@@ -6,24 +6,26 @@ from kv_attention.inputs import AttentionInputs
 from kv_policy.described import NUMBERS, described
 
 
-def refused(inputs: AttentionInputs, most_dim: int) -> str | None:
+def refused(inputs: AttentionInputs, most_key: int, most_value: int) -> str | None:
     """Return why compiled kernels do not support a pass; None if they do.
 
     The reason is the dtype, the dimensions or the codec.
 
     Args:
         inputs: the pass.
-        most_dim: the maximum dimension of a vector that the kernels support.
+        most_key: the maximum dimension of keys that the kernels support.
+        most_value: that of values.
     """
     q = inputs.q
-    if inputs.softcap is not None or inputs.sinks is not None:
-        return "a bound of the logits, or sinks"
     if q.dtype not in NUMBERS:
         return f"queries in {q.dtype}; compiled kernels compute in float32"
-    if torch.is_grad_enabled() and q.requires_grad:
+    sinks = inputs.sinks
+    if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
         return "gradients are required"
-    if max(q.shape[4], inputs.value_dim) > most_dim:
-        return f"vectors of more than {most_dim} dimensions"
+    if inputs.softcap is not None and not 1e-30 <= inputs.softcap <= 1e30:
+        return f"a bound of {inputs.softcap} of the logits; kernels support 1e-30 to 1e30"
+    if q.shape[4] > most_key or inputs.value_dim > most_value:
+        return f"keys of more than {most_key} dimensions, or values of more than {most_value}"
     for part in inputs.pages:
         reason = described(part.layout).declined
         if reason is not None:

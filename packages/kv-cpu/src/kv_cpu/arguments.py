@@ -27,7 +27,13 @@ def refused(inputs: AttentionInputs) -> str | None:
     for tokens in inputs.dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
             return "dense tokens whose numbers are not consecutive"
-    return compiled.refused(inputs, MOST_DIM)
+    return compiled.refused(inputs, MOST_DIM, MOST_DIM)
+
+
+def softmax(inputs: AttentionInputs, *, sinks: bool = True) -> tuple[float, list[Tensor]]:
+    """Return the bound of the logits, 0 for none, and the sinks, if any and requested."""
+    given = inputs.sinks if sinks else None
+    return inputs.softcap or 0.0, [] if given is None else [given.float().contiguous()]
 
 
 def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list[int]]:

@@ -56,6 +56,7 @@ def observe_all(
             last,
             done.out.shape[-1],
             inputs.scale,
+            inputs.softcap or 0.0,
             isa or chosen(),
         )
     return to_attended(done.out, found, watched)

@@ -5,7 +5,7 @@ import torch
 from kv_attention import Attended, AttentionInputs
 from kv_attention.torch_backend import attend as attend_in_torch
 from kv_cpu import attention_mass, prompt
-from kv_cpu.arguments import parts, refused, to_attended, watches
+from kv_cpu.arguments import parts, refused, softmax, to_attended, watches
 from kv_cpu.library import chosen
 
 
@@ -34,6 +34,7 @@ def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
         *watches(inputs.observations),
         inputs.value_dim,
         inputs.scale,
+        *softmax(inputs),
         isa or chosen(),
     )
     out = found[0][:, :, :, None].to(inputs.q.dtype)

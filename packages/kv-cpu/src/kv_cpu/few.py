@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from kv_attention import AttentionInputs, Partial
-from kv_cpu.arguments import MOST_GROUP, parts, refused
+from kv_cpu.arguments import MOST_GROUP, parts, refused, softmax
 from kv_cpu.library import chosen
 
 MOST: Final = 8  # queries of a sequence; torch decodes a block once for any number of queries
@@ -19,7 +19,7 @@ MOST: Final = 8  # queries of a sequence; torch decodes a block once for any num
 def multi_query_decode(inputs: AttentionInputs, isa: str | None = None) -> Partial | None:
     """Compute attention over all pages; None for too many queries, or an unsupported pass.
 
-    Rows of padding queries are undefined.
+    Rows of padding queries are undefined. Sinks are left to the caller, which merges other tokens.
 
     Raises:
         RuntimeError: a table names a page outside its pool, or a length is out of range.
@@ -38,6 +38,7 @@ def multi_query_decode(inputs: AttentionInputs, isa: str | None = None) -> Parti
         [],
         inputs.value_dim,
         inputs.scale,
+        *softmax(inputs, sinks=False),
         isa or chosen(),
     )
     return Partial(out.view(*q.shape[:-1], inputs.value_dim), lse.view(q.shape[:-1]))

@@ -7,7 +7,7 @@ online softmax (FlashAttention; Dao et al., 2022).
 import torch
 
 from kv_attention import AttentionInputs, Partial, Scored
-from kv_cpu.arguments import parts, refused
+from kv_cpu.arguments import parts, refused, softmax
 from kv_cpu.few import MOST
 from kv_cpu.library import chosen
 
@@ -39,6 +39,7 @@ def attend_and_score(inputs: AttentionInputs, scored: int, isa: str | None = Non
         scored,
         inputs.value_dim,
         inputs.scale,
+        *softmax(inputs),
         isa or chosen(),
     )
     return Scored(Partial(out, lse), tuple(largest))

@@ -249,11 +249,16 @@ class Maker:
             above.append(self.random.choice([0.0, 1.0]))
         return numbers, above
 
+    def softmax(self, q: Tensor) -> tuple[float, list[Tensor]]:
+        sinks = [1 + self.normal(*q.shape[1:3])] if self.random.random() < 0.5 else []
+        return self.random.choice([0.0, 1.5]), sinks
+
     def decode(self) -> list[Arg]:
         q, position, tensors, parts, value_dim = self.pass_over(1, True)
         numbers, above = self.watches(False)
         isa = self.random.choice(self.isas)
-        return [q, position, tensors, parts, numbers, above, value_dim, 0.2, isa]
+        softmax = self.softmax(q)
+        return [q, position, tensors, parts, numbers, above, value_dim, 0.2, *softmax, isa]
 
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
@@ -262,7 +267,8 @@ class Maker:
         first = paged.index(1) if 1 in paged else len(paged)
         scored = self.random.randint(0, first)  # parts before the first paged one
         isa = self.random.choice(self.isas)
-        return [q, position, tensors, parts, scored, value_dim, 0.2, isa]
+        softmax = self.softmax(q)
+        return [q, position, tensors, parts, scored, value_dim, 0.2, *softmax, isa]
 
     def attention_mass(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
@@ -271,7 +277,9 @@ class Maker:
         lse = 3 + self.normal(*q.shape[:-1]).abs()
         last = [self.random.randint(0, length + 1) for _ in above]
         isa = self.random.choice(self.isas)
-        return [q, position, lse, tensors, parts, numbers, above, last, value_dim, 0.2, isa]
+        softcap, _ = self.softmax(q)
+        more = (value_dim, 0.2, softcap, isa)
+        return [q, position, lse, tensors, parts, numbers, above, last, *more]
 
     def table_rows(self, of: int) -> Tensor:
         some = torch.randperm(of, generator=self.generator)[: self.random.randint(0, of)]

@@ -159,13 +159,20 @@ def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[li
     ]
 
 
-def attention(q, position, tensors, numbers, value_dim, scale):
+def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sinks=()):
     """Return each query's output and log-sum-exp, and each table row's parts and logits."""
     at(range(MOST), value_dim)
+    if not (softcap == 0 or 1e-30 <= softcap <= 1e30) or len(sinks) > 1:
+        raise IndexError(f"softcap {softcap} and {len(sinks)} tensors of sinks")
+    if sinks and (sinks[0].shape != q.shape[1:3] or sinks[0].dtype != torch.float32):
+        raise IndexError(f"sinks {sinks[0].shape} {sinks[0].dtype}")
     sequences, heads, group, length, _ = q.shape
     parts = parts_of(tensors, numbers)
     out = torch.zeros(sequences, heads, group, length, value_dim).double()
     lse = torch.full((sequences, heads, group, length), -torch.inf).double()
+    if sinks:
+        lse = sinks[0].double()[..., None].expand_as(lse).clone()
+        lse.masked_fill_((position < 0)[:, None, None], -torch.inf)
     table_rows = {}
     for b in range(sequences):
         for h in range(heads):
@@ -179,10 +186,13 @@ def attention(q, position, tensors, numbers, value_dim, scale):
             )
             key, value = torch.cat([x.key for x in each]), torch.cat([x.value for x in each])
             logits = (q[b, h].double() @ key.mT) * scale
-            p = logits.masked_fill(~sees, -torch.inf)
-            lse[b, h] = p.logsumexp(-1) if key.shape[0] else lse[b, h]
-            weights = p.softmax(-1).masked_fill(~sees, 0)
-            given = [x for x in (q[b, h], key, value, torch.tensor(scale)) if x.numel()]
+            if softcap:
+                logits = softcap * (logits / softcap).tanh()
+            p = torch.cat((logits.masked_fill(~sees, -torch.inf), lse[b, h][..., None]), -1)
+            lse[b, h] = p.logsumexp(-1)
+            weights = p.softmax(-1)[..., :-1].masked_fill(~sees, 0)
+            given = [q[b, h], key, value, torch.tensor(scale), *sinks]
+            given = [x for x in given if x.numel()]
             small = all(bool((x.abs() < LARGE).all()) for x in given)
             out[b, h] = weights @ value if small else torch.nan
             lse[b, h] = lse[b, h] if small else torch.nan
@@ -258,8 +268,9 @@ def observed(q, position, lse, table_rows, numbers, watches, above, last):
     return results
 
 
-def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa):
-    out, lse, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
+def decode(q, position, tensors, numbers, watches, above, value_dim, scale, softcap, sinks, isa):
+    given = (q, position, tensors, numbers, value_dim, scale, softcap, sinks)
+    out, lse, table_rows = attention(*given)
     found = [unknown(out[:, :, :, 0], NEAR), Bounds(lse[..., 0], lse[..., 0], NEAR)]
     if not above:
         return found
@@ -267,8 +278,9 @@ def decode(q, position, tensors, numbers, watches, above, value_dim, scale, isa)
     return found + observed(q, position, lse, table_rows, numbers, watches, above, last)
 
 
-def prompt(q, position, tensors, numbers, scored, value_dim, scale, isa):
-    out, lse, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
+def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sinks, isa):
+    given = (q, position, tensors, numbers, value_dim, scale, softcap, sinks)
+    out, lse, table_rows = attention(*given)
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
     # Products in bfloat16 round weights.
     values = max([_largest(x) for x in tensors if x.is_floating_point() and x.numel()] + [4])
@@ -291,10 +303,12 @@ def _largest(x: Tensor) -> float:
     return float(x.masked_fill(x.isnan(), 0).abs().max())
 
 
-def attention_mass(q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, isa):
+def attention_mass(
+    q, position, lse, tensors, numbers, watches, above, last, value_dim, scale, softcap, isa
+):
     table_rows = {}
     if any(last):  # without queries nothing is observed or read
-        _, _, table_rows = attention(q, position, tensors, numbers, value_dim, scale)
+        _, _, table_rows = attention(q, position, tensors, numbers, value_dim, scale, softcap)
     return observed(q, position, lse.double(), table_rows, numbers, watches, above, last)
 
 

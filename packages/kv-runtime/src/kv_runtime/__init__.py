@@ -27,7 +27,7 @@ from kv_runtime.rotation import (
     needs_rotation,
     probe_positions,
 )
-from kv_runtime.slots import Blocks, SlotLayer, SlotStep
+from kv_runtime.slots import Blocks, SlotLayer, SlotStep, fit_block
 from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
 
@@ -65,6 +65,7 @@ __all__ = [
     "chunk_budget",
     "expect_known",
     "find_rope",
+    "fit_block",
     "growing_kind",
     "held_by",
     "holding",

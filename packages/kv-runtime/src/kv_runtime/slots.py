@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import lcm
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -10,6 +12,9 @@ from torch import Tensor
 from kv_attention import DenseTokens, attend
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import PagedTokens, PageLayout, TokenFormat
+
+LOSS: Final = 1 / 40  # of a block's bytes, at most, if a number of tokens allows it
+ALIGNED: Final = 16  # bytes, where a page with unused bytes ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,8 @@ class SlotBatch:
 class Blocks:
     """Pages inside the blocks of one layer.
 
-    A block holds one page per KV head, consecutively: head h of block b has page b * H + h.
+    A block holds one page per KV head, consecutively: head h of block b has page b * H + h. The
+    last bytes of a page may be unused, where the engine gives blocks of several layers equal sizes.
     """
 
     heads: int  # H
@@ -37,10 +43,16 @@ class Blocks:
 
     @classmethod
     def of(
-        cls, format: TokenFormat, heads: int, tokens: int, device: torch.device, backend: str
+        cls,
+        format: TokenFormat,
+        heads: int,
+        tokens: int,
+        nbytes: int,
+        device: torch.device,
+        backend: str,
     ) -> "Blocks":
-        """Lay out pages of a format, and choose the page kernels."""
-        layout = PageLayout.sized(format, tokens)
+        """Lay out the pages of blocks of `nbytes` bytes, and choose the page kernels."""
+        layout = PageLayout(format, tokens, nbytes // heads)
         return cls(heads, layout, select_page_kernels(layout, device, page_kernels_of(backend)))
 
     def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
@@ -102,6 +114,33 @@ class Blocks:
             )
 
 
+def fit_block(tokens: int, token_bytes: int, nbytes: int, heads: int) -> tuple[int, int]:
+    """Choose the size of a layer's blocks beside layers with blocks of another size.
+
+    An engine gives the blocks of all layers equal bytes, and shares prefixes in common multiples of
+    their tokens. So this takes the smallest common multiple for which neither block has more than
+    `LOSS` of its bytes unused, or the smallest loss if there is none.
+
+    Args:
+        tokens: tokens of a block of the other layers.
+        token_bytes: bytes of a token in this layer, over all KV heads.
+        nbytes: bytes of a block of the other layers.
+        heads: KV heads of this layer; a block has equal pages for them.
+
+    Returns:
+        Tokens of a block of this layer, and bytes of all blocks; at least `nbytes`.
+    """
+    found = []
+    for count in range(1, 2 * (nbytes // token_bytes) + 2):
+        own = count * token_bytes
+        size = max(nbytes, own)
+        if size == own or size % (heads * ALIGNED) == 0:
+            loss = size / min(nbytes, own) - 1
+            found.append((max(0.0, loss - LOSS), lcm(count, tokens), loss, count, size))
+    *_, count, size = min(found)
+    return count, size
+
+
 @dataclass(frozen=True, slots=True)
 class SlotStep:
     """Metadata of one step, shared by all layers with equal blocks."""
@@ -139,7 +178,8 @@ class SlotLayer:
     ) -> None:
         """Store the new tokens of a step in `cache` and write their attention to `output`."""
         layout = step.blocks.layout
-        pages = cache.view(-1, layout.nbytes)
+        count = len(cache) * step.blocks.heads
+        pages = cache.as_strided((count, layout.nbytes), (layout.nbytes, 1))
         self._store(pages, key, value, step)
         for batch in step.batches:
             tokens = PagedTokens(pages, batch.table, batch.stored, layout, longest=batch.longest)

@@ -144,7 +144,7 @@ def whole() -> Any:
         served_model_name="mine",
         dtype=torch.bfloat16,
         hf_text_config=SimpleNamespace(),
-        get_num_layers=lambda parallel: 3,
+        get_num_layers_by_block_type=lambda parallel: 3,
         get_num_kv_heads=lambda parallel: 2,
         get_num_attention_heads=lambda parallel: 4,
         get_head_size=lambda: 64,
@@ -154,6 +154,14 @@ def whole() -> Any:
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         model_config=model,
     )
+
+
+def test_bytes_per_token_are_those_of_layers_of_full_attention() -> None:
+    from kv_serve.vllm.plain import whole_shape
+
+    config = whole()
+    config.model_config.hf_text_config.layer_types = ["sliding_attention", "full_attention"] * 2
+    assert whole_shape(config).layers == 2
 
 
 def test_a_connector_that_only_the_engine_knows_of_sends_nothing(

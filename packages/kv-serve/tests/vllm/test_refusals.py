@@ -178,7 +178,7 @@ def test_a_prompt_of_the_longest_length_must_fit(llama: str, start_tiny: Start) 
 @pytest.mark.parametrize(
     ("kind", "architecture", "more", "reason"),
     [
-        ("mistral", "MistralForCausalLM", {"sliding_window": 64}, "has a sliding window"),
+        ("mistral", "MistralForCausalLM", {"sliding_window": 64}, "no layer of this model attends"),
         (
             "gemma2",
             "Gemma2ForCausalLM",
@@ -246,7 +246,7 @@ def nas(*groups: int | None) -> Callable[[Any], Any]:
         ),
         (
             (2, None),
-            "this model has 2 layers, and 1 with attention of their own; this kv_policy needs",
+            "this model has 2 layers, and 1 with full attention of their own; this kv_policy needs",
         ),
     ],
 )

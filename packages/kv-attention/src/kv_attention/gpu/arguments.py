@@ -15,6 +15,7 @@ from kv_policy import PagedTokens
 from kv_policy.described import NUMBERS, described
 
 LOG2E: Final = 1.4426950408889634  # kernels compute logits in base 2
+WIDEST: Final = 512  # dimensions of a tile
 PLAIN: Final = 4  # the number kind of dense tensors, whose dtype is separate
 Form: TypeAlias = tuple[int, ...]
 
@@ -48,10 +49,12 @@ class PartArguments:
 
     def constants(self, q: torch.dtype, *, interpreted: bool, asm: bool) -> dict[str, Any]:
         """Return the compile-time constants of a kernel that reads these tokens."""
+        key, rest = tiles_of_keys(self.key[1])
         return {
             "PAGED": self.paged,
             "AS": self.products(q, interpreted=interpreted),
-            "PADDED": tuple(padded(form[1]) for form in (self.key, self.value)),
+            "PADDED": (key, padded(self.value[1])),
+            "REST": rest,
             "KEY": self.key,
             "PAGE": self.page,
             "ASM": asm,
@@ -108,6 +111,14 @@ def dense_part(dense: DenseTokens, heads: int) -> PartArguments:
 def padded(dim: int) -> int:
     """Round up to a power of two of at least 16, the minimum of tensor cores."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def tiles_of_keys(dim: int) -> tuple[int, int]:
+    """Return the padded dimensions of the tile of keys, and of a second one for the rest, or 0.
+
+    Padding the 576 dimensions of latents to a power of two would almost double them.
+    """
+    return (padded(dim), 0) if dim <= WIDEST else (WIDEST, padded(dim - WIDEST))
 
 
 def rows_of(x: Float[Tensor, "B H G L D"]) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ from torch import Tensor
 from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
 from kv_attention.gpu.decode import Decoded
 from kv_attention.gpu.prefill import read_key
-from kv_attention.gpu.reading import unshift
-from kv_attention.gpu.tiles import logits_of, normalized
+from kv_attention.gpu.tiles import logits_of, queries_of
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.tokens import Attended
 from kv_policy import Observe
@@ -120,22 +119,39 @@ def attention_of(
     at,
     sees,
     key,
+    more,
     k_scale,
     k_zero,
     d,
     scale,
+    softcap,
+    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     KEY: tl.constexpr,
     AS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Return the attention of one head's queries to a tile of keys: [queries, BLOCK]."""
     rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
     rows = rows + (g * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
-    asked = (at >= 0)[:, None] & (d < KEY[1])[None, :]
-    plain = tl.load(rows + d[None, :] * q_strides[3], mask=asked, other=0).to(tl.float32)
-    level, back = normalized(plain * unshift(d, KEY)[None, :])
-    whole = tl.sum(plain, axis=1) * scale
-    logits = logits_of(level.to(AS), back * scale, whole, key, k_scale, k_zero, KEY, "ieee")
+    level, more_level, back, whole = queries_of(
+        rows, q_strides[3], at >= 0, scale, d, KEY, AS, REST
+    )
+    logits = logits_of(
+        level,
+        more_level,
+        back,
+        whole,
+        key,
+        more,
+        k_scale,
+        k_zero,
+        softcap,
+        KEY,
+        "ieee",
+        REST,
+        CAPPED,
+    )
     mine = lse + (r.to(tl.int64) * GROUP + g) * queries + query
     found = finite(tl.load(mine, mask=at >= 0, other=0)) * _LOG2E
     return tl.where(sees, tl.exp2(logits - found[:, None]), 0.0)
@@ -160,8 +176,10 @@ def mass_of_pass_kernel(
     table_rows,
     heads,
     scale,
+    softcap,
     above,
     skip,
+    CAPPED: tl.constexpr,
     PAGED: tl.constexpr,
     GROUP: tl.constexpr,
     MODE: tl.constexpr,
@@ -171,6 +189,7 @@ def mass_of_pass_kernel(
     BLOCK: tl.constexpr,
     AS: tl.constexpr,
     PADDED: tl.constexpr,
+    REST: tl.constexpr,
     KEY: tl.constexpr,
     PAGE: tl.constexpr,
     ASM: tl.constexpr,
@@ -186,8 +205,8 @@ def mass_of_pass_kernel(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, PADDED[0])
     count = tl.load(length + r)
-    key, k_scale, k_zero, held, page, _ = read_key(
-        tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], ASM
+    key, more, k_scale, k_zero, held, page, _ = read_key(
+        tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
     )
     nearest = tl.zeros([BLOCK], tl.int64)  # the first query position that counts for a token
     if FAR:
@@ -211,8 +230,8 @@ def mass_of_pass_kernel(
                     sees = held[None, :] & (at >= 0)[:, None] & (at[:, None] >= nearest[None, :])
                     even = (1.0 / tl.maximum(at + 1, 1).to(tl.float32))[:, None]
                     if i == 0:
-                        more = tl.sum(sees.to(tl.int32), 0)
-                        counted += tl.where(outer == 0, more, 0)
+                        these = tl.sum(sees.to(tl.int32), 0)
+                        counted += tl.where(outer == 0, these, 0)
                     largest = tl.zeros([ROWS, BLOCK], tl.float32)
                     for inner in range(GROUP if MODE == 2 else 1):
                         p = attention_of(
@@ -229,13 +248,17 @@ def mass_of_pass_kernel(
                             at,
                             sees,
                             key,
+                            more,
                             k_scale,
                             k_zero,
                             d,
                             scale,
+                            softcap,
+                            CAPPED,
                             GROUP,
                             KEY,
                             AS[0],
+                            REST,
                         )
                         largest = tl.maximum(largest, term_of(p, even, above, TERMS[i]))
                     sums += tl.sum(largest, 0)
@@ -301,6 +324,7 @@ def mass_of_pass(
     scale: float,
     machine: Machine,
     what: Observe,
+    softcap: float | None = None,
 ) -> Attended:
     """Recompute and sum the attention of the observed queries, tile by tile.
 
@@ -314,6 +338,7 @@ def mass_of_pass(
         scale: the factor of the logits.
         machine: the device.
         what: the observation; its `last` has been applied.
+        softcap: the bound of the logits, if any.
     """
     batch, heads, group, queries, _ = rows.shape
     found = []
@@ -337,8 +362,10 @@ def mass_of_pass(
                 batch * heads,
                 heads,
                 scale * LOG2E,
+                (softcap or 1.0) * LOG2E,
                 what.above or 0.0,
                 what.skip,
+                CAPPED=softcap is not None,
                 GROUP=group,
                 MODE=MODES[what.group],
                 TERMS=terms,

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import torch
+
 from kv_attention.compiled import refused
 from kv_attention.inputs import AttentionInputs
 from kv_attention.observe import last_queries
@@ -10,9 +12,14 @@ from kv_attention.torch_backend import Forward, parts_of
 from kv_attention.torch_backend import attend as attend_in_torch
 from kv_attention.torch_backend import attention_mass as attention_mass_in_torch
 from kv_policy import Observe
+from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted
 
-MOST_DIM: Final = 256  # of a vector: wider tiles do not fit in shared memory together
+# Dimensions of vectors: wider tiles do not fit in shared memory together. The largest are those of
+# latents, whose keys have the rotated dimensions, too.
+MOST_KEY: Final = 576
+MOST_VALUE: Final = 512
+MOST_IN_FLOAT32: Final = 256  # products of wider tiles in float32 do not fit in registers
 
 
 def declined(inputs: AttentionInputs) -> str | None:
@@ -20,7 +27,22 @@ def declined(inputs: AttentionInputs) -> str | None:
     device = inputs.q.device.type
     if device != "cuda" and not interpreted():
         return f"tensors on {device}"
-    return refused(inputs, MOST_DIM)
+    reason = refused(inputs, MOST_KEY, MOST_VALUE)
+    widest = max(inputs.q.shape[4], inputs.value_dim)
+    if reason is None and widest > MOST_IN_FLOAT32 and _multiplies_float32(inputs):
+        return f"products in float32 of vectors of more than {MOST_IN_FLOAT32} dimensions"
+    return reason
+
+
+def _multiplies_float32(inputs: AttentionInputs) -> bool:
+    """Whether a GPU multiplies any tokens in float32; see `arguments.computed`."""
+    held = {x.dtype for tokens in inputs.dense for x in (tokens.key, tokens.value)}
+    kinds = {NUMBERS.get(dtype, 0) for dtype in (inputs.q.dtype, *held)}
+    for part in inputs.pages:
+        formats = described(part.layout).formats
+        kinds |= {formats[0], formats[4]}
+    mixed = NUMBERS[torch.bfloat16] in kinds and inputs.q.dtype != torch.bfloat16
+    return mixed or NUMBERS[torch.float32] in kinds
 
 
 def attend(inputs: AttentionInputs) -> Attended:
@@ -40,6 +62,7 @@ def attend(inputs: AttentionInputs) -> Attended:
     from kv_attention.gpu.tuning import machine_of
 
     q, position, scale = inputs.q, inputs.position, inputs.scale
+    softcap, sinks = inputs.softcap, inputs.sinks
     watched, machine = inputs.observed, machine_of(q.device)
     parts = [
         *(paged_part(part, watched=watched) for part in inputs.pages),
@@ -47,10 +70,12 @@ def attend(inputs: AttentionInputs) -> Attended:
     ]
     places = [*inputs.page_positions, *(tokens.position[:, None] for tokens in inputs.dense)]
     if q.shape[3] == 1:
-        step = decode(q, position, parts, inputs.value_dim, scale, machine, watched=watched)
+        step = decode(
+            q, position, parts, inputs.value_dim, scale, machine, softcap, sinks, watched=watched
+        )
         out, lse = step.out, step.lse[..., None]
     else:
-        found = attend_to_all(q, position, parts, inputs.value_dim, scale, machine)
+        found = attend_to_all(q, position, parts, inputs.value_dim, scale, machine, softcap, sinks)
         out, lse = found.out, found.lse
 
     def seen(what: Observe) -> Attended:
@@ -61,6 +86,6 @@ def attend(inputs: AttentionInputs) -> Attended:
         if q.shape[3] == 1:
             return mass_of_step(step, position, parts, places, what)
         rows, at, some = last_queries(q, position, lse, what.last)
-        return mass_of_pass(rows, at, some, out, parts, places, scale, machine, what)
+        return mass_of_pass(rows, at, some, out, parts, places, scale, machine, what, softcap)
 
     return Attended.of(seen(what) for what in inputs.observations)

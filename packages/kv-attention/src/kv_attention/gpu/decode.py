@@ -22,10 +22,11 @@ from kv_attention.gpu.tiles import (
     boost_of,
     log_of,
     logits_of,
-    normalized,
     places_of,
     plain_tile,
     present,
+    queries_of,
+    sinks_of,
     soften,
     weighed,
 )
@@ -73,6 +74,8 @@ def decode_kernel(
     table_rows,
     heads,
     scale,
+    softcap,
+    CAPPED: tl.constexpr,
     PAGED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,6 +84,7 @@ def decode_kernel(
     WATCH: tl.constexpr,
     AS: tl.constexpr,
     PADDED: tl.constexpr,
+    REST: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -91,8 +95,9 @@ def decode_kernel(
 
     `found` is [slots, GROUP, Dv] and `lse` [slots, GROUP], in base 2. With WATCH, `logits`
     [table_rows, GROUP, width] stores every logit, -inf if no token is visible. AS and PADDED: of
-    keys and of values. PAGE: tokens of a page, offset of positions or -1, whether the table is
-    reversed, and the alignment of addresses.
+    keys and of values; REST: dimensions of keys after those, in a tile of their own. With CAPPED,
+    `softcap` is the bound of the logits, in base 2. PAGE: tokens of a page, offset of positions or
+    -1, whether the table is reversed, and the alignment of addresses.
     """
     OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an element is not a constexpr by itself
     program = tl.program_id(0)
@@ -110,12 +115,10 @@ def decode_kernel(
             b, h = r // heads, r % heads
             count, at = tl.load(length + r), tl.load(position + b)
             rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-            asked = (g < GROUP)[:, None] & (d < KEY[1])[None, :]
-            numbers = rows + (g[:, None] * q_strides[2] + d[None, :] * q_strides[3])
-            plain = tl.load(numbers, mask=asked, other=0).to(tl.float32)
-            level, back = normalized(plain * unshift(d, KEY)[None, :])
-            level, back = level.to(AS[0]), back * scale
-            whole = tl.sum(plain, axis=1) * scale
+            rows = rows + g[:, None] * q_strides[2]
+            level, more_level, back, whole = queries_of(
+                rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
+            )
             highest = tl.full([ROWS], float("-inf"), tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
             shift = tl.zeros([ROWS], tl.float32)
@@ -131,6 +134,12 @@ def decode_kernel(
                     key, k_scale, k_zero = paged_tile(
                         data, stride, page, row, held, d, KEY, PAGE[3], AS[0], ASM
                     )
+                    more = key
+                    if REST:
+                        e = PADDED[0] + tl.arange(0, REST)
+                        more, _, _ = paged_tile(
+                            data, stride, page, row, held, e, KEY, PAGE[3], AS[0], ASM
+                        )
                     value, v_scale, v_zero = paged_tile(
                         data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
                     )
@@ -138,10 +147,28 @@ def decode_kernel(
                     place = places_of(tokens, b, slot, held)
                     held = (place >= 0) & (place <= at)
                     key = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS[0])
+                    more = key
+                    if REST:
+                        e = PADDED[0] + tl.arange(0, REST)
+                        more = plain_tile(tokens[0], tokens[1], b, h, slot, held, e, KEY).to(AS[0])
                     value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
                     k_scale = tl.full([BLOCK], 1.0, tl.float32)
                     v_scale, k_zero, v_zero = k_scale, k_scale - 1, k_scale - 1
-                found_here = logits_of(level, back, whole, key, k_scale, k_zero, KEY, "tf32x3")
+                found_here = logits_of(
+                    level,
+                    more_level,
+                    back,
+                    whole,
+                    key,
+                    more,
+                    k_scale,
+                    k_zero,
+                    softcap,
+                    KEY,
+                    "tf32x3",
+                    REST,
+                    CAPPED,
+                )
                 found_here = tl.where(held[None, :], found_here, float("-inf"))
                 if WATCH:
                     there = (g < GROUP)[:, None] & (slot < width)[None, :]
@@ -169,10 +196,12 @@ def combine_kernel(
     lse,
     ends,
     position,
+    sinks,
     parts,
     table_rows,
     heads,
     programs,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -182,7 +211,7 @@ def combine_kernel(
 
     `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
-    no token.
+    no token. With SINKS, `sinks` [heads, GROUP] take part, once per query.
     """
     r = tl.program_id(0)
     g, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -191,6 +220,8 @@ def combine_kernel(
     weight = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     real = tl.load(position + r // heads) >= 0
+    if SINKS:
+        highest, weight = sinks_of(sinks, r % heads * GROUP + g, g < tl.where(real, GROUP, 0))
     for part in range(parts):
         mine = ends + part * table_rows
         total, stop = tl.load(mine + table_rows - 1), tl.load(mine + r)
@@ -229,6 +260,8 @@ def decode(
     value_dim: int,
     scale: float,
     machine: Machine,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
     *,
     watched: bool = False,
 ) -> Decoded:
@@ -241,6 +274,8 @@ def decode(
         value_dim: Dv.
         scale: the factor of the logits.
         machine: the device.
+        softcap: the bound of the logits, if any.
+        sinks: a logit of each query head without a value, if any.
         watched: keep the logits, with the widths of the parts.
     """
     batch, heads, group, _, _ = q.shape
@@ -276,6 +311,8 @@ def decode(
             table_rows,
             heads,
             scale * LOG2E,
+            (softcap or 1.0) * LOG2E,
+            CAPPED=softcap is not None,
             GROUP=group,
             ROWS=rows,
             BLOCK=form.block,
@@ -295,10 +332,12 @@ def decode(
         lse,
         ends,
         position,
+        lse if sinks is None else sinks.contiguous(),
         len(parts),
         table_rows,
         heads,
         programs,
+        SINKS=sinks is not None,
         GROUP=group,
         ROWS=rows,
         DIM=value_dim,

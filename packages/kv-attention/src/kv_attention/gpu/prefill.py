@@ -20,10 +20,11 @@ from kv_attention.gpu.tiles import (
     boost_of,
     log_of,
     logits_of,
-    normalized,
     places_of,
     plain_tile,
     present,
+    queries_of,
+    sinks_of,
     soften,
     weighed,
 )
@@ -48,11 +49,13 @@ def read_key(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     AS: tl.constexpr,
+    REST: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Load a tile of keys with scales and zero points, and the mask of occupied slots.
+    """Load a tile of keys, one of REST further dimensions, and scales and zero points.
 
-    Also return the page and the row of each slot, or the positions of dense tokens.
+    Also return the mask of occupied slots, and the page and the row of each slot, or the positions
+    of dense tokens.
     """
     held = slot < count
     if PAGED:
@@ -62,13 +65,21 @@ def read_key(
         tile, scale, zero = paged_tile(
             tokens[0], tokens[1], page, row, held, d, KEY, PAGE[3], AS, ASM
         )
-        return tile, scale, zero, held, page, row
+        more = tile
+        if REST:
+            e = d.shape[0] + tl.arange(0, REST)
+            more, _, _ = paged_tile(tokens[0], tokens[1], page, row, held, e, KEY, PAGE[3], AS, ASM)
+        return tile, more, scale, zero, held, page, row
     else:  # code after a return is still compiled
         place = places_of(tokens, b, slot, held).to(tl.int64)
         held = place >= 0
         tile = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS)
+        more = tile
+        if REST:
+            e = d.shape[0] + tl.arange(0, REST)
+            more = plain_tile(tokens[0], tokens[1], b, h, slot, held, e, KEY).to(AS)
         one = tl.full([BLOCK], 1.0, tl.float32)
-        return tile, one, one - 1, held, place, slot
+        return tile, more, one, one - 1, held, place, slot
 
 
 @triton.jit
@@ -96,9 +107,13 @@ def prompt_kernel(
     lse,
     length,
     tokens,
+    sinks,
     queries,
     heads,
     scale,
+    softcap,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PAGED: tl.constexpr,
     CONTINUES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -107,6 +122,7 @@ def prompt_kernel(
     WIDE: tl.constexpr,
     AS: tl.constexpr,
     PADDED: tl.constexpr,
+    REST: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -117,7 +133,9 @@ def prompt_kernel(
 
     `before` and `out` are [table_rows, GROUP, queries, Dv], `before_lse` and `lse`
     [table_rows, GROUP, queries] in natural logarithms; with CONTINUES, `before` is merged in.
-    `position` is [B, queries], -1 for padding, whose result is 0 and -inf.
+    `position` is [B, queries], -1 for padding, whose result is 0 and -inf. With SINKS, but without
+    CONTINUES, `sinks` [heads, GROUP] take part. With CAPPED, `softcap` is the bound of the logits,
+    in base 2.
     """
     OUT: tl.constexpr = PADDED[1]  # in Triton 3.6 an element is not a constexpr by itself
     r = tl.program_id(1)
@@ -129,11 +147,9 @@ def prompt_kernel(
     at = tl.load(position + b.to(tl.int64) * queries + query, mask=real, other=-1)
     rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
     rows = rows + (g.to(tl.int64) * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
-    asked = (at >= 0)[:, None] & (d < KEY[1])[None, :]
-    plain = tl.load(rows + d[None, :] * q_strides[3], mask=asked, other=0).to(tl.float32)
-    level, back = normalized(plain * unshift(d, KEY)[None, :])
-    level, back = level.to(AS[0]), back * scale
-    whole = tl.sum(plain, axis=1) * scale
+    level, more_level, back, whole = queries_of(
+        rows, q_strides[3], at >= 0, scale, d, KEY, AS[0], REST
+    )
     mine = (r.to(tl.int64) * GROUP + g) * queries + query
     place_out = mine[:, None] * VALUE[1] + dv[None, :]
     inside = real[:, None] & (dv < VALUE[1])[None, :]
@@ -147,14 +163,16 @@ def prompt_kernel(
     else:
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([ROWS, OUT], tl.float32)
+        if SINKS:
+            highest, weight = sinks_of(sinks, h * GROUP + g, at >= 0)
     count = tl.load(length + r)
     if not PAGED:
         count = behind(tokens, b, count, tl.max(at, 0), WIDE)
     count = tl.where(tl.max(at, 0) >= 0, count, 0)
     for i in tl.range(0, (count + BLOCK - 1) // BLOCK, num_stages=STAGES):
         slot = i * BLOCK + tl.arange(0, BLOCK)
-        key, k_scale, k_zero, held, page, row = read_key(
-            tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], ASM
+        key, more, k_scale, k_zero, held, page, row = read_key(
+            tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
         )
         sees = held[None, :] & (at >= 0)[:, None]
         if PAGED:
@@ -165,7 +183,21 @@ def prompt_kernel(
             value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
             v_scale, v_zero = k_scale, k_zero
             sees = sees & (page[None, :] <= at[:, None])
-        logits = logits_of(level, back, whole, key, k_scale, k_zero, KEY, "tf32x3")
+        logits = logits_of(
+            level,
+            more_level,
+            back,
+            whole,
+            key,
+            more,
+            k_scale,
+            k_zero,
+            softcap,
+            KEY,
+            "tf32x3",
+            REST,
+            CAPPED,
+        )
         logits = tl.where(sees, logits, float("-inf"))
         p, shrink, highest, weight = soften(logits, highest, weight)
         shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)
@@ -183,14 +215,21 @@ def attend_to_all(
     value_dim: int,
     scale: float,
     machine: Machine,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H G"] | None = None,
 ) -> Partial:
     """Compute attention over all parts; 0 and -inf for a query that is padding or sees no token.
 
-    The output is in the dtype of the queries, the log-sum-exp in float32.
+    Logits have the bound `softcap`, and `sinks` take part, if they are given. The output is in the
+    dtype of the queries, the log-sum-exp in float32.
     """
     batch, heads, group, length, _ = q.shape
     found = Partial.empty(q, value_dim)
     position = position.contiguous()
+    if sinks is not None:
+        sinks = sinks.contiguous()
+        if not parts:
+            found = found.with_sinks(sinks).only(position >= 0)
     for i, part in enumerate(parts):
         form = tiling(machine, "prompt", part, q.dtype)
         rows = max(16, min(form.queries, triton.next_power_of_2(group * length)))
@@ -208,9 +247,13 @@ def attend_to_all(
             found.lse,
             part.length,
             part.tokens,
+            found.lse if sinks is None else sinks,
             length,
             heads,
             scale * LOG2E,
+            (softcap or 1.0) * LOG2E,
+            CAPPED=softcap is not None,
+            SINKS=sinks is not None and i == 0,
             CONTINUES=i > 0,
             GROUP=group,
             ROWS=rows,

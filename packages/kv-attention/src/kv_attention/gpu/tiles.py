@@ -9,7 +9,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kv_attention.gpu.reading import word32
+from kv_attention.gpu.reading import unshift, word32
 
 
 @triton.jit
@@ -21,14 +21,70 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def normalized(q):
-    """Return queries times powers of two that scale them to about 64, and the inverse factors."""
-    largest = tl.max(tl.abs(q), axis=1)
+def factors_of(largest):
+    """Return powers of two that scale rows with these maxima to about 64, and their inverses."""
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     some = exponent > 0
     up = tl.where(some, (254 << 23) - exponent, 0).to(tl.float32, bitcast=True)
     down = exponent.to(tl.float32, bitcast=True)
-    return q * (up * 64)[:, None], down / 64
+    return up * 64, down / 64
+
+
+@triton.jit
+@no_type_check
+def queries_of(
+    rows, step, asked, scale, d, KEY: tl.constexpr, AS: tl.constexpr, REST: tl.constexpr
+):
+    """Load queries, `rows` [rows, 1] by address, for products with keys in the type AS.
+
+    Returns them normalized, the dimensions of a second tile of REST ones (if there are none, the
+    first tile again), the factor that undoes the normalization, and the sum of each query's
+    elements; the last two include `scale`.
+    """
+    there = asked[:, None] & (d < KEY[1])[None, :]
+    plain = tl.load(rows + d[None, :] * step, mask=there, other=0).to(tl.float32)
+    level = plain * unshift(d, KEY)[None, :]
+    whole, largest = tl.sum(plain, axis=1), tl.max(tl.abs(level), axis=1)
+    more = level
+    if REST:
+        e = d.shape[0] + tl.arange(0, REST)
+        there = asked[:, None] & (e < KEY[1])[None, :]
+        plain = tl.load(rows + e[None, :] * step, mask=there, other=0).to(tl.float32)
+        more = plain * unshift(e, KEY)[None, :]
+        whole += tl.sum(plain, axis=1)
+        largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
+    up, down = factors_of(largest)
+    level, more = (level * up[:, None]).to(AS), (more * up[:, None]).to(AS)
+    return level, more, down * scale, whole * scale
+
+
+@triton.jit
+@no_type_check
+def bounded(x, most):
+    """Return most * tanh(x / most).
+
+    tanh is x P(x^2) / Q(x^2) with polynomials of degree 4, fitted to the least relative error up to
+    8.7, from where on it is 1 to within the rounding of float32. NaN remains NaN.
+    """
+    y = x / most
+    y = tl.where(y > 8.7, 8.7, tl.where(y < -8.7, -8.7, y))
+    z = y * y
+    p = (z * 1.389589881e-8 + 2.099272441e-5) * z + 3.518682918e-3
+    p = (p * z + 1.340041728e-1) * z + 1.0
+    q = (z * 7.995860019e-7 + 3.323543652e-4) * z + 2.596466787e-2
+    q = (q * z + 4.673373756e-1) * z + 1.0
+    return y * p / q * most
+
+
+@triton.jit
+@no_type_check
+def sinks_of(sinks, at, asked):
+    """Load sinks, as the maximum and the sum of an online softmax in base 2 that begins with them.
+
+    A sink is a token whose value is 0; without one these are -inf and 0.
+    """
+    highest = tl.load(sinks + at, mask=asked, other=float("-inf")).to(tl.float32)
+    return highest * 1.4426950408889634, tl.where(highest == float("-inf"), 0.0, 1.0)
 
 
 @triton.jit
@@ -62,15 +118,35 @@ def plain_tile(base, strides, b, h, slot, held, d, FORM: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def logits_of(q, back, total, tile, scale, zero, FORM: tl.constexpr, PRECISION: tl.constexpr):
+def logits_of(
+    q,
+    more_q,
+    back,
+    total,
+    tile,
+    more,
+    scale,
+    zero,
+    softcap,
+    FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REST: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
     """Compute logits of normalized queries with a tile of keys: [rows, BLOCK], float32.
 
     `back` undoes the normalization and includes the scale of the logits; `total` is the sum of each
-    query's elements, with that scale.
+    query's elements, with that scale. With REST, `more_q` and `more` have further dimensions. With
+    CAPPED, `softcap` is the bound of the logits.
     """
-    found = product(q, tl.trans(tile), PRECISION) * back[:, None]
+    found = product(q, tl.trans(tile), PRECISION)
+    if REST:
+        found += product(more_q, tl.trans(more), PRECISION)
+    found = found * back[:, None]
     if FORM[0] == 0 and FORM[3] >= FORM[1]:
         found = found * scale[None, :] + total[:, None] * zero[None, :]
+    if CAPPED:
+        found = bounded(found, softcap)
     return found
 
 

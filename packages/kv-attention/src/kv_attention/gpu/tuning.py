@@ -66,11 +66,15 @@ def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterat
     """Yield the names of tuned tile sizes; a later one overrides those before it.
 
     Addresses of vectors whose length is not a power of two need registers, and products in float32
-    several times those of other dtypes, so these classes have smaller tiles.
+    several times those of other dtypes, so these classes have smaller tiles. Those of more than 256
+    dimensions need twice the shared memory.
     """
     yield "default"
-    if any(padded(form[1]) != form[1] for form in (part.key, part.value)):
+    sizes = [padded(form[1]) for form in (part.key, part.value)]
+    if sizes != [part.key[1], part.value[1]]:
         yield "uneven"
+    if max(sizes) > 256:
+        yield "wide"
     if tl.float32 in part.products(q, interpreted=interpreted):
         yield "float32"
         yield f"{class_of(part)}-float32"

@@ -107,8 +107,10 @@ CALLED: Final = (
     f"{_REGISTRY}:KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
     "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
-    f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, dtype, "
-    "state_content_bytes)",
+    f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, head_size_v, "
+    "dtype, state_content_bytes, page_size_padded)",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec("
+    "vllm_config)",
     f"{_METRICS}:KVConnectorStats.__init__(data)",
     "vllm.v1.metrics.utils:create_metric_per_engine(metric, per_engine_labelvalues)",
     f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "

@@ -5,7 +5,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
@@ -15,14 +15,19 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 from kv_policy import KVPolicy, Rope
 from kv_runtime import Outermost, RequestRows, SlotStep, needs_rotation, serving
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
-from kv_serve.vllm.served import ServesPolicy
-from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, model_shape
+from kv_serve.vllm.served import ServesPolicy, UnderPolicy
+from kv_serve.vllm.shape import attention_layers, backend_of, check_alike, is_whole, model_shape
 from kv_serve.vllm.storage import BilledPages, VllmSlots, stored
 
 logger = init_logger("vllm.kv_serve")
@@ -33,6 +38,7 @@ class PagedBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = True
     storage: ClassVar["VllmSlots | BilledPages"]
+    config: ClassVar[VllmConfig]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -41,6 +47,14 @@ class PagedBackend(AttentionBackend):
         Raises:
             UnservableError: the layer does not store one key and value per token and KV head.
         """
+        if type(spec) is SlidingWindowSpec and is_whole(cls.config, spec.sliding_window):
+            spec = FullAttentionSpec(
+                block_size=cls.config.cache_config.block_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_size=spec.head_size,
+                head_size_v=spec.head_size_v,
+                dtype=spec.dtype,
+            )
         if type(spec) is not FullAttentionSpec or spec.non_causal:
             raise UnservableError(f"a kv_policy needs plain causal attention, not that of {spec}")
         return cls.storage.spec(spec)
@@ -64,18 +78,21 @@ class PagedBackend(AttentionBackend):
 
 
 def bound(
-    chosen: type[AttentionBackend], policy: KVPolicy, storage: VllmSlots | BilledPages
+    chosen: type[AttentionBackend],
+    policy: KVPolicy,
+    storage: VllmSlots | BilledPages,
+    config: VllmConfig,
 ) -> type[AttentionBackend]:
     """Create the backend class for one model and one policy, from the backend that vLLM chose.
 
     vLLM queries the block size from the backend class without further arguments, so the storage is
     a class attribute.
     """
-    held: dict[str, object] = {"storage": storage, "__module__": __name__}
+    held: dict[str, object] = {"storage": storage, "config": config, "__module__": __name__}
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
-class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
+class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
     """Attention of one layer, under the policy of the current configuration."""
 
     def __init__(
@@ -101,7 +118,7 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
         self.policy = served_policy(self.config)
         check_dtype(kv_cache_dtype)
         wrong = {
-            "a sliding window": sliding_window is not None,
+            "a sliding window": not is_whole(self.config, sliding_window),
             "ALiBi": alibi_slopes is not None,
             "a soft cap on its logits": bool(logits_soft_cap),
             "attention that is not decoder attention": attn_type != AttentionType.DECODER,
@@ -146,13 +163,14 @@ class PagedImpl(AttentionImpl[SlotStep | RequestRows]):
             check_alike(self.config, layers, in_pages=isinstance(storage, BilledPages))
             if self.model is not None:
                 find_ropes(self.config, self.policy, self.model.found(), layers)
-            layer.attn_backend = bound(chosen, self.policy, storage)
+            layer.attn_backend = bound(chosen, self.policy, storage, self.config)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention backend: %s",
                 str(self.policy),
                 str(storage),
                 str(serving(self.config.device_config.device_type)),
             )
+        # A soft cap and sinks, refused above, belong here once layers of slots and pages take them.
         self.layer = layer.attn_backend.storage.layer(index, self.scale, backend_of(self.config))
 
     def forward(

@@ -116,7 +116,9 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         or parallel.prefill_context_parallel_size > 1,
         "a KV transfer connector": config.kv_transfer_config is not None
         and not is_ours(config.kv_transfer_config),
-        "a model that mixes attention with other state": config.model_config.is_hybrid,
+        "a model that mixes attention with other state, which needs one format for all tokens, "
+        "such as k8v4": config.model_config.is_hybrid and not is_plain(policy),
+        "a model without attention": config.model_config.is_attention_free,
     }
     for what in (name for name, given in wrong.items() if given):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")

@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kv_serve.vllm.served import ServesPolicy
-from kv_serve.vllm.switch import names_policy, policy_impl
+from kv_serve.vllm.switch import checked, names_policy
 
 
 class CustomBackend(ServesPolicy, AttentionBackend):
@@ -48,7 +48,10 @@ class CustomBackend(ServesPolicy, AttentionBackend):
                 "the attention backend CUSTOM is kv-serve's here and needs a policy; set "
                 "kv_policy in additional_config, or omit --attention-backend"
             )
-        return policy_impl()
+        checked()
+        from kv_serve.vllm.backend import PagedImpl
+
+        return PagedImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:

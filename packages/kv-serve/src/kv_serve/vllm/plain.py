@@ -61,13 +61,25 @@ def announce(config: "VllmConfig", engines: list[int]) -> None:
             each.set(value)
 
 
+def _full_layers(config: "VllmConfig") -> int:
+    """Count the layers under the policy: those that attend to all tokens."""
+    model = config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    if kinds is None:
+        return int(model.get_num_layers_by_block_type(config.parallel_config))
+    return sum(kind in ("full_attention", "attention") for kind in kinds)
+
+
 def whole_shape(config: "VllmConfig") -> CacheShape:
-    """Return the shape of a model's cache over all devices; replicated heads count repeatedly."""
+    """Return the shape of the cache under a policy over all devices.
+
+    Replicated heads count repeatedly.
+    """
     model, parallel = config.model_config, config.parallel_config
     heads: Any = model.get_num_kv_heads(parallel)
     dim = model.get_head_size()
     return CacheShape(
-        layers=model.get_num_layers(parallel),
+        layers=_full_layers(config),
         kv_heads=heads * parallel.tensor_parallel_size,
         group=model.get_num_attention_heads(parallel) // heads,
         key_dim=dim,

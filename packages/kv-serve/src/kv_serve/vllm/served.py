@@ -1,5 +1,9 @@
-"""A marker for attention backends that support policies."""
+"""Markers of the attention backends and implementations that support policies."""
 
 
 class ServesPolicy:
     """Base of the backends with which kv-serve replaces vLLM's own."""
+
+
+class UnderPolicy:
+    """Base of the implementation of attention that stores keys and values as a policy says."""

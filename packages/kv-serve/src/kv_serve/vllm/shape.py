@@ -5,17 +5,37 @@ from collections.abc import Sequence
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kv_policy import CacheShape
 from kv_runtime import joined_ropes, serving
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
+from kv_serve.vllm.served import UnderPolicy
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
-    """Return the layers with a cache, in execution order."""
+    """Return the layers whose cache is under the policy, in execution order."""
     layers = config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if isinstance(layer, Attention)]
+    return [x for x in layers if isinstance(x, Attention) and isinstance(x.impl, UnderPolicy)]
+
+
+def kept_specs(config: VllmConfig) -> list[KVCacheSpec]:
+    """Return the blocks of the layers that vLLM keeps: windows, chunks and states."""
+    layers = config.compilation_config.static_forward_context.values()
+    specs = (
+        layer.get_kv_cache_spec(config)
+        for layer in layers
+        if isinstance(layer, AttentionLayerBase)
+        and not isinstance(getattr(layer, "impl", None), UnderPolicy)
+    )
+    return [spec for spec in specs if spec is not None]
+
+
+def is_whole(config: VllmConfig, window: int | None) -> bool:
+    """Return whether a window is none, as it is not shorter than any request."""
+    return window is None or window >= config.model_config.max_model_len
 
 
 def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bool) -> None:
@@ -33,9 +53,9 @@ def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bo
     every = config.model_config.get_num_layers(config.parallel_config)
     if in_pages and len(layers) != every:
         raise UnservableError(
-            f"this model has {every} layers, and {len(layers)} with attention of their own; this "
-            f"{KEY} needs attention in every layer: use one with one format for all tokens, such "
-            "as k8v4"
+            f"this model has {every} layers, and {len(layers)} with full attention of their "
+            f"own; this {KEY} needs it in every layer: use one with one format for all tokens, "
+            "such as k8v4"
         )
     first = _sizes(layers[0], in_pages=in_pages)
     for i, layer in enumerate(layers):
@@ -60,7 +80,7 @@ def _sizes(layer: Attention, *, in_pages: bool) -> dict[str, int | float]:
 
 
 def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
-    """Return the shape of the model's cache on this device; all layers have the same shape.
+    """Return the shape of the cache under the policy on this device, equal for its layers.
 
     It has the rotary embeddings if they have been found.
     """
@@ -68,7 +88,7 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
     first = first_heads(config)[get_tensor_model_parallel_rank()]
     ropes = [each.impl.rope for each in attention_layers(config)]
     return CacheShape(
-        layers=config.model_config.get_num_layers(config.parallel_config),
+        layers=len(attention_layers(config)),
         kv_heads=heads,
         group=layer.num_heads // heads,
         key_dim=layer.head_size,

@@ -23,7 +23,8 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = attention_layers(vllm_config)[0].impl.layer
         assert isinstance(layer, SlotLayer), "VllmSlots storage has SlotLayer layers"
-        size = kv_cache_spec.num_kv_heads, kv_cache_spec.block_size
+        spec = kv_cache_spec
+        size = spec.num_kv_heads, spec.block_size, spec.page_size_bytes
         self.blocks = Blocks.of(layer.format, *size, device, layer.backend)
 
     def build(

@@ -4,22 +4,26 @@ With one format for all tokens, a token is stored in vLLM's slot, so prefix cach
 policy stores tokens in pages, and a request owns enough vLLM blocks to cover its pages.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+)
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat
-from kv_runtime import Account, Bases, Layout, SlotLayer
+from kv_runtime import Account, Bases, Layout, SlotLayer, fit_block
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.rows import RowsBuilder
-from kv_serve.vllm.shape import first_heads
+from kv_serve.vllm.shape import first_heads, kept_specs
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 from kv_transformers.fitted import expect_fitted, fingerprint_at
@@ -36,12 +40,37 @@ class VllmSlots:
 
     format: TokenFormat
     full: int  # bytes of an uncompressed token per KV head
+    config: VllmConfig = field(repr=False, compare=False)
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = SlotBuilder
 
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
-        """Return the spec with slots of the format's size."""
-        return replace(spec, dtype=torch.uint8, state_content_bytes=self.format.nbytes)
+        """Return the spec with slots of the format's size.
+
+        Beside layers that vLLM keeps, blocks of other sizes would be padded to the largest, so
+        there a block has more tokens, in as many bytes. To size the blocks of states, vLLM asks for
+        a spec of one token.
+
+        Raises:
+            UnservableError: a prefix could not be found in blocks of so many tokens.
+        """
+        own = replace(spec, dtype=torch.uint8, state_content_bytes=self.format.nbytes)
+        given, kept = self.config.cache_config.block_size, kept_specs(self.config)
+        alone = self.config.scheduler_config.disable_hybrid_kv_cache_manager
+        if not kept or alone or spec.block_size != given:
+            return own
+        most = max(each.page_size_bytes for each in kept)
+        token_bytes = own.page_size_bytes // given
+        tokens, nbytes = fit_block(given, token_bytes, most, spec.num_kv_heads)
+        chunks = any(isinstance(each, ChunkedLocalAttentionSpec) for each in kept)
+        if chunks and given % tokens and self.config.cache_config.enable_prefix_caching:
+            raise UnservableError(
+                "layers of this model attend to chunks, so vLLM finds prefixes only if the blocks "
+                "of all layers have equally many tokens, and those of a smaller format have more; "
+                "set enable_prefix_caching to false (--no-enable-prefix-caching)"
+            )
+        padded = None if nbytes == tokens * token_bytes else nbytes
+        return replace(own, block_size=tokens, page_size_padded=padded)
 
     def layer(self, index: int, scale: float, backend: str) -> SlotLayer:
         """Return the attention of a layer."""
@@ -105,7 +134,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
                 f"{policy} is stored in vLLM's slots and needs no KV connector; omit "
                 "--kv-transfer-config"
             )
-        return VllmSlots(format, full)
+        return VllmSlots(format, full, config)
     if policy.fitted_to is not None:
         expect_fitted(policy, fingerprint_at(config.model_config.model))
     attach(config)

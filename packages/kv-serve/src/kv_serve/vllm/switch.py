@@ -18,8 +18,8 @@ def names_policy() -> bool:
     )
 
 
-def policy_impl() -> type[AttentionImpl]:
-    """Return our implementation, imported only after the vLLM version is checked.
+def checked() -> None:
+    """Check vLLM before any of our implementation is imported.
 
     Raises:
         UnservableError: this vLLM is not supported.
@@ -27,9 +27,6 @@ def policy_impl() -> type[AttentionImpl]:
     from kv_serve.vllm.adapters import check_vllm
 
     check_vllm()
-    from kv_serve.vllm.backend import PagedImpl
-
-    return PagedImpl
 
 
 class CpuBackend(ServesPolicy, CPUAttentionBackend):
@@ -38,16 +35,21 @@ class CpuBackend(ServesPolicy, CPUAttentionBackend):
     vLLM picks one backend class for all engines of a process, so the choice is made when a layer
     requests its implementation and its configuration is known. That implementation then sets a
     backend of its own on the layer. Without a policy none of our implementation is imported.
+
+    vLLM derives a class from this one for attention that is not over all tokens, such as chunks.
     """
 
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return our implementation under a policy, and the stock one otherwise.
 
         Raises:
             UnservableError: a policy is configured, but this vLLM is not supported.
         """
         if names_policy():
-            return policy_impl()
+            checked()
+            from kv_serve.vllm.kept import CpuImpl, KeptImpl
+
+            return CpuImpl if cls is CpuBackend else KeptImpl
         stock: type[AttentionImpl] = CPUAttentionBackend.get_impl_cls()
         return stock

@@ -1,0 +1,225 @@
+"""Models with layers that vLLM keeps: windows, chunks and states, beside layers under a policy."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from vllm_models import write_config, write_weights
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+COUNT, LONGEST, BLOCK = 16, 1024, 32
+MIXED = ["sliding_attention", "full_attention"] * 2
+GEMMA3 = ("Gemma3ForCausalLM", "gemma3_text", {"layer_types": MIXED, "sliding_window": 48})
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": GEMMA3,
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        {
+            "layer_types": MIXED,
+            "sliding_window": 48,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    "granite4": (
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        EXPERTS
+        | {
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "llama4_text",
+        EXPERTS | {"attention_chunk_size": 96, "intermediate_size_mlp": 64},
+    ),
+    "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": LONGEST}),
+    "olmo3": ("Olmo3ForCausalLM", "olmo3", {"layer_types": MIXED, "sliding_window": 48}),
+}
+# vLLM's own CPU attention over Mamba's states fails with prefix caching.
+ALONE = {"granite4": {"enable_prefix_caching": False}}
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Return the options of engines that read prompts in chunks."""
+    return {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 1 << 24,
+        "max_model_len": LONGEST,
+        "max_num_batched_tokens": 160,
+        "block_size": BLOCK,
+    } | more
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Create the folder of a model with layers of several kinds."""
+
+    def folder(name: str, *, weights: bool = True, **more: Any) -> str:
+        architecture, kind, own = MODELS[name]
+        made = tmp_path_factory.mktemp(name)
+        given = {
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 1 << 15,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        }
+        (write_weights if weights else write_config)(
+            made, architecture, kind, **given, **own, **more
+        )
+        return str(made)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    """Prompts that are several windows and chunks long, and a short one."""
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (150, 700, 20, 331)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        "granite4",
+        "llama4",
+        pytest.param("gemma4", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("olmo3", marks=pytest.mark.slow),
+    ],
+)
+def test_uncompressed_tokens_are_those_of_vllm_alone(
+    start: Start, greedy: Greedy, drawn: Callable[..., str], asked: list[list[int]], name: str
+) -> None:
+    found, model, own = [], drawn(name), options(**ALONE.get(name, {}))
+    for policy in (None, "raw"):
+        with start(model, policy, **own) as engine:
+            found.append([greedy(engine, asked, COUNT) for _ in range(2)])  # then with prefixes
+    assert found[0] == found[1]
+    assert len({token for answer in found[0][0] for token in answer}) > COUNT
+
+
+# Blocks of the windows are padded under the first format, and those of full attention under the
+# second.
+@pytest.mark.parametrize("policy", ["k8v4", "k4v2"])
+def test_tokens_do_not_depend_on_how_blocks_are_sized(
+    start: Start, greedy: Greedy, drawn: Callable[..., str], asked: list[list[int]], policy: str
+) -> None:
+    found, model = [], drawn("gemma3", head_dim=64)
+    for alone in (False, True):
+        own = options(disable_hybrid_kv_cache_manager=alone, enable_prefix_caching=False)
+        with start(model, policy, **own) as engine:
+            sizes = groups(engine)
+            found.append(greedy(engine, asked, COUNT))
+        assert (sizes == {BLOCK}) == alone
+    assert found[0] == found[1]
+
+
+def test_a_prefix_is_found_in_common_multiples_of_the_blocks(
+    start: Start, drawn: Callable[..., str], asked: list[list[int]]
+) -> None:
+    from vllm import SamplingParams
+
+    settings = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with start(drawn("gemma3", weights=False), "k8v4", load_format="dummy", **options()) as engine:
+        common = math.lcm(*groups(engine))
+        given = [{"prompt_token_ids": prompt} for prompt in asked]
+        engine.generate(given, settings, use_tqdm=False)
+        again = engine.generate(given, settings, use_tqdm=False)
+    assert BLOCK < common < 331
+    assert [x.num_cached_tokens for x in again] == [len(p) // common * common for p in asked]
+
+
+def test_requests_that_are_preempted_give_the_same_tokens(
+    start: Start, greedy: Greedy, drawn: Callable[..., str], asked: list[list[int]]
+) -> None:
+    """With memory for two of the requests at once."""
+    model, found = drawn("gemma3"), []
+    for policy in (None, "raw"):
+        few = options(kv_cache_memory_bytes=85 * 2 * BLOCK * 512, max_num_batched_tokens=1024)
+        with start(model, policy, disable_log_stats=False, **few) as engine:
+            found.append(greedy(engine, [prompt[:300] for prompt in asked] * 2, 200))
+            (count,) = (m for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
+            assert count.value > 0
+    assert found[0] == found[1]
+
+
+def groups(engine: "LLM") -> set[int]:
+    """Return the tokens of a block in each group of layers."""
+    core = engine.llm_engine.engine_core.engine_core
+    found = core.scheduler.kv_cache_config.kv_cache_groups
+    return {group.kv_cache_spec.block_size for group in found}
+
+
+@pytest.mark.parametrize(("policy", "token_bytes"), [("k8v8", 72), ("k8v4", 56)])
+def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
+    start: Start, drawn: Callable[..., str], policy: str, token_bytes: int
+) -> None:
+    memory, longest, step, window = 1 << 24, 1 << 15, 256, 48
+    own = options(
+        dtype="bfloat16",
+        kv_cache_memory_bytes=memory,
+        max_model_len=longest,
+        max_num_batched_tokens=step,
+        load_format="dummy",
+    )
+    with start(drawn("gemma3", weights=False), policy, **own) as engine:
+        stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    heads, stock = 2, 128
+    # A window holds what a step adds, too, and rarely begins with a block.
+    windows = 2 * heads * stock * BLOCK * (-(-(window - 1 + step) // BLOCK) + 1)
+    request = 2 * heads * token_bytes * longest + windows
+    formula = memory * longest / request
+    assert 0.97 * formula <= stated <= formula
+
+
+# Models with experts come first: an engine that failed leaves groups of processes without them.
+@pytest.mark.parametrize(
+    ("name", "policy", "reason"),
+    [
+        ("llama4", "k8v4", r"attend to chunks, .*; set enable_prefix_caching to false"),
+        ("granite4", "leankv", "mixes attention with other state, which needs one format"),
+        ("gemma3", "snapkv:budget=64", "has 4 layers, and 2 with full attention of their own"),
+    ],
+)
+def test_what_does_not_work_beside_kept_layers_is_refused(
+    start: Start,
+    drawn: Callable[..., str],
+    name: str,
+    policy: str,
+    reason: str,
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    own = options(load_format="dummy")
+    with (
+        pytest.raises(UnservableError, match=reason),
+        start(drawn(name, weights=False), policy, **own),
+    ):
+        pass
