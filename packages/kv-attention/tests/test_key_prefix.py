@@ -74,8 +74,6 @@ def copied(part: PagedTokens) -> PagedTokens:
 
 def test_compiled_kernels_decline_such_pages(case):
     c = case(3, D=17, Dv=8, tiers=[("8", "prefix")])
-    assert (
-        compiled.refused(c.inputs(), 1024, 1024)
-        == "values that are the first dimensions of their keys"
-    )
+    reason = "values that are the first dimensions of their keys"
+    assert compiled.refused(c.inputs(), 1024, 1024) == reason
     assert compiled.refused(replace(c, pages=[], page_positions=[]).inputs(), 1024, 1024) is None
