@@ -9,6 +9,7 @@ from kv_paging import PagePool
 from kv_policy import CacheShape, compose, parse
 from kv_runtime.batch import Batch
 from kv_runtime.cache import PolicyCache
+from kv_runtime.expanded import Expanded
 from kv_runtime.layout import Layout
 from kv_runtime.window.dense import RawWindow
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
@@ -89,6 +90,16 @@ def test_values_elsewhere_are_refused() -> None:
         with pytest.raises(ValueError, match="stores values in keys; pass key"):
             cache.attend(0, query, key, value, 1.0)
     assert cache.attend(0, query, key, key[..., :5], 1.0).shape == (2, 2, 2, 1, 5)
+
+
+def test_expanded_vectors_are_for_prompts_alone() -> None:
+    given = Expanded(*(torch.randn(2, 4, 3, 4) for _ in range(3)))
+    cache = PolicyCache(parse("h2o:budget=4"), LATENT)
+    cache.begin(torch.ones(2, 3, dtype=torch.bool))
+    query, key = torch.randn(2, 2, 2, 3, 6), torch.randn(2, 2, 3, 6)
+    assert not cache.attends_alone
+    with pytest.raises(ValueError, match="only if attends_alone is true"):
+        cache.attend(0, query, key, key[..., :5], 1.0, expanded=given)
 
 
 def test_a_basis_is_refused() -> None:

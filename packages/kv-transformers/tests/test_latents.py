@@ -501,3 +501,57 @@ def test_a_second_reading_keeps_its_budget() -> None:
         got = answered(made(), cache)
         assert int(cache.memory().tokens.max()) == kept
     expect_same(got, answered(made(), own(made())))
+
+
+class Counted:
+    """Counts the passes that attend to expanded vectors."""
+
+    def __init__(self, cache: CompressedCache) -> None:
+        self.expanded = self.absorbed = 0
+        attend = cache.runtime.attend
+
+        def counted(*given: Any, expanded: Any = None, **options: Any) -> Any:
+            self.expanded += expanded is not None
+            self.absorbed += expanded is None
+            return attend(*given, expanded=expanded, **options)
+
+        cache.runtime.attend = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expanded"),
+    [
+        ("k8v4", True),
+        ("snapkv:budget=12,window=4", True),
+        ("kvzip:budget=12", True),
+        ("streaming:budget=12", True),
+        ("kv-compress:budget=12,window=4,recent=4", True),
+        ("h2o:budget=9", False),
+        ("snapkv:budget=20,window=18", False),  # of which a padded prompt has 17
+    ],
+)
+@torch.no_grad()
+def test_prompts_attend_to_expanded_vectors_unless_all_queries_are_observed(
+    policy, expanded
+) -> None:
+    found = []
+    for own_way in (True, False):
+        cache = CompressedCache(made(), policy, tokenizer=Letters())
+        if not own_way:
+            cache.__class__ = type("Absorbing", (CompressedCache,), {"expands": False})
+        count = Counted(cache)
+        found.append((answered(made(), cache), cache.memory().tokens))
+        assert count.expanded == (2 if expanded and own_way else 0)
+        assert count.absorbed == 2 * 12 - count.expanded
+    expect_same(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@torch.no_grad()
+def test_turns_and_later_chunks_attend_to_latents() -> None:
+    cache, (ids, mask) = CompressedCache(made(), "raw"), prompts()
+    count = Counted(cache)
+    for start, end in ((0, 9), (9, 15), (15, 21)):
+        given = {"attention_mask": mask[:, :end], **passing(made(), cache)}
+        made()(ids[:, start:end], **given)
+    assert (count.expanded, count.absorbed) == (2, 4)

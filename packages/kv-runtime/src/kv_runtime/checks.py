@@ -80,6 +80,19 @@ def check_prefix(shape: CacheShape, key: Tensor, value: Tensor) -> None:
         )
 
 
+def check_alone(alone: bool) -> None:
+    """Raise if a pass with expanded vectors attends to more than its own tokens.
+
+    Raises:
+        ValueError: it does, or more than its last queries are observed.
+    """
+    if not alone:
+        raise ValueError(
+            "expanded vectors were given for a pass over stored tokens, or one whose queries are "
+            "all observed; give them only if attends_alone is true"
+        )
+
+
 def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
     """Raise if a policy reads prompts a second time and that is impossible.
 

@@ -212,8 +212,10 @@ def _attention(
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
-    out = key.cache.attend(key.layer, query, fresh, value, softmax, columns)
-    return (out if inner is None else inner.heads(out)), None
+    if inner is not None:
+        given = replace(inner, key=fresh)
+        return key.cache.attend_latents(key.layer, given, softmax, columns), None
+    return key.cache.attend(key.layer, query, fresh, value, softmax, columns), None
 
 
 def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) -> Absorbed | None:

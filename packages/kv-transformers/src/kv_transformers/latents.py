@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from kv_runtime import Expanded
+
 EXPAND: Final = "expand_kv"  # the method with which transformers' modules expand latents
 WEIGHT: Final = "kv_b_proj"  # the linear layer that it applies
 SIZES: Final = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
@@ -69,16 +71,23 @@ class Latents:
         layer: the layer's index among those that the cache stores.
         latent: the latents.
         rotated: the rotated keys.
+        whole: whether the model is given all of them, and not only the last column.
     """
 
     layer: int
     latent: Float[Tensor, "B 1 L r"]
     rotated: Float[Tensor, "B 1 L dr"]
+    whole: bool = False
 
     @property
     def last(self) -> tuple[Float[Tensor, "B 1 1 r"], Float[Tensor, "B 1 1 dr"]]:
-        """The last column: what the model is given, which expands it for nothing."""
+        """The latents of the last column."""
         return self.latent[:, :, -1:], self.rotated[:, :, -1:]
+
+    @property
+    def given(self) -> tuple[Float[Tensor, "B 1 n r"], Float[Tensor, "B 1 n dr"]]:
+        """What the model is given, which expands it; a single column for nothing."""
+        return (self.latent, self.rotated) if self.whole else self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +97,22 @@ class Absorbed:
     Attributes:
         query: queries of all heads, for the latents followed by rotated keys.
         key: the latents followed by the rotated keys.
+        weights: the weights of the expansion.
         differs: whether the model's expanded keys or values differ from its weights; None: they
             were not compared.
+        expanded: the vectors of each head, if the model has expanded all new latents.
     """
 
     query: Float[Tensor, "B Hq L D"]
     key: Float[Tensor, "B 1 L D"]
     weights: "_Weights"
     differs: Bool[Tensor, ""] | None
+    expanded: Expanded | None
 
     @property
     def value(self) -> Float[Tensor, "B 1 L r"]:
         """The latents, as a view of the keys."""
-        return self.key.as_subclass(Tensor)[..., : self.weights.sizes.rank]
+        return self.key[..., : self.weights.sizes.rank]
 
     def heads(self, out: Float[Tensor, "B L Hq r"]) -> Float[Tensor, "B L Hq Dv"]:
         """Return the output of the heads, from sums of latents."""
@@ -122,9 +134,9 @@ def absorbed(
         module: the attention module.
         found: its new latents.
         query: queries of each head, rotated dimensions last, [B, Hq, L, Dq].
-        key: keys that the model expanded from `found.last`, [B, Hq, 1, Dq].
-        value: values that the model expanded from `found.last`, [B, Hq, 1, Dv].
-        compare: whether to compare these with the weights of the expansion.
+        key: keys that the model expanded from `found.given`, [B, Hq, n, Dq].
+        value: values that the model expanded from `found.given`, [B, Hq, n, Dv].
+        compare: whether to compare the last of these with the weights of the expansion.
 
     Raises:
         RuntimeError: the sizes do not match: the model changes vectors before attention.
@@ -132,11 +144,11 @@ def absorbed(
     weights = _Weights.of(module)
     size = weights.sizes
     batch, _, length, _ = found.latent.shape
-    dim = size.nope + size.rotated
+    dim, rows = size.nope + size.rotated, length if found.whole else 1
     wanted = {
         "queries": (query, (batch, size.heads, length, dim)),
-        "keys": (key, (batch, size.heads, 1, dim)),
-        "values": (value, (batch, size.heads, 1, size.value)),
+        "keys": (key, (batch, size.heads, rows, dim)),
+        "values": (value, (batch, size.heads, rows, size.value)),
     }
     for name, (x, shape) in wanted.items():
         if x.shape != shape:
@@ -147,11 +159,12 @@ def absorbed(
             )
     differs = None
     if compare:
-        differs = _apart(weights.expanded(*found.last), (key, value))
+        differs = _apart(weights.expanded(*found.last), (key[:, :, -1:], value[:, :, -1:]))
     plain, rotated = query.split((size.nope, size.rotated), -1)
     inner = torch.einsum("bhld,hdr->bhlr", plain, weights.key)
     joined = torch.cat((found.latent, found.rotated), -1)
-    return Absorbed(torch.cat((inner, rotated), -1), joined, weights, differs)
+    expanded = Expanded(query, key, value) if found.whole else None
+    return Absorbed(torch.cat((inner, rotated), -1), joined, weights, differs, expanded)
 
 
 def expect_equal(differs: Mapping[int, Bool[Tensor, ""]]) -> None:

@@ -11,7 +11,7 @@ from kv_transformers.latents import expect_equal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kv_transformers.latents import Latents
+    from kv_transformers.latents import Absorbed, Latents
     from kv_transformers.pass_columns import PassColumns
     from kv_transformers.softmax import Softmax
 
@@ -40,6 +40,12 @@ class Attends(Protocol):
     @property
     def shares(self) -> bool:
         """Whether layers of the model read keys and values of others."""
+        ...
+
+    def attend_latents(
+        self, layer: int, given: "Absorbed", softmax: "Softmax", columns: "PassColumns"
+    ) -> "Tensor":
+        """Attend over the stored and the new latents, then store the new ones."""
         ...
 
     def attends(self, layer: int | None) -> bool:
