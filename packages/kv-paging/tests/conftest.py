@@ -77,6 +77,7 @@ class Token:
 
 
 PLAIN = [form(), form(3), form(7)]
+IN_KEYS = "values in keys"
 KINDS = {
     "one tier": PLAIN[:1],
     "two tiers": PLAIN[:2],
@@ -86,6 +87,7 @@ KINDS = {
     "blocks below": [RAW, form(block=4)],
     "blocks in both": [form(block=2), form(block=4)],
     "one tier of blocks": [form(block=4)],
+    IN_KEYS: [each.values_in_keys(DIM) for each in (RAW, *PLAIN[1:])],
 }
 
 
@@ -102,7 +104,8 @@ class World:
         heads: list[list[int]] | None = None,  # the kind of each layer and head; None: all the same
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
-        self.formats = formats = KINDS[kind]
+        self.formats, self.in_keys = KINDS[kind], kind == IN_KEYS
+        formats = self.formats
         self.done = Counter[str]()
         dims = DIMS[: 1 if heads is None else max(map(max, heads)) + 1]
         every = [shortened(form, *dim) for dim in dims for form in formats]
@@ -142,6 +145,8 @@ class World:
         lead = (len(table_rows), *lead)
         count = math.prod(lead)
         vectors = torch.randint(-100, 101, (2, *lead, DIM), generator=self.random).float()
+        if self.in_keys:
+            vectors[1] = vectors[0]
         for i in range(2):
             there = torch.stack([self.there[table_row][i] for table_row in table_rows.tolist()])
             vectors[i] *= there.view(lead[0], *[1] * (len(lead) - 1), DIM)

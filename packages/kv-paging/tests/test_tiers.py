@@ -26,6 +26,7 @@ Worlds: TypeAlias = Callable[..., Any]  # the class World of conftest.py
         "blocks above",
         "blocks below",
         "blocks in both",
+        "values in keys",
     ],
 )
 def test_random_programs(kind: str, tokens: int, new_world: Worlds) -> None:

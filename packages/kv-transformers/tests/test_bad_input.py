@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     DynamicCache,
     MistralConfig,
 )
@@ -77,25 +76,8 @@ def test_budgets_for_another_number_of_sequences(make, batch) -> None:
             MistralConfig(**TINY, sliding_window=16),
             "MistralForCausalLM has only layers of type sliding",
         ),
-        (
-            DeepseekV3Config(
-                **(TINY | {"num_key_value_heads": 4}),
-                kv_lora_rank=8,
-                q_lora_rank=None,
-                qk_rope_head_dim=4,
-                qk_nope_head_dim=4,
-                v_head_dim=8,
-                n_routed_experts=4,
-                num_experts_per_tok=2,
-                n_group=1,
-                topk_group=1,
-                moe_intermediate_size=16,
-                first_k_dense_replace=2,
-            ),
-            "DeepseekV3ForCausalLM has latent attention",
-        ),
     ],
-    ids=["sliding", "latent"],
+    ids=["sliding"],
 )
 def test_a_model_of_another_kind_is_refused(config, message) -> None:
     model = AutoModelForCausalLM.from_config(config)

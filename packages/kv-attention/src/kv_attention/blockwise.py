@@ -29,7 +29,7 @@ def blockwise(
     chunks = [slice(start, start + size) for start in range(0, q.shape[3], size)]
     totals: list[Partial] = []
     for at in part.spans(tokens):
-        keys, values = part.keys(at), part.values(at)
+        keys, values = part.both(at)
         if q.shape[2] * q.shape[3] > q.shape[4]:
             keys, values = keys.plain(), values.plain()
         found = [

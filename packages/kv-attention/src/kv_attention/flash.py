@@ -84,7 +84,7 @@ def stored(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Pa
     total = Partial.empty(q, q.shape[-1])
     _, tokens = block_sizes(q, q.shape[-1])
     for at in part.spans(tokens):
-        key, value, hidden = part.keys(at).plain(), part.values(at).plain(), None
+        (key, value), hidden = (x.plain() for x in part.both(at)), None
         seen = part.visible(at, position)
         if seen is not None:
             held = seen[:, :, 0]

@@ -50,12 +50,15 @@ class PagedPart:
         """Return the keys of these slots."""
         return self._read(at, self.pages.layout.format.key, first=0)
 
-    def values(self, at: slice) -> Vectors:
-        """Return the values of these slots; zero in empty slots."""
-        form = self.pages.layout.format
-        values = self._read(at, form.value, first=len(form.key.parts))
+    def both(self, at: slice) -> tuple[Vectors, Vectors]:
+        """Return the keys and the values of these slots; values are zero in empty slots."""
+        form, keys = self.pages.layout.format, self.keys(at)
+        if form.value_in_key:
+            values = keys.first(form.value.dim)
+        else:
+            values = self._read(at, form.value, first=len(form.key.parts))
         held = self._held(at)
-        return values if held is None else values.only(held.flatten(0, 1))
+        return keys, values if held is None else values.only(held.flatten(0, 1))
 
     def position(self, at: slice) -> Int[Tensor, "B H S"]:
         """Return the positions of the tokens of these slots, which the caller must have given."""
@@ -133,13 +136,14 @@ class DensePart:
         """Return the keys of these slots."""
         return Vectors(self._rows(self.tokens.key, at))
 
-    def values(self, at: slice) -> Vectors:
-        """Return the values of these slots; zero in empty slots."""
-        values = Vectors(self._rows(self.tokens.value, at))
+    def both(self, at: slice) -> tuple[Vectors, Vectors]:
+        """Return the keys and the values of these slots; values are zero in empty slots."""
+        keys, values = self.keys(at), Vectors(self._rows(self.tokens.value, at))
         if self.full:
-            return values
+            return keys, values
         held = self.tokens.position[:, None, at] >= 0
-        return values.only(held.expand(-1, self.tokens.value.shape[1], -1).flatten(0, 1))
+        spread = held.expand(-1, self.tokens.value.shape[1], -1).flatten(0, 1)
+        return keys, values.only(spread)
 
     def position(self, at: slice) -> Int[Tensor, "B 1 S"]:
         """Return the positions of the tokens of these slots."""

@@ -93,7 +93,7 @@ def paged(
     ]
     split = len(form.key.parts)
     key = form.key.decode(torch.cat(rows[:split], dim=1))
-    value = form.value.decode(torch.cat(rows[split:], dim=1))
+    value = form.value.decode(torch.cat(rows[form.value_parts], dim=1))
     place = torch.full((count,), -1, device=table.device)
     if positions is not None:
         place = positions[b, h, :count]

@@ -47,6 +47,10 @@ class Vectors:
             return Vectors(self.rows[:, :count])
         return Vectors(self.rows[:, :count], self.scale[:, :count], self.zero[:, :count])
 
+    def first(self, dims: int) -> "Vectors":
+        """Return the first dimensions of the vectors."""
+        return Vectors(self.rows[..., :dims], self.scale, self.zero)
+
     def only(self, held: Bool[Tensor, "R S"]) -> "Vectors":
         """Return the vectors with zeros in empty slots, whatever bytes these contain."""
         if self.scale is None or self.zero is None:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from kv_attention import Attended, AttentionInputs, DenseTokens, attend
 from kv_attention.checks import check_parts
-from kv_policy import BitLayout, Codec, Observe, PagedTokens, PageLayout, RawCodec, TokenFormat
+from kv_policy import (
+    BitLayout,
+    Codec,
+    KeyPrefix,
+    Observe,
+    PagedTokens,
+    PageLayout,
+    RawCodec,
+    TokenFormat,
+)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -258,7 +267,9 @@ def random_case(
     for names in tiers:
         length = count(stored, B, H) if ragged else torch.full((B, H), stored)
         wide = stored + 3  # more positions than slots may be given
-        codecs = codec(names[0], D, group, block), codec(names[1], Dv, group, block)
+        keys = codec(names[0], D, group, block)
+        inside = names[1] == "prefix"
+        codecs = keys, KeyPrefix(keys, Dv) if inside else codec(names[1], Dv, group, block)
         place = torch.arange(past, past + wide).expand(B, H, -1)
         place = place.where(place - past < length[..., None], -1)
         if holes:

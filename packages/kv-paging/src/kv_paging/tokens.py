@@ -124,14 +124,20 @@ def read_tokens(
     token of that number is returned, so L is 1.
     """
     scores, positions = score_segment(layout), position_segment(layout)
-    parts, keys = format_segments(layout), len(layout.format.key.parts)
+    form, parts = layout.format, format_segments(layout)
     vector = partial(_decoded, held, take, inside)
+    key = vector(form.key, parts[: len(form.key.parts)]) if "keys" in vectors else None
+    value = None
+    if "values" in vectors and key is not None and form.value_in_key:
+        value = key[..., : form.value.dim]
+    elif "values" in vectors:
+        value = vector(form.value, parts[form.value_parts])
     return Stored(
         held,
         None if scores is None else _shown(held, read_scores(take(scores)), 0),
         None if positions is None else _shown(held, read_positions(take(positions)), -1),
-        vector(layout.format.key, parts[:keys]) if "keys" in vectors else None,
-        vector(layout.format.value, parts[keys:]) if "values" in vectors else None,
+        key,
+        value,
     )
 
 

@@ -17,7 +17,7 @@ from kv_policy.calibrator import (
     load_calibrator,
     load_score_calibrator,
 )
-from kv_policy.codec import BitLayout, Codec, TokenFormat
+from kv_policy.codec import BitLayout, Codec, KeyPrefix, TokenFormat
 from kv_policy.complete import CompleteSelector, complete
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
@@ -70,6 +70,7 @@ __all__ = [
     "HeadBasis",
     "Instructions",
     "KVPolicy",
+    "KeyPrefix",
     "LayerBasis",
     "LayerView",
     "NotCalibratedError",

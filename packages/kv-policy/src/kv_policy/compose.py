@@ -141,6 +141,12 @@ def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:
 
 
 def tier_formats(policy: KVPolicy, shape: CacheShape) -> tuple[TokenFormat, ...]:
-    """Return the format of each tier of a policy; raw if the policy has no formats."""
+    """Return the format of each tier of a policy; raw if the policy has no formats.
+
+    If values are in keys (`CacheShape.value_in_key`), a token is one vector, in the key's format.
+    """
     formats: Formats = policy.formats if policy.formats is not None else Raw()
-    return formats.bind(shape)
+    bound = formats.bind(shape)
+    if not shape.value_in_key:
+        return bound
+    return tuple(form.values_in_keys(shape.value_dim) for form in bound)

@@ -74,6 +74,8 @@ def described(layout: PageLayout) -> KernelLayout:
 @lru_cache(maxsize=256)
 def _described(layout: PageLayout) -> KernelLayout:
     key, value = layout.format.key, layout.format.value
+    if layout.format.value_in_key:
+        return KernelLayout("values that are the first dimensions of their keys")
     for codec in (key, value):
         if not _is_known(codec):
             return KernelLayout(f"{codec!r} is read and written by its own code")

@@ -193,12 +193,18 @@ class CacheShape:
     dtype: torch.dtype = torch.bfloat16
     first_head: int = 0
     rope: Rope | Ropes | None = None  # of all layers, or per layer; None: unknown
+    value_in_key: bool = False  # a value is the first dimensions of its key, which is stored once
 
     def __post_init__(self) -> None:
-        """Check that every size is positive."""
+        """Check that every size is positive, and that a key has the dimensions of its value."""
         for name in ("layers", "kv_heads", "group", "key_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a cache shape needs at least 1")
+        if self.value_in_key and self.value_dim > self.key_dim:
+            raise ValueError(
+                f"values of {self.value_dim} dimensions cannot be the first ones of keys that have "
+                f"{self.key_dim}; use value_in_key=False, or shorter values"
+            )
         if self.first_head < 0:
             raise ValueError(f"first_head is {self.first_head}; it must be 0 or more")
         if isinstance(self.rope, Ropes) and len(self.rope.each) != self.layers:
@@ -243,5 +249,5 @@ class CacheShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one uncompressed token over all layers and KV heads."""
-        vector = (self.key_dim + self.value_dim) * self.dtype.itemsize
-        return self.layers * self.kv_heads * vector
+        numbers = self.key_dim + (0 if self.value_in_key else self.value_dim)
+        return self.layers * self.kv_heads * numbers * self.dtype.itemsize

@@ -11,7 +11,8 @@ from kv_runtime.backends import (
 )
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
-from kv_runtime.checks import check_budgets
+from kv_runtime.checks import check_basis, check_budgets
+from kv_runtime.expanded import Expanded
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
 from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
@@ -38,6 +39,7 @@ __all__ = [
     "Account",
     "Bases",
     "Blocks",
+    "Expanded",
     "Folded",
     "Holding",
     "Kind",
@@ -60,6 +62,7 @@ __all__ = [
     "Tally",
     "TokenRows",
     "backend_for",
+    "check_basis",
     "check_budgets",
     "chunk_budget",
     "expect_known",

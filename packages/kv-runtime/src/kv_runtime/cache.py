@@ -20,6 +20,7 @@ from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, backend_for
 from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, rolls_back
+from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
@@ -80,6 +81,7 @@ class PolicyCache:
         self.tally = tally or Tally()
         self._careful = careful
         self.backend = backend_for(device, backend)
+        checks.check_basis(policy, shape)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
         )
@@ -134,6 +136,7 @@ class PolicyCache:
         self._keeper: KeepAll | KeepSelected = KeepAll()
         self._pass: Forward | None = None
         self._next_layer = 0
+        self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._goes_on = False  # whether prompts continue in a later pass
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
@@ -192,6 +195,7 @@ class PolicyCache:
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
+        self._alone = None
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -227,38 +231,50 @@ class PolicyCache:
         sinks: Float[Tensor, "H G"] | None = None,
         *,
         more: bool = False,
-    ) -> Float[Tensor, "B Hv Gv Lq Dv"]:
+        expanded: Expanded | None = None,
+    ) -> Float[Tensor, "B Hv Gv Lq _"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
-        Values and the output are by KV head, or by stored head if values are already projected.
+        Values and the output are by KV head, or by stored head if values are already projected. If
+        values are in keys (`CacheShape.value_in_key`), they are a view of them.
 
         Several layers of a model may share keys and values (Gemma 3n): each calls this for the
         layer that stores them, all but the last with `more`. The new tokens are stored after the
         last, and the attention mass of all is summed. Fewer queries than columns are those of the
         last columns.
+
         Logits have the bound `softcap` and the `sinks` of `kv_attention.attend`; a basis changes
         neither, as it leaves logits as they are.
 
+        With `expanded`, the output is that of these vectors of the query heads, by whose attention
+        a pass over latents has the same logits; see `attends_alone`.
+
         Raises:
-            ValueError: `softcap` is not a positive number, or `sinks` are not by the query's heads.
+            ValueError: `softcap` is not a positive number, `sinks` are not by the query's heads,
+                values are not the view of keys that they should be, or `expanded` is given for a
+                pass that needs more than its own tokens.
             RuntimeError: `begin` was not called, or layers are out of order.
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
         now, batch = self._expect(layer)
         checks.check_reader(self._shared, query.shape[3], now.whole.position.shape[1])
         check_softmax(query, softcap, sinks)
+        checks.check_prefix(self.shape, key, value)
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
             sinks = by_stored_head(query, sinks)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
-        observe = self.observe
-        others = tuple({f.observe for f in self._followers} - {observe})
-        fresh = (query, key, value)
-        watch = (observe, *others)
-        result = attended(
-            batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks
-        )
+        observe, watch, fresh = self.observe, self._watch, (query, key, value)
+        if expanded is None:
+            result = attended(
+                batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks
+            )
+        else:
+            checks.check_alone(self.attends_alone)
+            result = attended_by_head(
+                now.whole, expanded, fresh, scale, watch, self.backend, softcap, sinks
+            )
         observed = dict(zip(watch, (result, *result.others), strict=True))
         shared = self._shared
         if shared is None:
@@ -273,6 +289,25 @@ class PolicyCache:
             if self._pass is None:
                 self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    @property
+    def _watch(self) -> tuple[Observe, ...]:
+        """The observations of the current pass, those of caches that share it last."""
+        first = self.observe
+        return (first, *({f.observe for f in self._followers} - {first}))
+
+    @property
+    def attends_alone(self) -> bool:
+        """Whether the current pass attends to its own tokens, and observes its last columns alone.
+
+        Its output may then be computed from vectors expanded by the model, see `attend`. The first
+        call in a pass synchronizes with the device.
+        """
+        if self._alone is None:
+            now, batch = self._pass, self.batch
+            new = now is not None and batch is not None and not batch.columns
+            self._alone = new and now is not None and observes_tail(now.whole, self._watch)
+        return self._alone
 
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
         """Return the queries of a pass, scaled so that q·k / sqrt(D) is the logit."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+from torch import Tensor
+
 from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
@@ -44,6 +46,50 @@ def check_reads(policy: KVPolicy, shape: CacheShape, heads: int, folded: Folded)
             f"{policy} rotates vectors to other positions, which needs the model's rotary "
             "embedding, but this cache was made without it; use kv_transformers.CompressedCache "
             "with a model of transformers, or a policy that needs no rotation, such as snapkv"
+        )
+
+
+def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
+    """Raise if a policy stores values by a basis that are the first dimensions of their keys.
+
+    Raises:
+        ValueError: it does.
+    """
+    if shape.value_in_key and policy.basis is not None:
+        raise ValueError(
+            f"{policy} projects keys and values by a basis each, but this model has latent "
+            "attention (MLA), whose token is one vector that is both: it is stored once, as the "
+            "model computes it; use a policy without a basis, such as snapkv or k8v4"
+        )
+
+
+def check_prefix(shape: CacheShape, key: Tensor, value: Tensor) -> None:
+    """Raise if values are not a view of the first dimensions of their keys, as the shape says.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if shape.value_in_key and (
+        value.shape != (*key.shape[:-1], shape.value_dim)
+        or value.stride() != key.stride()
+        or value.data_ptr() != key.data_ptr()
+    ):
+        raise ValueError(
+            f"values of shape {tuple(value.shape)} were given, but the cache stores values in "
+            f"keys; pass key[..., :{shape.value_dim}]"
+        )
+
+
+def check_alone(alone: bool) -> None:
+    """Raise if a pass with expanded vectors attends to more than its own tokens.
+
+    Raises:
+        ValueError: it does, or more than its last queries are observed.
+    """
+    if not alone:
+        raise ValueError(
+            "expanded vectors were given for a pass over stored tokens, or one whose queries are "
+            "all observed; give them only if attends_alone is true"
         )
 
 

@@ -83,12 +83,12 @@ class Layout:
 
     def window_layout(self, kind: int) -> PageLayout:
         """Return the page layout of raw tokens in a kind's window."""
-        (raw,) = Raw().bind(self.shapes[kind])
+        (raw,) = tier_formats(Raw(), self.shapes[kind])
         return PageLayout.fitted(raw, self.page_bytes, self.pages[kind][0].scores)
 
     def tiers(self, pool: PagePool, sequences: int) -> Tiers | PerHeadRankTiers:
         """Create empty tiers over a pool."""
-        raw = [Raw().bind(shape)[0] for shape in self.shapes]
+        raw = [tier_formats(Raw(), shape)[0] for shape in self.shapes]
         if len(self.shapes) > 1:
             return PerHeadRankTiers(pool, self.pages, torch.tensor(self.kind), sequences, raw=raw)
         shape = (self.shape.layers, sequences, self.shape.kv_heads)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kv_policy import KVPolicy, parse
+from kv_policy import CacheShape, KVPolicy, parse
 from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 
@@ -26,13 +26,17 @@ class World:
         sequences: int = 2,
         softcap: float | None = None,
         sinks: Tensor | None = None,  # by layer, KV head and query head of its group
+        shape: CacheShape = SHAPE,
         **options: object,
     ) -> None:
         self.softcap, self.sinks = softcap, sinks
-        self.cache = PolicyCache(policy, SHAPE, page_tokens=4, **options)
+        self.shape = shape
+        self.cache = PolicyCache(policy, shape, page_tokens=4, **options)
         self.sequences = sequences
         lead = (SHAPE.layers, sequences, SHAPE.kv_heads, 400)
         self.key, self.value = torch.randn(*lead, 6), torch.randn(*lead, 5)
+        if shape.value_in_key:
+            self.value = self.key[..., :5]
         self.basis = policy.basis
         self.seen = torch.zeros(sequences, dtype=torch.long)
 
@@ -85,6 +89,8 @@ class World:
             index = place[:, None, :, None].expand(-1, 2, -1, 6)
             key = self.key[layer].gather(2, index)
             value = self.value[layer].gather(2, index[..., :5])
+            if self.shape.value_in_key:
+                value = key[..., :5]
             query = torch.randn(self.sequences, 2, 2, width, 6)
             sinks = None if self.sinks is None else self.sinks[layer]
             out = self.cache.attend(layer, query, key, value, 0.4, self.softcap, sinks)

@@ -8,12 +8,14 @@ cache, use the implementation that the model is configured for.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from kv_transformers.latents import Absorbed, absorbed
 from kv_transformers.pass_columns import ALL, PassColumns, reach_of
 from kv_transformers.running import Attends, current
 from kv_transformers.softmax import Softmax
@@ -167,6 +169,10 @@ def _attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    inner = _absorbed(module, query, key, value)
+    if inner is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = inner.query, inner.key, inner.value
     if not isinstance(key, FreshKeys):
         running = current()
         if running is not None and not running.cache.attends(getattr(module, "layer_idx", None)):
@@ -206,7 +212,23 @@ def _attention(
     fresh = key.as_subclass(Tensor)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
+    if inner is not None:
+        given = replace(inner, key=fresh)
+        return key.cache.attend_latents(key.layer, given, softmax, columns), None
     return key.cache.attend(key.layer, query, fresh, value, softmax, columns), None
+
+
+def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) -> Absorbed | None:
+    """Return the inputs of attention over latents, if the module's layer has handed some."""
+    running = current()
+    found = None if running is None else running.latents_of(getattr(module, "layer_idx", None))
+    if running is None or found is None or isinstance(key, FreshKeys):
+        return None
+    layer, first = running.handed, not running.cache.columns
+    inner = absorbed(module, found, query, key, value, compare=first)
+    if layer is not None and inner.differs is not None:
+        running.differs[layer] = inner.differs
+    return replace(inner, key=FreshKeys.mark(inner.key, running.cache, found.layer))
 
 
 def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None) -> PassColumns:

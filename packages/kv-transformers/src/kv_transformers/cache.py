@@ -16,6 +16,7 @@ from kv_runtime import AUTO, MemoryReport, PolicyCache
 from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
+from kv_transformers.latents import Absorbed
 from kv_transformers.layers import cache_bytes, expect_croppable
 from kv_transformers.masks import MaskCheck
 from kv_transformers.pass_columns import PassColumns
@@ -131,12 +132,37 @@ class CompressedCache(AttendingCache):
         """
         # Stored tensors outlive the pass, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if layer == 0 and not self._readers:
-                self._expect_same_device(query.device)
-                self._expect_same_fold()
-                valid = self._columns(query, columns.valid)
-                self.runtime.begin(valid, reach=columns.reach)
+            self._begin(layer, query, columns)
             return self._around(self._attend_of(layer))(layer, query, key, value, softmax)
+
+    @property
+    def expands(self) -> bool:
+        """Whether the next pass may attend to keys and values that the model expands."""
+        return not self.columns
+
+    def attend_latents(
+        self, layer: int, given: Absorbed, softmax: Softmax, columns: PassColumns
+    ) -> Float[Tensor, "B L Hq Dv"]:
+        """Attend over the stored and the new latents, then store the new ones.
+
+        A prompt without stored tokens attends to the keys and values that the model has expanded,
+        which are shorter, unless all its queries are observed.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin(layer, given.query, columns)
+            alone = given.expanded is not None and self.runtime.attends_alone
+            expanded = given.expanded if alone else None
+            attention = self._around(partial(self.runtime.attend, expanded=expanded))
+            out = attention(layer, given.query, given.key, given.value, softmax)
+            return out if alone else given.heads(out)
+
+    def _begin(self, layer: int, query: Tensor, columns: PassColumns) -> None:
+        """Begin a pass of the runtime with its first layer."""
+        if layer == 0 and not self._readers:
+            self._expect_same_device(query.device)
+            self._expect_same_fold()
+            valid = self._columns(query, columns.valid)
+            self.runtime.begin(valid, reach=columns.reach)
 
     def _attend_of(self, layer: int) -> GroupedAttention:
         """Return the attention of the runtime for a layer, or for one that reads its keys."""

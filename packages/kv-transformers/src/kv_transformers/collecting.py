@@ -82,6 +82,12 @@ def output_projections(
         ValueError: the model is folded.
     """
     _expect_own(model)
+    if shape.value_in_key:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has latent attention (MLA), whose output projection reads the "
+            "values that heads expand from a latent, not what is stored; values cannot be paired "
+            "with it"
+        )
     layers = stored_layers(model)
     modules = attention_modules(model, layers)
     columns = shape.kv_heads * shape.group * shape.value_dim

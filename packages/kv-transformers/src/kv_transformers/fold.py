@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
-from kv_runtime import Bases, Folded, same_maps, widened
+from kv_runtime import Bases, Folded, check_basis, same_maps, widened
 from kv_transformers.fitted import check_fitted
 from kv_transformers.folded import FOLDED, FoldedLinear, FoldState, Packing
 from kv_transformers.layers import stored_layers
@@ -60,6 +60,7 @@ class Fold:
             raise ValueError("the model is folded already; restore it first")
         _expect_no_clipping(model)
         shape = cache_shape(model)
+        check_basis(policy, shape)
         bases = Bases.of(policy.basis, shape, torch.device("cpu"))
         bound = tuple(policy.basis.bind(i, shape) for i in range(shape.layers))
         rotary = _is_rotary(model)

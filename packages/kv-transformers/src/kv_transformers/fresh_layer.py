@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from kv_transformers.attention import FreshKeys
+from kv_transformers.latents import Absorbed, Latents
 from kv_transformers.layers import LayerCache, layer_caches
 from kv_transformers.pass_columns import PassColumns
 from kv_transformers.running import Running, current
@@ -101,6 +102,18 @@ class AttendingCache(Cache):
     ) -> Float[Tensor, "B Lq *out"]:
         """Attend over the stored and the new tokens, then store the new ones."""
         ...
+
+    @property
+    def expands(self) -> bool:
+        """Whether the next pass may attend to keys and values that the model expands."""
+        return False
+
+    def attend_latents(
+        self, layer: int, given: Absorbed, softmax: Softmax, columns: PassColumns
+    ) -> Float[Tensor, "B L Hq Dv"]:
+        """Attend over the stored and the new latents, then store the new ones."""
+        out = self.attend(layer, given.query, given.key, given.value, softmax, columns)
+        return given.heads(out)
 
     def expect_mask(self, mask: Bool[Tensor, "B T"] | None, fresh: int) -> None:
         """Raise if a 2D mask differs from the stored columns, before anything is stored.
@@ -218,10 +231,29 @@ class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]
         LinearAttentionLayer.__init__(self, number_of_states)
 
 
+class LatentLayer(FreshLayer):
+    """A layer of latent attention, whose latents the attention function takes from the pass."""
+
+    is_compileable = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Hand new latents and rotated keys to the pass; return those that the model expands.
+
+        The model expands what it is given to keys and values, and a mark would not outlive that.
+        """
+        running, cache = current(), self._attends()
+        assert running is not None  # checked by the cache's update
+        whole = cache is not None and cache.expands and key_states.shape[2] > 1
+        running.latents = Latents(self._index, key_states, value_states, whole)
+        return running.latents.given
+
+
 def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
     """Return an empty cache layer of one kind."""
     if kind.index is None:
         return DYNAMIC_LAYER_TYPE_MAPPING[kind.kind](**kind.options)
     if kind.has_state:
         return StatefulLayer(cache, kind.index, **kind.options)
-    return FreshLayer(cache, kind.index)
+    return (LatentLayer if kind.latent else FreshLayer)(cache, kind.index)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from kv_transformers.latents import is_latent
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,12 +27,14 @@ class LayerCache:
         index: the layer's index among those whose keys and values a policy stores; None: the layer
             keeps transformers' own cache, such as that of a sliding window.
         readers: further layers of the model that read the keys and values of this one.
+        latent: whether it caches latents instead of keys and values (MLA).
     """
 
     kind: str
     options: Mapping[str, Any]
     index: int | None = None
     readers: int = 0
+    latent: bool = False
 
     @property
     def has_state(self) -> bool:
@@ -45,8 +49,10 @@ def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     index = {layer: i for i, layer in enumerate(stored)}
     readers = {layer: _readers(config) for layer in stored[-1:]}  # it is the last that is shared
     return tuple(
-        LayerCache(kind, MappingProxyType(given), index.get(i), readers.get(i, 0))
-        for i, (kind, given) in enumerate(zip(kinds, options, strict=True))
+        LayerCache(kind, MappingProxyType(given), index.get(i), readers.get(i, 0), is_latent(each))
+        for i, (kind, given, each) in enumerate(
+            zip(kinds, options, config.per_layer_config, strict=True)
+        )
     )
 
 

@@ -91,7 +91,28 @@ def _found(
     last = (getattr(config, "max_position_embeddings", None) or FAR + 1) - 1
     positions = probe_positions(last)
     queries = _queries(model, shape, positions)  # N T P H D
-    return tuple(find_rope(each, positions, frequencies) for each in queries)
+    if not shape.value_in_key:
+        return tuple(find_rope(each, positions, frequencies) for each in queries)
+    return tuple(_of_latents(each, positions, frequencies, shape.value_dim) for each in queries)
+
+
+def _of_latents(
+    vectors: Float[Tensor, "T P H D"],
+    positions: Sequence[int],
+    frequencies: tuple[tuple[float, ...], ...],
+    rank: int,
+) -> Rope | None:
+    """Return the rotation of latent attention, whose first `rank` dimensions have no positions.
+
+    These may be much longer than the others, so each is looked at alone.
+    """
+    if find_rope(vectors[..., :rank], positions, ()) is None:
+        return None
+    rope = find_rope(vectors[..., rank:], positions, frequencies)
+    if rope is None:
+        return None
+    pairs = rope.pairs_of(vectors.shape[-1] - rank)
+    return Rope(rope.frequencies, tuple((rank + i, rank + j) for i, j in pairs))
 
 
 def _queries(

@@ -6,9 +6,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+from kv_transformers.latents import expect_equal
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kv_transformers.latents import Absorbed, Latents
     from kv_transformers.pass_columns import PassColumns
     from kv_transformers.softmax import Softmax
 
@@ -30,8 +33,19 @@ class Attends(Protocol):
         ...
 
     @property
+    def columns(self) -> int:
+        """Number of columns seen, including padding and evicted tokens; 0 if none are stored."""
+        ...
+
+    @property
     def shares(self) -> bool:
         """Whether layers of the model read keys and values of others."""
+        ...
+
+    def attend_latents(
+        self, layer: int, given: "Absorbed", softmax: "Softmax", columns: "PassColumns"
+    ) -> "Tensor":
+        """Attend over the stored and the new latents, then store the new ones."""
         ...
 
     def attends(self, layer: int | None) -> bool:
@@ -63,6 +77,8 @@ class Running:
     handed: int | None = None  # layer whose new keys were returned but not attended to yet
     used: bool = False  # the model has called the cache
     ids: "Tensor | None" = None  # the token ids of the pass, if the model was given them
+    latents: "Latents | None" = None  # what the layer `handed` was given, if it caches latents
+    differs: "dict[int, Tensor]" = field(default_factory=dict)  # by layer; see `latents.Absorbed`
 
     def hand(self, layer: int) -> None:
         """Record that a layer's new keys were returned to the model.
@@ -84,8 +100,12 @@ class Running:
 
     def attended(self) -> bool:
         """Record that the new keys reached the attention function; whether for the first time."""
-        first, self.handed = self.handed is not None, None
+        first, self.handed, self.latents = self.handed is not None, None, None
         return first
+
+    def latents_of(self, layer: object) -> "Latents | None":
+        """Return the new latents of a layer, if these were returned to the model last."""
+        return self.latents if layer == self.handed else None
 
     def expect_done(self) -> None:
         """Raise if a finished pass did not use its cache properly.
@@ -94,6 +114,7 @@ class Running:
             RuntimeError: the model did not call the cache, or did not attend to the new keys.
         """
         self.expect_attended()
+        expect_equal(self.differs)
         if not self.used:
             raise RuntimeError(
                 "the model was given a compressed cache but did not use it; discard the output of "

@@ -10,6 +10,7 @@ from torch import nn
 from kv_policy import CacheShape, KVPolicy
 from kv_transformers.attention import UNSERVED
 from kv_transformers.folded import FoldedLinear
+from kv_transformers.latents import LatentSizes, latent_reasons
 from kv_transformers.layers import layer_caches
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
     by_layer = config.per_layer_config
     sizes = {_sizes(by_layer[i]) for i in stored}
     if len(sizes) > 1:
-        found = ", ".join(f"{each.kv_heads} x {each.key_dim}" for each in sorted(sizes))
+        each_size = sorted({(each.kv_heads, each.key_dim) for each in sizes})
+        found = ", ".join(f"{heads} x {dim}" for heads, dim in each_size)
         raise UnsupportedModelError(
             f"{name} has layers with different KV heads ({found}); the cache supports models "
             "whose layers of full attention have the same shape"
@@ -80,6 +82,7 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
         key_dim=size.key_dim,
         value_dim=size.value_dim,
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
+        value_in_key=size.latent is not None,
     )
 
 
@@ -106,10 +109,14 @@ class _Sizes(NamedTuple):
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: LatentSizes | None = None  # of latent attention: one KV head
 
 
 def _sizes(config: "PreTrainedConfig") -> _Sizes:
     heads = config.num_attention_heads
+    latent = LatentSizes.configured(config)
+    if latent is not None:
+        return _Sizes(heads, 1, latent.rank + latent.rotated, latent.rank, latent)
     named = (getattr(config, name, None) for name in ("head_dim", "attention_head_dim"))
     dim = next((each for each in named if each), None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -144,8 +151,6 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         yield "attends to an encoder besides its own tokens; only decoder-only models are supported"
     if getattr(config, "is_causal", True) is False:
         yield "attends in both directions (is_causal=False); a compressed cache attends causally"
-    if has("kv_lora_rank"):
-        yield "has latent attention (MLA), whose cache has no keys and values per head"
     own = getattr(model, "_supports_default_dynamic_cache", None)  # defined by generating models
     if own is not None and not own():
         yield "keeps its own kind of state instead of a cache of keys and values"
@@ -158,6 +163,11 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
         )
         return
     caches = layer_caches(config)
+    if any(each.latent and (each.has_state or each.readers) for each in caches):
+        yield (
+            "has latent attention beside a state in one layer, or layers that share latents, which "
+            "is not supported"
+        )
     if all(each.index is None for each in caches):
         kinds = ", ".join(sorted({each.kind for each in caches}))
         yield (
@@ -199,7 +209,7 @@ def _module_reasons(
             "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
             "layers"
         )
-    caches = layer_caches(config)
+    caches, latent = layer_caches(config), dict[str, nn.Module]()
     for layer, named in ((layer, at[layer]) for layer in stored if layer in at):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
         attending = [each for each in own if _attends(each[1], beside=caches[layer].has_state)]
@@ -213,6 +223,11 @@ def _module_reasons(
             yield from _code_reasons(module)
         for each in attending:
             yield from _attention_reasons(*each, size)
+        if size.latent is not None and len(attending) != 1:
+            yield f"has latent attention, but {len(attending)} attention modules in layer {layer}"
+        latent.update(attending)
+    if size.latent is not None:
+        yield from latent_reasons(latent, size.latent)
 
 
 def _attends(module: nn.Module, *, beside: bool) -> bool:
@@ -235,6 +250,8 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
             f"uses parameters of {type(module).__name__} itself ({', '.join(own)}) in attention, "
             "which a compressed cache does not support"
         )
+    if size.latent is not None:
+        return
     group = size.heads // size.kv_heads
     theirs = getattr(module, "num_key_value_groups", group)
     if theirs != group:

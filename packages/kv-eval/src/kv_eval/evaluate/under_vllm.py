@@ -63,9 +63,7 @@ def raw_token_bytes(loaded: "LoadedModel") -> int:
     """Return the bytes of one token's keys and values in all layers, uncompressed."""
     from kv_transformers import cache_shape
 
-    shape = cache_shape(loaded.model)
-    dims = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
-    return dims * shape.dtype.itemsize
+    return cache_shape(loaded.model).token_bytes
 
 
 def _engine(

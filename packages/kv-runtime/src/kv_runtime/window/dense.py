@@ -20,21 +20,29 @@ class RawWindow(RingBuffer):
         super().__init__(sequences, size, device)
         lead = (shape.layers, sequences, shape.kv_heads, size)
         self.key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)
-        self.value = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
+        self._value = (  # None: a value is the first dimensions of its key
+            None
+            if shape.value_in_key
+            else torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
+        )
+        self._value_dim = shape.value_dim
         self.score = torch.zeros(lead, device=device) if scores else None
+
+    @property
+    def value(self) -> Float[Tensor, "N B H W Dv"]:
+        """Values by slot."""
+        return self.key[..., : self._value_dim] if self._value is None else self._value
 
     @property
     def nbytes(self) -> int:
         """Bytes of the window."""
-        held = [self.key, self.value, self.position]
-        if self.score is not None:
-            held.append(self.score)
-        return sum(t.numel() * t.element_size() for t in held)
+        held = (self.key, self._value, self.position, self.score)
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     @property
     def dims(self) -> tuple[int, int]:
         """D and Dv."""
-        return self.key.shape[-1], self.value.shape[-1]
+        return self.key.shape[-1], self._value_dim
 
     @property
     def has_scores(self) -> bool:
@@ -89,7 +97,8 @@ class RawWindow(RingBuffer):
         """Write the new tokens that stay in the window to their slots."""
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         _write(self.key[layers], key, slot)
-        _write(self.value[layers], value, slot)
+        if self._value is not None:
+            _write(self._value[layers], value, slot)
         if self.score is not None and score is not None:
             _write(self.score[layers].unsqueeze(-1), score.unsqueeze(-1), slot)
 
@@ -105,13 +114,17 @@ class RawWindow(RingBuffer):
         real = position >= 0
         slot = position[:, 0].clamp(min=0) % self.size
         row = torch.arange(len(slot), device=slot.device)
-        out_key, out_value = self.key[:, row, :, slot], self.value[:, row, :, slot]  # B N H D
+        out_key = self.key[:, row, :, slot]  # B N H D
+        out_value = (
+            out_key[..., : self._value_dim] if self._value is None else self._value[:, row, :, slot]
+        )
         left = torch.where(real[:, 0], self.position[row, slot], -1)
         fresh = real[:, :, None, None]
         self.key[:, row, :, slot] = torch.where(fresh, key[..., 0, :].transpose(0, 1), out_key)
-        self.value[:, row, :, slot] = torch.where(
-            fresh, value[..., 0, :].transpose(0, 1), out_value
-        )
+        if self._value is not None:
+            self._value[:, row, :, slot] = torch.where(
+                fresh, value[..., 0, :].transpose(0, 1), out_value
+            )
         out_score = None
         if self.score is not None and score is not None:
             out_score = self.score[:, row, :, slot]
@@ -132,7 +145,9 @@ class RawWindow(RingBuffer):
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
         """Do all of `select`, as there are no stores."""
-        self.key, self.value = self.key[:, source], self.value[:, source]
+        self.key = self.key[:, source]
+        if self._value is not None:
+            self._value = self._value[:, source]
         self._hold(self.position[source])
         if self.score is not None:
             self.score = self.score[:, source]
@@ -148,7 +163,8 @@ class RawWindow(RingBuffer):
         self.expect_join(other)
         assert isinstance(other, RawWindow)  # checked by expect_join
         self.key = torch.cat((self.key, other.key), 1)
-        self.value = torch.cat((self.value, other.value), 1)
+        if self._value is not None and other._value is not None:
+            self._value = torch.cat((self._value, other._value), 1)
         self._hold(torch.cat((self.position, other.position)))
         if self.score is not None and other.score is not None:
             self.score = torch.cat((self.score, other.score), 1)
@@ -175,9 +191,10 @@ class RawWindow(RingBuffer):
         layers, _, heads = self.key.shape[:3]
         scores = "scores" if self.has_scores else "no scores"
         key, value = self.dims
+        inside = " (values in keys)" if self._value is None else ""
         return (
             f"{layers} layers, {heads} heads, {self.key.dtype} vectors of {key} and {value} "
-            f"dimensions and {scores}"
+            f"dimensions{inside} and {scores}"
         )
 
 

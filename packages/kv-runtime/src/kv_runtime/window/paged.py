@@ -20,7 +20,7 @@ from kv_paging import (
     release_all,
     write_slots,
 )
-from kv_policy import CacheShape, PagedTokens, PageLayout, Raw
+from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, tier_formats
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
@@ -46,7 +46,7 @@ class PagedWindow(RingBuffer):
         """
         super().__init__(sequences, size, pool.device)
         self._shape = shape
-        layout = PageLayout.fitted(Raw().bind(shape)[0], pool.page_bytes, scores)
+        layout = PageLayout.fitted(tier_formats(Raw(), shape)[0], pool.page_bytes, scores)
         self._store = TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
         table_rows = self._store.table_rows()
         rows = len(table_rows), size
