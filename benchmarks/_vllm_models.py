@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kv_policy import CacheShape, parse
 from kv_policy.files import write_whole
@@ -206,7 +206,8 @@ def request_bytes(group: KVCacheGroupSpec, config: VllmConfig, policy: str) -> f
     Layers of full attention count as the policy stores them, and without rounding to blocks.
     """
     spec = group.kv_cache_spec
-    if isinstance(spec, FullAttentionSpec):
+    whole = isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= LONGEST
+    if isinstance(spec, FullAttentionSpec) or whole:
         dims = spec.head_size, spec.head_size_v
         format = plain_format(parse(policy), CacheShape(1, spec.num_kv_heads, 1, *dims))
         assert format is not None
