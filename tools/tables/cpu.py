@@ -204,5 +204,6 @@ WRITERS: Final = {
     "cpu_prefill": cpu_prefill,
     "cpu_scores": cpu_scores,
     "cpu_store": only_figures,
+    "decode_before": only_figures,
     "gate_score": gate_score,
 }
