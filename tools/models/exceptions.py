@@ -59,8 +59,13 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere_compass_text": {"rope_parameters": FULL_ROPE},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_ocr2": {
-        "text_config": {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        "text_config": {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_experts_per_tok": 2,
+        }
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma": {
         "text_config": GEMMA4 | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     },
@@ -112,11 +117,24 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
     "lfm2_vl": {"text_config": CONVOLUTIONS},
-    "longcat_flash": {"zero_expert_num": 2, "num_layers": 2},
+    "longcat_flash": {
+        "zero_expert_num": 2,
+        "num_layers": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "qk_rope_head_dim": 8,
+    },
     "mamba2": {"num_heads": 8, "hidden_size": 64},
     "ministral": {"num_hidden_layers": 4, "layer_types": TWO_KINDS * 2},
     "mistral": {"sliding_window": None},
     "mistral3": {"text_config": {"sliding_window": None}},
+    "mistral4": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 1.0},
+    },
     "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "moshi": {"audio_encoder_config": {"codebook_size": 64}},

@@ -9,7 +9,7 @@ cache, use the implementation that the model is configured for.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -65,8 +65,9 @@ class PassMask(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     padded: bool  # otherwise a single True: every column holds a token
-    causal: bool  # otherwise the model requested another mask, which is not supported
-    reach: Tensor | None  # see `PassColumns`
+    # How far queries see, see `PassColumns`; None: the mask is plainly causal. It is found when a
+    # layer of the cache attends, as models make masks for others, too (cross-attention).
+    reach: Callable[[], Tensor | None] | None
     own: Callable[[], Any]  # makes the mask of the implementation that the model is configured for
 
     def __getitem__(self, at: Any) -> "PassMask":
@@ -117,26 +118,27 @@ def _mask(
     # Another thread's pass, or a window or chunk of layers that transformers caches.
     if running is None or options.get("local_size") is not None:
         return own()
-    causal, reach = mask_function is None or mask_function is causal_mask_function, None
-    if not causal:
-        whole = _own_mask(
-            "sdpa",
-            batch_size,
-            q_length,
-            kv_length,
-            *args,
-            attention_mask=attention_mask,
-            **{**options, "mask_function": mask_function, **_WHOLE},
-        )
-        reach = reach_of(whole, attention_mask)
-        causal = reach is not None
-    if causal:
+    reach = None
+    if mask_function is None or mask_function is causal_mask_function:
         _expect_columns(attention_mask, q_length, kv_length)
         running.cache.expect_mask(attention_mask, q_length)
+    else:
+
+        @cache
+        def reach() -> Tensor | None:
+            given = {**options, "mask_function": mask_function, **_WHOLE}
+            sizes = batch_size, q_length, kv_length
+            whole = _own_mask("sdpa", *sizes, *args, attention_mask=attention_mask, **given)
+            found = reach_of(whole, attention_mask)
+            if found is not None:
+                _expect_columns(attention_mask, q_length, kv_length)
+                running.cache.expect_mask(attention_mask, q_length)
+            return found
+
     padded = attention_mask is not None
     columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
     mask = columns[:, None, None].as_subclass(PassMask)
-    mask.padded, mask.causal, mask.reach, mask.own = padded, causal, reach, own
+    mask.padded, mask.reach, mask.own = padded, reach, own
     return mask
 
 
@@ -239,14 +241,15 @@ def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None
     """
     kind = type(module).__name__
     if isinstance(mask, PassMask):
-        if not mask.causal:
+        reach = None if mask.reach is None else mask.reach()
+        if mask.reach is not None and reach is None:
             raise ValueError(
                 f"{kind} uses a mask under which a token does not see every token before it (a "
                 "mask function); a compressed cache attends to everything it holds, so use a cache "
                 "of transformers for this input"
             )
         valid = mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
-        return PassColumns(valid, mask.reach)
+        return PassColumns(valid, reach)
     if mask is not None:
         shape = getattr(mask, "shape", None)
         what = f"of shape {tuple(shape)}" if shape is not None else f"of type {type(mask).__name__}"

@@ -145,7 +145,7 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
     def has(name: str) -> bool:
         return getattr(config, name, None) not in (None, 0, False)
 
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or model.config.is_encoder_decoder:
         yield "has an encoder; only decoder-only models are supported"
     if has("add_cross_attention"):
         yield "attends to an encoder besides its own tokens; only decoder-only models are supported"
