@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kv_policy.files import write_whole
 from kv_transformers.models import model_folder
 
 WINDOW: Final = 1024
@@ -34,5 +35,5 @@ def windowed(host: str, first: int, window: int = WINDOW) -> Path:
     layers = range(config["num_hidden_layers"])
     kinds = ["sliding_attention" if i % 2 == first else "full_attention" for i in layers]
     config |= {"layer_types": kinds, "sliding_window": window, **HOSTS[host]}
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(config, indent=1).encode())
     return folder

@@ -65,7 +65,7 @@ def test_a_plain_model_is_equal_and_answers_with_many_tokens() -> None:
 def test_a_model_with_an_encoder_is_refused() -> None:
     row = check("vision-encoder-decoder")
     assert row["result"] == "refused"
-    assert row["said"].startswith("VisionEncoderDecoderModel attends to an encoder")
+    assert row["said"].startswith("VisionEncoderDecoderModel has an encoder")
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,8 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def beside(self) -> dict[str, int]:
         """Bytes of neither tokens nor the raw window, by name."""
-        return {words: self.memory[name] for name, words in _BESIDE.items()}
+        pairs = ((words, self.memory.get(name)) for name, words in _BESIDE.items())
+        return {words: nbytes for words, nbytes in pairs if nbytes is not None}
 
     def share(self, token: Token, place: int | None = None) -> float:
         """Return the share of all heads that hold a token, anywhere or in one place."""
