@@ -4,6 +4,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -70,10 +71,10 @@ def said(error: BaseException) -> str:
 
 
 def _of_ours(error: BaseException) -> bool:
-    """Return whether our code raised an error on purpose, with a sentence."""
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    chosen = isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError)
-    return chosen and any(part.startswith(OURS) for part in Path(last).parts) and bool(str(error))
+    """Return whether a statement of our code raised an error, and no call that failed in it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = any(part.startswith(OURS) for part in Path(last.filename).parts)
+    return ours and (last.line or "").startswith("raise ") and bool(str(error))
 
 
 def own_cache(model: "PreTrainedModel") -> "Cache":
@@ -156,6 +157,7 @@ class Check:
         self.after = torch.cat([self.mask, torch.ones(BATCH, NEW, dtype=torch.long)], 1)
         self.measured: dict[str, float] = {}
         self.compressed = 0  # layers
+        self.skipped: dict[str, str] = {}  # parts that the model's own cache cannot do
         self.without: dict[str, str] = {}  # policies, or a picture, refused where others work
 
     def cache(self, policy: str = "raw") -> "CompressedCache":
@@ -189,20 +191,20 @@ class Check:
 
     def chunks(self) -> Iterator[str]:
         """A prompt read in chunks gives the logits that the model's own cache gives."""
-        expected = self._own(lambda: self._read(own_cache(self.model), CHUNKS))
+        expected = self._own("chunks", lambda: self._read(own_cache(self.model), CHUNKS))
         if expected is not None:
             off = furthest(self._read(self.cache(), CHUNKS), expected)
             self.measured["chunks"] = off
             if not off < TOLERANCE:
                 whole = self._read(own_cache(self.model), (PROMPT,))
                 yield f"logits are off by {off:.1e} (own chunks: {furthest(expected, whole):.1e})"
-        run = self._own(lambda: self._chunked(own_cache(self.model)))
+        run = self._own("chunks of generate", lambda: self._chunked(own_cache(self.model)))
         if run is not None:
             yield from self._compare("generated from chunks", self._chunked(self.cache()), run)
 
     def turn(self) -> Iterator[str]:
         """A second turn on the same cache gives what it gives on the model's own."""
-        expected = self._own(lambda: self._turns(own_cache(self.model)))
+        expected = self._own("turn", lambda: self._turns(own_cache(self.model)))
         if expected is not None:
             yield from self._compare("second turn", self._turns(self.cache()), expected)
 
@@ -217,14 +219,16 @@ class Check:
 
     def beams(self) -> Iterator[str]:
         """Beam search, which reorders a cache's sequences, gives the same tokens."""
-        expected = self._own(lambda: self._beams(own_cache(self.model)))
+        expected = self._own("beams", lambda: self._beams(own_cache(self.model)))
         if expected is not None:
             yield from self._compare("beams", self._beams(self.cache()), expected)
 
     def close(self) -> Iterator[str]:
         """With 8 bits, the logits of the same tokens are close."""
         ids, mask = self.own.tokens, self.after
-        expected = self._own(lambda: read(self.model, own_cache(self.model), ids, mask, STEPS))
+        expected = self._own(
+            "close", lambda: read(self.model, own_cache(self.model), ids, mask, STEPS)
+        )
         if expected is None:
             return
         found = read(self.model, self.cache("k8v8"), ids, mask, STEPS)
@@ -236,7 +240,8 @@ class Check:
     def picture(self) -> Iterator[str]:
         """A picture in the prompt gives the same tokens, or is refused with a sentence."""
         for ids, given in with_picture(self.model, self.ids):
-            expected = self._own(lambda: generate(self.model, ids, self.mask, **given))  # noqa: B023
+            run = partial(generate, self.model, ids, self.mask, **given)
+            expected = self._own("picture", run)
             if expected is None:
                 continue
             if not furthest(expected.logits, self.own.logits) > TOLERANCE:
@@ -295,11 +300,15 @@ class Check:
         longer = torch.ones(BATCH, ids.shape[1] - PROMPT, dtype=torch.long)
         return generate(self.model, ids, torch.cat([self.mask, longer], 1), cache, new=FEW)
 
-    def _own(self, run: Callable[[], T]) -> T | None:
-        """Return what the model gives with its own cache, or None where it cannot."""
+    def _own(self, part: str, run: Callable[[], T]) -> T | None:
+        """Return what the model gives with its own cache, or note why it cannot.
+
+        Its code may raise anything then, and so the part compares nothing.
+        """
         try:
             return run()
-        except Exception:
+        except Exception as error:
+            self.skipped[part] = said(error)
             return None
 
     def _compare(self, what: str, found: Run, expected: Run) -> Iterator[str]:
@@ -353,6 +362,7 @@ def check(name: str, variant: str = "") -> dict[str, Any]:
         "picture": "picture" in checked.measured,
         "measured": checked.measured,
         "without": checked.without,
+        "skipped": checked.skipped,
     }
     if not failures:
         return row | {"result": "equal", "said": ""}

@@ -292,7 +292,7 @@ def arguments(
         default = cls()
     values = dict(vars(default))  # some, read as attributes, raise where layers differ
     values |= {name: values.get(stored) for name, stored in cls.attribute_map.items()}
-    fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(cls)}
     inner = {name: values[name] for name in cls.sub_configs if values.get(name) is not None}
     found: dict[str, Any] = {
         name: arguments(type(config), given.get(name, {}), sees=True)

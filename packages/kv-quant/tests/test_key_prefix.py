@@ -10,7 +10,7 @@ from kv_policy.pages import PageLayout
 LATENT = CacheShape(3, 1, 8, 20, 12, dtype=torch.float32, value_in_key=True)
 
 
-@pytest.mark.parametrize("policy", ["k8v4", "k8v4:keys=channel", "bf16", "k4v2"])
+@pytest.mark.parametrize("policy", ["raw", "k8v4", "k8v4:keys=channel", "bf16", "k4v2"])
 def test_formats_of_latents_have_the_bytes_of_keys(policy) -> None:
     formats = parse(policy).formats
     assert formats is not None

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -24,11 +24,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from answers import answered, expect_near, expect_same, own, prompts
+from kv_policy import CacheShape, HeadBasis, LayerBasis, Part
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache, output_projections
+from kv_transformers.fold import Fold
 from kv_transformers.layers import cache_bytes, layer_caches, stored_layers
 from kv_transformers.support import UnsupportedModelError, cache_shape
+from kv_transformers.watching import EmptyCache
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -140,26 +144,6 @@ def made(name: str) -> PreTrainedModel:
     return model
 
 
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids, mask = torch.randint(3, 101, (2, 21), generator=generator), torch.ones(2, 21).long()
-    mask[1, :4] = ids[1, :4] = 0
-    return ids, mask
-
-
-def answered(model: PreTrainedModel, cache: Any, new: int = 12, **options: Any) -> Any:
-    ids, mask = prompts()
-    options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new} | options
-    given = {"input_ids": ids, "attention_mask": mask} | passing(model, cache) | options
-    return model.generate(**given, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
-
-
-def expect_same(got: Any, want: Any) -> None:
-    assert torch.equal(got.sequences, want.sequences)
-    got, want = torch.stack(got.logits), torch.stack(want.logits)
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(want.std()))
-
-
 @hybrids
 def test_the_policy_stores_layers_of_full_attention_alone(name) -> None:
     model = made(name)
@@ -174,9 +158,9 @@ def test_the_policy_stores_layers_of_full_attention_alone(name) -> None:
 @hybrids
 def test_padded_prompts_are_answered_as_by_the_models_own_cache(name) -> None:
     model = made(name)
-    want = answered(model, DynamicCache(config=model.config))
+    want = answered(model, own(model))
     expect_same(answered(model, CompressedCache(model, "raw")), want)
-    again = answered(model, DynamicCache(config=model.config))
+    again = answered(model, own(model))
     assert torch.equal(
         torch.stack(again.logits), torch.stack(want.logits)
     )  # the model is as it was
@@ -185,7 +169,7 @@ def test_padded_prompts_are_answered_as_by_the_models_own_cache(name) -> None:
 @hybrids
 def test_prompts_are_read_in_chunks(name) -> None:
     model = made(name)
-    want = answered(model, DynamicCache(config=model.config), prefill_chunk_size=9)
+    want = answered(model, own(model), prefill_chunk_size=9)
     expect_same(answered(model, CompressedCache(model, "raw"), prefill_chunk_size=9), want)
 
 
@@ -194,7 +178,7 @@ def test_a_conversation_goes_on(name) -> None:
     model, found = made(name), []
     ids, mask = prompts()
     more = torch.randint(3, 101, (2, 5), generator=torch.Generator().manual_seed(8))
-    for held in (DynamicCache(config=model.config), CompressedCache(model, "raw")):
+    for held in (own(model), CompressedCache(model, "raw")):
         first = answered(model, held, new=6).sequences
         whole = torch.cat((first, more), 1)
         there = torch.cat((mask, torch.ones(2, whole.shape[1] - ids.shape[1]).long()), 1)
@@ -205,7 +189,7 @@ def test_a_conversation_goes_on(name) -> None:
 @hybrids
 def test_beams(name) -> None:
     model = made(name)
-    want = answered(model, DynamicCache(config=model.config), num_beams=3)
+    want = answered(model, own(model), num_beams=3)
     assert torch.equal(
         answered(model, CompressedCache(model, "raw"), num_beams=3).sequences, want.sequences
     )
@@ -224,15 +208,15 @@ def test_a_selector_keeps_its_budget_in_stored_layers(name) -> None:
 @hybrids
 def test_memory_counts_every_layer(name) -> None:
     model = made(name)
-    cache, own = CompressedCache(model, "k8v4"), DynamicCache(config=model.config)
+    cache, theirs = CompressedCache(model, "k8v4"), own(model)
     answered(model, cache)
-    answered(model, own)
-    kept = [own.layers[i] for i in range(len(own)) if i not in STORED[name]]
+    answered(model, theirs)
+    kept = [theirs.layers[i] for i in range(len(theirs)) if i not in STORED[name]]
     states = cache_bytes(kept)
     if name == "states beside":
         states = sum(
             x.nbytes
-            for layer in own.layers
+            for layer in theirs.layers
             for kind in (layer.conv_states, layer.recurrent_states)
             for x in kind.values()
         )
@@ -256,12 +240,12 @@ def test_a_copy_goes_on_alone(name) -> None:
         one, two = torch.full((2, 1), 7), torch.full((2, 1), 9)
         first = model(one, **given, **passing(model, cache)).logits
         second = model(two, **given, **passing(model, other)).logits
-        own = DynamicCache(config=model.config)
-        model(ids, attention_mask=mask, **passing(model, own))
-        alone = deepcopy(own)
-        for got, token, held in ((first, one, own), (second, two, alone)):
+        theirs = own(model)
+        model(ids, attention_mask=mask, **passing(model, theirs))
+        alone = deepcopy(theirs)
+        for got, token, held in ((first, one, theirs), (second, two, alone)):
             want = model(token, **given, **passing(model, held)).logits
-            torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(want.std()))
+            expect_near(got, want)
 
 
 @hybrids
@@ -273,7 +257,7 @@ def test_a_cleared_cache_takes_another_batch(name) -> None:
     assert cache.memory().total_bytes == 0
     ids = prompts()[0][:1]
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    want = answered(model, DynamicCache(config=model.config), **options)
+    want = answered(model, own(model), **options)
     expect_same(answered(model, cache, **options), want)
 
 
@@ -289,11 +273,59 @@ def test_newest_tokens_are_taken_back_or_the_reason_is_said(name) -> None:
     assert cache.runtime.columns == before
 
 
+@pytest.mark.parametrize("name", ["windows", "chunks", "sinks"])
+def test_tokens_are_taken_back_while_windows_are_not_full(name) -> None:
+    model, ids, found = made(name), prompts()[0][:, :6], []
+    for held in (own(model), CompressedCache(model, "raw")):
+        with torch.no_grad():
+            model(ids, **passing(model, held))
+            held.crop(-3)
+            found.append(model(ids[:, 3:] + 1, **passing(model, held)).logits)
+    expect_near(found[1], found[0])
+
+
+@hybrids
+def test_a_prompt_is_read_once_for_several_caches(name) -> None:
+    """Those that do not lead get the states of layers that transformers caches."""
+    model, (ids, mask) = made(name), prompts()
+    caches = [CompressedCache(model, spec) for spec in ("raw", "raw", "k8v4")]
+    caches[0].share_prefill(caches[1:])
+    there = torch.cat((mask, torch.ones(2, 1).long()), 1)
+    found, theirs = [], own(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **passing(model, theirs))
+        model(ids, attention_mask=mask, **passing(model, caches[0]))
+        for held in (theirs, *caches):
+            given = {"attention_mask": there, **passing(model, held)}
+            found.append(model(torch.full((2, 1), 7), **given).logits)
+    for got in found[1:3]:
+        expect_near(got, found[0])
+    assert (found[3] - found[0]).norm() < 0.2 * found[0].norm()
+    others = CompressedCache(made("windows" if name != "windows" else "chunks"), "raw")
+    with pytest.raises(ValueError, match="is of another model"):
+        CompressedCache(model, "raw").share_prefill([others])
+
+
+def test_masks_are_made_in_full_only_where_layers_read_those_of_others() -> None:
+    sharing = {name for name in CONFIGS if CompressedCache(made(name), "raw").shares}
+    assert sharing == {"shared keys", "shared, not cut"}
+
+
+def test_a_pass_that_computes_readers_for_the_last_columns_alone() -> None:
+    model, ids = made("shared keys"), prompts()[0][:1]
+    with torch.no_grad():
+        want = model(ids, logits_to_keep=3).logits
+        got = model(ids, logits_to_keep=3, **passing(model, EmptyCache(model))).logits
+        kept = model(ids, logits_to_keep=3, **passing(model, CompressedCache(model, "raw"))).logits
+    expect_near(got, want)
+    expect_near(kept, want)
+
+
 @pytest.mark.parametrize("name", ["windows", "chunks", "sinks", "convolutions"])
 def test_recorded_tokens_are_taken_back(name) -> None:
     model, (ids, mask) = made(name), prompts()
     found = []
-    for held in (DynamicCache(config=model.config), CompressedCache(model, "raw")):
+    for held in (own(model), CompressedCache(model, "raw")):
         with torch.no_grad():
             model(ids, attention_mask=mask, **passing(model, held))
             held.activate_past_recording()
@@ -304,7 +336,7 @@ def test_recorded_tokens_are_taken_back(name) -> None:
             there = torch.cat((mask, torch.ones(2, 2).long()), 1)
             out = model(more[:, :1] + 1, attention_mask=there, **passing(model, held))
         found.append(out.logits)
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5 * float(found[0].std()))
+    expect_near(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", ["windows", "gated, linear", "sinks", "states beside"])
@@ -339,11 +371,53 @@ def test_vectors_are_collected_with_the_models_own_softmax(name) -> None:
             found[layer] = key
 
     found: dict[int, torch.Tensor] = {}
-    own = DynamicCache(config=model.config)
+    theirs = own(model)
     with torch.no_grad():
-        model(ids, attention_mask=mask, **passing(model, own))
+        model(ids, attention_mask=mask, **passing(model, theirs))
         for _ in range(2):  # each pass is a text of its own
             model(ids, attention_mask=mask, **passing(model, CollectingCache(model, Last())))
     real = mask.bool()[:, None, :, None]
-    want = own.layers[3].keys * real
+    want = theirs.layers[3].keys * real
     torch.testing.assert_close(found[1] * real, want, rtol=1e-4, atol=1e-4 * float(want.std()))
+
+
+@dataclass(frozen=True)
+class Rotated(Part):
+    """A basis of full rank."""
+
+    name: ClassVar[str] = "rotated"
+
+    @property
+    def basis(self) -> "Rotated":
+        return self
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        g = torch.Generator().manual_seed(layer)
+
+        def drawn(dim: int) -> HeadBasis:
+            whole = torch.randn(shape.kv_heads, dim, dim, generator=g, dtype=torch.float64)
+            return HeadBasis(torch.linalg.qr(whole).Q, (dim,) * shape.kv_heads)
+
+        return LayerBasis(drawn(shape.key_dim), drawn(shape.value_dim))
+
+
+@pytest.mark.parametrize("name", ["windows", "windows first", "convolutions"])
+def test_a_basis_is_that_of_stored_layers_folded_or_not(name) -> None:
+    model, policy = made(name), Rotated()
+    want = answered(model, own(model))
+    expect_same(answered(model, CompressedCache(model, policy)), want, near=1e-4)
+    with Fold(model, policy):
+        expect_same(answered(model, CompressedCache(model, policy)), want, near=1e-4)
+
+
+def test_the_layer_of_an_operation_is_that_of_the_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="before o_proj of layer 3 "):
+        Fold(made("gated, linear"), Rotated())
+
+
+def test_a_basis_is_not_folded_where_layers_read_the_values_of_others() -> None:
+    model, policy = made("shared, not cut"), Rotated()
+    with pytest.raises(UnsupportedModelError, match="layers that read the values of others"):
+        Fold(model, policy)
+    want = answered(model, own(model))
+    expect_same(answered(model, CompressedCache(model, policy)), want, near=1e-4)

@@ -15,7 +15,6 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
-    DynamicCache,
     Glm4MoeLiteConfig,
     KimiLinearConfig,
     LongcatFlashConfig,
@@ -26,6 +25,7 @@ from transformers import (
     YoutuConfig,
 )
 
+from answers import answered, expect_same, own, prompts
 from kv_policy import Observe
 from kv_transformers import CompressedCache, Fold, UnsupportedModelError, cache_shape
 from kv_transformers.cache_argument import passing
@@ -121,30 +121,6 @@ def new(name: str) -> PreTrainedModel:
 @cache
 def made(name: str = one) -> PreTrainedModel:
     return new(name)
-
-
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids, mask = torch.randint(3, 101, (2, 21), generator=generator), torch.ones(2, 21).long()
-    mask[1, :4] = ids[1, :4] = 0
-    return ids, mask
-
-
-def answered(model: PreTrainedModel, cache: Any, new: int = 12, **options: Any) -> Any:
-    ids, mask = prompts()
-    options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new} | options
-    given = {"input_ids": ids, "attention_mask": mask} | passing(model, cache) | options
-    return model.generate(**given, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
-
-
-def own(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
-def expect_same(got: Any, want: Any, near: float = 5e-5) -> None:
-    assert torch.equal(got.sequences, want.sequences)
-    got, want = torch.stack(got.logits), torch.stack(want.logits)
-    torch.testing.assert_close(got, want, rtol=0, atol=near * float(want.std()))
 
 
 @every
@@ -295,7 +271,7 @@ def test_backends_agree(backend) -> None:
 
 
 @torch.no_grad()
-def test_the_observed_mass_is_that_of_all_heads_over_a_latent() -> None:
+def test_the_observed_mass_is_that_of_all_heads_over_a_latent(monkeypatch) -> None:
     """A pass over the model's own expanded vectors gives the same attention mass."""
     model, ids = made(), prompts()[0][:1]
     cache, own_cache = CompressedCache(model, "h2o:budget=99"), own(model)
@@ -306,7 +282,7 @@ def test_the_observed_mass_is_that_of_all_heads_over_a_latent() -> None:
         seen.append(result.mass[-1])
         keep(layer, key, value, result, queries, unprojected)
 
-    cache.runtime.keep = record  # type: ignore[method-assign]
+    monkeypatch.setattr(cache.runtime, "keep", record)
     model(ids, **passing(model, cache))
     assert cache.runtime.selector is not None
     what: Observe = cache.runtime.selector.observe
@@ -506,7 +482,7 @@ def test_a_second_reading_keeps_its_budget() -> None:
 class Counted:
     """Counts the passes that attend to expanded vectors."""
 
-    def __init__(self, cache: CompressedCache) -> None:
+    def __init__(self, cache: CompressedCache, patch: pytest.MonkeyPatch) -> None:
         self.expanded = self.absorbed = 0
         attend = cache.runtime.attend
 
@@ -515,7 +491,7 @@ class Counted:
             self.absorbed += expanded is None
             return attend(*given, expanded=expanded, **options)
 
-        cache.runtime.attend = counted  # type: ignore[method-assign]
+        patch.setattr(cache.runtime, "attend", counted)
 
 
 @pytest.mark.parametrize(
@@ -532,14 +508,14 @@ class Counted:
 )
 @torch.no_grad()
 def test_prompts_attend_to_expanded_vectors_unless_all_queries_are_observed(
-    policy, expanded
+    policy, expanded, monkeypatch
 ) -> None:
     found = []
     for own_way in (True, False):
         cache = CompressedCache(made(), policy, tokenizer=Letters())
         if not own_way:
             cache.__class__ = type("Absorbing", (CompressedCache,), {"expands": False})
-        count = Counted(cache)
+        count = Counted(cache, monkeypatch)
         found.append((answered(made(), cache), cache.memory().tokens))
         assert count.expanded == (2 if expanded and own_way else 0)
         assert count.absorbed == 2 * 12 - count.expanded
@@ -548,9 +524,9 @@ def test_prompts_attend_to_expanded_vectors_unless_all_queries_are_observed(
 
 
 @torch.no_grad()
-def test_turns_and_later_chunks_attend_to_latents() -> None:
+def test_turns_and_later_chunks_attend_to_latents(monkeypatch) -> None:
     cache, (ids, mask) = CompressedCache(made(), "raw"), prompts()
-    count = Counted(cache)
+    count = Counted(cache, monkeypatch)
     for start, end in ((0, 9), (9, 15), (15, 21)):
         given = {"attention_mask": mask[:, :end], **passing(made(), cache)}
         made()(ids[:, start:end], **given)

@@ -17,7 +17,7 @@ from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.latents import Absorbed
-from kv_transformers.layers import cache_bytes, expect_croppable
+from kv_transformers.layers import cache_bytes, expect_croppable, records_past
 from kv_transformers.masks import MaskCheck
 from kv_transformers.pass_columns import PassColumns
 from kv_transformers.replay import Attention, GroupedAttention, Replayer
@@ -99,6 +99,25 @@ class CompressedCache(AttendingCache):
         super().__init__(model)
         self._readers_of = [kind.readers for kind in self._kinds if kind.index is not None]
         self._readers = 0  # calls of layers that read the keys of the current one, still to come
+        self._followers: tuple[CompressedCache, ...] = ()  # that share the next pass
+
+    def share_prefill(self, others: "Sequence[CompressedCache]") -> None:
+        """Store the next pass over this empty cache in other empty caches of its model, too.
+
+        Args:
+            others: caches whose bases and replays are equal to those of this one.
+
+        Raises:
+            ValueError: a cache is of another model, holds tokens, or its basis or replay differs.
+        """
+        for cache in others:
+            if cache.model is not self.model:
+                raise ValueError(
+                    f"a cache under {cache.policy} is of another model than the one under "
+                    f"{self.policy}, so they cannot share a prefill"
+                )
+        self.runtime.share_prefill([cache.runtime for cache in others])
+        self._followers = tuple(others)
 
     @property
     def columns(self) -> int:
@@ -205,17 +224,21 @@ class CompressedCache(AttendingCache):
     def end(self, ids: Int[Tensor, "B L"] | None) -> None:
         """Let the model read prompts again, if the policy asks for it, and store them.
 
+        Caches that share the pass get copies of what transformers caches of other layers.
+
         Raises:
             RuntimeError: the model was deleted.
         """
-        if self._replayer is None or self.runtime.waiting is None:
-            return
-        model = self.model
-        if model is None or ids is None:
-            raise RuntimeError("the model of this compressed cache was deleted during its pass")
-        # As in `attend`: scores are stored.
-        with torch.inference_mode(False), torch.no_grad():
-            self._replayer.run(model, self.runtime, self._around, ids)
+        if self._replayer is not None and self.runtime.waiting is not None:
+            model = self.model
+            if model is None or ids is None:
+                raise RuntimeError("the model of this compressed cache was deleted during its pass")
+            # As in `attend`: scores are stored.
+            with torch.inference_mode(False), torch.no_grad():
+                self._replayer.run(model, self.runtime, self._around, ids)
+        followers, self._followers = self._followers, ()
+        for cache in followers:
+            cache.layers = self._copied_layers(cache, {})
 
     def expect_next(self, position: Int[Tensor, "_ L"], valid: Bool[Tensor, "B L"] | None) -> None:
         """Raise if the tokens of a pass do not follow the stored ones.
@@ -335,8 +358,8 @@ class CompressedCache(AttendingCache):
                 expect_croppable(self.own_layers)
             with torch.inference_mode(False), torch.no_grad():
                 self.runtime.roll_back(abs(columns))
-        for layer in self.own_layers:  # 0, too, drops what sliding windows recorded
-            if getattr(layer, "record_past", True):
+        for layer in self.own_layers:
+            if columns or records_past(layer):  # 0, too, drops what was recorded
                 layer.crop(columns)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":

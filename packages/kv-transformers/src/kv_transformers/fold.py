@@ -16,7 +16,7 @@ from kv_policy import CacheShape, KVPolicy, LayerBasis, parse
 from kv_runtime import Bases, Folded, check_basis, same_maps, widened
 from kv_transformers.fitted import check_fitted
 from kv_transformers.folded import FOLDED, FoldedLinear, FoldState, Packing
-from kv_transformers.layers import stored_layers
+from kv_transformers.layers import layer_caches, stored_layers
 from kv_transformers.modules import attention_modules
 from kv_transformers.probe import expect_direct
 from kv_transformers.projections import OUTPUT, Projections, folded_keys, folded_values
@@ -60,6 +60,7 @@ class Fold:
             raise ValueError("the model is folded already; restore it first")
         _expect_no_clipping(model)
         shape = cache_shape(model)
+        _expect_no_readers(model)
         check_basis(policy, shape)
         bases = Bases.of(policy.basis, shape, torch.device("cpu"))
         bound = tuple(policy.basis.bind(i, shape) for i in range(shape.layers))
@@ -72,7 +73,8 @@ class Fold:
         found = [Projections(module, i) for i, module in zip(layers, modules, strict=True)]
         new = _folded(found, shape, self.state, bases.stored.value_dim)
         changes = [(modules[i], name, layer) for i, name, layer in new]
-        expect_direct(model, modules, [each.output for each in found], self.state.what)
+        outputs = [each.output for each in found]
+        expect_direct(model, dict(zip(layers, modules, strict=True)), outputs, self.state.what)
         install(model)
         self._old = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, layer in changes:  # only after all are created
@@ -131,6 +133,15 @@ def expect_fold(model: "PreTrainedModel", policy: KVPolicy) -> FoldState | None:
             "changed; restore the model and fold it again"
         )
     return found
+
+
+def _expect_no_readers(model: "PreTrainedModel") -> None:
+    """Raise if layers read the values of others, as they have output projections of their own."""
+    if any(each.readers for each in layer_caches(model.config.get_text_config(decoder=True))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that read the values of others, so a basis cannot "
+            "be folded into its projections; use the policy's cache without folding"
+        )
 
 
 def _expect_no_clipping(model: "PreTrainedModel") -> None:

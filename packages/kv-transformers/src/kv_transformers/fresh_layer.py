@@ -66,7 +66,7 @@ class AttendingCache(Cache):
     @property
     def shares(self) -> bool:
         """Whether layers of the model read keys and values of others."""
-        return "dummy" in (kind.kind for kind in self._kinds)
+        return any(kind.is_reader for kind in self._kinds)
 
     @property
     def reads_shared(self) -> bool:
@@ -75,8 +75,9 @@ class AttendingCache(Cache):
 
     def attends(self, layer: int | None) -> bool:
         """Whether the cache computes the attention of a layer of the model."""
-        inside = layer is not None and 0 <= layer < len(self._kinds)
-        return not inside or self._kinds[layer or 0].index is not None
+        if layer is None or not 0 <= layer < len(self._kinds):
+            return True
+        return self._kinds[layer].index is not None
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the columns that a mask must cover: all columns seen."""
@@ -220,7 +221,8 @@ class FreshLayer(CacheLayerMixin):
         return -1
 
 
-class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]  # as in transformers
+# Transformers combines these bases, too; one has `is_croppable` as an attribute, one as a property.
+class StatefulLayer(LinearAttentionLayer, FreshLayer):  # type: ignore[override]
     """A layer with full attention and a state of fixed size, which it keeps (Falcon-H1, Zamba2)."""
 
     is_compileable = False

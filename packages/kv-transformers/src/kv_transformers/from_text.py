@@ -86,9 +86,8 @@ def caches_of(loaded: "LoadedModel", backend: str = AUTO) -> MakeCache:
 
 def held(cache: "Cache") -> CacheSize:
     """Count the bytes of a cache made by `make_cache`."""
-    from transformers.cache_utils import DynamicLayer
-
     from kv_transformers.cache import CompressedCache
+    from kv_transformers.layers import cache_bytes
 
     if isinstance(cache, CompressedCache):
         report = cache.memory()
@@ -98,9 +97,7 @@ def held(cache: "Cache") -> CacheSize:
             report.full_bytes,
             tuple(tuple(map(tuple, layers)) for layers in kept),
         )
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    tensors = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
-    size = sum(t.nbytes for t in tensors)
+    size = cache_bytes(cache.layers)
     return CacheSize(size, size)
 
 

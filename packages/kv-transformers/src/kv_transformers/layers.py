@@ -27,6 +27,7 @@ class LayerCache:
         index: the layer's index among those whose keys and values a policy stores; None: the layer
             keeps transformers' own cache, such as that of a sliding window.
         readers: further layers of the model that read the keys and values of this one.
+        is_reader: whether the layer reads those of an earlier one, and caches nothing.
         latent: whether it caches latents instead of keys and values (MLA).
     """
 
@@ -34,6 +35,7 @@ class LayerCache:
     options: Mapping[str, Any]
     index: int | None = None
     readers: int = 0
+    is_reader: bool = False
     latent: bool = False
 
     @property
@@ -47,9 +49,18 @@ def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     kinds, options = _kinds(config)
     stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH)]
     index = {layer: i for i, layer in enumerate(stored)}
-    readers = {layer: _readers(config) for layer in stored[-1:]}  # it is the last that is shared
+    reading = _readers(config)
+    full = sum(kind in FULL for kind in reading.values())
+    readers = {layer: full for layer in stored[-1:]}  # it is the last that is shared
     return tuple(
-        LayerCache(kind, MappingProxyType(given), index.get(i), readers.get(i, 0), is_latent(each))
+        LayerCache(
+            kind,
+            MappingProxyType(given),
+            index=index.get(i),
+            readers=readers.get(i, 0),
+            is_reader=i in reading,
+            latent=is_latent(each),
+        )
         for i, (kind, given, each) in enumerate(
             zip(kinds, options, config.per_layer_config, strict=True)
         )
@@ -62,12 +73,12 @@ def stored_layers(model: "PreTrainedModel") -> tuple[int, ...]:
     return tuple(i for i, cache in enumerate(caches) if cache.index is not None)
 
 
-def _readers(config: "PreTrainedConfig") -> int:
-    """Count the layers of full attention that read the keys and values of an earlier one."""
+def _readers(config: "PreTrainedConfig") -> Mapping[int, str]:
+    """Return the types of layers that read the keys and values of an earlier one, by index."""
     modes = getattr(config, "kv_sharing_modes", None) or ()
     kinds = getattr(config, "layer_types", None) or FULL[:1] * len(modes)
-    pairs = zip(modes, kinds, strict=False)  # most models have no modes
-    return sum(mode == "reuse" and kind in FULL for mode, kind in pairs)
+    pairs = enumerate(zip(modes, kinds, strict=False))  # most models have no modes
+    return {i: kind for i, (mode, kind) in pairs if mode == "reuse"}
 
 
 def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
@@ -92,7 +103,7 @@ def cache_bytes(layers: Iterable[Any]) -> int:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among attributes of a layer that have more than one element."""
+    """Yield the tensors among attributes of a layer that have a dimension."""
     for value in values:
         if isinstance(value, Tensor) and value.ndim:
             yield value
@@ -100,12 +111,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value.values())
 
 
+def records_past(layer: Any) -> bool:
+    """Whether one of transformers' cache layers keeps what it drops otherwise, until `crop`."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+    drops = isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
+    return drops and bool(layer.record_past)
+
+
 def expect_croppable(layers: Iterable[Any]) -> None:
     """Raise if one of transformers' cache layers cannot take tokens back.
 
     Raises:
-        ValueError: it has a recurrent state, or a sliding window that has passed tokens and did
-            not record them.
+        ValueError: it has a recurrent state, or it has dropped tokens and did not record them.
     """
     for layer in layers:
         name = type(layer).__name__
@@ -114,11 +132,18 @@ def expect_croppable(layers: Iterable[Any]) -> None:
                 f"a layer of this model ({name}) has a recurrent state, which cannot take tokens "
                 "back; prefill the shorter text again"
             )
-        recorded = getattr(layer, "record_past", True)
-        passed = getattr(layer, "sliding_window", None)
-        if not recorded and (passed is None or layer.get_seq_length() >= passed):
+        if not records_past(layer) and _drops(layer):
             raise ValueError(
                 f"a layer of this model ({name}) has dropped tokens that taking others back would "
                 "need; call activate_past_recording() on the cache before the tokens to take back, "
                 "as assisted generation does, or prefill the shorter text again"
             )
+
+
+def _drops(layer: Any) -> bool:
+    """Whether a layer has dropped tokens: a convolution, or a sliding window that is full."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return bool(layer.get_seq_length() >= layer.sliding_window)
+    return isinstance(layer, LinearAttentionCacheLayerMixin)

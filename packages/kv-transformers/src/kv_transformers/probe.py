@@ -1,6 +1,6 @@
 """Run a few tokens to detect operations between a model's projections and attention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -20,7 +20,7 @@ TOKENS: Final = 7
 
 
 def expect_direct(
-    model: "PreTrainedModel", modules: Sequence[nn.Module], output: Sequence[str], what: Folded
+    model: "PreTrainedModel", modules: Mapping[int, nn.Module], output: Sequence[str], what: Folded
 ) -> None:
     """Raise if a model changes vectors between the projections that a basis is folded into.
 
@@ -29,7 +29,7 @@ def expect_direct(
 
     Args:
         model: not folded yet.
-        modules: its attention modules, by layer.
+        modules: its attention modules of layers that a policy stores, by layer.
         output: name of the output projection of each.
         what: the parts to fold.
 
@@ -46,7 +46,7 @@ def expect_direct(
     seen: dict[nn.Module, list[Tensor]] = {}  # layers with a shared projection call it in order
     names = ["v_proj"] * ("values" in what) + ["k_proj", "q_proj"] * ("keys" in what)
     places: list[tuple[int, str, nn.Module]] = []
-    for layer, (module, last) in enumerate(zip(modules, output, strict=True)):
+    for layer, (module, last) in enumerate(zip(modules.values(), output, strict=True)):
         children = dict(module.named_children())
         asked = [*names, *([last] if "values" in what else [])]
         places += [(layer, name, children[name]) for name in asked]
@@ -66,9 +66,9 @@ def expect_direct(
         if not _same(x, other, factor=name == "q_proj"):
             side = "before" if name == output[layer] else "after"
             raise UnsupportedModelError(
-                f"{type(model).__name__} has an operation {side} {name} of layer {layer} that does "
-                "not commute with a basis, so it cannot be folded; use the policy's cache "
-                "without folding"
+                f"{type(model).__name__} has an operation {side} {name} of layer "
+                f"{[*modules][layer]} that does not commute with a basis, so it cannot be folded; "
+                "use the policy's cache without folding"
             )
 
 

@@ -22,7 +22,7 @@ SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that atten
 SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules find their function
 # Options of attention functions that models which name them always give.
-ALWAYS: Final = frozenset({"position_bias", "sinks"})
+ALWAYS: Final = ("position_bias", "sinks")
 SIZES: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -282,15 +282,10 @@ def _code_reasons(module: nn.Module) -> Iterator[str]:
             f"has attention code of its own in {kind.__name__}, which does not call the attention "
             "function that it is configured for"
         )
-    keywords = {name for each in code for const in each.co_consts for name in _names(const)}
-    for option in ALWAYS & keywords:
+    names = (const for each in code for const in each.co_consts if isinstance(const, tuple))
+    keywords = {name for each in names for name in each}  # of calls
+    for option in (each for each in ALWAYS if each in keywords):
         yield f"uses {UNSERVED[option]} ({option}) in {kind.__name__}, which a cache cannot apply"
-
-
-def _names(const: object) -> tuple[str, ...]:
-    """Return the names in a constant of compiled code that holds those of keyword arguments."""
-    named = isinstance(const, tuple) and all(isinstance(each, str) for each in const)
-    return const if named and isinstance(const, tuple) else ()
 
 
 def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:

@@ -48,7 +48,7 @@ class EmptyCache(AttendingCache):
     ) -> Float[Tensor, "B Lq Hq Dv"]:
         """Attend over the new tokens."""
         there = None if columns.valid is None else columns.valid.expand(len(query), -1)
-        if not softmax.is_plain or columns.reach is not None:
+        if not softmax.is_plain or columns.reach is not None or query.shape[2] != key.shape[2]:
             return _attended(query, key, value, softmax, there, columns.reach)
         out = scaled_dot_product_attention(
             query,
@@ -112,16 +112,17 @@ def _attended(
     there: Bool[Tensor, "B L"] | None,
     reach: Int[Tensor, "B L"] | None,
 ) -> Float[Tensor, "B Lq Hq Dv"]:
-    """Attend with a bound of logits, sinks or a reach; padding returns 0."""
+    """Attend with a bound of logits, sinks, a reach or the last queries; padding returns 0."""
     batch, heads, length, _ = key.shape
     held = (
         torch.ones(batch, length, dtype=torch.bool, device=key.device) if there is None else there
     )
     position = torch.where(held, held.long().cumsum(-1) - 1, -1)
     tokens = DenseTokens(key, value, position, full=there is None)
+    sees = position if reach is None else position.gather(1, reach).where(held, -1)
     out = attend(
         query.unflatten(1, (heads, -1)),
-        position if reach is None else position.gather(1, reach).where(held, -1),
+        sees[:, -query.shape[2] :],
         (),
         (tokens,),
         softmax.scale,

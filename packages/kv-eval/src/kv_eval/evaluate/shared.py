@@ -38,7 +38,7 @@ def read_prompt(
         leader = ours[0]
         alike = [cache for cache in ours if _alike(cache, leader)]
         ours = [cache for cache in ours if cache not in alike]
-        leader.runtime.share_prefill([cache.runtime for cache in alike[1:]])
+        leader.share_prefill(alike[1:])
         read(model, leader, tokens)
 
 
