@@ -1,11 +1,13 @@
 """The check of architectures sees differences, and its result is where documents have it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from kv_transformers import CompressedCache
 from tools.models.build import architectures, build, config_of, with_variants
 from tools.models.check import Check, Failure, check, together
 from tools.models.families import FAMILIES, FEW
@@ -93,15 +95,22 @@ def test_a_model_that_changed_is_wrong(llama: Check, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("said", "late"), [("we refuse", True), ("", False)], ids=["with a sentence", "without"]
+    ("act", "late"),
+    [
+        (lambda cache: cache.crop(1), True),
+        (lambda cache: cache.runtime.begin(torch.ones(2, dtype=torch.bool)), False),
+    ],
+    ids=["a refusal", "a call that fails"],
 )
-def test_an_error_of_ours_with_a_sentence_is_late(
-    llama: Check, monkeypatch: pytest.MonkeyPatch, said: str, late: bool
+def test_only_a_refusal_of_ours_is_late(
+    llama: Check,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[CompressedCache], object],
+    late: bool,
 ) -> None:
-    def raises(self: object, *given: object) -> None:
-        raise ValueError(said)
+    def raises(self: Check) -> None:
+        act(CompressedCache(self.model, "raw"))
 
-    raises.__code__ = raises.__code__.replace(co_filename="/x/kv_transformers/cache.py")
     monkeypatch.setattr(Check, "_selectors", lambda self: iter(()))
     for part in ("chunks", "turn", "again", "beams", "close", "picture", "unchanged"):
         monkeypatch.setattr(Check, part, _nothing)
@@ -109,6 +118,17 @@ def test_an_error_of_ours_with_a_sentence_is_late(
     (failure,) = llama.failures()
     assert failure.part == "tokens"
     assert failure.late == late
+
+
+def test_what_the_models_own_cache_cannot_do_is_noted(
+    llama: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Check, cache: object) -> None:
+        raise IndexError("no")
+
+    monkeypatch.setattr(Check, "_turns", fails)
+    assert not [*llama.turn()]
+    assert llama.skipped["turn"] == "IndexError: no"
 
 
 def _nothing(self: Check) -> Iterator[str]:

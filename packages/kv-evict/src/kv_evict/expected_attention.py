@@ -21,7 +21,7 @@ class ExpectedAttention(Evictor):
     softmax over all tokens except the sinks gives probabilities, averaged over the query heads of a
     KV head. That plus `epsilon`, times the norm of the value, is the score. The first `sinks` are
     always kept. Queries are rotated with the rotary embedding of their layer, or not at all in a
-    layer without one.
+    layer without one. A model's attention sinks and bound of logits are not part of the estimate.
     The formulas are those of `expected_attention_press.py` of kvpress, read; generated tokens grow
     the cache.
     """
