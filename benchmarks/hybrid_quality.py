@@ -3,7 +3,7 @@
 
 The model was not trained so; the full cache says what the windows cost. Cells are needle and
 multikey, prompts of 2,000 tokens, the question inside the prompt. A policy compresses the layers of
-full attention; in vLLM, a format for all tokens. `shallow` has the windows in layers 0, 2, 4, ...,
+full attention. `shallow` has the windows in layers 0, 2, 4, ...,
 `deep` in layers 1, 3, 5, ...; `plain` has none. Bytes are what a cache holds after the prompt over
 what the same model's full cache holds, windows included; those of transformers.
 """
@@ -30,7 +30,7 @@ from kv_transformers.from_text import FULL
 from kv_transformers.models import load_model
 
 POLICIES: Final = ("k8v4", "kv-compress:rate=4", "kv-compress:rate=4+k8v4")
-SERVED: Final = (BF16, "k8v4")  # vLLM refuses the others beside windows
+SERVED: Final = (BF16, *POLICIES)
 TASKS: Final = ("needle", "multikey")
 # The first layer with a window; None: no windows.
 MODELS: Final[Mapping[str, int | None]] = {"plain": None, "shallow": 0, "deep": 1}

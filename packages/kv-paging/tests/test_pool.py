@@ -121,3 +121,51 @@ def test_what_makes_no_sense_is_refused() -> None:
         pool.allocate(-1)
     with pytest.raises(ValueError, match="1 pages are released and only 0 are held"):
         pool.release(torch.tensor([0]))
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    theirs=st.sets(st.integers(0, 11)),
+    held=st.integers(0, 12),
+    leaving=st.sets(st.integers(0, 11)),
+)
+def test_withdrawn_pages_hold_nothing_and_what_they_held_moves(
+    theirs: set[int], held: int, leaving: set[int]
+) -> None:
+    memory = torch.full((13, 4), 99, dtype=torch.uint8)
+    pool = PagePool.over(memory, free=False)
+    assert (pool.free, pool.least_free) == (0, 0)
+    given = [page for page in range(12) if page not in theirs]
+    pool.release(torch.tensor(given, dtype=torch.long))
+    mine = pool.allocate(min(held, len(given)))
+    memory[mine] = mine[:, None].to(torch.uint8)
+    leaving -= theirs
+    moving, free = leaving & set(mine.tolist()), {*given} - set(mine.tolist())
+    pages = torch.tensor(sorted(leaving), dtype=torch.long)
+    if len(moving) > len(free - leaving):
+        before = memory.clone(), pool.ring.first(pool.free).tolist()
+        with pytest.raises(PoolExhausted):
+            pool.withdraw(pages)
+        assert torch.equal(memory, before[0])
+        assert pool.ring.first(pool.free).tolist() == before[1]
+        return
+    ids = pool.withdraw(pages)
+    assert (ids is None) == (not moving)
+    now = mine if ids is None else ids[mine]
+    assert torch.equal(memory[now], mine[:, None].to(torch.uint8).expand(-1, 4))
+    assert not leaving & {*now.tolist()}
+    left = {*pool.ring.first(pool.free).tolist()}
+    assert left == {*given} - leaving - {*now.tolist()}
+    assert pool.least_free == len(left)
+    assert ids is None or ids[12] == 12  # the scratch page
+    pool.release(pages)
+    assert pool.free == len(given) - len(mine)
+
+
+def test_a_withdrawn_page_ends_what_was_reserved() -> None:
+    pool = PagePool.over(torch.zeros(9, 4, dtype=torch.uint8))
+    assert pool.ensure(5)
+    before = pool.promises
+    pool.withdraw(torch.tensor([0, 1]))
+    assert pool.promises != before
+    assert pool.least_free == 6

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_policy import Budget, CacheShape, parse
-from kv_runtime.accounting import Account, chunk_budget, kept_tokens
+from kv_runtime.accounting import Account, chunk_budget, fit_page, kept_tokens
 from kv_runtime.layout import Layout
+from kv_runtime.slots import ALIGNED, LOSS
 
 SHAPE = CacheShape(layers=3, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.float32)
 ONE_TIER = ("k8v4", "raw")
@@ -139,3 +140,44 @@ def test_only_a_budget_that_is_planned_by_chunk_bounds_a_prompt() -> None:
     assert chunk_budget(parse("gate:file=smollm2-135m,threshold=0.5")) is None
     assert chunk_budget(parse("streaming:budget=64,chunks=true+k8v4")) == 64
     assert chunk_budget(parse("streaming:budget=64,chunks=true"), Budget(9)) == 9
+
+
+@given(
+    token=st.integers(1, 600), wanted=st.sampled_from((16, 32, 128)), nbytes=st.integers(1, 1 << 17)
+)
+@settings(max_examples=50, deadline=None)
+def test_pages_fill_the_blocks_of_other_layers(token: int, wanted: int, nbytes: int) -> None:
+    sizes = {n: n * token for n in range(wanted // 2, 2 * wanted + 1)}
+    tokens, size = fit_page(sizes, wanted, nbytes)
+    assert size >= nbytes
+    assert size % sizes[tokens] == size % ALIGNED == 0
+    fits = {
+        n: found for n, page in sizes.items() if (found := -(-nbytes // page) * page) % ALIGNED == 0
+    }
+    least = min(fits.values())
+    if size > nbytes * (1 + LOSS):
+        assert size == least
+    else:
+        near = [n for n, found in fits.items() if found <= nbytes * (1 + LOSS)]
+        assert abs(tokens - wanted) == min(abs(n - wanted) for n in near)
+
+
+@pytest.mark.parametrize(
+    ("page", "wanted", "nbytes", "found"),
+    [
+        (64, 16, 128 * 2 * 32, (16, 8192)),
+        (104 + 8, 16, 128 * 256 * 2, (16, 66304)),  # 37 pages
+        (392 + 8, 16, 128 * 1024, (15, 132000)),  # 22 pages
+        (100, 32, 1100, (16, 1600)),  # the smallest page
+    ],
+)
+def test_pages_beside_windows_of_usual_sizes(
+    page: int, wanted: int, nbytes: int, found: tuple[int, int]
+) -> None:
+    sizes = {n: n * page for n in range(wanted // 2, 2 * wanted + 1)}
+    assert fit_page(sizes, wanted, nbytes) == found
+
+
+def test_pages_that_no_block_can_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="no page of 3 to 3 tokens fits blocks of 5"):
+        fit_page({3: 7}, 3, 5)

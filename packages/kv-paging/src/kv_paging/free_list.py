@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kv_paging.checks import PoolExhausted
+
 
 @dataclass(slots=True)
 class FreeList:
@@ -72,16 +74,16 @@ class FreeList:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """The page moves of a compaction, and the new id of every page."""
+class Moves:
+    """Moves of pages, and the new id of every page."""
 
     source: Int[Tensor, " n"]
     target: Int[Tensor, " n"]
     ids: Int[Tensor, " P1"]  # new id of each page, and of the scratch page; 0 for removed pages
-    free: Int[Tensor, " m"]  # free pages after the compaction, in order
+    free: Int[Tensor, " m"]  # free pages after the moves, in order
 
 
-def together(held: Int[Tensor, " n"], pages: int, fewer: int) -> Together:
+def together(held: Int[Tensor, " n"], pages: int, fewer: int) -> Moves:
     """Plan the move of held pages into the first `fewer` of `pages` pages.
 
     Only pages beyond these move. At most `fewer` are held, each named once. Synchronizes.
@@ -95,4 +97,29 @@ def together(held: Int[Tensor, " n"], pages: int, fewer: int) -> Together:
     target, free = gaps[: len(source)], gaps[len(source) :]
     ids[fewer:] = 0
     ids[source], ids[pages] = target, fewer
-    return Together(source, target, ids, free)
+    return Moves(source, target, ids, free)
+
+
+def apart(free: Int[Tensor, " f"], pages: Int[Tensor, " n"], every: int) -> Moves:
+    """Plan to move what `pages` hold to free pages outside of them.
+
+    Args:
+        free: the free pages, in order.
+        pages: free or held pages, each named once.
+        every: number of pages.
+
+    Raises:
+        PoolExhausted: too few others are free.
+    """
+    ids = torch.arange(every + 1, device=free.device)
+    leaving = torch.zeros(every, dtype=torch.bool, device=free.device)
+    leaving[pages] = True
+    gone = leaving[free]
+    vacant, others = free[gone], free[~gone]
+    leaving[vacant] = False
+    source = leaving.nonzero()[:, 0]
+    if len(source) > len(others):
+        raise PoolExhausted(len(source), len(others))
+    target = others[: len(source)]
+    ids[source] = target
+    return Moves(source, target, ids, others[len(target) :])

@@ -446,7 +446,11 @@ def move_together(pool: PagePool, stores: Sequence[HeadPages], free: int) -> Non
         ValueError: the pool may not grow.
         RuntimeError: other stores hold pages of the pool; nothing has changed.
     """
-    ids = pool.shrink(torch.cat([store.pages() for store in stores]), free)
+    rename(stores, pool.shrink(torch.cat([store.pages() for store in stores]), free))
+
+
+def rename(stores: Sequence[HeadPages], ids: Int[Tensor, " P1"]) -> None:
+    """Replace page id i by ids[i] in the tables of stores."""
     for store in stores:
         if not store.page_table.reverse:  # the right side is renamed with the left
             store.page_table.rename(ids)

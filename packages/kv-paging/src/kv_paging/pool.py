@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
-from kv_paging.free_list import FreeList, together
+from kv_paging.free_list import FreeList, apart, together
 from kv_paging.moves import copy_pages
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
@@ -65,15 +65,22 @@ class PagePool:
 
     @classmethod
     def over(
-        cls, data: UInt8[Tensor, "P1 N"], *, poison: bool = False, kernels: str | None = None
+        cls,
+        data: UInt8[Tensor, "P1 N"],
+        *,
+        free: bool = True,
+        poison: bool = False,
+        kernels: str | None = None,
     ) -> "PagePool":
         """Create a pool over external memory: each row is a page, and the last the scratch page.
 
-        All pages are initially free, and none is cleared or copied. The pool never grows.
+        No page is cleared or copied. The pool never grows.
 
         Args:
             data: the memory; rows may have gaps between them, each is contiguous.
-            poison: as in the constructor; free pages are all of `data`.
+            free: whether all pages are free. If not, all belong to others: `release` adds pages to
+                the pool, and `withdraw` removes them.
+            poison: as in the constructor; free pages are all of `data`, or none.
             kernels: as in the constructor.
 
         Raises:
@@ -81,10 +88,11 @@ class PagePool:
         """
         expect_memory(data)
         pool = cls(data.shape[1], device=data.device, poison=poison, kernels=kernels)
-        pool._data, pool.grows, pool._least = data, False, len(data) - 1
-        free = torch.arange(pool._least, device=data.device)
-        pool.ring = FreeList.of(free, len(free), pool.ring.count + len(free))
-        if poison:
+        pages = len(data) - 1
+        pool._data, pool.grows, pool._least = data, False, pages if free else 0
+        first = torch.arange(pool._least, device=data.device)
+        pool.ring = FreeList.of(first, pages, pool.ring.count + pool._least)
+        if poison and free:
             data.fill_(_POISON)
         return pool
 
@@ -263,6 +271,29 @@ class PagePool:
         self.ring = FreeList.of(plan.free, new, count)
         self._promises += 1
         return plan.ids
+
+    def withdraw(self, pages: Int[Tensor, " n"]) -> Int[Tensor, " P1"] | None:
+        """Remove pages from the pool, and move the held ones among them to other pages.
+
+        They belong to others until they are released to the pool again; their bytes are left as
+        they are. Synchronizes.
+
+        Args:
+            pages: pages that are free or in tables, each named once, in any order.
+
+        Returns:
+            The new id of each page, and of the scratch page; None: no page has moved.
+
+        Raises:
+            PoolExhausted: fewer other pages are free than held ones would move; nothing has
+                changed.
+        """
+        plan = apart(self.ring.first(self._look()), pages.long(), self.capacity)
+        copy_pages(self._data, plan.source, plan.target)
+        self._least = len(plan.free)
+        count = torch.full_like(self.ring.count, self._least)
+        self.ring = FreeList.of(plan.free, self.capacity, count)
+        return plan.ids if len(plan.source) else None
 
     def check(self, held: Int[Tensor, " n"]) -> None:
         """Check that free and held pages (those in all tables) are all pages, each once.

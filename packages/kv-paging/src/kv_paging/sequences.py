@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_paging.head_pages import HeadPages, move_together, release_all, select_all
+from kv_paging.head_pages import HeadPages, move_together, release_all, rename, select_all
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
@@ -82,3 +82,7 @@ class Sequences(ABC):
             RuntimeError: other stores hold pages of the pool; nothing has changed.
         """
         move_together(self.pool, (*self.parts, *also), self._room.spare)
+
+    def rename(self, ids: Int[Tensor, " P1"], also: Sequence[HeadPages] = ()) -> None:
+        """Replace page id i by ids[i] in all tables, after `PagePool.withdraw` moved pages."""
+        rename((*self.parts, *also), ids)

@@ -1,6 +1,13 @@
 """The KV cache of a batch of sequences under a policy, independent of the engine."""
 
-from kv_runtime.accounting import AHEAD, Account, chunk_budget, kept_tokens, request_pages
+from kv_runtime.accounting import (
+    AHEAD,
+    Account,
+    chunk_budget,
+    fit_page,
+    kept_tokens,
+    request_pages,
+)
 from kv_runtime.backends import (
     AUTO,
     Serving,
@@ -68,6 +75,7 @@ __all__ = [
     "expect_known",
     "find_rope",
     "fit_block",
+    "fit_page",
     "growing_kind",
     "held_by",
     "holding",

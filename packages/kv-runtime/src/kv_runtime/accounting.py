@@ -3,9 +3,12 @@
 vLLM's block is the unit of account: a request that owns b blocks may hold as many pages as fit in b
 blocks, anywhere in the memory that vLLM allocated for keys and values. So the scheduler's pool
 knows exactly how much memory is free, and no page moves when a block changes its owner.
+
+Beside layers that the engine keeps, whose blocks are of the same pool, pages are in the blocks of
+all requests together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -15,6 +18,7 @@ import torch
 
 from kv_policy import Budget, KVPolicy, PageLayout, complete
 from kv_runtime.layout import Layout
+from kv_runtime.slots import ALIGNED, LOSS
 
 # Generated tokens of a request that an engine may schedule before their pages are counted.
 AHEAD: Final = 2
@@ -42,12 +46,19 @@ class Account:
     window: int  # newest tokens, which have separate pages
     token_bytes: int  # bytes of a token of the first tier, over all layers and heads
     page_bytes: int
+    page_tokens: int  # tokens of the first tier per page, about
     block_tokens: int  # tokens per block, as counted by vLLM
     block_pages: int  # pages covered by a block
 
     @classmethod
-    def of(cls, layout: Layout, block_tokens: int) -> "Account":
-        """Derive the account from a cache's layout; a block covers its tokens in full pages."""
+    def of(cls, layout: Layout, block_tokens: int, page_tokens: int | None = None) -> "Account":
+        """Derive the account from a cache's layout; a block covers its tokens in full pages.
+
+        Args:
+            layout: the layout.
+            block_tokens: tokens per block.
+            page_tokens: those that `layout` was made for; None: those of a block.
+        """
         flat = [kind for layer in layout.kind for kind in layer]
         table_rows = tuple(
             _alike(flat.count(kind), tiers, layout.window_pages(kind))
@@ -59,6 +70,7 @@ class Account:
             layout.window,
             layout.token_bytes,
             layout.page_bytes,
+            page_tokens or block_tokens,
             block_tokens,
             ceil(full),
         )
@@ -113,6 +125,36 @@ class Account:
     def blocks(self, pages: int) -> int:
         """Return the number of blocks that cover `pages` pages."""
         return max(1, -(-pages // self.block_pages))
+
+
+def fit_page(sizes: Mapping[int, int], wanted: int, nbytes: int) -> tuple[int, int]:
+    """Choose the size of pages that fill the blocks of layers with other storage.
+
+    A block holds whole pages, at least as many bytes as the others need, and all blocks have equal
+    bytes. The page nearest to the wanted one is taken for which at most `LOSS` of a block is
+    unused, or the one with the smallest loss.
+
+    Args:
+        sizes: bytes of a page, by its tokens.
+        wanted: tokens per page that would be used without other layers.
+        nbytes: bytes of a block of the other layers, in each layer.
+
+    Returns:
+        Tokens of a page, and bytes of a block in each layer.
+
+    Raises:
+        ValueError: no page has aligned blocks.
+    """
+    found = []
+    for tokens, page in sizes.items():
+        size = page * -(-nbytes // page)
+        if size % ALIGNED == 0:
+            loss = size / nbytes - 1
+            found.append((max(0.0, loss - LOSS), abs(tokens - wanted), tokens, size))
+    if not found:
+        raise ValueError(f"no page of {min(sizes)} to {max(sizes)} tokens fits blocks of {nbytes}")
+    *_, tokens, size = min(found)
+    return tokens, size
 
 
 def chunk_budget(policy: KVPolicy, budget: Budget | None = None) -> int | None:

@@ -277,6 +277,10 @@ class Batch:
         each = [store.sequence_pages() for store in (*self.tiers.parts, *self._beside)]
         return torch.stack(each).sum(0)
 
+    def rename(self, ids: Int[Tensor, " P1"]) -> None:
+        """Replace page id i by ids[i], after `PagePool.withdraw` moved pages."""
+        self.tiers.rename(ids, also=self._beside)
+
     def pages(self) -> Int[Tensor, " n"]:
         """Return the ids of the batch's pages; for `PagePool.check`."""
         return torch.cat([store.pages() for store in (*self.tiers.parts, *self._beside)])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy import Budget
@@ -97,6 +97,13 @@ class RequestBatch:
                 self._fail(self.decoding, error)
             self._expel()
         return found
+
+    def rename(self, ids: Int[Tensor, " P1"]) -> None:
+        """Replace page id i by ids[i], after `PagePool.withdraw` moved pages between steps."""
+        decoding = () if self.decoding is None else (self.decoding,)
+        for cache in (*self.prefills.values(), *decoding):
+            if cache.batch is not None:
+                cache.batch.rename(ids)
 
     def attend(
         self,

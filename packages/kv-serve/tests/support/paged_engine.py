@@ -16,16 +16,21 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="vLLM is not installed; `nox -s vllm` has one")
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
 from kv_runtime import Account, Bases, Layout, PolicyCache, RequestBatch, RequestRows, RequestStep
+from kv_runtime.batch import Batch
+from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.scheduler_state import SchedulerState
 from kv_serve.vllm.spec import PagedManager, PagedSpec
+from kv_serve.vllm.supply import SharedPool
 from kv_serve.vllm.worker import Worker
 
 POISON: Final = 0xFF
+FOREIGN: Final = 0xAB  # bytes of other layers
 SCALE: Final = 0.4
 
 
@@ -104,19 +109,29 @@ class Engine:
     compressed: int = 0  # failed requests, per step
     failed: list[str] = field(default_factory=list)  # requests that ended with an error
     steps: int = 0
+    others: int = 0  # blocks that layers kept by vLLM use at most; 0: there are none
+    held_by_others: list[KVCacheBlock] = field(default_factory=list)
+    moves: int = 0  # steps in which blocks were returned that still held pages
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self.account = account_of(self.policy, self.shape, self.block_tokens)
-        self.manager = manager_of(self.account, self.blocks)
+        shared, each = bool(self.others), self.account.block_pages
+        self.blocks += self.others
+        self.manager = manager_of(self.account, self.blocks + shared)
+        self.manager.lead((), shared=shared)
         self.state = SchedulerState(self.policy, self.manager, 10**6)
-        pages = self.blocks * self.account.block_pages + 1  # no spare pages, plus a scratch page
+        # No spare pages, plus a scratch page; of a shared pool all blocks are there, with the null
+        # block and the last, each with a part in the region of every layer.
+        pages = (self.blocks + 2) * each if shared else self.blocks * each + 1
         shape = (pages, self.account.page_bytes)
-        self.memory = torch.full(shape, POISON, dtype=torch.uint8)
-        pool = PagePool.over(self.memory, poison=True)
+        data = torch.full(shape, POISON, dtype=torch.uint8)
+        parts = each // self.shape.layers
+        self.memory = Memory(data, self.account, shared, self.blocks + 2, parts)
+        pool = PagePool.over(data, free=not shared, poison=True)
         kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
         empty = PolicyCache(self.policy, self.shape, careful=True, **kept)
-        self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool)
+        self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool, self.memory)
         self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
@@ -139,7 +154,9 @@ class Engine:
 
     def step(self, left_out: float = 0.0, chunk: int = 64) -> StepMetadata:
         """Schedule, run the worker and process its reports."""
-        orders = self.state.metadata(self._schedule(left_out, chunk))
+        scheduled = self._schedule(left_out, chunk)
+        self._let_others()
+        orders = self.state.metadata(scheduled)
         if self.pending is not None:
             self._let_fail()
             self.state.note(self.pending)
@@ -206,6 +223,26 @@ class Engine:
             num_scheduled_tokens={name: scheduled[name] for name in self.turns},
         )
 
+    def _let_others(self) -> None:
+        """Free some blocks of other layers, take others and clear these, as vLLM does."""
+        pool, mine = self.manager.block_pool, self.held_by_others
+        if mine and self.draw.random() < 0.5:
+            count = self.draw.randint(1, len(mine))
+            self._leave(mine[:count])
+            del mine[:count]
+        most = min(self.others - len(mine), pool.get_num_free_blocks())
+        if most > 0 and self.draw.random() < 0.5:
+            new = pool.get_new_blocks(self.draw.randint(1, most))
+            self.memory.data[self._pages_of(new)] = 0
+            mine += new
+
+    def _leave(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.memory.data[self._pages_of(blocks)] = POISON
+        self.manager.block_pool.free_blocks(blocks)
+
+    def _pages_of(self, blocks: Sequence[KVCacheBlock]) -> Tensor:
+        return self.memory.pages([block.block_id for block in blocks])
+
     def _lacks(self, asked: Asked, tokens: int) -> bool:
         missing = self.manager.get_num_blocks_to_allocate(asked.request_id, tokens)
         return missing > self.manager.block_pool.get_num_free_blocks()
@@ -229,7 +266,11 @@ class Engine:
     def _work(self, orders: StepMetadata) -> WorkerReport:
         self.shorts += orders.short
         with torch.inference_mode():
+            self.moves += bool(
+                torch.isin(self.memory.pages(orders.changes.leaving), self._pages()).any()
+            )
             self.worker.begin(orders)
+            self.memory.data[self._pages_of(self.held_by_others)] = FOREIGN
             for name in self.worker.compressed:
                 self._named(name).alone.compress()
             self.compressed += len(self.worker.compressed)
@@ -301,23 +342,30 @@ class Engine:
     def _named(self, name: str) -> Asked:
         return next(a for a in (*self.running, *self.waiting) if a.request_id == name)
 
+    def _batches(self) -> list[tuple[list[str], Batch]]:
+        requests = self.worker.requests
+        caches = [([name], cache) for name, cache in requests.prefills.items()]
+        if requests.decoding is not None:
+            caches.append((requests.names, requests.decoding))
+        return [(names, cache.batch) for names, cache in caches if cache.batch is not None]
+
+    def _pages(self) -> Tensor:
+        none = torch.zeros(0, dtype=torch.long)
+        return torch.cat([none, *(batch.pages() for _, batch in self._batches())])
+
     def held(self) -> dict[str, int]:
         """Return the pages of every request in the worker."""
-        worker = self.worker
-        caches = [([name], cache) for name, cache in worker.requests.prefills.items()]
-        if worker.requests.decoding is not None:
-            caches.append((worker.requests.names, worker.requests.decoding))
         return {
             name: pages
-            for names, cache in caches
-            if cache.batch is not None
-            for name, pages in zip(names, cache.batch.pages_used().tolist(), strict=True)
+            for names, batch in self._batches()
+            for name, pages in zip(names, batch.pages_used().tolist(), strict=True)
         }
 
     def _check_pages(self, reports: WorkerReport, orders: StepMetadata) -> None:
         """Assert that reported pages equal held pages, and that blocks cover them."""
         held = self.held()
-        assert self.worker.pool.used == sum(held.values())
+        assert self.worker.pool.used == sum(held.values()) + self._foreign_pages()
+        assert bool((self.memory.data[self._pages_of(self.held_by_others)] == FOREIGN).all())
         failed = set(self.worker.requests.failed)
         assert {step.request for step in orders.requests.values()} - failed <= set(reports.told)
         for name, told in reports.told.items():
@@ -327,10 +375,22 @@ class Engine:
         for name, pages in held.items():
             assert pages <= len(self.manager.owned(name)) * self.account.block_pages
 
+    def _foreign_pages(self) -> int:
+        """Count the pages that are not in blocks of requests, nor in idle ones, nor the last."""
+        supply = self.manager.supply
+        if not isinstance(supply, SharedPool):
+            return 0
+        ours = supply.owned + len(supply.idle) + 1
+        return self.worker.pool.capacity - (ours * self.account.block_pages - 1)
+
     def check_blocks(self) -> None:
-        """Assert that every block is either free or owned by exactly one running request."""
-        pool = self.manager.block_pool
+        """Assert that every block is free, idle, or owned by exactly one running request."""
+        pool, supply = self.manager.block_pool, self.manager.supply
         owned = [b.block_id for a in self.running for b in self.manager.owned(a.request_id)]
+        if isinstance(supply, SharedPool):
+            assert supply.owned == len(owned)
+            moving = [block for blocks in supply.moving.values() for block in blocks]
+            owned += [b.block_id for b in (*supply.idle, *moving, *self.held_by_others)]
         assert len(set(owned)) == len(owned)
         assert pool.null_block.block_id not in owned
         assert all(pool.blocks[i].ref_cnt == 1 for i in owned)
@@ -340,12 +400,15 @@ class Engine:
         """Assert that all blocks and pages are free after the last request."""
         assert not self.running
         assert not self.waiting
-        self.step()
-        self.step()
+        for _ in range(3):
+            self.step()
+        self._leave(self.held_by_others)
+        self.held_by_others.clear()
         assert self.manager.block_pool.get_num_free_blocks() == self.blocks
-        assert self.worker.pool.used == 0
+        assert self.worker.pool.used == self._foreign_pages()
         assert self.held() == {}
-        assert bool((self.memory[:-1] == POISON).all())
+        left = self.memory.data[:-1]
+        assert bool(((left == POISON) | (left == 0)).all())
         state = self.state
         assert [*state.requests, *state.budgets, *state.manager.prompts, *state.known] == []
         assert [

@@ -13,6 +13,7 @@ def by_transformers(
     prompts: Sequence[Sequence[int]],
     count: int,
     dtype: torch.dtype = torch.float32,
+    page_tokens: int = 16,
 ) -> list[list[int]]:
     """Generate greedily from each prompt separately; without a policy, in transformers' cache."""
     from transformers import AutoModelForCausalLM
@@ -23,10 +24,11 @@ def by_transformers(
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
+        cache = None if policy is None else CompressedCache(model, policy, page_tokens=page_tokens)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            **passing(model, None if policy is None else CompressedCache(model, policy)),
+            **passing(model, cache),
             do_sample=False,
             min_new_tokens=count,
             max_new_tokens=count,

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from transformed import by_transformers
 from vllm_models import write_config, write_weights
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from kv_serve.vllm.spec import PagedSpec
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
@@ -64,6 +67,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": LONGEST}),
     "olmo3": ("Olmo3ForCausalLM", "olmo3", {"layer_types": MIXED, "sliding_window": 48}),
 }
+PAGES = "streaming:budget=4096"  # keeps all tokens, in pages
 # vLLM's own CPU attention over Mamba's states fails with prefix caching.
 ALONE = {"granite4": {"enable_prefix_caching": False}}
 
@@ -122,10 +126,10 @@ def test_uncompressed_tokens_are_those_of_vllm_alone(
     start: Start, greedy: Greedy, drawn: Callable[..., str], asked: list[list[int]], name: str
 ) -> None:
     found, model, own = [], drawn(name), options(**ALONE.get(name, {}))
-    for policy in (None, "raw"):
-        with start(model, policy, **own) as engine:
+    for policy in (None, "raw", PAGES):
+        with start(model, policy, poison=policy == PAGES, **own) as engine:
             found.append([greedy(engine, asked, COUNT) for _ in range(2)])  # then with prefixes
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert len({token for answer in found[0][0] for token in answer}) > COUNT
 
 
@@ -165,13 +169,61 @@ def test_requests_that_are_preempted_give_the_same_tokens(
 ) -> None:
     """With memory for two of the requests at once."""
     model, found = drawn("gemma3"), []
-    for policy in (None, "raw"):
+    for policy in (None, "raw", PAGES):
         few = options(kv_cache_memory_bytes=85 * 2 * BLOCK * 512, max_num_batched_tokens=1024)
-        with start(model, policy, disable_log_stats=False, **few) as engine:
+        with start(model, policy, policy == PAGES, disable_log_stats=False, **few) as engine:
             found.append(greedy(engine, [prompt[:300] for prompt in asked] * 2, 200))
             (count,) = (m for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
             assert count.value > 0
-    assert found[0] == found[1]
+            if policy == PAGES:
+                expect_all_free(engine)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("gemma3", "kv-compress:rate=4,floor=16+k8v4"),
+        ("granite4", "leankv"),
+        *(
+            pytest.param(name, policy, marks=pytest.mark.slow)
+            for name, policy in [
+                ("gpt_oss", "snapkv:budget=24,window=8+k8v4"),
+                ("llama4", "kv-compress:rate=4,floor=16+k8v4"),
+                ("gemma4", "k4v4:keys=channel,block=16,window=16"),
+            ]
+        ),
+    ],
+)
+def test_policies_with_pages_give_the_tokens_of_transformers(
+    start: Start,
+    greedy: Greedy,
+    drawn: Callable[..., str],
+    asked: list[list[int]],
+    name: str,
+    policy: str,
+) -> None:
+    """Pages of full attention move while blocks of other layers come and go."""
+    model, own = drawn(name), options(max_num_batched_tokens=2048, **ALONE.get(name, {}))
+    with start(model, policy, poison=True, **own) as engine:
+        found = greedy(engine, asked, COUNT)
+        assert greedy(engine, asked[::-1], COUNT) == found[::-1]
+        expect_all_free(engine)
+        pages = paged(engine).account.page_tokens
+    assert found == by_transformers(model, policy, asked, COUNT, page_tokens=pages)
+
+
+def expect_all_free(engine: "LLM") -> None:
+    """Assert that all blocks are free but vLLM's own and the last, after all requests."""
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 2
+
+
+def paged(engine: "LLM") -> "PagedSpec":
+    """Return the spec of the layers under the policy."""
+    core = engine.llm_engine.engine_core.engine_core
+    found = [group.kv_cache_spec for group in core.scheduler.kv_cache_config.kv_cache_groups]
+    return next(spec for spec in found if hasattr(spec, "account"))
 
 
 def groups(engine: "LLM") -> set[int]:
@@ -203,13 +255,43 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
     assert 0.97 * formula <= stated <= formula
 
 
+def test_capacity_with_pages_is_that_of_kept_tokens_beside_windows(
+    start: Start, drawn: Callable[..., str]
+) -> None:
+    memory, longest, step, window, rate = 1 << 24, 1 << 15, 256, 48, 4
+    own = options(
+        dtype="bfloat16",
+        kv_cache_memory_bytes=memory,
+        max_model_len=longest,
+        max_num_batched_tokens=step,
+        load_format="dummy",
+    )
+    with start(drawn("gemma3", weights=False), f"kv-compress:rate={rate}+k8v4", **own) as engine:
+        stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    heads, stock, beside = 2, 128, 8  # bytes of a score and a position
+    windows = 2 * heads * stock * BLOCK * (-(-(window - 1 + step) // BLOCK) + 1)
+    request = 2 * heads * (56 + beside) * longest / rate + windows
+    formula = memory * longest / request
+    assert 0.97 * formula <= stated <= formula
+
+
 # Models with experts come first: an engine that failed leaves groups of processes without them.
 @pytest.mark.parametrize(
-    ("name", "policy", "reason"),
+    ("name", "policy", "reason", "more"),
     [
-        ("llama4", "k8v4", r"attend to chunks, .*; set enable_prefix_caching to false"),
-        ("granite4", "leankv", "mixes attention with other state, which needs one format"),
-        ("gemma3", "snapkv:budget=64", "has 4 layers, and 2 with full attention of their own"),
+        ("llama4", "k8v4", r"attend to chunks, .*; set enable_prefix_caching to false", {}),
+        (
+            "granite4",
+            "leankv",
+            r"not served beside them with prefix caching in layers with states; set enable",
+            {"enable_prefix_caching": True},
+        ),
+        (
+            "gemma3",
+            "snapkv:budget=64",
+            "beside them without vLLM's hybrid KV cache manager; leave it enabled",
+            {"disable_hybrid_kv_cache_manager": True},
+        ),
     ],
 )
 def test_what_does_not_work_beside_kept_layers_is_refused(
@@ -218,10 +300,11 @@ def test_what_does_not_work_beside_kept_layers_is_refused(
     name: str,
     policy: str,
     reason: str,
+    more: dict[str, Any],
 ) -> None:
     from kv_serve.vllm.config import UnservableError
 
-    own = options(load_format="dummy")
+    own = options(load_format="dummy", **more)
     with (
         pytest.raises(UnservableError, match=reason),
         start(drawn(name, weights=False), policy, **own),

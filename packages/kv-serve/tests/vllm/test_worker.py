@@ -30,10 +30,9 @@ COMPRESS = "kv-compress:rate=2,floor=12,recent=4,window=4,short=true"
 CASES = [  # a policy, and whether reports arrive late
     ("k4v4:keys=channel,block=16,window=4", True),
     (COMPRESS, True),
-    ("leankv:window=4", False),
     *(
         pytest.param(text, False, marks=pytest.mark.slow)
-        for text in ("k8v4:window=8", "snapkv:budget=12,window=4+k8v4")
+        for text in ("leankv:window=4", "k8v4:window=8", "snapkv:budget=12,window=4+k8v4")
     ),
 ]
 RAGGED = Turned("62", "15")  # the ranks differ per layer and head
@@ -110,6 +109,22 @@ def test_every_request_sees_and_holds_what_it_would_alone(
     assert engine.preemptions
     if "short" in text:
         assert engine.shorts
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        (COMPRESS, True),
+        ("leankv:window=4", False),
+        pytest.param("k4v4:keys=channel,block=16,window=4", True, marks=pytest.mark.slow),
+    ],
+)
+def test_pages_move_out_of_blocks_that_other_layers_take(
+    engine_class: "type[Engine]", text: str, late: bool
+) -> None:
+    engine = room(engine_class, parse(text), 100, late=late, others=6)
+    soak(engine, 7, 50, random.Random(0))
+    assert engine.moves
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,6 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         or parallel.prefill_context_parallel_size > 1,
         "a KV transfer connector": config.kv_transfer_config is not None
         and not is_ours(config.kv_transfer_config),
-        "a model that mixes attention with other state, which needs one format for all tokens, "
-        "such as k8v4": model.is_hybrid and not is_plain(policy),
         "a model without attention": model.is_attention_free,
         "keys and values of unlike dimensions, for which vLLM has backends of its own": unlike,
     }

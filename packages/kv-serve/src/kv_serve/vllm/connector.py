@@ -20,6 +20,7 @@ from kv_runtime import RequestRows
 from kv_serve.vllm import failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
+from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
 from kv_serve.vllm.scheduler_state import SchedulerState
@@ -62,10 +63,8 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Create the worker over the memory that vLLM allocated."""
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
-        (group,) = self._kv_cache_config.kv_cache_groups
-        assert isinstance(group.kv_cache_spec, PagedSpec)
-        account = group.kv_cache_spec.account
-        self._worker = Worker.over(self._vllm_config, self._policy, account, kv_caches)
+        memory = Memory.of(self._kv_cache_config, kv_caches)
+        self._worker = Worker.over(self._vllm_config, self._policy, memory)
 
     @property
     def worker(self) -> Worker:
@@ -122,7 +121,10 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         longest = self._vllm_config.model_config.max_model_len
         failures.watch()
-        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest)
+        groups = kv_cache_manager.kv_cache_config.kv_cache_groups
+        kept = [x.kv_cache_spec for x in groups if not isinstance(x.kv_cache_spec, PagedSpec)]
+        each = (-(-x.max_memory_usage_bytes(self._vllm_config) // x.page_size_bytes) for x in kept)
+        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest, sum(each))
 
     def failed(self, told: Collection[int]) -> set[str]:
         """Return the requests that failed in workers, from the numbers vLLM treats as blocks."""

@@ -1,6 +1,7 @@
 """Messages between scheduler and workers: a step's metadata and the workers' reports."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -8,6 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_runtime import Measured, RequestStep
+
+
+class BlockChanges(NamedTuple):
+    """Blocks that enter or leave a shared pool's part for pages, in the order of the fields."""
+
+    left: tuple[int, ...] = ()  # when no request had pages; others may write to them already
+    taken: tuple[int, ...] = ()  # pages may be in them from this step on
+    leaving: tuple[int, ...] = ()  # pages must move out of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,7 @@ class StepMetadata(KVConnectorMetadata):
     requests: dict[int, RequestStep]  # keyed by the number of the request's first block
     gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
     short: bool = False  # blocks are short: compress all requests that can be compressed
+    changes: BlockChanges = field(default_factory=BlockChanges)  # of the blocks with pages
 
 
 @dataclass(frozen=True, slots=True)

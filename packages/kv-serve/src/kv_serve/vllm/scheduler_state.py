@@ -27,6 +27,7 @@ class SchedulerState:
     policy: KVPolicy
     manager: PagedManager
     longest: int  # max_model_len
+    others: int = 0  # blocks of the longest request in layers that vLLM keeps
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
     known: dict[str, int] = field(
@@ -40,16 +41,25 @@ class SchedulerState:
     answered: bool = False  # workers have compressed, but blocks are still short
 
     @classmethod
-    def over(cls, policy: KVPolicy, managers: "KVCacheManager", longest: int) -> "SchedulerState":
+    def over(
+        cls, policy: KVPolicy, managers: "KVCacheManager", longest: int, others: int = 0
+    ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
+
+        Args:
+            policy: the policy.
+            managers: vLLM's managers, one for each group of layers.
+            longest: tokens of the longest request.
+            others: blocks that the longest request needs in layers that vLLM keeps.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens.
         """
-        (manager,) = managers.coordinator.single_type_managers
-        assert isinstance(manager, PagedManager)
-        manager.expect_room(longest, chunk_budget(policy))
-        book = cls(policy, manager, longest)
+        every = managers.coordinator.single_type_managers
+        manager, *followers = [each for each in every if isinstance(each, PagedManager)]
+        manager.lead(followers, shared=len(followers) + 1 < len(every))
+        manager.expect_room(longest, chunk_budget(policy), others)
+        book = cls(policy, manager, longest, others)
         book._warn_if_idle(longest)
         return book
 
@@ -80,7 +90,7 @@ class SchedulerState:
                 own = chunk_budget(self.policy, budget)
                 if own is not None:  # it may keep too much for this engine, and wait forever
                     most = request.num_tokens + request.max_tokens
-                    self.manager.expect_room(min(most, self.longest), own)
+                    self.manager.expect_room(min(most, self.longest), own, self.others)
                 self.budgets[name], kept = budget, own
         except ValueError as error:
             self._refuse(name, str(error))
@@ -97,10 +107,13 @@ class SchedulerState:
         return {name for name, serial in self.serials.items() if serial in serials}
 
     def ask(self) -> bool:
-        """Request compression before vLLM preempts; False if the workers have just compressed.
+        """Request blocks before vLLM preempts; False if there are no more to be had.
 
-        KV-Compress, section 4.2.3: compress again when memory is short.
+        First those that no request owns, then by compression, unless the workers have just
+        compressed. KV-Compress, section 4.2.3: compress again when memory is short.
         """
+        if self.manager.supply.hurry():
+            return True
         selector = self.policy.selector
         if selector is None or not complete(selector).replan.short or self.answered:
             return False
@@ -124,11 +137,13 @@ class SchedulerState:
             self.serials.pop(request, None)
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
-        return StepMetadata(self.step, requests, gone, short)
+        return StepMetadata(
+            self.step, requests, gone, short, self.manager.supply.changes(self.step)
+        )
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
-        freed = 0
+        freed = self.manager.supply.moved(reports.step)
         for request, told in reports.told.items():
             if self.known.get(request, reports.step + 1) <= reports.step:  # has not restarted
                 freed += self.manager.told(request, told.pages, told.computed)

@@ -21,16 +21,16 @@ def attention_layers(config: VllmConfig) -> list[Attention]:
     return [x for x in layers if isinstance(x, Attention) and isinstance(x.impl, UnderPolicy)]
 
 
-def kept_specs(config: VllmConfig) -> list[KVCacheSpec]:
-    """Return the blocks of the layers that vLLM keeps: windows, chunks and states."""
-    layers = config.compilation_config.static_forward_context.values()
-    specs = (
-        layer.get_kv_cache_spec(config)
-        for layer in layers
+def kept_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Return the blocks of the layers that vLLM keeps, by name: windows, chunks and states."""
+    layers = config.compilation_config.static_forward_context.items()
+    specs = {
+        name: layer.get_kv_cache_spec(config)
+        for name, layer in layers
         if isinstance(layer, AttentionLayerBase)
         and not isinstance(getattr(layer, "impl", None), UnderPolicy)
-    )
-    return [spec for spec in specs if spec is not None]
+    }
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def is_whole(config: VllmConfig, window: int | None) -> bool:
@@ -56,13 +56,6 @@ def check_alike(config: VllmConfig, layers: Sequence[Attention], *, in_pages: bo
             raise UnservableError(
                 f"a layer of this model uses {each.attn_backend.__name__}; a {KEY} cannot serve it"
             )
-    every = config.model_config.get_num_layers(config.parallel_config)
-    if in_pages and len(layers) != every:
-        raise UnservableError(
-            f"this model has {every} layers, and {len(layers)} with full attention of their "
-            f"own; this {KEY} needs it in every layer: use one with one format for all tokens, "
-            "such as k8v4"
-        )
     first = _sizes(layers[0], in_pages=in_pages)
     for i, layer in enumerate(layers):
         for what, size in _sizes(layer, in_pages=in_pages).items():

@@ -1,6 +1,7 @@
 """The scheduler's accounting of pages: block sizes and blocks per request."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -12,13 +13,22 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, served_policy
+from kv_serve.vllm.supply import BlockSupply, OwnPool, SharedPool
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedSpec(FullAttentionSpec):
-    """A layer's share of the blocks that cover pages; equal for all layers."""
+    """A layer's share of the blocks that cover pages; equal for all layers.
+
+    Attributes:
+        account: the pages of a request, with blocks over all layers under the policy.
+        kept: whether vLLM keeps other layers; their blocks are of the same pool.
+        layers: layers in a group, once vLLM has divided them; 0: not divided.
+    """
 
     account: Account
+    kept: bool = False
+    layers: int = 0
 
     @property
     def prefix_cacheable(self) -> bool:
@@ -29,19 +39,29 @@ class PagedSpec(FullAttentionSpec):
         """Return the bytes of the longest request, for vLLM's check of the memory and its log.
 
         This is the first call in the scheduler's process, which may not be the workers', so it also
-        registers our manager and attaches the connector.
+        registers our manager, attaches the connector, and disables prefix caching where vLLM would
+        find prefixes in the blocks of other layers alone.
         """
         register()
         attach(vllm_config)
+        if self.kept:
+            vllm_config.cache_config.enable_prefix_caching = False
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest)
-        return int(self.account.blocks(pages) * self.page_size_bytes)
+        return int(self.account.blocks(pages) * self.page_size_bytes)  # this group's share
 
     @classmethod
     def merge(cls, specs: list["PagedSpec"]) -> "PagedSpec":
-        """Return the spec shared by all layers."""
+        """Return the spec shared by all layers of a group."""
         assert all(spec == specs[0] for spec in specs), "layers of a model share one account"
-        return specs[0]
+        return replace(specs[0], layers=len(specs))
+
+    @property
+    def block(self) -> Account:
+        """The account with the blocks of a group, which cover the pages of all groups."""
+        if not self.layers:
+            return self.account
+        return self.account.holding(self.layers * self.page_size_bytes)
 
 
 @dataclass(slots=True)
@@ -58,26 +78,45 @@ class PagedManager(FullAttentionManager):
 
     vLLM sees only the first block, whose number identifies the request in the worker's block table.
     Block numbers have no other meaning, as pages are allocated from a separate pool.
+
+    Beside layers that vLLM keeps, pages are in the blocks of all requests together, and in no
+    other; see `SharedPool`. There are several managers if vLLM divides our layers into groups: the
+    first allocates for all, and the others only identify a request by the same block.
     """
 
     def __init__(self, kv_cache_spec: PagedSpec, **options: Any) -> None:
         """Create the manager; vLLM passes the arguments."""
         super().__init__(kv_cache_spec, **options)
-        self.account = kv_cache_spec.account
+        self.account = kv_cache_spec.block
+        self.supply: BlockSupply = OwnPool(self.block_pool)
+        self._leader: PagedManager | None = None  # None: this is the manager of our first group
         self._owned: dict[str, _Owned] = {}
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
 
-    def expect_room(self, longest: int, kept: int | None) -> None:
+    def lead(self, others: Sequence["PagedManager"], *, shared: bool) -> None:
+        """Allocate for all groups of our layers; called once, before the first request.
+
+        Args:
+            others: the managers of the other groups, all later than this one.
+            shared: whether layers that vLLM keeps use the pool, too.
+        """
+        for each in others:
+            each._leader = self
+        if shared:
+            self.supply = SharedPool(self.block_pool)
+
+    def expect_room(self, longest: int, kept: int | None, others: int = 0) -> None:
         """Raise if a request of `longest` tokens could never be scheduled.
 
         All its tokens need blocks until the prompt is compressed, at its end; if that is done after
-        each chunk, the `kept` tokens per head and the first generated ones.
+        each chunk, the `kept` tokens per head and the first generated ones. `others` are the blocks
+        of layers that vLLM keeps.
 
         Raises:
             UnservableError: the pool is too small.
         """
-        needed, there = self.blocks_for(longest, kept=kept), self.block_pool.num_gpu_blocks - 1
+        needed, there = self.blocks_for(longest, kept=kept), self.supply.most - others
         if needed > there:
             fits = longest * there // needed
             when, less = "until it is compressed", f"max_model_len of about {fits}"
@@ -105,7 +144,10 @@ class PagedManager(FullAttentionManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
-        """Count the additional blocks that a request needs for `num_tokens` tokens."""
+        """Count the blocks of vLLM's pool that a request needs for `num_tokens` tokens."""
+        return 0 if self._leader else self.supply.missing(self._lacking(request_id, num_tokens))
+
+    def _lacking(self, request_id: str, num_tokens: int) -> int:
         owned, kept = self._owned.get(request_id), self.kept.get(request_id)
         if owned is None:  # vLLM admits it only if its whole prompt could have blocks
             return self.blocks_for(num_tokens, kept=kept)
@@ -116,8 +158,9 @@ class PagedManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> list[KVCacheBlock]:
         """Allocate the blocks that a request needs; only its first is passed to the worker."""
-        missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
-        new: list[KVCacheBlock] = self.block_pool.get_new_blocks(missing) if missing else []
+        if self._leader is not None:
+            return self._follow(request_id, self._leader)
+        new = self.supply.take(self._lacking(request_id, num_tokens))
         owned = self._owned.get(request_id)
         if owned is not None:
             owned.blocks += new
@@ -127,11 +170,17 @@ class PagedManager(FullAttentionManager):
         self.req_to_blocks[request_id] = new[:1]
         return new[:1]
 
+    def _follow(self, request_id: str, leader: "PagedManager") -> list[KVCacheBlock]:
+        if request_id in self.req_to_blocks:
+            return []
+        self.req_to_blocks[request_id] = first = leader.req_to_blocks[request_id][:1]
+        return list(first)
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Remove a request and return all its blocks."""
+        """Remove a request, and return the blocks to be freed in vLLM's pool now."""
         super().pop_blocks_for_free(request_id)
         owned = self._owned.pop(request_id, None)
-        return [] if owned is None else owned.blocks
+        return [] if owned is None else self.supply.release(owned.blocks)
 
     def cache_blocks(self, *given: Any, **options: Any) -> None:
         """Do nothing: there is no prefix caching."""
@@ -157,7 +206,7 @@ class PagedManager(FullAttentionManager):
             computed: its tokens computed at the time of the report.
 
         Returns:
-            The number of blocks returned to vLLM's pool.
+            The number of blocks that it gives up.
         """
         owned = self._owned.get(request_id)
         if owned is None:
@@ -166,7 +215,7 @@ class PagedManager(FullAttentionManager):
         keep = self.blocks_for(max(owned.tokens, computed + 1), owned.told)
         surplus = owned.blocks[keep:]
         del owned.blocks[keep:]
-        self.block_pool.free_blocks(reversed(surplus))
+        self.block_pool.free_blocks(reversed(self.supply.release(surplus)))
         return len(surplus)
 
 

@@ -4,6 +4,7 @@ With one format for all tokens, a token is stored in vLLM's slot, so prefix cach
 policy stores tokens in pages, and a request owns enough vLLM blocks to cover its pages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
@@ -17,10 +18,12 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
 )
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat
-from kv_runtime import Account, Bases, Layout, SlotLayer, fit_block
+from kv_runtime import Account, Bases, Layout, SlotLayer, fit_block, fit_page
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
@@ -61,10 +64,10 @@ class VllmSlots:
         alone = self.config.scheduler_config.disable_hybrid_kv_cache_manager
         if not kept or alone or spec.block_size != given:
             return own
-        most = max(each.page_size_bytes for each in kept)
+        most = max(each.page_size_bytes for each in kept.values())
         token_bytes = own.page_size_bytes // given
         tokens, nbytes = fit_block(given, token_bytes, most, spec.num_kv_heads)
-        chunks = any(isinstance(each, ChunkedLocalAttentionSpec) for each in kept)
+        chunks = any(isinstance(each, ChunkedLocalAttentionSpec) for each in kept.values())
         if chunks and given % tokens and self.config.cache_config.enable_prefix_caching:
             raise UnservableError(
                 "layers of this model attend to chunks, so vLLM finds prefixes only if the blocks "
@@ -94,27 +97,89 @@ class VllmSlots:
 class BilledPages:
     """Tokens are stored in pages per layer and KV head; each block covers some pages."""
 
-    layout: Layout
+    policy: KVPolicy
+    shape: CacheShape
     block_tokens: int | None  # set by the user, or None
     full: int
+    config: VllmConfig = field(repr=False, compare=False)
+    _made: dict[int, PagedSpec] = field(default_factory=dict, repr=False, compare=False)
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = RowsBuilder
 
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
-        """Return the spec of a layer's share of a block."""
+        """Return the spec of a layer's share of a block.
+
+        To size the blocks of states, vLLM asks for a spec of one token: those of its own size.
+
+        Raises:
+            UnservableError: the ranks of tensor parallelism would lay out their pages differently,
+                or vLLM would manage the other layers otherwise.
+        """
+        kept = kept_specs(self.config)
+        if not kept:
+            return self._alone(spec)
+        given = self.config.cache_config.block_size
+        if spec.block_size != given:
+            return spec
+        if given not in self._made:  # equal for all layers
+            self._made[given] = self._beside(spec, kept)
+        return self._made[given]
+
+    def _alone(self, spec: FullAttentionSpec) -> PagedSpec:
         tokens = self.block_tokens or BLOCK_TOKENS
-        account = Account.of(self.layout, tokens)
-        cells = self.layout.shape.layers * spec.num_kv_heads * tokens
+        account = self._account(tokens, tokens)
+        cells = self.shape.layers * spec.num_kv_heads * tokens
         share = -(-account.block_bytes // cells)
-        return PagedSpec(
-            block_size=tokens,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            head_size_v=spec.head_size_v,
-            dtype=torch.uint8,
-            state_content_bytes=share,
-            account=account.holding(share * cells),
-        )
+        return _paged(spec, tokens, share, account.holding(share * cells))
+
+    def _beside(self, spec: FullAttentionSpec, kept: Mapping[str, KVCacheSpec]) -> PagedSpec:
+        """Return a spec with blocks of whole pages, about as large as those of other layers."""
+        self._check_others(kept)
+        tokens, wanted = spec.block_size, self.block_tokens or BLOCK_TOKENS
+        sizes = {n: self._layout(n).page_bytes for n in range(max(1, wanted // 2), 2 * wanted + 1)}
+        most = max(each.page_size_bytes for each in kept.values())
+        page_tokens, nbytes = fit_page(sizes, wanted, most)
+        account = self._account(tokens, page_tokens)
+        share = nbytes // (spec.num_kv_heads * tokens)
+        unused = nbytes > share * spec.num_kv_heads * tokens
+        account = account.holding(self.shape.layers * nbytes)
+        return _paged(spec, tokens, share, account, nbytes if unused else None, kept=True)
+
+    def _check_others(self, kept: Mapping[str, KVCacheSpec]) -> None:
+        wrong = None
+        if self.config.scheduler_config.disable_hybrid_kv_cache_manager:
+            wrong = "without vLLM's hybrid KV cache manager; leave it enabled"
+        elif self.config.cache_config.enable_prefix_caching and any(
+            isinstance(each, MambaSpec) for each in kept.values()
+        ):
+            wrong = (
+                "with prefix caching in layers with states; set enable_prefix_caching to false "
+                "(--no-enable-prefix-caching)"
+            )
+        if wrong is not None:
+            raise UnservableError(
+                f"layers of this model have a window or state of their own, and {self.policy} is "
+                f"not served beside them {wrong}"
+            )
+
+    def _layout(self, page_tokens: int, shape: CacheShape | None = None) -> Layout:
+        shape = shape or self.shape
+        basis = self.policy.basis
+        bases = None if basis is None else Bases.of(basis, shape, torch.device("cpu"))
+        return Layout.of(self.policy, shape, bases, page_tokens)
+
+    def _account(self, block_tokens: int, page_tokens: int) -> Account:
+        firsts = {*first_heads(self.config), self.shape.first_head}
+        shapes = [replace(self.shape, first_head=first) for first in firsts]
+        layouts = [self._layout(page_tokens, shape) for shape in shapes]
+        account, *others = {Account.of(each, block_tokens, page_tokens) for each in layouts}
+        if others:
+            raise UnservableError(
+                f"the policy {self.policy} cannot be served with tensor parallelism: its heads "
+                "keep different numbers of dimensions, but vLLM's blocks have one size on every "
+                "rank"
+            )
+        return account
 
     def layer(
         self,
@@ -129,8 +194,8 @@ class BilledPages:
 
     def __str__(self) -> str:
         """Describe the storage for the log."""
-        heads = sum(map(len, self.layout.kind))
-        each = self.layout.token_bytes / heads
+        layout = self._layout(self.block_tokens or BLOCK_TOKENS)
+        each = layout.token_bytes / sum(map(len, layout.kind))
         return f"at most {each:g} bytes per kept token and KV head in place of {self.full}"
 
 
@@ -138,8 +203,7 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     """Choose the storage of a policy, and attach our connector if it uses pages.
 
     Raises:
-        UnservableError: a connector is configured for a policy without pages; or the ranks of
-            tensor parallelism would lay out their pages differently.
+        UnservableError: a connector is configured for a policy without pages.
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
@@ -159,17 +223,26 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     if cache.enable_prefix_caching:
         logger.info("prefixes are not shared: vLLM's blocks do not hold the tokens of %s", policy)
     own = cache.block_size if cache.user_specified_block_size else None
-    tokens = own or BLOCK_TOKENS
-    firsts = set(first_heads(config)) | {shape.first_head}
-    of = {first: _layout(policy, replace(shape, first_head=first), tokens) for first in firsts}
-    if len({Account.of(each, tokens) for each in of.values()}) > 1:
-        raise UnservableError(
-            f"the policy {policy} cannot be served with tensor parallelism: its heads keep "
-            "different numbers of dimensions, but vLLM's blocks have one size on every rank"
-        )
-    return BilledPages(of[shape.first_head], own, full)
+    return BilledPages(policy, shape, own, full, config)
 
 
-def _layout(policy: KVPolicy, shape: CacheShape, tokens: int) -> Layout:
-    bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
-    return Layout.of(policy, shape, bases, tokens)
+def _paged(
+    spec: FullAttentionSpec,
+    tokens: int,
+    share: int,
+    account: Account,
+    padded: int | None = None,
+    *,
+    kept: bool = False,
+) -> PagedSpec:
+    return PagedSpec(
+        block_size=tokens,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=torch.uint8,
+        state_content_bytes=share,
+        page_size_padded=padded,
+        account=account,
+        kept=kept,
+    )

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass, field
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kv_paging import PagePool, page_kernels_of
 from kv_policy import KVPolicy
-from kv_runtime import Account, Meter, PolicyCache, RequestBatch, RequestRows, Tally
+from kv_runtime import Meter, PolicyCache, RequestBatch, RequestRows, Tally
 from kv_serve.vllm.attach import is_heard
+from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
 from kv_serve.vllm.names import POISON
 from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
@@ -28,43 +28,50 @@ class Worker:
 
     requests: RequestBatch
     pool: PagePool
+    memory: Memory
     meter: Meter | None = None  # None: metrics are not reported
     metadata: StepMetadata | None = None  # of the current step
     compressed: set[str] = field(default_factory=set)  # at the start of the step
 
     @classmethod
-    def over(
-        cls, config: VllmConfig, policy: KVPolicy, account: Account, caches: dict[str, Tensor]
-    ) -> "Worker":
-        """Divide the memory of all layers, which is one allocation, into the account's pages."""
+    def over(cls, config: VllmConfig, policy: KVPolicy, memory: Memory) -> "Worker":
+        """Create a worker without requests over the memory of vLLM's blocks."""
         layer = attention_layers(config)[0]
         shape, backend = model_shape(config, layer), backend_of(config)
-        found = [cache.untyped_storage() for cache in caches.values()]
-        (_,) = {each.data_ptr() for each in found}  # vLLM allocates all layers' memory at once
-        storage = found[0]
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        size = account.page_bytes
-        data = flat[: len(flat) // size * size].view(-1, size)
         poison = bool(config.additional_config.get(POISON))
-        pool = PagePool.over(data, poison=poison, kernels=page_kernels_of(backend))
+        kernels = page_kernels_of(backend)
+        pool = PagePool.over(memory.data, free=not memory.kept, poison=poison, kernels=kernels)
         meter = Meter(shape, Tally()) if is_heard(config) else None
         empty = PolicyCache(
             policy,
             shape,
-            page_tokens=account.block_tokens,
-            device=storage.device,
+            page_tokens=memory.account.page_tokens,
+            device=memory.data.device,
             backend=backend,
             pool=pool,
             tally=None if meter is None else meter.tally,
             careful=True,
         )
-        return cls(RequestBatch(empty, layer.impl.scale, _tell), pool, meter)
+        return cls(RequestBatch(empty, layer.impl.scale, _tell), pool, memory, meter)
 
     def begin(self, metadata: StepMetadata) -> None:
-        """Begin a step: free requests that ended, and compress if blocks are short."""
-        self.metadata = metadata
+        """Begin a step: free requests that ended, compress if blocks are short, and move pages."""
+        self.metadata, changes = metadata, metadata.changes
         self.requests.begin(metadata.requests, metadata.gone)
+        if changes.left:
+            self._withdraw(self.memory.pages(changes.left))
+        if changes.taken:
+            self.pool.release(self.memory.pages(changes.taken))
         self.compressed = self.requests.compress() if metadata.short else set()
+        if changes.leaving:
+            self._withdraw(self.memory.pages(changes.leaving))
+
+    def _withdraw(self, pages: Int[Tensor, " n"]) -> None:
+        ids = self.pool.withdraw(pages)
+        if ids is not None:
+            self.requests.rename(ids)
+        if self.pool.poison:  # other layers multiply bytes that they have not written by 0
+            self.memory.data[pages] = 0
 
     def attend(
         self,
