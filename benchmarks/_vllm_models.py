@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 
 from kv_policy import CacheShape, parse
 from kv_policy.files import write_whole
-from kv_serve.vllm.config import plain_format
+from kv_runtime import Layout, kept_tokens
 from kv_serve.vllm.names import KEY
 
 LONGEST: Final = 1 << 15
@@ -179,10 +179,10 @@ def answers(engine: LLM) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in found]
 
 
-def alike(folder: str, options: dict[str, Any]) -> dict[str, object]:
-    """Compare the tokens of `raw` with those of vLLM alone; or say what either cannot run."""
+def alike(folder: str, options: dict[str, Any], keeping: str) -> dict[str, object]:
+    """Compare the tokens of a policy with those of vLLM alone; or say what either cannot run."""
     found = []
-    for policy in (None, "raw"):
+    for policy in (None, keeping):
         try:
             with running(folder, policy, **options) as engine:
                 found.append(answers(engine))
@@ -208,19 +208,19 @@ def request_bytes(group: KVCacheGroupSpec, config: VllmConfig, policy: str) -> f
     spec = group.kv_cache_spec
     whole = isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= LONGEST
     if isinstance(spec, FullAttentionSpec) or whole:
-        dims = spec.head_size, spec.head_size_v
-        format = plain_format(parse(policy), CacheShape(1, spec.num_kv_heads, 1, *dims))
-        assert format is not None
-        return len(group.layer_names) * spec.num_kv_heads * format.nbytes * LONGEST
+        layers, dims = len(group.layer_names), (spec.head_size, spec.head_size_v)
+        parsed, shape = parse(policy), CacheShape(layers, spec.num_kv_heads, 1, *dims)
+        token_bytes = Layout.of(parsed, shape, None, 16).token_bytes
+        return token_bytes * kept_tokens(parsed, LONGEST, token_bytes)
     blocks = spec.max_memory_usage_bytes(config) / spec.page_size_bytes
     return len(group.layer_names) * blocks * replace(spec, page_size_padded=None).page_size_bytes
 
 
-def ran(name: str, policy: str) -> dict[str, object]:
-    """Compare tokens under `raw`, and capacity under the policy if the model runs."""
+def ran(name: str, policy: str, keeping: str) -> dict[str, object]:
+    """Compare tokens under a policy that keeps all, and capacity under `policy` if that runs."""
     with TemporaryDirectory() as folder:
         write(Path(folder), name)
-        found = alike(folder, MODELS[name].options)
+        found = alike(folder, MODELS[name].options, keeping)
         return found | (held(folder, MODELS[name].options, policy) if found["runs"] else {})
 
 

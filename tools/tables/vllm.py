@@ -261,10 +261,22 @@ def vllm_prefill(result: Row, said: Said) -> Iterator[str]:
 def vllm_models(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and what each model with several kinds of layers does."""
     yield markdown.figures(result, said)
+    names = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    stored = {(row["model"], row["stored"]): row for row in result["rows"]}
+    ways = {row["stored"]: row["way"] for row in result["rows"]}
+    heads = (head for way in ways.values() for head in ("all kept", f"`{way}`", "by bytes"))
     yield table(
-        ("model", "tokens of `raw`", "tokens, stock", "`k8v4`", "by bytes", "a block holds"),
-        ((f"`{row['model']}`", said_of(row), *capacity(row)) for row in result["rows"]),
+        ("model", "tokens, stock", *heads, "a block holds"),
+        (models_line(name, [stored[name, each] for each in ways]) for name in names),
     )
+
+
+def models_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Write a model's line: its tokens and its capacity in each way of storing tokens."""
+    stock = f"{rows[0]['stock']:,}" if rows[0]["runs"] else ""
+    each = (cell for row in rows for cell in (said_of(row), *capacity(row)))
+    blocks = " and ".join(f"{x}" for x in rows[0]["block_tokens"]) if rows[0]["runs"] else ""
+    return f"`{name}`", stock, *each, blocks
 
 
 def said_of(row: Row) -> str:
@@ -277,9 +289,8 @@ def said_of(row: Row) -> str:
 def capacity(row: Row) -> tuple[str, ...]:
     """Write the capacity that vLLM reports, and that of the formula."""
     if not row["runs"]:
-        return ("",) * 4
-    blocks = " and ".join(f"{each}" for each in row["block_tokens"])
-    return f"{row['stock']:,}", f"{row['stated']:,}", f"{row['formula']:,.0f}", blocks
+        return ("",) * 2
+    return f"{row['stated']:,}", f"{row['formula']:,.0f}"
 
 
 WRITERS: Final = {
