@@ -24,6 +24,7 @@ class Engine:
     """Prefills in chunks, then decodes; every token of a request is drawn beforehand."""
 
     policy: KVPolicy
+    readers: int = 0  # further layers that attend to the keys and values of each layer
     batch: RequestBatch = field(init=False)
     told: dict[str, Exception] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMPTS, 0))
@@ -56,8 +57,9 @@ class Engine:
         rows, outs = RequestRows(tuple(steps), tuple(start)), []
         for layer in range(SHAPE.layers):
             given = [torch.cat([x[i][layer] for x in brought]) for i in range(3)]
-            outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
-            self.batch.attend(layer, rows, *given, outs[-1])
+            for left in range(self.readers, -1, -1):
+                outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
+                self.batch.attend(layer, rows, *given, outs[-1], more=left > 0)
         whole = torch.stack(outs)
         return {name: whole[:, start[i] : start[i + 1]] for i, name in enumerate(names)}
 
@@ -74,15 +76,19 @@ class Engine:
             for layer in range(SHAPE.layers):
                 q, k, v = (x[layer, done : done + count][None] for x in self.tokens[name])
                 grouped = q.unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-                out = cache.attend(layer, grouped, k.transpose(1, 2), v.transpose(1, 2), SCALE)
-                outs.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
+                fresh = k.transpose(1, 2), v.transpose(1, 2)
+                for left in range(self.readers, -1, -1):
+                    out = cache.attend(layer, grouped, *fresh, SCALE, more=left > 0)
+                    outs.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
             yield torch.stack(outs)
             done += count
 
 
-@pytest.mark.parametrize("text", POLICIES)
-def test_requests_see_what_they_would_alone_and_give_all_pages_back(text: str) -> None:
-    engine = Engine(parse(text))
+@pytest.mark.parametrize(("text", "readers"), [*((text, 0) for text in POLICIES), (POLICIES[2], 2)])
+def test_requests_see_what_they_would_alone_and_give_all_pages_back(
+    text: str, readers: int
+) -> None:
+    engine = Engine(parse(text), readers)
     alone = {name: engine.alone(name) for name in PROMPTS}
     for names in ("a", "ab", "abc", "bca", "cab", "ab", "abc"):
         for name, found in engine.step(*names).items():

@@ -149,6 +149,25 @@ def test_what_is_stored_does_not_depend_on_the_steps() -> None:
     assert torch.equal(whole.cache, cut.cache)
 
 
+def test_a_layer_reads_what_another_has_stored_and_stores_nothing() -> None:
+    engine = Engine(form("k8v4"), [9])
+    engine.step({0: 5})
+    q, k, v = (x[0][5:9] for x in (engine.query, engine.key, engine.value))
+    slots = torch.stack(
+        [engine.table[0][at // SIZE].long() * SIZE + at % SIZE for at in range(5, 9)]
+    )
+    step = engine.blocks.step(torch.tensor([0, 4]), torch.tensor([9]), 9, engine.table, slots)
+    out, again = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    engine.layer.forward(q, k, v, engine.cache, step, out, more=True)
+    before = engine.cache.clone()
+    engine.layer.forward(q, k, v, engine.cache, step, again, stored=True)
+    assert torch.equal(again, out)
+    other = torch.full_like(q, torch.nan)
+    engine.layer.forward(q, 2 * k, v, engine.cache, step, other, stored=True)
+    assert not torch.equal(other, out)
+    assert torch.equal(engine.cache, before)
+
+
 def test_padding_writes_only_to_the_block_that_nobody_has() -> None:
     engine = Engine(form("k8v4"), [3])
     engine.step({0: 3}, padding=2)

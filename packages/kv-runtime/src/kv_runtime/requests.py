@@ -71,6 +71,7 @@ class RequestBatch:
     _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the current step
     _parts: list[TokenRows] = field(default_factory=list)  # of the current step
     _lost: list[slice | Tensor] = field(default_factory=list)  # rows of failed requests
+    _more: bool = False  # a layer of the model will read the keys of the last one
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class RequestBatch:
             steps: the requests of the step, by their keys in the engine's tensors.
             gone: requests that finished, were cancelled or preempted.
         """
-        self._steps, self._parts, self._lost = steps, [], []
+        self._steps, self._parts, self._lost, self._more = steps, [], [], False
         again = (step.request for step in steps.values() if step.computed == 0)
         self._drop({*gone, *again})
         self.serials |= {step.request: step.serial for step in steps.values()}
@@ -115,21 +116,25 @@ class RequestBatch:
         output: Float[Tensor, "m Q Dv"],
         softcap: float | None = None,
         sinks: Float[Tensor, " Q"] | None = None,
+        *,
+        more: bool = False,
     ) -> None:
         """Store the step's tokens in one layer and attend to them; layers are called in order.
 
         Rows of failed requests are set to zero. `softcap` is the bound of the layer's logits, and
-        `sinks` a logit of each query head, as for `kv_attention.attend`.
+        `sinks` a logit of each query head, as for `kv_attention.attend`. With `more`, a further
+        layer of the model will attend to the same keys and values, as in `PolicyCache.attend`.
         """
-        if layer == 0:
+        if layer == 0 and not self._more:
             self._open(rows)
+        self._more = more
         whole = self._parts
         for part in whole:
             try:
-                part.attend(layer, query, key, value, self.scale, output, softcap, sinks)
+                part.attend(layer, query, key, value, self.scale, output, softcap, sinks, more=more)
             except Exception as error:
                 self._lose(part, error)
-        if layer == self.empty.shape.layers - 1:
+        if layer == self.empty.shape.layers - 1 and not more:
             self._close()
         for row in self._lost:
             output[row] = 0

@@ -175,12 +175,27 @@ class SlotLayer:
         cache: UInt8[Tensor, "blocks H tokens nbytes"],
         step: SlotStep,
         output: Float[Tensor, "m Q Dv"],
+        *,
+        stored: bool = False,
+        more: bool = False,
     ) -> None:
-        """Store the new tokens of a step in `cache` and write their attention to `output`."""
+        """Store the new tokens of a step in `cache` and write their attention to `output`.
+
+        Args:
+            query: queries of all tokens.
+            key: keys of all tokens.
+            value: values of all tokens.
+            cache: the blocks.
+            step: where the tokens are stored, and what they attend to.
+            output: set to their attention.
+            stored: another layer of the model has stored these keys and values in this step.
+            more: a further layer will attend to them; makes no difference here.
+        """
         layout = step.blocks.layout
         count = len(cache) * step.blocks.heads
         pages = cache.as_strided((count, layout.nbytes), (layout.nbytes, 1))
-        self._store(pages, key, value, step)
+        if not stored:
+            self._store(pages, key, value, step)
         for batch in step.batches:
             tokens = PagedTokens(pages, batch.table, batch.stored, layout, longest=batch.longest)
             row, place = batch.row, batch.position

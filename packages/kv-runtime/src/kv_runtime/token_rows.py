@@ -55,16 +55,18 @@ class TokenRows:
         output: Float[Tensor, "m Q Dv"],
         softcap: float | None = None,
         sinks: Float[Tensor, " Q"] | None = None,
+        *,
+        more: bool = False,
     ) -> None:
         """Attend, store, and write the attention output to the tokens' rows of `output`.
 
         `softcap` is the bound of the logits, and `sinks` a logit of each query head, as for
-        `kv_attention.attend`.
+        `kv_attention.attend`; `more` as for `PolicyCache.attend`.
         """
         grouped = self._places(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
         fresh = (self._places(key).transpose(1, 2), self._places(value).transpose(1, 2))
         by_head = None if sinks is None else sinks.view(key.shape[1], -1)
-        out = self.cache.attend(layer, grouped, *fresh, scale, softcap, by_head)
+        out = self.cache.attend(layer, grouped, *fresh, scale, softcap, by_head, more=more)
         self._write(out.permute(0, 3, 1, 2, 4), output)
 
     def _places(self, x: Float[Tensor, "m H D"]) -> Float[Tensor, "B L H D"]:

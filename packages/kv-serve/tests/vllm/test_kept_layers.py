@@ -41,6 +41,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
         },
     ),
+    "gemma4_shared": (  # the last two layers read the keys and values of the two before
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [*MIXED, "full_attention", "full_attention"],
+            "sliding_window": 48,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 256,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "gpt_oss",
@@ -114,6 +127,7 @@ def asked() -> list[list[int]]:
     "name",
     [
         "gemma3",
+        "gemma4_shared",
         "gpt_oss",
         "granite4",
         "llama4",
@@ -184,6 +198,7 @@ def test_requests_that_are_preempted_give_the_same_tokens(
     ("name", "policy"),
     [
         ("gemma3", "kv-compress:rate=4,floor=16+k8v4"),
+        ("gemma4_shared", "snapkv:budget=24,window=8+k8v4"),
         ("granite4", "leankv"),
         *(
             pytest.param(name, policy, marks=pytest.mark.slow)

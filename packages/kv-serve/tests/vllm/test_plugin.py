@@ -110,14 +110,14 @@ def test_on_a_gpu_our_backend_serves_policies_only(
     custom: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kv_serve.vllm import custom as module
-    from kv_serve.vllm.backend import PagedImpl
     from kv_serve.vllm.config import UnservableError
+    from kv_serve.vllm.reader import FullImpl
     from kv_serve.vllm.slots import SlotBuilder
 
     with pytest.raises(UnservableError, match="the attention backend CUSTOM is kv-serve's here"):
         custom.get_impl_cls()
     monkeypatch.setattr(module, "names_policy", lambda: True)
-    assert (custom.get_impl_cls(), custom.get_builder_cls()) == (PagedImpl, SlotBuilder)
+    assert (custom.get_impl_cls(), custom.get_builder_cls()) == (FullImpl, SlotBuilder)
 
 
 def test_on_a_gpu_vllm_finds_our_backend_valid_for_plain_attention_alone(

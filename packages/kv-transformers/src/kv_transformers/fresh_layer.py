@@ -255,7 +255,9 @@ class LatentLayer(FreshLayer):
 def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
     """Return an empty cache layer of one kind."""
     if kind.index is None:
-        return DYNAMIC_LAYER_TYPE_MAPPING[kind.kind](**kind.options)
+        unused = kind.is_reader and kind.kind not in DYNAMIC_LAYER_TYPE_MAPPING
+        made = DYNAMIC_LAYER_TYPE_MAPPING["full_attention" if unused else kind.kind]
+        return made(**kind.options)
     if kind.has_state:
         return StatefulLayer(cache, kind.index, **kind.options)
     return (LatentLayer if kind.latent else FreshLayer)(cache, kind.index)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Types of transformers whose layers attend to every token.
 FULL: Final = ("full_attention", "attention")
 BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
+DUMMY: Final = "dummy"  # no cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,12 @@ def stored_layers(model: "PreTrainedModel") -> tuple[int, ...]:
 
 def _readers(config: "PreTrainedConfig") -> Mapping[int, str]:
     """Return the types of layers that read the keys and values of an earlier one, by index."""
-    modes = getattr(config, "kv_sharing_modes", None) or ()
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:  # older transformers: it is the last layers that share
+        count, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
+        modes = [None] * (count - shared) + ["reuse"] * shared
     kinds = getattr(config, "layer_types", None) or FULL[:1] * len(modes)
-    pairs = enumerate(zip(modes, kinds, strict=False))  # most models have no modes
+    pairs = enumerate(zip(modes, kinds, strict=False))  # a model may have an empty list of modes
     return {i: kind for i, (mode, kind) in pairs if mode == "reuse"}
 
 
@@ -86,7 +90,8 @@ def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, options = get_layer_types_and_kwargs(config)
-    return kinds, options
+    missing = len(config.per_layer_config) - len(kinds)  # older transformers: those that share
+    return [*kinds, *[DUMMY] * missing], [*options, *({} for _ in range(missing))]
 
 
 def cache_bytes(layers: Iterable[Any]) -> int:

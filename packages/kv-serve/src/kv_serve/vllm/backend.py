@@ -1,6 +1,6 @@
 """The attention backend that vLLM calls: block sizes, step metadata and a layer's attention."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -92,8 +92,8 @@ def bound(
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
-class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
-    """Attention of one layer, under the policy of the current configuration."""
+class LayerImpl(AttentionImpl[SlotStep | RequestRows]):
+    """What the layers with full attention have in common under a policy."""
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
             "a sliding window": not is_whole(self.config, sliding_window),
             "ALiBi": alibi_slopes is not None,
             "attention that is not decoder attention": attn_type != AttentionType.DECODER,
-            "no cache of its own": kv_sharing_target_layer_name is not None,
         }
         for what in (name for name, given in wrong.items() if given):
             raise UnservableError(f"a layer of this model has {what}; a kv_policy cannot serve it")
@@ -131,6 +130,32 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
         self.softcap, self.sinks = logits_soft_cap or None, sinks
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.target = kv_sharing_target_layer_name
+
+    def attention(self, storage: VllmSlots | BilledPages, index: int) -> Any:
+        """Return the attention of this layer over what layer `index` under the policy stores.
+
+        It takes the metadata of the storage's builder.
+        """
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.detach().unflatten(0, (self.num_kv_heads, -1))
+        name = backend_of(self.config)
+        return storage.layer(index, self.scale, name, self.softcap, sinks)
+
+
+class PagedImpl(UnderPolicy, LayerImpl):
+    """Attention of one layer that stores keys and values under the policy."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Read the policy and check it, the engine and this layer; vLLM passes the arguments.
+
+        Raises:
+            UnservableError: this layer, engine or policy is not supported.
+        """
+        super().__init__(*given, **named)
+        self.readers = 0  # further layers of the model that attend to the same keys and values
+        self.fresh: tuple[Tensor, Tensor] | None = None  # those of the step, for readers
         self.rope: Rope | None = None  # of the layer, if the policy needs it
         self.seen: list[Tensor] | None = None  # queries and keys, while ropes are found
         # The first layer leads to the model, which vLLM gives to no plugin.
@@ -165,11 +190,8 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
                 str(storage),
                 str(serving(self.config.device_config.device_type)),
             )
-        storage, sinks = layer.attn_backend.storage, self.sinks
-        if sinks is not None:
-            sinks = sinks.detach().unflatten(0, (self.num_kv_heads, -1))
-        name = backend_of(self.config)
-        self.layer = storage.layer(index, self.scale, name, self.softcap, sinks)
+        self.index = index
+        self.layer = self.attention(layer.attn_backend.storage, index)
 
     def forward(
         self,
@@ -188,5 +210,8 @@ class PagedImpl(UnderPolicy, AttentionImpl[SlotStep | RequestRows]):
             if self.seen is not None:
                 self.seen.append(torch.cat((query, key), dim=1))
             return output.zero_()
-        self.layer.forward(query, key, value, kv_cache, attn_metadata, output)
+        if self.readers:  # a compiled model reuses a layer's memory after its attention
+            self.fresh = key, value = key.clone(), value.clone()
+        more = self.readers > 0
+        self.layer.forward(query, key, value, kv_cache, attn_metadata, output, more=more)
         return output

@@ -119,6 +119,7 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
         "a KV transfer connector": config.kv_transfer_config is not None
         and not is_ours(config.kv_transfer_config),
         "a model without attention": model.is_attention_free,
+        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "keys and values of unlike dimensions, for which vLLM has backends of its own": unlike,
     }
     for what in (name for name, given in wrong.items() if given):

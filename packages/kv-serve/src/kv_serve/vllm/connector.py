@@ -219,10 +219,17 @@ class PageLayer:
         cache: Tensor,
         step: RequestRows,
         output: Float[Tensor, "m Q Dv"],
+        *,
+        stored: bool = False,
+        more: bool = False,
     ) -> None:
-        """Store the new tokens of a step and write their attention to `output`."""
+        """Store the new tokens of a step and write their attention to `output`.
+
+        `stored` and `more` as for `SlotLayer.forward`; the tokens are stored after the last layer
+        that attends to them.
+        """
         connector = get_kv_transfer_group()
         assert isinstance(connector, PagesConnector), "our connector is configured"
         connector.worker.attend(
-            self.index, step, query, key, value, output, self.softcap, self.sinks
+            self.index, step, query, key, value, output, self.softcap, self.sinks, more=more
         )

@@ -49,9 +49,9 @@ class CustomBackend(ServesPolicy, AttentionBackend):
                 "kv_policy in additional_config, or omit --attention-backend"
             )
         checked()
-        from kv_serve.vllm.backend import PagedImpl
+        from kv_serve.vllm.reader import FullImpl
 
-        return PagedImpl
+        return FullImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:

@@ -7,9 +7,9 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from kv_serve.vllm.backend import PagedImpl
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
+from kv_serve.vllm.reader import FullImpl
 from kv_serve.vllm.shape import attention_layers, is_whole
 
 
@@ -45,11 +45,11 @@ class KeptImpl(CPUAttentionBackendImpl):
             )
 
 
-class CpuImpl(PagedImpl):
+class CpuImpl(FullImpl):
     """Ours for layers of full attention, and the stock implementation for all others."""
 
     def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:
         """Return an implementation for a layer; vLLM passes the arguments."""
         window = given[5] if len(given) > 5 else named.get("sliding_window")
         whole = is_whole(get_current_vllm_config(), window)
-        return super().__new__(cls) if whole else KeptImpl(*given, **named)
+        return super().__new__(cls, *given, **named) if whole else KeptImpl(*given, **named)

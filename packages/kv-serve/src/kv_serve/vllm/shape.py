@@ -29,6 +29,7 @@ def kept_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
         for name, layer in layers
         if isinstance(layer, AttentionLayerBase)
         and not isinstance(getattr(layer, "impl", None), UnderPolicy)
+        and getattr(layer, "kv_sharing_target_layer_name", None) is None
     }
     return {name: spec for name, spec in specs.items() if spec is not None}
 

@@ -83,10 +83,12 @@ class Worker:
         output: Float[Tensor, "m Q Dv"],
         softcap: float | None = None,
         sinks: Float[Tensor, " Q"] | None = None,
+        *,
+        more: bool = False,
     ) -> None:
-        """Store the step's tokens in one layer and attend to them; layers are called in order."""
+        """Store the step's tokens in one layer and attend to them, as `RequestBatch.attend`."""
         assert self.metadata is not None, "begin is called before a forward pass"
-        self.requests.attend(layer, rows, query, key, value, output, softcap, sinks)
+        self.requests.attend(layer, rows, query, key, value, output, softcap, sinks, more=more)
 
     def failures(self) -> list[int]:
         """Return the serials of failed requests, until they are freed."""
