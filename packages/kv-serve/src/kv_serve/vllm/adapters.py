@@ -107,6 +107,8 @@ CALLED: Final = (
     f"{_REGISTRY}:KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
     "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
+    "vllm.v1.core.block_pool:BlockPool.touch(blocks)",
+    f"{_SPEC}:KVCacheTensor.__init__(size, layers, layer_stride, block_stride, offset)",
     f"{_SPEC}:FullAttentionSpec.__init__(block_size, num_kv_heads, head_size, head_size_v, "
     "dtype, state_content_bytes, page_size_padded)",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec("
