@@ -49,6 +49,7 @@ DELTA: Final = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+ALONE: Final = {"enable_prefix_caching": False}  # beside states, for policies in pages
 WINDOWS: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 
 
@@ -100,7 +101,7 @@ MODELS: Final = {
             "mamba_n_groups": 1,
             "shared_intermediate_size": 32,
         },
-        options={"enable_prefix_caching": False},
+        options=ALONE,
     ),
     "lfm2": Mixed(
         "Lfm2ForCausalLM",
@@ -121,7 +122,7 @@ MODELS: Final = {
         "Llama4ForCausalLM",
         "llama4_text",
         EXPERTS | {"attention_chunk_size": 256, "intermediate_size_mlp": 64},
-        options={"enable_prefix_caching": False},
+        options=ALONE,
     ),
     "ministral": Mixed("MinistralForCausalLM", "ministral", WINDOWS),
     "mistral": Mixed("MistralForCausalLM", "mistral", {"sliding_window": 64}),
@@ -220,8 +221,9 @@ def ran(name: str, policy: str, keeping: str) -> dict[str, object]:
     """Compare tokens under a policy that keeps all, and capacity under `policy` if that runs."""
     with TemporaryDirectory() as folder:
         write(Path(folder), name)
-        found = alike(folder, MODELS[name].options, keeping)
-        return found | (held(folder, MODELS[name].options, policy) if found["runs"] else {})
+        options = MODELS[name].options | ({} if keeping == "raw" else ALONE)
+        found = alike(folder, options, keeping)
+        return found | (held(folder, options, policy) if found["runs"] else {})
 
 
 def held(folder: str, options: dict[str, Any], policy: str) -> dict[str, object]:

@@ -63,7 +63,7 @@ def apply_policy(given: Namespace, text: str | None) -> None:
     policy = parse(str(named))
     given.additional_config = {**config, KEY: named}
     _add_middleware(given, middleware.PATH)
-    _choose_metrics(given, policy)
+    _choose_storage(given, policy)
     if current_platform.is_cuda():
         _choose_backend(given)
     if envs.VLLM_USE_RUST_FRONTEND:
@@ -79,8 +79,11 @@ def _add_middleware(given: Namespace, path: str) -> None:
         given.middleware = [*given.middleware, path]
 
 
-def _choose_metrics(given: Namespace, policy: KVPolicy) -> None:
-    """Configure our connector so that the process that serves metrics also sees it."""
+def _choose_storage(given: Namespace, policy: KVPolicy) -> None:
+    """Configure our connector so that the process that serves metrics also sees it.
+
+    Prefix caching is disabled where it has no effect, unless the user has set it.
+    """
     asked = given.kv_transfer_config
     if asked is not None and (is_plain(policy) or not is_ours(asked)):
         raise ValueError(
@@ -89,8 +92,13 @@ def _choose_metrics(given: Namespace, policy: KVPolicy) -> None:
         )
     if is_plain(policy):
         _add_middleware(given, plain.PATH)
-    elif asked is None:
+        return
+    if asked is None:
         given.kv_transfer_config = connector()
+    if (
+        given.enable_prefix_caching is None
+    ):  # no prefix is found in pages, and states cannot do both
+        given.enable_prefix_caching = False
 
 
 def _choose_backend(given: Namespace) -> None:
