@@ -121,7 +121,7 @@ def variables(session: nox.Session) -> dict[str, str]:
 
     Bytecode is kept even if Python is configured not to write it: many tests start a process, and
     compiling torch and transformers again takes longer than most of them. Environments share it:
-    uv links a version's files into each with the same times, by which Python knows what it compiled.
+    uv gives a file the same time in each, and by its time and size Python knows what it compiled.
     """
     cache = Path(session.cache_dir).resolve()
     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}

@@ -100,8 +100,8 @@ def _forget_connector() -> None:
 @pytest.fixture(scope="session")
 def _few_objects() -> Iterator[None]:
     """Keep imported modules out of garbage collection, which vLLM runs ten times for an engine."""
-    import torch._dynamo
-    import transformers.models.llama.modeling_llama
+    import torch._dynamo  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401
