@@ -56,7 +56,8 @@ def test_the_first_two_set_up_all_that_they_need() -> None:
 
 def test_the_tests_are_those_of_ci() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    assert "\npython -m nox -s tests ||" in script
+    assert "python -m nox --list --json -s tests |" in script
+    assert 'python -m nox -s "$1"' in script
     assert SET_UP.replace("install", "install --quiet") in script
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,6 +15,8 @@ from tools.release import checked, expect_on_main
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# Beside the tests of each package.
+CI = {"lint", "types", "docs", "sanitize", "compile", "wheels", "models", "vllm"}
 SESSION = re.compile(r'nox (?:--json -l )?-s "?([\w-]+)')
 
 each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -59,12 +62,14 @@ def test_every_session_that_is_named_exists(path: Path) -> None:
 
 def test_all_that_must_be_true_before_a_change_lands_is_run() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    aside, shown = (each.split() for each in re.findall(r"for session in ([\w ]+);", script))
-    assert aside == shown
-    wanted = {*aside, "tests", "vllm"}
-    assert set(re.findall(r"python -m nox -s (\w+)", script)) == {"tests", "vllm"}
+    (given,) = re.findall(r"^sessions=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
+    named = shlex.split(given)
+    assert len(named) == len({*named})
+    assert {*named} <= {*CI, *(f"tests({name})" for name in (*PACKAGES, "across"))}
+    assert {*named} >= CI
+    assert "nox --list --json -s tests" in script  # the packages that are not named
     tests = next(path for path in WORKFLOWS if path.stem == "tests")
-    assert sessions_named(tests) >= wanted | {"slow", "sanitize-all"}
+    assert sessions_named(tests) >= {*CI, "tests"} | {"slow", "sanitize-all"}
 
 
 @each_workflow

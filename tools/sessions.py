@@ -120,11 +120,23 @@ def variables(session: nox.Session) -> dict[str, str]:
     """Return variables that keep the converted model and bytecode beside the environments.
 
     Bytecode is kept even if Python is configured not to write it: many tests start a process, and
-    compiling torch and transformers again takes longer than most of them.
+    compiling torch and transformers again takes longer than most of them. Environments share it:
+    uv gives a file the same time in each, and by its time and size Python knows what it compiled.
     """
     cache = Path(session.cache_dir).resolve()
     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
+    mine = Path(session.virtualenv.location).resolve()
+    _share(cache / "bytecode" / mine.relative_to(mine.anchor), cache / "bytecode" / "shared")
     return index_variables() | kept | {"KV_SERVE_CACHE": str(cache / "kv-serve")}
+
+
+def _share(folder: Path, shared: Path) -> None:
+    """Make a folder a link to one that others share; what it holds is lost."""
+    if not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shared.mkdir(exist_ok=True)
+        folder.symlink_to(shared)
 
 
 def pytest(
@@ -132,12 +144,13 @@ def pytest(
 ) -> None:
     """Run pytest in several processes, and write a report for tools/count.py.
 
-    The tests of a file stay in one process, so that shared fixtures are created once.
+    The tests of a file stay in one process, so that shared fixtures are created once. The variable
+    PYTEST_XDIST_AUTO_NUM_WORKERS limits the processes, as where several sessions share the cores.
     """
     name = session.name.replace("(", "-").rstrip(")")
     report = Path(session.cache_dir) / "reports" / f"{name}.xml"
     cores = environment.cores()
-    workers = min(workers, cores)
+    workers = min(workers, cores, int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", cores)))
     spread = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
     threads = (
         {"OMP_NUM_THREADS": str(cores // workers)} if "OMP_NUM_THREADS" not in os.environ else {}

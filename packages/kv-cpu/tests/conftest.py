@@ -9,10 +9,8 @@ import pytest
 from attention_cases import Case, random_case
 from kv_cpu import compiled, runnable
 from kv_cpu.library import FORCE
+from native_sets import PAGE_SETS, SETS
 
-# Comma-separated names of the instruction sets to test, if available here.
-TESTED = os.environ.get("KV_CPU_TESTED", "")
-SETS = [name for name in runnable() if not TESTED or name in TESTED.split(",")] or ["plain"]
 # These round weights and queries to integers; others compute in float32.
 ROUNDED = {"vnni": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
 
@@ -37,8 +35,7 @@ def near(request: pytest.FixtureRequest) -> Iterator[float]:
         yield ROUNDED.get(request.param, 2e-5)
 
 
-# VNNI adds nothing to AVX-512 for encoding.
-@pytest.fixture(scope="module", params=[name for name in SETS if name != "vnni"])
+@pytest.fixture(scope="module", params=PAGE_SETS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Force each instruction set with its own page kernels."""
     with patch.dict(os.environ, {FORCE: request.param}):

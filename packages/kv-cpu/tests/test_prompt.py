@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from attention_cases import Case, pack, random_case
 from attention_judge import SHAPES, TOLERANCE, assert_same_output
 from kv_attention import DenseTokens, torch_backend
-from kv_cpu import arguments, backend, prompt, runnable
+from kv_cpu import arguments, backend, prompt
 from kv_cpu.few import MOST
 from kv_cpu.library import FORCE
 from kv_policy import Observe, RawCodec
+from native_sets import PROMPT_SETS
 
 NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
 TIERS = st.lists(st.tuples(NAMES, NAMES), max_size=3)
@@ -23,11 +24,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = st.sampled_from([MOST + 1, 31, 33, 70])
 
 
-# With AMX, prompts under VNNI use it.
-NAMED = [name for name in runnable() if name != "vnni" or "amx" not in runnable()]
-
-
-@pytest.fixture(scope="module", params=NAMED)
+@pytest.fixture(scope="module", params=PROMPT_SETS)
 def isa(request):
     """Force each instruction set."""
     with patch.dict(os.environ, {FORCE: request.param}):
@@ -120,7 +117,7 @@ def test_blocks_that_are_full_or_not(case, isa, dtype, stored, page):
 @pytest.mark.grid(3)
 def test_the_same_in_any_number_of_threads(case, isa, dtype, holes):
     tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
-    shape = {"B": 2, "G": 3, "L": 700, "D": 32, "Dv": 32, "group": 32, "padding": "left"}
+    shape = {"B": 2, "G": 3, "L": 260, "D": 32, "Dv": 32, "group": 32, "padding": "left"}
     c = case(4, tiers=tiers, stored=400, page=16, window=40, holes=holes, dtype=dtype, **shape)
     one = assert_native(c)
     for threads in (2, 5):

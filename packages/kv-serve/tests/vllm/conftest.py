@@ -98,7 +98,26 @@ def _forget_connector() -> None:
 
 
 @pytest.fixture(scope="session")
-def start() -> Callable[..., AbstractContextManager["LLM"]]:
+def _few_objects() -> Iterator[None]:
+    """Keep imported modules out of garbage collection, which vLLM runs ten times for an engine."""
+    import torch._dynamo  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM freezes the objects of an engine, and later unfreezes all.
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
     """Run engines of any model in this process, one at a time, as they share global state."""
 
     @contextmanager
@@ -110,7 +129,6 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
         given = {"enforce_eager": True, "additional_config": named} | options
-        gc.freeze()  # vLLM runs garbage collection six times at startup, over all imported modules
         try:
             engine = LLM(model, **given)
             try:
@@ -118,7 +136,6 @@ def start() -> Callable[..., AbstractContextManager["LLM"]]:
             finally:
                 engine.llm_engine.engine_core.shutdown()
         finally:
-            gc.unfreeze()
             _forget_connector()
 
     return running

@@ -40,13 +40,13 @@ def memory(blocks: int, *sizes: int) -> int:
 
 @pytest.fixture(scope="module")
 def document(smollm2: str) -> list[int]:
-    """Return twelve chunks of tokens of a natural text."""
+    """Return six chunks of tokens of a natural text."""
     from transformers import AutoTokenizer
 
     from kv_eval.tasks import default_text
 
     ids: list[int] = AutoTokenizer.from_pretrained(smollm2).encode(default_text().body)
-    return ids[: 12 * CHUNK]
+    return ids[: 6 * CHUNK]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_prompt_longer_than_the_memory_is_read_as_in_transformers(
     small: "LLM", smollm2: str, document: list[int]
 ) -> None:
     manager = ends(small)[0].manager
-    assert manager.blocks_for(len(document)) > 5 * HELD
+    assert manager.blocks_for(len(document)) > 2 * HELD
     found, owned = run(small, {"a": document}, 12)
     assert found["a"] == by_chunks(smollm2, document, 12)
     assert owned == MOST
@@ -120,7 +120,7 @@ def test_a_prompt_longer_than_the_memory_is_read_as_in_transformers(
 
 @pytest.mark.model
 def test_two_such_prompts_at_once_are_both_answered(small: "LLM", document: list[int]) -> None:
-    later = document[-5 * CHUNK :]
+    later = document[-3 * CHUNK :]
     alone, _ = run(small, {"a": document}, 4)
     found, _ = run(small, {"a": document, "b": later}, 4)
     assert found["a"] == alone["a"]

@@ -1,0 +1,14 @@
+"""The instruction sets whose kernels are tested: all that run here, or those that are asked for."""
+
+import os
+from typing import Final
+
+from kv_cpu import runnable
+
+# Comma-separated names of the instruction sets to test, if available here.
+TESTED: Final = os.environ.get("KV_CPU_TESTED", "")
+SETS: Final = [x for x in runnable() if not TESTED or x in TESTED.split(",")] or ["plain"]
+# VNNI adds nothing to AVX-512 for encoding.
+PAGE_SETS: Final = [name for name in SETS if name != "vnni"] or ["plain"]
+# With AMX, prompts under VNNI use it.
+PROMPT_SETS: Final = [x for x in SETS if x != "vnni" or "amx" not in runnable()] or ["plain"]
