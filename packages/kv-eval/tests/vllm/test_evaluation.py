@@ -10,7 +10,6 @@ from typer.testing import CliRunner, Result
 from kv_serve.cli import app
 
 pytestmark = pytest.mark.model
-POLICIES = "k8v4,kv-compress:rate=4+k8v4"
 
 
 def run(*arguments: object) -> Result:
@@ -21,17 +20,21 @@ def said(result: Result) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.output).replace("│", " ").split())
 
 
-def test_answers_and_nats_come_from_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", ["kv-compress:rate=4+k8v4", pytest.param("k8v4", marks=pytest.mark.slow)]
+)
+def test_answers_and_nats_come_from_engines(tmp_path: Path, given: str) -> None:
     file = tmp_path / "found.json"
     tasks = [f"--task={name}" for name in ("needle", "nll", "agreement")]
     sized = ("--length=700", "--samples=2", "--continuation=24", "--seed=1", f"--json={file}")
-    result = run(*tasks, *sized, "--host=vllm", f"--policy={POLICIES}")
+    result = run(*tasks, *sized, "--host=vllm", f"--policy={given}")
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert found["settings"]["host"] == "vllm"
     assert "attention" not in found
     rows = {(row["task"], row["policy"]): row for row in found["rows"]}
     assert {row["setting"] for row in found["rows"] if row["task"] == "needle"} == {"aware"}
+    assert {policy for _, policy in rows} == {"full", given}
     for (task, policy), row in rows.items():
         kept = row["kv_bytes"] / row["full_bytes"]
         if policy == "full":

@@ -20,7 +20,7 @@ POLICIES = (
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
-EQUAL = 32  # of 64 tokens, at least: after the first difference all others may differ
+EQUAL = 16  # of 32 tokens, at least: after the first difference all others may differ
 
 
 def free_blocks(engine: "LLM") -> tuple[int, int]:
@@ -62,7 +62,7 @@ def test_natural_text_goes_on_as_in_transformers(
 
     policy = engine.llm_engine.vllm_config.additional_config["kv_policy"]
     ids = engine.get_tokenizer().encode(default_text().body)
-    prompts = [ids[start : start + 300] for start in range(0, 4 * 1000, 1000)]
+    prompts = [ids[start : start + 300] for start in range(0, 2 * 1000, 1000)]
     wanted = by_transformers(smollm2, policy, prompts, 16, torch.bfloat16)
     found = greedy(engine, prompts, 16)
     equal = sum(
