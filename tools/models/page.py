@@ -13,6 +13,7 @@ from typing import Final
 from tools.models.families import FAMILIES
 from tools.models.results import ROOT, Row, rows
 from tools.tables.markdown import table
+from tools.tables.page import result
 
 PAGE: Final = ROOT / "docs" / "models.md"
 README: Final = ROOT / "README.md"
@@ -61,11 +62,11 @@ def equal(found: Iterable[Row]) -> str:
     return table(("architecture", "layers compressed", "the rest", "transformers"), lines)
 
 
-def listed(found: Sequence[Row], result: str) -> str:
+def listed(found: Sequence[Row], which: str) -> str:
     """Return architectures of one result, by what was said of them, without the model's name."""
     named = defaultdict[str, list[str]](list)
     for row in found:
-        if row["result"] == result:
+        if row["result"] == which:
             said = row["said"].replace(row.get("model", "\0"), "the model")
             named[said].append(name(row))
     lines = [
@@ -73,6 +74,24 @@ def listed(found: Sequence[Row], result: str) -> str:
         for said, names in sorted(named.items(), key=lambda each: (-len(each[1]), each[0]))
     ]
     return table(("architecture", "what it says"), lines) if lines else "None."
+
+
+def in_vllm() -> str:
+    """Return the table of models that were run inside vLLM, by how a policy stores tokens."""
+    by_model = defaultdict[str, dict[str, Row]](dict)
+    for row in result("vllm_models")["rows"]:
+        by_model[row["model"]][row["stored"]] = row
+    lines = [
+        (f"`{model}`", *(_said(stored[how]) for how in ("slots", "pages")))
+        for model, stored in by_model.items()
+    ]
+    return table(("model", "one format for all tokens", "every other policy"), lines)
+
+
+def _said(row: Row) -> str:
+    if row["runs"]:
+        return "equal" if row["equal"] else "differs"
+    return "vLLM fails" if row["refused_by"] == "vLLM" else "refused"
 
 
 def families(found: Iterable[Row]) -> str:
@@ -108,6 +127,8 @@ def written(page: str) -> str:
             text = families(found)
         elif which == "equal":
             text = equal(found)
+        elif which == "vllm":
+            text = in_vllm()
         else:
             text = listed(found, which)
         return f"<!-- models: {which} -->\n\n{text}\n\n<!-- end of models -->"

@@ -1,6 +1,7 @@
 """LeanKV: per token and head high precision, low precision or pruning."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -134,7 +135,7 @@ class LeanKV(Selecting):
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
-    @property
+    @cached_property
     def formats(self) -> Formats:
         """The two precisions behind the raw window."""
         return self._tiers()

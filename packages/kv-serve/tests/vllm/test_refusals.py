@@ -1,6 +1,6 @@
 """Unsupported policies and configurations are rejected at engine start, with a message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 SHAPE = CacheShape(1, 1, 1, 8, 8, torch.float32)
 
 
@@ -231,30 +232,28 @@ def nas(*groups: int | None) -> Callable[[Any], Any]:
     return changed
 
 
-@pytest.mark.parametrize(
-    ("groups", "reason"),
-    [
-        (
-            (1, 2),
-            "layer 1 of this model has 2 KV heads, and layer 0 has 4; this kv_policy needs",
-        ),
-        (
-            (2, None),
-            "this model has 2 layers, and 1 with full attention of their own; this kv_policy needs",
-        ),
-    ],
-)
 def test_a_model_whose_layers_differ_is_not_served_in_pages(
-    tiny: Callable[..., str], start_tiny: Start, groups: tuple[int | None, ...], reason: str
+    tiny: Callable[..., str], start_tiny: Start
 ) -> None:
     from kv_serve.vllm.config import UnservableError
 
     model = tiny("DeciLMForCausalLM", "llama")
+    reason = "layer 1 of this model has 2 KV heads, and layer 0 has 4; this kv_policy needs"
     with (
         pytest.raises(UnservableError, match=reason),
-        start_tiny(model, "snapkv:budget=64", hf_overrides=nas(*groups)),
+        start_tiny(model, "snapkv:budget=64", hf_overrides=nas(1, 2)),
     ):
         pass
+
+
+def test_layers_without_attention_need_no_pages(
+    tiny: Callable[..., str], start_tiny: Start, greedy: Greedy, prompts: list[list[int]]
+) -> None:
+    model, found = tiny("DeciLMForCausalLM", "llama"), []
+    for policy in (None, "streaming:budget=4096"):
+        with start_tiny(model, policy, hf_overrides=nas(2, None, 2)) as engine:
+            found.append(greedy(engine, prompts, 8))
+    assert found[0] == found[1]
 
 
 def test_two_say_how_keys_and_values_are_stored(llama: str, start_tiny: Start) -> None:

@@ -106,21 +106,30 @@ class BilledPages:
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = RowsBuilder
 
+    def __post_init__(self) -> None:
+        """Check that all ranks lay out pages alike.
+
+        Raises:
+            UnservableError: the ranks of tensor parallelism would not.
+        """
+        self._account(self.block_tokens or BLOCK_TOKENS, self.block_tokens or BLOCK_TOKENS)
+
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
         """Return the spec of a layer's share of a block.
 
-        To size the blocks of states, vLLM asks for a spec of one token: those of its own size.
+        To size the blocks of states, vLLM asks for a spec of one token, here of the first tier.
 
         Raises:
-            UnservableError: the ranks of tensor parallelism would lay out their pages differently,
-                or vLLM would manage the other layers otherwise.
+            UnservableError: vLLM would manage the other layers otherwise.
         """
         kept = kept_specs(self.config)
         if not kept:
             return self._alone(spec)
         given = self.config.cache_config.block_size
         if spec.block_size != given:
-            return spec
+            cells = self.shape.layers * spec.num_kv_heads
+            share = -(-self._layout(BLOCK_TOKENS).token_bytes // cells)
+            return replace(spec, dtype=torch.uint8, state_content_bytes=share)
         if given not in self._made:  # equal for all layers
             self._made[given] = self._beside(spec, kept)
         return self._made[given]
@@ -203,7 +212,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     """Choose the storage of a policy, and attach our connector if it uses pages.
 
     Raises:
-        UnservableError: a connector is configured for a policy without pages.
+        UnservableError: a connector is configured for a policy without pages; or the ranks of
+            tensor parallelism would lay out their pages differently.
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
