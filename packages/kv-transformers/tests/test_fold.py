@@ -16,37 +16,18 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from kv_policy import CacheShape, HeadBasis, LayerBasis, Part, compose, parse
+from kv_policy import CacheShape, LayerBasis, compose, parse
 from kv_transformers import uninstall
 from kv_transformers.cache import CompressedCache
 from kv_transformers.cache_argument import passing
 from kv_transformers.fold import Fold, folded_by
 from kv_transformers.folded import FoldedLinear
 from kv_transformers.support import UnsupportedModelError
+from rotated import Wide
 from tiered_policies import Turned
 
 FULL = Turned("8", "8")
 RAGGED = Turned("8365", "2745")
-
-
-@dataclass(frozen=True)
-class Wide(Part):
-    """A rotation of full rank and any dimension."""
-
-    name: ClassVar[str] = "wide"
-
-    @property
-    def basis(self):
-        return self
-
-    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
-        g = torch.Generator().manual_seed(layer)
-
-        def turned(dim: int) -> HeadBasis:
-            whole = torch.randn(shape.kv_heads, dim, dim, generator=g, dtype=torch.float64)
-            return HeadBasis(torch.linalg.qr(whole).Q, (dim,) * shape.kv_heads)
-
-        return LayerBasis(turned(shape.key_dim), turned(shape.value_dim))
 
 
 def logits(model, cache, ids, mask=None):

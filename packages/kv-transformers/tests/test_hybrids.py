@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from transformers import (
 )
 
 from answers import answered, expect_near, expect_same, own, prompts
-from kv_policy import CacheShape, HeadBasis, LayerBasis, Part
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache, output_projections
@@ -33,6 +31,7 @@ from kv_transformers.fold import Fold
 from kv_transformers.layers import cache_bytes, layer_caches, stored_layers
 from kv_transformers.support import UnsupportedModelError, cache_shape
 from kv_transformers.watching import EmptyCache
+from rotated import Wide
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -381,29 +380,9 @@ def test_vectors_are_collected_with_the_models_own_softmax(name) -> None:
     torch.testing.assert_close(found[1] * real, want, rtol=1e-4, atol=1e-4 * float(want.std()))
 
 
-@dataclass(frozen=True)
-class Rotated(Part):
-    """A basis of full rank."""
-
-    name: ClassVar[str] = "rotated"
-
-    @property
-    def basis(self) -> "Rotated":
-        return self
-
-    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
-        g = torch.Generator().manual_seed(layer)
-
-        def drawn(dim: int) -> HeadBasis:
-            whole = torch.randn(shape.kv_heads, dim, dim, generator=g, dtype=torch.float64)
-            return HeadBasis(torch.linalg.qr(whole).Q, (dim,) * shape.kv_heads)
-
-        return LayerBasis(drawn(shape.key_dim), drawn(shape.value_dim))
-
-
 @pytest.mark.parametrize("name", ["windows", "windows first", "convolutions"])
 def test_a_basis_is_that_of_stored_layers_folded_or_not(name) -> None:
-    model, policy = made(name), Rotated()
+    model, policy = made(name), Wide()
     want = answered(model, own(model))
     expect_same(answered(model, CompressedCache(model, policy)), want, near=1e-4)
     with Fold(model, policy):
@@ -412,11 +391,11 @@ def test_a_basis_is_that_of_stored_layers_folded_or_not(name) -> None:
 
 def test_the_layer_of_an_operation_is_that_of_the_model() -> None:
     with pytest.raises(UnsupportedModelError, match="before o_proj of layer 3 "):
-        Fold(made("gated, linear"), Rotated())
+        Fold(made("gated, linear"), Wide())
 
 
 def test_a_basis_is_not_folded_where_layers_read_the_values_of_others() -> None:
-    model, policy = made("shared, not cut"), Rotated()
+    model, policy = made("shared, not cut"), Wide()
     with pytest.raises(UnsupportedModelError, match="layers that read the values of others"):
         Fold(model, policy)
     want = answered(model, own(model))

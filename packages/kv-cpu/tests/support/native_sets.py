@@ -1,4 +1,4 @@
-"""The instruction sets whose kernels are tested: all that run here, or those that are asked for."""
+"""Instruction sets under test: all that the CPU supports, or those named in KV_CPU_TESTED."""
 
 import os
 from typing import Final

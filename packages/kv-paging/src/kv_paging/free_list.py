@@ -100,7 +100,7 @@ def together(held: Int[Tensor, " n"], pages: int, fewer: int) -> Moves:
     return Moves(source, target, ids, free)
 
 
-def apart(free: Int[Tensor, " f"], pages: Int[Tensor, " n"], every: int) -> Moves:
+def moved_out(free: Int[Tensor, " f"], pages: Int[Tensor, " n"], every: int) -> Moves:
     """Plan to move what `pages` hold to free pages outside of them.
 
     Args:

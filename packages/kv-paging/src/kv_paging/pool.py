@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
-from kv_paging.free_list import FreeList, apart, together
+from kv_paging.free_list import FreeList, moved_out, together
 from kv_paging.moves import copy_pages
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
@@ -288,7 +288,7 @@ class PagePool:
             PoolExhausted: fewer other pages are free than held ones would move; nothing has
                 changed.
         """
-        plan = apart(self.ring.first(self._look()), pages.long(), self.capacity)
+        plan = moved_out(self.ring.first(self._look()), pages.long(), self.capacity)
         copy_pages(self._data, plan.source, plan.target)
         self._least = len(plan.free)
         count = torch.full_like(self.ring.count, self._least)

@@ -22,11 +22,11 @@ from kv_paging import PagePool
 from kv_policy import CacheShape, KVPolicy
 from kv_runtime import Account, Bases, Layout, PolicyCache, RequestBatch, RequestRows, RequestStep
 from kv_runtime.batch import Batch
+from kv_serve.vllm.block_source import SharedPool
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.scheduler_state import SchedulerState
 from kv_serve.vllm.spec import PagedManager, PagedSpec
-from kv_serve.vllm.supply import SharedPool
 from kv_serve.vllm.worker import Worker
 
 POISON: Final = 0xFF
@@ -40,14 +40,17 @@ def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> A
     return Account.of(Layout.of(policy, shape, bases, block_tokens), block_tokens)
 
 
-def manager_of(account: Account, blocks: int, caching: bool = False) -> PagedManager:
-    """Create our manager over a pool of `blocks` blocks, of which vLLM reserves one."""
+def manager_of(
+    account: Account, blocks: int, caching: bool = False, kept: bool = False
+) -> PagedManager:
+    """Create our manager over a pool of `blocks` blocks, and one that vLLM reserves."""
     spec = PagedSpec(
         block_size=account.block_tokens,
         num_kv_heads=1,
         head_size=1,
         dtype=torch.uint8,
         account=account,
+        kept=kept,
     )
     pool = BlockPool(blocks + 1, caching, account.block_tokens)
     return PagedManager(
@@ -118,8 +121,8 @@ class Engine:
         self.account = account_of(self.policy, self.shape, self.block_tokens)
         shared, each = bool(self.others), self.account.block_pages
         self.blocks += self.others
-        self.manager = manager_of(self.account, self.blocks + shared)
-        self.manager.lead((), shared=shared)
+        self.manager = manager_of(self.account, self.blocks + shared, kept=shared)
+        self.manager.lead(())
         self.state = SchedulerState(self.policy, self.manager, 10**6)
         # No spare pages, plus a scratch page; of a shared pool all blocks are there, with the null
         # block and the last, each with a part in the region of every layer.
@@ -377,20 +380,20 @@ class Engine:
 
     def _foreign_pages(self) -> int:
         """Count the pages that are not in blocks of requests, nor in idle ones, nor the last."""
-        supply = self.manager.supply
-        if not isinstance(supply, SharedPool):
+        source = self.manager.source
+        if not isinstance(source, SharedPool):
             return 0
-        ours = supply.owned + len(supply.idle) + 1
+        ours = source.owned + len(source.idle) + 1
         return self.worker.pool.capacity - (ours * self.account.block_pages - 1)
 
     def check_blocks(self) -> None:
         """Assert that every block is free, idle, or owned by exactly one running request."""
-        pool, supply = self.manager.block_pool, self.manager.supply
+        pool, source = self.manager.block_pool, self.manager.source
         owned = [b.block_id for a in self.running for b in self.manager.owned(a.request_id)]
-        if isinstance(supply, SharedPool):
-            assert supply.owned == len(owned)
-            moving = [block for blocks in supply.moving.values() for block in blocks]
-            owned += [b.block_id for b in (*supply.idle, *moving, *self.held_by_others)]
+        if isinstance(source, SharedPool):
+            assert source.owned == len(owned)
+            moving = [block for blocks in source.moving.values() for block in blocks]
+            owned += [b.block_id for b in (*source.idle, *moving, *self.held_by_others)]
         assert len(set(owned)) == len(owned)
         assert pool.null_block.block_id not in owned
         assert all(pool.blocks[i].ref_cnt == 1 for i in owned)

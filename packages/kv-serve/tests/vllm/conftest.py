@@ -156,8 +156,10 @@ def manager_of() -> Callable[..., "PagedManager"]:
 
     account = functools.cache(account_of)
 
-    def made(policy: "KVPolicy", shape: "CacheShape", blocks: int) -> "PagedManager":
-        return manager_of(account(policy, shape), blocks)
+    def made(
+        policy: "KVPolicy", shape: "CacheShape", blocks: int, kept: bool = False
+    ) -> "PagedManager":
+        return manager_of(account(policy, shape), blocks, kept=kept)
 
     return made
 

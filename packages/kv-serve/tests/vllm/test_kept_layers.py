@@ -29,6 +29,21 @@ EXPERTS = {
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": GEMMA3,
+    "gemma3n": (  # the last two layers read the keys and values of the two before
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 48,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 256,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4": (
         "Gemma4ForCausalLM",
         "gemma4_text",
@@ -131,6 +146,7 @@ def asked() -> list[list[int]]:
         "gpt_oss",
         "granite4",
         "llama4",
+        pytest.param("gemma3n", marks=pytest.mark.slow),
         pytest.param("gemma4", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),
@@ -248,9 +264,13 @@ def groups(engine: "LLM") -> set[int]:
     return {group.kv_cache_spec.block_size for group in found}
 
 
-@pytest.mark.parametrize(("policy", "token_bytes"), [("k8v8", 72), ("k8v4", 56)])
+# A token in pages has a score and a position besides; a quarter of the tokens is kept.
+@pytest.mark.parametrize(
+    ("policy", "token_bytes"),
+    [("k8v8", 72), ("k8v4", 56), ("kv-compress:rate=4+k8v4", (56 + 8) / 4)],
+)
 def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
-    start: Start, drawn: Callable[..., str], policy: str, token_bytes: int
+    start: Start, drawn: Callable[..., str], policy: str, token_bytes: float
 ) -> None:
     memory, longest, step, window = 1 << 24, 1 << 15, 256, 48
     own = options(
@@ -266,26 +286,6 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
     # A window holds what a step adds, too, and rarely begins with a block.
     windows = 2 * heads * stock * BLOCK * (-(-(window - 1 + step) // BLOCK) + 1)
     request = 2 * heads * token_bytes * longest + windows
-    formula = memory * longest / request
-    assert 0.97 * formula <= stated <= formula
-
-
-def test_capacity_with_pages_is_that_of_kept_tokens_beside_windows(
-    start: Start, drawn: Callable[..., str]
-) -> None:
-    memory, longest, step, window, rate = 1 << 24, 1 << 15, 256, 48, 4
-    own = options(
-        dtype="bfloat16",
-        kv_cache_memory_bytes=memory,
-        max_model_len=longest,
-        max_num_batched_tokens=step,
-        load_format="dummy",
-    )
-    with start(drawn("gemma3", weights=False), f"kv-compress:rate={rate}+k8v4", **own) as engine:
-        stated = engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-    heads, stock, beside = 2, 128, 8  # bytes of a score and a position
-    windows = 2 * heads * stock * BLOCK * (-(-(window - 1 + step) // BLOCK) + 1)
-    request = 2 * heads * (56 + beside) * longest / rate + windows
     formula = memory * longest / request
     assert 0.97 * formula <= stated <= formula
 
@@ -323,5 +323,24 @@ def test_what_does_not_work_beside_kept_layers_is_refused(
     with (
         pytest.raises(UnservableError, match=reason),
         start(drawn(name, weights=False), policy, **own),
+    ):
+        pass
+
+
+def test_readers_of_a_layer_before_the_last_are_refused_in_pages(
+    start: Start, drawn: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model that vLLM has today is like this."""
+    from kv_serve.vllm import reader
+    from kv_serve.vllm.config import UnservableError
+
+    layers = reader.attention_layers
+    monkeypatch.setattr(reader, "attention_layers", lambda config: [*layers(config), None])
+    model, own = drawn("gemma4_shared", weights=False), options(load_format="dummy")
+    with start(model, "k8v4", **own):
+        pass
+    with (
+        pytest.raises(UnservableError, match="this kv_policy needs the last of these to be read"),
+        start(model, "snapkv:budget=64", **own),
     ):
         pass

@@ -1,5 +1,8 @@
 """The attention backend that vLLM calls: block sizes, step metadata and a layer's attention."""
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -92,6 +95,12 @@ def bound(
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
+def argument(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Return an argument that vLLM passes to an implementation; None if it passes none."""
+    _, *names = signature(LayerImpl.__init__).parameters
+    return (dict(zip(names, given, strict=False)) | {**named}).get(name)
+
+
 class LayerImpl(AttentionImpl[SlotStep | RequestRows]):
     """What the layers with full attention have in common under a policy."""
 
@@ -143,6 +152,41 @@ class LayerImpl(AttentionImpl[SlotStep | RequestRows]):
         name = backend_of(self.config)
         return storage.layer(index, self.scale, name, self.softcap, sinks)
 
+    @abstractmethod
+    def attend(
+        self,
+        query: Tensor,
+        key: Any,  # None, like the value, in a layer without keys
+        value: Any,
+        kv_cache: Tensor,
+        step: SlotStep | RequestRows,
+        output: Tensor,
+    ) -> None:
+        """Write the attention of a step's tokens to `output`; shapes as in `SlotLayer`."""
+        ...
+
+    def skip(self, query: Tensor, key: Any) -> None:
+        """Do nothing in a run without a cache: vLLM's profiling, or ours for ropes."""
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Any,  # None, like the value, in a layer without keys
+        value: Any,
+        kv_cache: Tensor,
+        attn_metadata: SlotStep | RequestRows | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in a step, and return `output`; zeros in a run without a cache."""
+        if attn_metadata is None:
+            self.skip(query, key)
+            return output.zero_()
+        self.attend(query, key, value, kv_cache, attn_metadata, output)
+        return output
+
 
 class PagedImpl(UnderPolicy, LayerImpl):
     """Attention of one layer that stores keys and values under the policy."""
@@ -193,25 +237,22 @@ class PagedImpl(UnderPolicy, LayerImpl):
         self.index = index
         self.layer = self.attention(layer.attn_backend.storage, index)
 
-    def forward(
+    def attend(
         self,
-        layer: torch.nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: SlotStep | RequestRows | None,
+        step: SlotStep | RequestRows,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Store the new tokens and write their attention to `output`; shapes as in `SlotLayer`."""
-        if attn_metadata is None:  # vLLM's profiling run has no cache, nor has ours for ropes
-            if self.seen is not None:
-                self.seen.append(torch.cat((query, key), dim=1))
-            return output.zero_()
+    ) -> None:
+        """Store the new tokens and write their attention to `output`."""
         if self.readers:  # a compiled model reuses a layer's memory after its attention
             self.fresh = key, value = key.clone(), value.clone()
         more = self.readers > 0
-        self.layer.forward(query, key, value, kv_cache, attn_metadata, output, more=more)
-        return output
+        self.layer.forward(query, key, value, kv_cache, step, output, more=more)
+
+    def skip(self, query: Tensor, key: Tensor) -> None:
+        """Record queries and keys, while ropes are found."""
+        if self.seen is not None:
+            self.seen.append(torch.cat((query, key), dim=1))

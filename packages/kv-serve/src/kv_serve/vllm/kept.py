@@ -7,6 +7,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from kv_serve.vllm.backend import argument
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import KEY
 from kv_serve.vllm.reader import FullImpl
@@ -50,6 +51,6 @@ class CpuImpl(FullImpl):
 
     def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:
         """Return an implementation for a layer; vLLM passes the arguments."""
-        window = given[5] if len(given) > 5 else named.get("sliding_window")
+        window = argument("sliding_window", given, named)
         whole = is_whole(get_current_vllm_config(), window)
         return super().__new__(cls, *given, **named) if whole else KeptImpl(*given, **named)

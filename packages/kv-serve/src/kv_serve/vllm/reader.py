@@ -7,10 +7,11 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl
 
 from kv_runtime import RequestRows, SlotStep
-from kv_serve.vllm.backend import LayerImpl, PagedImpl
+from kv_serve.vllm.backend import LayerImpl, PagedImpl, argument
 from kv_serve.vllm.config import UnservableError
-
-TARGET = 9  # of the arguments of an implementation, the name of the layer that stores
+from kv_serve.vllm.names import KEY
+from kv_serve.vllm.shape import attention_layers
+from kv_serve.vllm.storage import BilledPages
 
 
 class ReaderImpl(LayerImpl):
@@ -37,32 +38,34 @@ class ReaderImpl(LayerImpl):
                 f"and scale {mine} instead of {its}; a kv_policy needs equal ones"
             )
         own.attn_backend = layers[self.target].attn_backend
+        storage = own.attn_backend.storage
+        last = len(attention_layers(self.config)) - 1
+        if isinstance(storage, BilledPages) and stores.index != last:
+            raise UnservableError(
+                f"a layer reads the keys of {self.target}, and later layers store keys of their "
+                f"own; this {KEY} needs the last of these to be read: use one with one format for "
+                "all tokens, such as k8v4"
+            )
         self.stores, self.place = stores, stores.readers
-        self.layer = self.attention(own.attn_backend.storage, stores.index)
+        self.layer = self.attention(storage, stores.index)
         stores.readers += 1
 
-    def forward(
+    def attend(
         self,
-        layer: torch.nn.Module,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor,
-        attn_metadata: SlotStep | RequestRows | None,
+        step: SlotStep | RequestRows,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> None:
         """Write the attention to the target's tokens to `output`."""
-        if attn_metadata is None:
-            return output.zero_()
         assert self.stores.fresh is not None, "the target attends first"
         more = self.place + 1 < self.stores.readers
         fresh = self.stores.fresh
-        self.layer.forward(query, *fresh, kv_cache, attn_metadata, output, stored=True, more=more)
+        self.layer.forward(query, *fresh, kv_cache, step, output, stored=True, more=more)
         if not more:
             self.stores.fresh = None
-        return output
 
 
 class FullImpl(PagedImpl):
@@ -70,5 +73,5 @@ class FullImpl(PagedImpl):
 
     def __new__(cls, *given: Any, **named: Any) -> AttentionImpl:
         """Return an implementation for a layer; vLLM passes the arguments."""
-        target = given[TARGET] if len(given) > TARGET else named.get("kv_sharing_target_layer_name")
+        target = argument("kv_sharing_target_layer_name", given, named)
         return super().__new__(cls) if target is None else ReaderImpl(*given, **named)

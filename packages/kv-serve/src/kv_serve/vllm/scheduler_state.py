@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from kv_policy import Budget, KVPolicy, complete
 from kv_runtime import RequestStep, chunk_budget, kept_tokens
+from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.requests import requested_budget
 from kv_serve.vllm.spec import PagedManager
@@ -53,11 +54,19 @@ class SchedulerState:
             others: blocks that the longest request needs in layers that vLLM keeps.
 
         Raises:
-            UnservableError: the pool is too small for a prompt of `longest` tokens.
+            UnservableError: the pool is too small for a prompt of `longest` tokens, or prefixes
+                would be found in other layers alone.
         """
         every = managers.coordinator.single_type_managers
         manager, *followers = [each for each in every if isinstance(each, PagedManager)]
-        manager.lead(followers, shared=len(followers) + 1 < len(every))
+        kept = len(followers) + 1 < len(every)
+        assert kept == manager.kv_cache_spec.kept, "blocks are sized for all layers"
+        if kept and managers.enable_caching:
+            raise UnservableError(
+                "prefix caching is enabled, but prefixes would be found in layers that vLLM keeps "
+                "and not in pages; set enable_prefix_caching to false"
+            )
+        manager.lead(followers)
         manager.expect_room(longest, chunk_budget(policy), others)
         book = cls(policy, manager, longest, others)
         book._warn_if_idle(longest)
@@ -112,7 +121,7 @@ class SchedulerState:
         First those that no request owns, then by compression, unless the workers have just
         compressed. KV-Compress, section 4.2.3: compress again when memory is short.
         """
-        if self.manager.supply.hurry():
+        if self.manager.source.reclaim():
             return True
         selector = self.policy.selector
         if selector is None or not complete(selector).replan.short or self.answered:
@@ -138,12 +147,12 @@ class SchedulerState:
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
         return StepMetadata(
-            self.step, requests, gone, short, self.manager.supply.changes(self.step)
+            self.step, requests, gone, short, self.manager.source.changes(self.step)
         )
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
-        freed = self.manager.supply.moved(reports.step)
+        freed = self.manager.source.free_moved(reports.step)
         for request, told in reports.told.items():
             if self.known.get(request, reports.step + 1) <= reports.step:  # has not restarted
                 freed += self.manager.told(request, told.pages, told.computed)

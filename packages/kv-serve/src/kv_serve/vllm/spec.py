@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
+from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
-from kv_serve.vllm.supply import BlockSupply, OwnPool, SharedPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +88,23 @@ class PagedManager(FullAttentionManager):
         """Create the manager; vLLM passes the arguments."""
         super().__init__(kv_cache_spec, **options)
         self.account = kv_cache_spec.block
-        self.supply: BlockSupply = OwnPool(self.block_pool)
+        self.source: BlockSource = OwnPool(self.block_pool)
+        self._kept = kv_cache_spec.kept
         self._leader: PagedManager | None = None  # None: this is the manager of our first group
         self._owned: dict[str, _Owned] = {}
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
 
-    def lead(self, others: Sequence["PagedManager"], *, shared: bool) -> None:
+    def lead(self, others: Sequence["PagedManager"]) -> None:
         """Allocate for all groups of our layers; called once, before the first request.
 
         Args:
             others: the managers of the other groups, all later than this one.
-            shared: whether layers that vLLM keeps use the pool, too.
         """
         for each in others:
             each._leader = self
-        if shared:
-            self.supply = SharedPool(self.block_pool)
+        if self._kept:
+            self.source = SharedPool(self.block_pool)
 
     def expect_room(self, longest: int, kept: int | None, others: int = 0) -> None:
         """Raise if a request of `longest` tokens could never be scheduled.
@@ -116,15 +116,16 @@ class PagedManager(FullAttentionManager):
         Raises:
             UnservableError: the pool is too small.
         """
-        needed, there = self.blocks_for(longest, kept=kept), self.supply.most - others
+        needed, there = self.blocks_for(longest, kept=kept), self.source.most - others
         if needed > there:
-            fits = longest * there // needed
+            fits = max(1, longest * there // needed)
             when, less = "until it is compressed", f"max_model_len of about {fits}"
             if kept is not None:
                 when, less = f"for a budget of {kept} tokens per head", "smaller budget"
+            beside = f" beside the {others} of other layers" if others else ""
             raise UnservableError(
-                f"a request of {longest} tokens takes {needed} blocks {when}, but only {there} "
-                f"exist; give vLLM more KV memory or a {less}"
+                f"a request of {longest} tokens takes {needed} blocks {when}, but only "
+                f"{max(0, there)} exist{beside}; give vLLM more KV memory or a {less}"
             )
 
     def blocks_for(
@@ -145,7 +146,7 @@ class PagedManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
         """Count the blocks of vLLM's pool that a request needs for `num_tokens` tokens."""
-        return 0 if self._leader else self.supply.missing(self._lacking(request_id, num_tokens))
+        return 0 if self._leader else self.source.missing(self._lacking(request_id, num_tokens))
 
     def _lacking(self, request_id: str, num_tokens: int) -> int:
         owned, kept = self._owned.get(request_id), self.kept.get(request_id)
@@ -160,7 +161,7 @@ class PagedManager(FullAttentionManager):
         """Allocate the blocks that a request needs; only its first is passed to the worker."""
         if self._leader is not None:
             return self._follow(request_id, self._leader)
-        new = self.supply.take(self._lacking(request_id, num_tokens))
+        new = self.source.allocate(self._lacking(request_id, num_tokens))
         owned = self._owned.get(request_id)
         if owned is not None:
             owned.blocks += new
@@ -180,7 +181,7 @@ class PagedManager(FullAttentionManager):
         """Remove a request, and return the blocks to be freed in vLLM's pool now."""
         super().pop_blocks_for_free(request_id)
         owned = self._owned.pop(request_id, None)
-        return [] if owned is None else self.supply.release(owned.blocks)
+        return [] if owned is None else self.source.release(owned.blocks)
 
     def cache_blocks(self, *given: Any, **options: Any) -> None:
         """Do nothing: there is no prefix caching."""
@@ -215,7 +216,7 @@ class PagedManager(FullAttentionManager):
         keep = self.blocks_for(max(owned.tokens, computed + 1), owned.told)
         surplus = owned.blocks[keep:]
         del owned.blocks[keep:]
-        self.block_pool.free_blocks(reversed(self.supply.release(surplus)))
+        self.block_pool.free_blocks(reversed(self.source.release(surplus)))
         return len(surplus)
 
 

@@ -70,7 +70,7 @@ class Worker:
         ids = self.pool.withdraw(pages)
         if ids is not None:
             self.requests.rename(ids)
-        if self.pool.poison:  # other layers multiply bytes that they have not written by 0
+        if self.pool.poison:  # NaN times an attention weight of 0 is NaN in other layers, too
             self.memory.data[pages] = 0
 
     def attend(

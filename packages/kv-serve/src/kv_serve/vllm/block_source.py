@@ -13,8 +13,8 @@ from kv_serve.vllm.messages import BlockChanges
 SPARE: Final = 32
 
 
-class BlockSupply(Protocol):
-    """Where a manager takes blocks from."""
+class BlockSource(Protocol):
+    """Where a manager allocates blocks."""
 
     @property
     def most(self) -> int:
@@ -25,8 +25,8 @@ class BlockSupply(Protocol):
         """Return how many of `count` blocks vLLM's pool must have."""
         ...
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """Take blocks; the pool has those that are missing."""
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """Allocate blocks; the pool has those that are missing."""
         ...
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -37,11 +37,11 @@ class BlockSupply(Protocol):
         """Begin a step; return the changes of the blocks that may hold pages."""
         ...
 
-    def moved(self, step: int) -> int:
+    def free_moved(self, step: int) -> int:
         """Free the blocks that a step's workers moved pages out of; return their number."""
         ...
 
-    def hurry(self) -> bool:
+    def reclaim(self) -> bool:
         """Ask for all idle blocks in the next step; return whether vLLM's pool will have more."""
         ...
 
@@ -61,8 +61,8 @@ class OwnPool:
         """Return `count`."""
         return count
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """Take blocks from the pool."""
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """Allocate blocks from the pool."""
         return list(self.pool.get_new_blocks(count)) if count else []
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -73,11 +73,11 @@ class OwnPool:
         """Return no changes."""
         return BlockChanges()
 
-    def moved(self, step: int) -> int:
+    def free_moved(self, step: int) -> int:
         """Free nothing."""
         return 0
 
-    def hurry(self) -> bool:
+    def reclaim(self) -> bool:
         """Return False: no block is idle."""
         return False
 
@@ -97,15 +97,15 @@ class SharedPool:
     owned: int = 0  # blocks of requests
     idle: list[KVCacheBlock] = field(default_factory=list)
     moving: dict[int, list[KVCacheBlock]] = field(default_factory=dict)  # by step
-    _taken: list[int] = field(default_factory=list)  # since the last step
-    _left: list[int] = field(default_factory=list)  # since the last step
-    _hurried: bool = False
+    _taken: set[int] = field(default_factory=set)  # since the last step
+    _left: set[int] = field(default_factory=set)  # since the last step
+    _reclaimed: bool = False
 
     def __post_init__(self) -> None:
         """Take the last block."""
         last = self.pool.blocks[-1]
         self.pool.touch([last])
-        self._taken.append(last.block_id)
+        self._taken.add(last.block_id)
 
     @property
     def most(self) -> int:
@@ -116,11 +116,11 @@ class SharedPool:
         """Return how many of `count` blocks are not idle."""
         return max(0, count - len(self.idle))
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """Take idle blocks, and those that are missing from the pool."""
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """Allocate idle blocks, and those that are missing from the pool."""
         missing = self.missing(count)
         new = list(self.pool.get_new_blocks(missing)) if missing else []
-        self._taken += [block.block_id for block in new]
+        self._taken |= {block.block_id for block in new}
         at = len(self.idle) - (count - missing)
         found, self.idle = self.idle[at:], self.idle[:at]
         self.owned += count
@@ -133,31 +133,29 @@ class SharedPool:
         if self.owned:
             return []
         freed, self.idle = self.idle, []
-        for number in (block.block_id for block in freed):
-            if number in self._taken:  # workers do not know it
-                self._taken.remove(number)
-            else:
-                self._left.append(number)
+        numbers = {block.block_id for block in freed}
+        self._left |= numbers - self._taken  # workers do not know the others
+        self._taken -= numbers
         return freed
 
     def changes(self, step: int) -> BlockChanges:
         """Return the changes since the last step, and idle blocks to move pages out of."""
-        stay = 0 if self._hurried else self.owned // SPARE
+        stay = 0 if self._reclaimed else self.owned // SPARE
         leaving, self.idle = self.idle[stay:], self.idle[:stay]
         if leaving:
             self.moving[step] = leaving
-        taken, self._taken = tuple(self._taken), []
-        left, self._left, self._hurried = tuple(self._left), [], False
+        taken, self._taken = tuple(sorted(self._taken)), set()
+        left, self._left, self._reclaimed = tuple(sorted(self._left)), set(), False
         return BlockChanges(left, taken, tuple(block.block_id for block in leaving))
 
-    def moved(self, step: int) -> int:
+    def free_moved(self, step: int) -> int:
         """Free the blocks that workers moved pages out of, up to a step."""
         done = [each for each in self.moving if each <= step]
         blocks = [block for each in done for block in self.moving.pop(each)]
         self.pool.free_blocks(blocks)
         return len(blocks)
 
-    def hurry(self) -> bool:
+    def reclaim(self) -> bool:
         """Ask for all idle blocks; return whether any is idle or on its way."""
-        self._hurried = bool(self.idle)
-        return self._hurried or bool(self.moving)
+        self._reclaimed = bool(self.idle)
+        return self._reclaimed or bool(self.moving)
