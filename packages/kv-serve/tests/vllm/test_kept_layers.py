@@ -29,6 +29,15 @@ EXPERTS = {
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": GEMMA3,
+    "gemma3_full": (  # vLLM divides the layers of full attention into three groups
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": [*MIXED, "full_attention", "full_attention", "full_attention"],
+            "sliding_window": 48,
+        },
+    ),
     "gemma3n": (  # the last two layers read the keys and values of the two before
         "Gemma3nForCausalLM",
         "gemma3n_text",
@@ -142,6 +151,7 @@ def asked() -> list[list[int]]:
     "name",
     [
         "gemma3",
+        "gemma3_full",
         "gemma4_shared",
         "gpt_oss",
         "granite4",

@@ -89,7 +89,6 @@ class PagedManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **options)
         self.account = kv_cache_spec.block
         self.source: BlockSource = OwnPool(self.block_pool)
-        self._kept = kv_cache_spec.kept
         self._leader: PagedManager | None = None  # None: this is the manager of our first group
         self._owned: dict[str, _Owned] = {}
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
@@ -103,7 +102,7 @@ class PagedManager(FullAttentionManager):
         """
         for each in others:
             each._leader = self
-        if self._kept:
+        if self.kv_cache_spec.kept:
             self.source = SharedPool(self.block_pool)
 
     def expect_room(self, longest: int, kept: int | None, others: int = 0) -> None:
