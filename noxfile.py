@@ -63,7 +63,8 @@ PEERS = BENCHMARKS / "peers"  # other projects that benchmarks compare with
 def tests(session: nox.Session, package: str) -> None:
     """Run the tests of one package with only its declared dependencies, or those across packages.
 
-    Our packages in its extras are installed too; `wheel` leaves them out.
+    Our packages in its extras are installed too; `wheel` leaves them out. Shapes are checked in
+    the package itself, as those of others are in their own sessions, and across packages in all.
     """
     if package == ACROSS:
         install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model"))
@@ -75,7 +76,7 @@ def tests(session: nox.Session, package: str) -> None:
         wanted = {package} | declared(package, tests=True) | declared_by_extras(package)
         check_siblings(session, wanted)
         sources = ("--doctest-modules", f"packages/{package}/src")
-        pytest(session, f"packages/{package}/tests", *sources)
+        pytest(session, f"packages/{package}/tests", *sources, checked=[package])
 
 
 @nox.session
@@ -316,4 +317,5 @@ def vllm(session: nox.Session) -> None:
     """Run the tests of the vLLM plugin inside a stock vLLM on the CPU."""
     install_vllm(session, groups=("test", "model"))
     # By default xdist schedules files with few tests last, but those take longest here.
-    pytest(session, *(f"packages/{name}/tests/vllm" for name in HOSTS), "--no-loadscope-reorder")
+    folders = (f"packages/{name}/tests/vllm" for name in HOSTS)
+    pytest(session, *folders, "--no-loadscope-reorder", checked=HOSTS)

