@@ -54,6 +54,7 @@ Row = dict[str, object]
 # percentage of the bytes.
 COLUMNS: Final = {25: (1080, 1420), 12: (520, 672), 6: (250, 320), 3: (120, 144)}
 CHANNEL: Final = "k4v4:keys=channel"
+LONG_TIMES: Final = 4  # of 2,000 tokens, while the gate was fitted on texts of 900
 SHARE: Final = 0.3  # of the tokens of other texts that a threshold keeps, beside the newest 64
 OTHERS: Final = ("kv-compress", "snapkv", "expected-attention", "kvzip")
 
@@ -75,6 +76,9 @@ def policies() -> dict[str, str]:
             called = name.replace("-", "_")
             found[f"{called}_{percent}"] = f"{name}:budget={fewer_bits}+{CHANNEL}"
             found[f"{called}_k8v4_{percent}"] = f"{name}:budget={tokens}+k8v4"
+    most = LONG_TIMES * COLUMNS[12][1]  # of prompts that are so many times as long
+    found["gate_long_12"] = gate(most, CHANNEL, ",recent=64")
+    found["kv_compress_long_12"] = f"kv-compress:budget={most}+{CHANNEL}"
     found["gate_share_12"] = f"gate:file={GATE},share={SHARE},recent=64+{CHANNEL}"
     return {name: str(parse(spec)) for name, spec in found.items()}
 
@@ -107,6 +111,8 @@ AFTER: Final = (
     "kv_compress_12",
     "kvzip_12",
 )
+SMALL: Final = ("gate_3", "gate_recent_3", "gate_k8v4_3", "expected_attention_12")
+LONG: Final = ("gate_long_12", "kv_compress_long_12")
 NATS: Final = (
     "gate_12",
     "gate_recent_12",
@@ -121,6 +127,7 @@ def full_size(samples: int) -> Size:
     plan = Plan(chosen(*AFTER), ("needle",), ("agnostic",), length=2000, samples=samples, seed=4242)
     aware = replace(plan, policies=chosen(*AWARE), settings=("aware",))
     more = replace(plan, policies=chosen(*MORE))
+    small = replace(more, policies=chosen(*SMALL))
     few = chosen("gate_12", "gate_k8v4_12", "kv_compress_12", "kvzip_12")
     return Size(
         {
@@ -130,6 +137,9 @@ def full_size(samples: int) -> Size:
             "multikey-aware": replace(aware, tasks=("multikey",)),
             "needle-more": more,
             "multikey-more": replace(more, tasks=("multikey",)),
+            "needle-small": small,
+            "multikey-small": replace(small, tasks=("multikey",)),
+            "needle-long": replace(more, policies=chosen(*LONG), length=2000 * LONG_TIMES),
             "nll": replace(
                 plan, tasks=("nll",), policies=chosen(*NATS), samples=32, continuation=64, batch=8
             ),
@@ -162,7 +172,7 @@ def cells(loaded: LoadedModel, plan: Plan, journal: Journal) -> Iterator[Row]:
             yield {
                 "kind": "cell",
                 "name": names[spec],
-                "task": task,
+                "task": task if plan.length < 2000 * LONG_TIMES else f"{task}-long",
                 "setting": setting,
                 "policy": spec,
                 "samples": len(scores),
@@ -246,6 +256,12 @@ NAMED: Final = {
     "kv_compress_12": "12_kv_compress",
     "kv_compress_k8v4_12": "12_kv_compress_k8v4",
     "snapkv_12": "12_snapkv",
+    "gate_3": "3",
+    "gate_recent_3": "3_recent_64",
+    "gate_k8v4_3": "3_k8v4",
+    "expected_attention_12": "12_expected_attention",
+    "gate_long_12": "12",
+    "kv_compress_long_12": "12_kv_compress",
     "kvzip_12": "12_kvzip",
 }
 
