@@ -157,7 +157,10 @@ def test_a_registered_backend_that_cannot_be_loaded_is_passed_over_with_a_reason
     assert list(choice.passed_over) == ["cpu", "other"]
     for name, reason in choice.passed_over.items():
         assert f"the backend '{name}' of nowhere_at_all cannot be loaded" in reason
-    assert list(choose_backend("cuda").passed_over) == ["other"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        assert list(choose_backend("cuda").passed_over) == ["triton", "other"]
 
 
 @pytest.mark.parametrize("name", ["reference", "torch", "triton"])
@@ -173,7 +176,7 @@ def test_a_registration_by_the_name_of_a_built_in_backend_is_ignored(registered,
     (said,) = caplog.records
     assert said.name == "kv_attention"
     assert f"the backend '{name}' that nowhere_at_all registers is ignored" in said.getMessage()
-    assert (found[name].about, found[name].preferred) == (own.about, False)
+    assert (found[name].about, found[name].preferred) == (own.about, own.preferred)
     assert choose_backend("cpu").passed_over.keys() == {"cpu"}
 
 
@@ -192,11 +195,31 @@ def with_native(patch, reason):
     patch.setattr("kv_attention.backends.all_backends", lambda: {**found, "cpu": native})
 
 
+def with_triton(patch, reason):
+    """Let Triton kernels be available, or unavailable for a reason."""
+    found = all_backends()
+    triton = replace(found["triton"], missing=lambda: reason)
+    patch.setattr("kv_attention.backends.all_backends", lambda: {**found, "triton": triton})
+
+
+@pytest.mark.parametrize(("capability", "works"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_kernels_need_a_gpu_of_a_certain_age(monkeypatch, capability, works):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    ages = [(9, 0), capability]  # the oldest of all counts
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda i: ages[i])
+    said = all_backends()["triton"].missing()
+    assert said == (None if works else "a GPU has compute capability 7.5, and kernels need 8.0")
+
+
 def test_the_fastest_backend_for_a_device_is_chosen():
     with pytest.MonkeyPatch.context() as patch:
         with_native(patch, None)
         assert choose_backend("cpu") == BackendChoice("cpu", {})
-        assert choose_backend(torch.device("cuda", 1)) == BackendChoice("torch", {})
+        for reason, name in (("too old", "torch"), (None, "triton")):
+            with_triton(patch, reason)
+            assert choose_backend(torch.device("cuda", 1)).name == name
         with_native(patch, "it was not built")
         assert choose_backend("cpu") == BackendChoice("torch", {"cpu": "it was not built"})
         assert choose_backend("meta") == BackendChoice("torch", {})

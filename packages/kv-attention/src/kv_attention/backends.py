@@ -15,6 +15,7 @@ from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Scored
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
+from kv_policy.interpreter import interpreted
 
 log = logging.getLogger("kv_attention")
 
@@ -57,10 +58,12 @@ def all_backends() -> Mapping[str, Backend]:
         Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
         Backend(
             "triton",
-            "kernels for GPUs, torch otherwise; only by name, as not timed on a GPU yet",
+            "kernels for GPUs, torch for passes that they do not support",
             lambda: gpu.attend,
             interpreter.missing,
-            ("cuda",),
+            devices=("cuda",),
+            preferred=True,
+            tried=True,
         ),
     )
     own = {each.name: each for each in every}
@@ -105,7 +108,8 @@ def check_backend(name: str, device: torch.device | str) -> None:
     """
     load_backend(name)
     kind, backend = torch.device(device).type, all_backends()[name]
-    if not backend.supports(kind):
+    anywhere = interpreted() and "cuda" in backend.devices  # as Triton's interpreter runs
+    if not (backend.supports(kind) or anywhere):
         devices = ", ".join(backend.devices)
         raise ValueError(f"backend {name!r} supports tensors on {devices}; these are on {kind}")
 

@@ -167,12 +167,13 @@ def page_kernels_of(backend: str) -> str:
 
 
 def _preferred(device: torch.device) -> list[str]:
-    # Triton kernels are only selected by name, until their speed on a GPU has been measured.
-    return [
+    on_gpu = device.type == "cuda" and _missing("triton") is None
+    registered = [
         each.name
         for each in _registered().values()
         if each.preferred and each.page_kernels is not None and each.supports(device.type)
     ]
+    return ["triton", *registered] if on_gpu else registered
 
 
 def _registered() -> dict[str, Backend]:

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+LEAST: Final = (8, 0)  # compute capability: bfloat16 products and asynchronous copies
 SWITCH: Final = "TRITON_INTERPRET"  # set before the import of triton, it runs kernels without a GPU
 
 
@@ -18,6 +19,11 @@ def missing() -> str | None:
     """Return why Triton kernels cannot run here; None if they can."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    if not torch.cuda.is_available() and not interpreted():
+    if interpreted():
+        return None
+    if not torch.cuda.is_available():
         return f"torch finds no GPU, and {SWITCH} is not set"
+    found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    if found < LEAST:
+        return f"a GPU has compute capability {found[0]}.{found[1]}, and kernels need 8.0"
     return None

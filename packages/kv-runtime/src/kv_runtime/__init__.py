@@ -15,6 +15,7 @@ from kv_runtime.backends import (
     expect_known,
     remedy,
     serving,
+    tried_backend,
 )
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
@@ -88,5 +89,6 @@ __all__ = [
     "request_pages",
     "same_maps",
     "serving",
+    "tried_backend",
     "widened",
 ]

@@ -8,7 +8,9 @@ from typing import Final
 import torch
 
 from kv_attention import all_backends, check_backend, choose_backend, load_backend
+from kv_policy import CacheShape, KVPolicy
 from kv_policy.installing import checkout_of, install_command
+from kv_runtime.self_check import Trial, failure
 
 AUTO: Final = "auto"
 COMPILED: Final = ", which compiles it and needs a C++20 compiler"
@@ -44,6 +46,27 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     for faster, reason in choice.passed_over.items():
         _say(choice.name, faster, reason)
     return choice.name
+
+
+def tried_backend(
+    device: torch.device, name: str, policy: KVPolicy, shape: CacheShape, page_tokens: int
+) -> str:
+    """Return the name of the backend for a cache, which must pass a trial if nobody named it.
+
+    A `Backend.tried` that `auto` chooses is compared with torch, once for the same use in a
+    process. If it fails, the logger `kv_runtime` reports how, and torch is used.
+
+    Raises:
+        ValueError: as `backend_for`.
+    """
+    chosen = backend_for(device, name)
+    if name != AUTO or not all_backends()[chosen].tried:
+        return chosen
+    reason = failure(Trial(chosen, policy, shape, device, page_tokens))
+    if reason is None:
+        return chosen
+    _say("torch", chosen, f"it fails a trial under {policy}: {reason}")
+    return "torch"
 
 
 def expect_known(name: str) -> None:

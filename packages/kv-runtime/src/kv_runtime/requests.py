@@ -59,6 +59,7 @@ class RequestBatch:
         decoding: the cache of all other requests; None: no request decodes.
         names: the requests of the sequences of `decoding`.
         serials: serials of all current requests.
+        attended: whether the tokens of the step went through all layers, or there are none.
         failed: serials of failed requests that have not been freed.
     """
 
@@ -72,6 +73,7 @@ class RequestBatch:
     _parts: list[TokenRows] = field(default_factory=list)  # of the current step
     _lost: list[slice | Tensor] = field(default_factory=list)  # rows of failed requests
     _more: bool = False  # a layer of the model will read the keys of the last one
+    attended: bool = True
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class RequestBatch:
             gone: requests that finished, were cancelled or preempted.
         """
         self._steps, self._parts, self._lost, self._more = steps, [], [], False
+        self.attended = not steps
         again = (step.request for step in steps.values() if step.computed == 0)
         self._drop({*gone, *again})
         self.serials |= {step.request: step.serial for step in steps.values()}
@@ -195,6 +198,7 @@ class RequestBatch:
 
     def _close(self) -> None:
         """Join requests with a finished prefill to the decoding ones."""
+        self.attended = True
         self._expel()
         for step in self._steps.values():
             whole = step.is_prefill and not step.is_partial_prefill

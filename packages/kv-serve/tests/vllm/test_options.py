@@ -15,11 +15,11 @@ def options(*arguments: str) -> Namespace:
     return read(["some/model", *arguments])
 
 
-def applied(policy: str | None, *arguments: str) -> Namespace:
+def applied(policy: str | None, *arguments: str, backend: str | None = None) -> Namespace:
     from kv_serve.vllm.server import apply_policy
 
     given = options(*arguments)
-    apply_policy(given, policy)
+    apply_policy(given, policy, backend)
     return given
 
 
@@ -57,6 +57,31 @@ def test_a_policy_in_the_additional_config_gets_the_check_too() -> None:
 def test_two_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="--policy is k8v4 and kv_policy in --additional"):
         applied("k8v4", "--additional-config", '{"kv_policy": "k4v2"}')
+
+
+def test_a_backend_may_be_named_beside_a_policy() -> None:
+    named = ("--additional-config", '{"kv_backend": "torch"}')
+    wanted = {"kv_policy": "k8v4", "kv_backend": "torch"}
+    assert applied("k8v4", backend="torch").additional_config == wanted
+    assert applied("k8v4", *named).additional_config == wanted
+    assert applied("k8v4", *named, backend="torch").additional_config == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "backend", "config", "said"),
+    [
+        (None, "torch", "{}", "kv_backend is torch and there is no kv_policy"),
+        (None, None, '{"kv_backend": "torch"}', "kv_backend is torch and there is no kv_policy"),
+        ("k8v4", "fast", "{}", "unknown backend 'fast'; choose one of"),
+        ("k8v4", "torch", '{"kv_backend": "cpu"}', "--kv-backend is torch and kv_backend in"),
+        ("k8v4", None, '{"kv_backend": 1}', "kv_backend is 1; give the name of a backend"),
+    ],
+)
+def test_a_backend_that_means_nothing_is_refused(
+    policy: str | None, backend: str | None, config: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        applied(policy, "--additional-config", config, backend=backend)
 
 
 def test_a_policy_in_pages_names_its_connector_where_metrics_are_served() -> None:

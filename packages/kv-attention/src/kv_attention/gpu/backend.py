@@ -1,5 +1,6 @@
 """The backend `triton` of kv-attention: kernels for GPUs, torch for unsupported passes."""
 
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -54,6 +55,12 @@ def attend(inputs: AttentionInputs) -> Attended:
     """
     if declined(inputs) is not None:
         return attend_in_torch(inputs)
+    q = inputs.q
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches there
+        return _attend(inputs)
+
+
+def _attend(inputs: AttentionInputs) -> Attended:
     # A late import: only this function needs triton.
     from kv_attention.gpu.arguments import dense_part, paged_part
     from kv_attention.gpu.attention_mass import mass_of_pass, mass_of_step

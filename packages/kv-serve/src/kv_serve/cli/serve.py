@@ -21,6 +21,9 @@ Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache.
                    GGUF file in an installed package
   --policy POLICY  how the cache is compressed, for example k8v4; without it vLLM runs unmodified.
                    See `kv-serve policies`
+  --kv-backend NAME
+                   what computes attention and writes pages under a policy: torch, cpu, triton, or
+                   auto, the fastest one that works here
 
 Everything else is an option of `vllm serve`, whose own help follows; --help=all lists them all.
 """
@@ -29,6 +32,7 @@ Everything else is an option of `vllm serve`, whose own help follows; --help=all
 def serve(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL")] = None,
     policy: Annotated[str | None, typer.Option("--policy")] = None,
+    kv_backend: Annotated[str | None, typer.Option("--kv-backend")] = None,
 ) -> None:
     """Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache."""
     given = ["--help" if each == "-h" else each for each in arguments or ()]
@@ -52,7 +56,7 @@ def serve(
     if model is not None and options.served_model_name is None:
         options.served_model_name = [model]
     with refusing(ValueError):
-        apply_policy(options, policy)
+        apply_policy(options, policy, kv_backend)
     run(options)
 
 

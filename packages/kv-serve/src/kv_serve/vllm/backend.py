@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kv_policy import KVPolicy, Rope
-from kv_runtime import Outermost, RequestRows, SlotStep, needs_rotation, serving
+from kv_runtime import Outermost, RequestRows, Serving, SlotStep, needs_rotation
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
 from kv_serve.vllm.served import UnderPolicy
@@ -41,6 +41,7 @@ class PagedBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = True
     storage: ClassVar["VllmSlots | BilledPages"]
+    serving: ClassVar[Serving]
     config: ClassVar[VllmConfig]
 
     @classmethod
@@ -84,6 +85,7 @@ def bound(
     chosen: type[AttentionBackend],
     policy: KVPolicy,
     storage: VllmSlots | BilledPages,
+    serving: Serving,
     config: VllmConfig,
 ) -> type[AttentionBackend]:
     """Create the backend class for one model and one policy, from the backend that vLLM chose.
@@ -91,7 +93,8 @@ def bound(
     vLLM queries the block size from the backend class without further arguments, so the storage is
     a class attribute.
     """
-    held: dict[str, object] = {"storage": storage, "config": config, "__module__": __name__}
+    held: dict[str, object] = {"storage": storage, "serving": serving, "config": config}
+    held["__module__"] = __name__
     return type(f"PagedBackend[{policy}]", (PagedBackend, chosen), held)
 
 
@@ -141,7 +144,7 @@ class LayerImpl(AttentionImpl[SlotStep | RequestRows]):
         self.kv_cache_dtype = kv_cache_dtype
         self.target = kv_sharing_target_layer_name
 
-    def attention(self, storage: VllmSlots | BilledPages, index: int) -> Any:
+    def attention(self, backend: type[PagedBackend], index: int) -> Any:
         """Return the attention of this layer over what layer `index` under the policy stores.
 
         It takes the metadata of the storage's builder.
@@ -149,8 +152,8 @@ class LayerImpl(AttentionImpl[SlotStep | RequestRows]):
         sinks = self.sinks
         if sinks is not None:
             sinks = sinks.detach().unflatten(0, (self.num_kv_heads, -1))
-        name = backend_of(self.config)
-        return storage.layer(index, self.scale, name, self.softcap, sinks)
+        name = backend.serving.backend
+        return backend.storage.layer(index, self.scale, name, self.softcap, sinks)
 
     @abstractmethod
     def attend(
@@ -223,19 +226,21 @@ class PagedImpl(UnderPolicy, LayerImpl):
         if index and issubclass(first, PagedBackend):
             layer.attn_backend = first
         else:
-            storage = stored(self.config, self.policy, model_shape(self.config, layer))
+            shape = model_shape(self.config, layer)
+            storage = stored(self.config, self.policy, shape)
             check_alike(self.config, layers, in_pages=isinstance(storage, BilledPages))
             if self.model is not None:
                 find_ropes(self.config, self.policy, self.model.found(), layers)
-            layer.attn_backend = bound(chosen, self.policy, storage, self.config)
+            serving = backend_of(self.config, self.policy, shape)
+            layer.attn_backend = bound(chosen, self.policy, storage, serving, self.config)
             logger.info(
                 "kv-serve stores keys and values as %s: %s; attention backend: %s",
                 str(self.policy),
                 str(storage),
-                str(serving(self.config.device_config.device_type)),
+                str(serving),
             )
         self.index = index
-        self.layer = self.attention(layer.attn_backend.storage, index)
+        self.layer = self.attention(layer.attn_backend, index)
 
     def attend(
         self,

@@ -6,8 +6,9 @@ from vllm import __version__
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, parse, tier_formats
+from kv_runtime import AUTO, backend_for
 from kv_serve.vllm.attach import is_ours
-from kv_serve.vllm.names import KEY, POISON, SETTINGS
+from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS
 from kv_serve.vllm.nearest import strangers
 from kv_serve.vllm.versions import SERVED, is_served
 
@@ -22,12 +23,13 @@ def served_policy(config: VllmConfig) -> KVPolicy:
     Raises:
         UnknownPolicyError: the name is not installed; the message lists the installed ones.
         UnservableError: the vLLM version, the configuration or the policy is not supported.
-        ValueError: the text is not a policy.
+        ValueError: the text is not a policy, or the backend is unknown or unavailable.
     """
     check_version(__version__)
     check_settings(config.additional_config)
     policy = parse(config.additional_config[KEY])
     check_engine(config, policy)
+    backend_for(config.device_config.device_type, config.additional_config.get(BACKEND, AUTO))
     return policy
 
 
@@ -47,13 +49,20 @@ def check_settings(given: object) -> None:
         raise UnservableError(
             f"additional_config has {name}, which kv-serve does not know; did you mean {near}?"
         )
-    text, poison = given.get(KEY), given.get(POISON, False)
+    text, backend, poison = given.get(KEY), given.get(BACKEND, AUTO), given.get(POISON, False)
     if KEY in given and not isinstance(text, str):
         raise UnservableError(
             f'{KEY} is {text!r}; give a policy\'s text, for example {{"{KEY}": "k8v4"}}'
         )
     if not isinstance(poison, bool):
         raise UnservableError(f"{POISON} is {poison!r}; give true or false")
+    if not isinstance(backend, str):
+        raise UnservableError(f"{BACKEND} is {backend!r}; give the name of a backend")
+    if backend != AUTO and KEY not in given:
+        raise UnservableError(
+            f"{BACKEND} is {backend} and there is no {KEY}, without which vLLM's own attention "
+            f"runs; give a {KEY}, or omit {BACKEND}"
+        )
 
 
 def check_version(version: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -71,6 +71,11 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         """The state of this worker."""
         assert self._worker is not None, "vLLM registers its memory before the first step"
         return self._worker
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._worker is not None and self._worker.metadata is not None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
@@ -227,9 +232,16 @@ class PageLayer:
 
         `stored` and `more` as for `SlotLayer.forward`; the tokens are stored after the last layer
         that attends to them.
+
+        Without a step of the connector the output is zero: vLLM runs the model on made-up tokens
+        while it profiles, warms up and captures graphs, before its connector exists or while it is
+        disabled. A step whose tokens did not come here is an error at its end.
         """
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, PagesConnector), "our connector is configured"
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        assert connector is None or isinstance(connector, PagesConnector), "ours is configured"
+        if connector is None or not connector.in_step:
+            output.zero_()
+            return
         connector.worker.attend(
             self.index, step, query, key, value, output, self.softcap, self.sinks, more=more
         )

@@ -4,12 +4,13 @@ from typing import Final
 
 KEY: Final = "kv_policy"  # the policy's text in `additional_config`
 POISON: Final = "kv_poison"  # also there; true: fill free pages with NaN, to detect reads of them
+BACKEND: Final = "kv_backend"  # also there: a backend of attention and pages; `auto` by default
 
 # In a request's extra arguments, for `forcing`: the tokens to generate, to measure an engine.
 FORCED: Final = "kv_serve_forced"
 
 # Settings of kv-serve in `additional_config`; other names with its prefix are rejected.
-SETTINGS: Final = (KEY, POISON)
+SETTINGS: Final = (KEY, BACKEND, POISON)
 
 # vLLM's names of its CPU attention backends, and our replacements, which use the stock
 # implementation unless a policy is configured.

@@ -47,7 +47,7 @@ class ReaderImpl(LayerImpl):
                 "all tokens, such as k8v4"
             )
         self.stores, self.place = stores, stores.readers
-        self.layer = self.attention(storage, stores.index)
+        self.layer = self.attention(own.attn_backend, stores.index)
         stores.readers += 1
 
     def attend(

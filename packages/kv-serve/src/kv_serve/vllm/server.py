@@ -12,10 +12,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kv_policy import KVPolicy, parse
+from kv_runtime import expect_known
 from kv_serve.vllm import adapters, middleware, plain
 from kv_serve.vllm.attach import connector, is_ours
 from kv_serve.vllm.config import check_settings, is_plain
-from kv_serve.vllm.names import KEY
+from kv_serve.vllm.names import BACKEND, KEY
 
 logger = init_logger("vllm.kv_serve")
 
@@ -41,27 +42,35 @@ def run(given: Namespace) -> None:
     command.cmd(given)
 
 
-def apply_policy(given: Namespace, text: str | None) -> None:
+def apply_policy(given: Namespace, text: str | None, backend: str | None = None) -> None:
     """Set the options that a policy needs; do nothing if neither `text` nor the options name one.
 
     Args:
         given: vLLM's options, changed in place.
         text: the policy; None: only `additional_config` may name one.
+        backend: the backend of attention and pages; None: only `additional_config` may name one.
 
     Raises:
-        ValueError: an option of vLLM conflicts, or the policy is unknown.
+        ValueError: an option of vLLM conflicts, the policy or the backend is unknown, or there is a
+            backend without a policy.
     """
     config = given.additional_config
-    check_settings(config)
-    named = config.get(KEY, text)
-    if named is None:
+    asked = {KEY: ("--policy", text), BACKEND: ("--kv-backend", backend)}
+    own = {key: value for key, (_, value) in asked.items() if value is not None}
+    for key, value in own.items():
+        if config.get(key, value) != value:
+            raise ValueError(
+                f"{asked[key][0]} is {value} and {key} in --additional-config is {config[key]}; "
+                "omit one of them"
+            )
+    settings = {**config, **own}
+    check_settings(settings)
+    if KEY not in settings:
         return
-    if text is not None and named != text:
-        raise ValueError(
-            f"--policy is {text} and {KEY} in --additional-config is {named}; omit one of them"
-        )
-    policy = parse(str(named))
-    given.additional_config = {**config, KEY: named}
+    policy = parse(settings[KEY])
+    if BACKEND in settings:
+        expect_known(settings[BACKEND])
+    given.additional_config = settings
     _add_middleware(given, middleware.PATH)
     _choose_storage(given, policy)
     if current_platform.is_cuda():

@@ -1,18 +1,22 @@
 """The attention layers of a vLLM model, and the shape of its cache on this device."""
 
 from collections.abc import Sequence
+from typing import Final
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kv_policy import CacheShape
-from kv_runtime import joined_ropes, serving
+from kv_policy import CacheShape, KVPolicy
+from kv_runtime import AUTO, Serving, joined_ropes, serving, tried_backend
 from kv_serve.vllm.config import UnservableError
-from kv_serve.vllm.names import KEY
+from kv_serve.vllm.names import BACKEND, KEY
 from kv_serve.vllm.served import ServesPolicy, UnderPolicy
+
+PAGE_TOKENS: Final = 16  # of the pages on which a backend is tried
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
@@ -106,6 +110,13 @@ def first_heads(config: VllmConfig) -> list[int]:
     return [rank * heads // ranks for rank in range(ranks)]
 
 
-def backend_of(config: VllmConfig) -> str:
-    """Return the name of the attention backend on this device."""
-    return serving(config.device_config.device_type).backend
+def backend_of(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Serving:
+    """Return the backend of attention and pages on this device.
+
+    It is the one that `kv_backend` in `additional_config` names, or the fastest that passes its
+    trial.
+    """
+    named = config.additional_config.get(BACKEND, AUTO)
+    device = torch.device(config.device_config.device_type)
+    name = tried_backend(device, named, policy, shape, PAGE_TOKENS)
+    return serving(device, name)

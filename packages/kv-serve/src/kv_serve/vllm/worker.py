@@ -37,7 +37,8 @@ class Worker:
     def over(cls, config: VllmConfig, policy: KVPolicy, memory: Memory) -> "Worker":
         """Create a worker without requests over the memory of vLLM's blocks."""
         layer = attention_layers(config)[0]
-        shape, backend = model_shape(config, layer), backend_of(config)
+        shape = model_shape(config, layer)
+        backend = backend_of(config, policy, shape).backend
         poison = bool(config.additional_config.get(POISON))
         kernels = page_kernels_of(backend)
         pool = PagePool.over(memory.data, free=not memory.kept, poison=poison, kernels=kernels)
@@ -98,6 +99,11 @@ class Worker:
         """End a step: report the pages of its requests."""
         metadata, self.metadata = self.metadata, None
         assert metadata is not None, "begin is called before end"
+        if not self.requests.attended:
+            raise RuntimeError(
+                "vLLM ended a step whose tokens did not reach all layers under the policy, so its "
+                "output is wrong; please report this with vLLM's version and options"
+            )
         steps = metadata.requests.values()
         names = {step.request for step in steps} | self.compressed  # these may not be in the step
         held = self.requests.held(kept=self.meter is not None)

@@ -1,0 +1,108 @@
+"""A script: engines with vLLM's GPU model runner on a CPU, its kernels in Triton's interpreter.
+
+It takes options as JSON, and writes what it found as JSON.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class _Driver:
+    """Stands in for Triton's driver of a CPU, which vLLM asks for."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def before_requests(worker: Any) -> None:
+    """Run the model as vLLM does on a GPU before the first request.
+
+    That is on made-up tokens: profiling with captured graphs, before a connector exists; dummy
+    runs and warm-up, while it is disabled; and capture.
+    """
+    import torch
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    runner = worker.model_runner
+
+    def capture() -> None:
+        buffers, count = runner.input_buffers, 8
+        groups = (runner.block_tables, runner.attn_groups, runner.kv_cache_config)
+        given = prepare_inputs_to_capture(
+            4, count, runner.model_state, buffers, *groups, full_cudagraph=False
+        )
+        metadata, slots = given
+        with (
+            torch.inference_mode(),
+            set_forward_context(metadata, runner.vllm_config, num_tokens=count, slot_mapping=slots),
+        ):
+            runner.model(
+                input_ids=buffers.input_ids[:count],
+                positions=buffers.positions[:count],
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+    connector = kv_transfer_state._KV_CONNECTOR_AGENT
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    capture()
+    kv_transfer_state._KV_CONNECTOR_AGENT = connector
+    runner._dummy_run(16, skip_eplb=True)
+    capture()
+    # All of vLLM's warm-up needs kernels for sampling and grammars that the interpreter cannot run.
+    assert run_mixed_prefill_decode_warmup(
+        runner, worker.execute_model, worker.sample_tokens, num_tokens=16
+    )
+
+
+def answers(engine: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Generate greedily."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": each} for each in prompts]
+    found = engine.generate(given, settings, use_tqdm=False)
+    return [[*each.outputs[0].token_ids] for each in found]
+
+
+def main() -> None:
+    """Start an engine for each policy, and let it answer the prompts twice."""
+    asked = json.loads(sys.argv[1])
+    os.environ |= asked["environment"]
+    if asked["v2"]:
+        import triton.backends
+
+        triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+    from vllm import LLM
+
+    found: dict[str, object] = {}
+    for name, settings in asked["settings"].items():
+        engine = LLM(**asked["options"], additional_config=settings)
+        worker = engine.llm_engine.model_executor.driver_worker.worker
+        if asked["v2"]:
+            before_requests(worker)
+        layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+        found[name] = {
+            "runner": [kind.__module__ for kind in type(worker.model_runner).__mro__],
+            "backend": [each.attn_backend.serving.backend for each in layers.values()],
+            "answers": [answers(engine, asked["prompts"], asked["count"]) for _ in range(2)],
+        }
+        engine.llm_engine.engine_core.shutdown()
+        del engine, worker
+        gc.collect()
+    Path(asked["target"]).write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # what vLLM leaves behind does not matter
+
+
+if __name__ == "__main__":
+    main()

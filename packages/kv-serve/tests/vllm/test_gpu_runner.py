@@ -1,0 +1,83 @@
+"""vLLM's GPU model runner with our Triton kernels, both in Triton's interpreter, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu_runner
+from transformed import by_transformers
+
+COUNT = 5
+POLICIES = ("k8v4", "kv-compress:rate=2,floor=8+k8v4")
+SLOW = ("raw", "snapkv:budget=16,window=4+k8v4", "leankv", "zack:file={},rate=0.4")
+PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(n)] for i, n in enumerate((33, 21))]
+Found = dict[str, dict[str, list[object]]]
+
+
+def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool) -> Found:
+    """Let an engine for each policy answer the prompts, in a process of its own."""
+    target = folder / "found.json"
+    asked = {
+        "environment": {
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        },
+        "v2": v2,
+        "settings": {
+            name: {"kv_policy": text, "kv_backend": "triton", "kv_poison": True}
+            for name, text in policies.items()
+        },
+        "options": {
+            "model": model,
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 1 << 20,
+        },
+        "prompts": PROMPTS,
+        "count": COUNT,
+        "target": str(target),
+    }
+    command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
+    done = subprocess.run(
+        command, env={**os.environ}, text=True, capture_output=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(target.read_text())
+
+
+def check(found: Found, model: str, policies: dict[str, str], module: str) -> None:
+    """Compare the tokens with those of transformers, alone and beside prompts seen before."""
+    for name, text in policies.items():
+        assert module in found[name]["runner"]
+        assert set(found[name]["backend"]) == {"triton"}
+        wanted = by_transformers(model, text, PROMPTS, COUNT)
+        assert found[name]["answers"] == [wanted, wanted], text
+
+
+@pytest.mark.parametrize(
+    "texts", [POLICIES, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_tokens_are_those_of_transformers(
+    tmp_path: Path, weights: str, statistics: str, texts: tuple[str, ...]
+) -> None:
+    """Whatever the runner does before the first request, which changes nothing."""
+    policies = {each: each.format(statistics) for each in texts}
+    found = run(tmp_path, weights, policies, v2=True)
+    check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_transformers_in_the_other_runner(tmp_path: Path, weights: str) -> None:
+    policies = {each: each for each in POLICIES}
+    found = run(tmp_path, weights, policies, v2=False)
+    check(found, weights, policies, "vllm.v1.worker.cpu_model_runner")
