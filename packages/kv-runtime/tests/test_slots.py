@@ -183,7 +183,24 @@ def test_requests_with_alike_many_new_tokens_attend_together() -> None:
     step = blocks(form("k8v4")).step(
         counts.cumsum(0), torch.tensor(lengths), 9, table, torch.arange(int(counts.sum()))
     )
-    assert [tuple(batch.row.shape) for batch in step.batches] == [(3, 1), (2, 4), (1, 9)]
+    shapes = [tuple(batch.position.shape) for batch in step.batches]
+    assert shapes == [(3, 1), (2, 4), (1, 9)]
+
+
+@pytest.mark.parametrize("new", [(1, 1, 1), (1, 7, 1), (5, 5, 5), (3, 4, 1), (1, 0, 1)], ids=str)
+def test_a_step_reads_nothing_from_the_device(new: tuple[int, ...]) -> None:
+    """Tensors on `meta` have no numbers, so reading one raises."""
+    meta, count = torch.device("meta"), sum(new)
+    start = torch.tensor([0, *new]).cumsum(0)  # which the host knows
+    length, slot = torch.empty(3, device=meta).long(), torch.empty(count, device=meta).long()
+    table = torch.empty(3, 8, device=meta).int()
+    step = blocks(form("k8v4")).step(start, length, 30, table, slot)
+    x = torch.empty(count, HEADS * GROUP, DIM, device=meta)
+    for batch in step.batches:
+        requests, width = batch.position.shape
+        assert batch.take(x).shape == (requests, width, HEADS * GROUP, DIM)
+        assert isinstance(batch.row, slice) or len(set(new)) > 1
+        batch.put(torch.empty(requests, HEADS, GROUP, width, DIM, device=meta), x)
 
 
 @given(

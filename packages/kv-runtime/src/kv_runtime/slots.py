@@ -21,12 +21,27 @@ ALIGNED: Final = 16  # bytes, where a page with unused bytes ends
 class SlotBatch:
     """Requests with about equally many new tokens, as a padded batch."""
 
-    row: Int[Tensor, "B L"]  # index among all new tokens of the step; arbitrary where padded
+    row: "slice | Int[Tensor, 'B L']"  # among all new tokens of the step; arbitrary where padded
     position: Int[Tensor, "B L"]  # position in the sequence; -1 where padded
     table: Int[Tensor, "B H T"]
     stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
     longest: int  # upper bound of `stored`
-    full: bool  # no padding
+    real: Int[Tensor, "2 n"] | None  # flat index and row of each token; None: no padding
+
+    def take(self, x: Float[Tensor, "m heads D"]) -> Float[Tensor, "B L heads D"]:
+        """Return the tokens' vectors: a view if their rows follow each other."""
+        return x[self.row].view(*self.position.shape, *x.shape[1:])
+
+    def put(self, found: Float[Tensor, "B H G L Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
+        """Write the tokens' attention to their rows."""
+        rows = found.permute(0, 3, 1, 2, 4)
+        if isinstance(self.row, slice):
+            output[self.row].view(rows.shape).copy_(rows)
+            return
+        flat = rows.flatten(2, 3).flatten(0, 1)
+        index, target = (self.row.flatten(),) * 2 if self.real is None else self.real
+        flat = flat if self.real is None else flat.index_select(0, index)
+        output.index_copy_(0, target, flat.to(output.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +112,50 @@ class Blocks:
         rank = torch.frexp((count - 1).double()).exponent.where(count > 0, -1)
         for each in sorted(set(rank.tolist()) - {-1}):
             request = (rank == each).nonzero()[:, 0]
-            new = count[request][:, None]
-            offset = torch.arange(int(new.max()))
-            real = (offset < new).to(device)
-            row = (start[request][:, None] + offset).to(device)
-            chosen = request.to(device)
-            before = length[chosen][:, None].long() - new.to(device)
-            position = before + offset.to(device)
-            yield SlotBatch(
-                row.where(real, 0),
-                position.where(real, -1),
-                self.pages(table[chosen]).mT.contiguous(),
-                before.repeat(1, self.heads),
-                longest,
-                full=int(new.min()) == int(new.max()),
-            )
+            new, first = count[request], int(request[0])
+            width = int(new.max())
+            follow = torch.equal(request, torch.arange(first, first + len(request)))
+            chosen: slice | Tensor = slice(first, first + len(request))
+            if not follow:
+                chosen = _moved(request, device)
+            pages, held = self.pages(table[chosen]).mT.contiguous(), length[chosen, None].long()
+            full = int(new.min()) == width
+            if follow and full:
+                begin = int(start[first])
+                row: slice | Tensor = slice(begin, begin + len(request) * width)
+                before, real = held - width, None
+                position = before + torch.arange(width, device=device)
+            else:
+                row, position, before, real = self._padded(start[request], new, held, full=full)
+            stored = before.expand(-1, self.heads)
+            yield SlotBatch(row, position, pages, stored, longest, real)
+
+    @staticmethod
+    def _padded(
+        start: Int[Tensor, " B"], new: Int[Tensor, " B"], held: Int[Tensor, "B 1"], *, full: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return rows, positions and earlier tokens of requests, and where their tokens are.
+
+        What the device needs is moved there at once, without waiting for it.
+        """
+        offset = torch.arange(int(new.max()))
+        there = offset < new[:, None]
+        row = (start[:, None] + offset).where(there, 0)
+        index = there.flatten().nonzero()[:, 0]
+        given = torch.cat((row.flatten(), new, index, row.flatten()[index]))
+        moved = _moved(given, held.device).split([row.numel(), len(new), 2 * len(index)])
+        before = held - moved[1][:, None]
+        place = torch.arange(len(offset), device=held.device)
+        position = (before + place).where(place < moved[1][:, None], -1)
+        real = None if full else moved[2].view(2, -1)
+        return moved[0].view(row.shape), position, before, real
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; a GPU's host does not wait."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def fit_block(tokens: int, token_bytes: int, nbytes: int, heads: int) -> tuple[int, int]:
@@ -198,28 +242,24 @@ class SlotLayer:
             self._store(pages, key, value, step)
         for batch in step.batches:
             tokens = PagedTokens(pages, batch.table, batch.stored, layout, longest=batch.longest)
-            row, place = batch.row, batch.position
             fresh = DenseTokens(
-                key[row].transpose(1, 2), value[row].transpose(1, 2), place, full=batch.full
+                batch.take(key).transpose(1, 2),
+                batch.take(value).transpose(1, 2),
+                batch.position,
+                full=batch.real is None,
             )
-            heads, dim = key.shape[1:]
-            q = query[row].view(*row.shape, heads, -1, dim).permute(0, 2, 3, 1, 4)
-            out = attend(
+            q = batch.take(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
+            found = attend(
                 q,
-                place,
+                batch.position,
                 (tokens,),
                 (fresh,),
                 self.scale,
                 backend=self.backend,
                 softcap=self.softcap,
                 sinks=self.sinks,
-            ).out
-            out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-            if batch.full:
-                output[row] = out
-            else:
-                real = place >= 0
-                output[row[real]] = out[real]
+            )
+            batch.put(found.out, output)
 
     def _store(
         self,
