@@ -92,7 +92,7 @@ def fresh(
     """Plain tokens."""
     key, value = (torch.empty(BATCH, HEADS, length, dim, dtype=dtype) for dim in dims)
     place = torch.zeros(BATCH, length, dtype=torch.long)
-    return dense_part(DenseTokens(key, value, place, full=True), HEADS)
+    return dense_part(DenseTokens(key, value, place, full=True))
 
 
 def queries(

@@ -101,6 +101,9 @@ class PagedTokens:
     table[b, h, T - 1 - j] for the tier that grows from the right of a shared table (`reverse`; the
     bidirectional table of LeanKV section 5.2). Table entries past the pages of a row are undefined
     and must not be read.
+
+    Kernels divide the tokens of a row into tiles. Layers of a step whose lengths are equal may pass
+    the same dictionary as `tiles`: the first one counts, by tokens of a tile, and the others read.
     """
 
     data: UInt8[Tensor, "P nbytes"]
@@ -110,3 +113,4 @@ class PagedTokens:
     reverse: bool = False
     holes: bool = False  # a slot below `length` with a negative stored position is empty
     longest: int | None = None  # upper bound of `length`, known on the host without a sync
+    tiles: dict[int, Tensor] | None = field(default=None, compare=False, repr=False)

@@ -27,6 +27,7 @@ class SlotBatch:
     stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
     longest: int  # upper bound of `stored`
     real: Int[Tensor, "2 n"] | None  # flat index and row of each token; None: no padding
+    tiles: dict[int, Tensor] = field(default_factory=dict)  # as in `PagedTokens`
 
     def take(self, x: Float[Tensor, "m heads D"]) -> Float[Tensor, "B L heads D"]:
         """Return the tokens' vectors: a view if their rows follow each other."""
@@ -127,7 +128,7 @@ class Blocks:
                 position = before + torch.arange(width, device=device)
             else:
                 row, position, before, real = self._padded(start[request], new, held, full=full)
-            stored = before.expand(-1, self.heads)
+            stored = before.int().expand(-1, self.heads).contiguous()
             yield SlotBatch(row, position, pages, stored, longest, real)
 
     @staticmethod
@@ -241,7 +242,14 @@ class SlotLayer:
         if not stored:
             self._store(pages, key, value, step)
         for batch in step.batches:
-            tokens = PagedTokens(pages, batch.table, batch.stored, layout, longest=batch.longest)
+            tokens = PagedTokens(
+                pages,
+                batch.table,
+                batch.stored,
+                layout,
+                longest=batch.longest,
+                tiles=batch.tiles,
+            )
             fresh = DenseTokens(
                 batch.take(key).transpose(1, 2),
                 batch.take(value).transpose(1, 2),

@@ -26,22 +26,30 @@ class PartArguments:
 
     Attributes:
         tokens: Kernel arguments that locate the tokens, see `tiles`.
-        length: Slots of each table row, [table_rows].
+        length: Slots of each table row, [table_rows]; None: all of `width`.
         width: Upper bound of the slots per table row, if requested.
         paged: Whether the tokens are in pages.
         key: FORM of keys, see `reading`.
         value: FORM of values.
         page: Tokens of a page, offset of positions or -1, whether the table is reversed, and the
             alignment of addresses.
+        tiles: As in `PagedTokens`.
     """
 
     tokens: tuple[Any, ...]
-    length: Int[Tensor, " R"]
+    length: Int[Tensor, " R"] | None
     width: int
     paged: bool
     key: Form
     value: Form
     page: tuple[int, int, bool, int] = (1, -1, False, 1)
+    tiles: dict[int, Tensor] | None = None
+
+    def lengths(self, table_rows: int, device: torch.device) -> Int[Tensor, " R"]:
+        """Return the slots of each table row."""
+        if self.length is not None:
+            return self.length
+        return torch.full((table_rows,), self.width, dtype=torch.int32, device=device)
 
     def products(self, q: torch.dtype, *, interpreted: bool) -> tuple[Any, ...]:
         """Return the dtypes of products with keys and with values, for queries of a dtype."""
@@ -95,17 +103,16 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
         key,
         value,
         (tokens, positions, pages.reverse, gcd(4, *fields)),
+        pages.tiles,
     )
 
 
-def dense_part(dense: DenseTokens, heads: int) -> PartArguments:
+def dense_part(dense: DenseTokens) -> PartArguments:
     """Return the arguments of dense tokens."""
     key, value, place = dense.key, dense.value, dense.position
-    batch, width = place.shape
-    length = torch.full((batch * heads,), width, dtype=torch.int32, device=place.device)
     tokens = (key, key.stride(), value, value.stride(), place, *place.stride())
     forms = [(PLAIN, x.shape[-1], 0, 0, 0, NUMBERS[x.dtype]) for x in (key, value)]
-    return PartArguments(tokens, length, width, False, forms[0], forms[1])
+    return PartArguments(tokens, None, place.shape[1], False, forms[0], forms[1])
 
 
 def padded(dim: int) -> int:

@@ -352,7 +352,7 @@ def mass_of_pass(
                 rows.stride(3),
                 position.contiguous(),
                 lse.contiguous(),
-                part.length,
+                part.lengths(batch * heads, rows.device),
                 part.tokens,
                 *_placed(part, place),
                 mass,
@@ -393,7 +393,7 @@ def _sums(
 def _placed(part: PartArguments, place: Places) -> tuple[Tensor, tuple[int, ...]]:
     """Return the positions of a part's tokens with their strides; unused ones are arbitrary."""
     if place is None:
-        return part.length, (0, 0, 0)
+        return part.tokens[0], (0, 0, 0)
     return place, (place.stride(0), place.stride(1) if place.shape[1] > 1 else 0, place.stride(2))
 
 

@@ -73,7 +73,7 @@ def _attend(inputs: AttentionInputs) -> Attended:
     watched, machine = inputs.observed, machine_of(q.device)
     parts = [
         *(paged_part(part, watched=watched) for part in inputs.pages),
-        *(dense_part(tokens, q.shape[1]) for tokens in inputs.dense),
+        *(dense_part(tokens) for tokens in inputs.dense),
     ]
     places = [*inputs.page_positions, *(tokens.position[:, None] for tokens in inputs.dense)]
     if q.shape[3] == 1:

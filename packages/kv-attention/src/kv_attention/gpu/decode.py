@@ -1,6 +1,8 @@
 """Decode steps: one query per sequence and head over all parts of the tokens (split-KV).
 
-One launch per part plans, another computes attention, and a last one combines.
+One launch per part plans, another computes attention, and a last one combines. A lone dense token
+in the last part, the step's own, is attended to while combining. Layers whose table rows are
+equally long may share a plan.
 The tiles of all table rows are concatenated and split evenly among the programs, across row
 boundaries, so no program waits for the longest table row. For each table row in its range, a
 program writes an output and a log-sum-exp to a separate slot: program p and table row r use slot
@@ -8,7 +10,7 @@ p + r, which is unique to this pair. `combine_kernel` merges them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from typing import Final, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -20,6 +22,7 @@ from kv_attention.gpu.arguments import LOG2E, PartArguments, padded, rows_of
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
+    bounded,
     log_of,
     logits_of,
     places_of,
@@ -31,6 +34,8 @@ from kv_attention.gpu.tiles import (
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
+
+WIDEST_FRESH: Final = 256  # dimensions of the key of a token that is attended to while combining
 
 
 @triton.jit
@@ -197,10 +202,22 @@ def combine_kernel(
     ends,
     position,
     sinks,
+    q,
+    q_strides,
+    logits,
+    tokens,
     parts,
     table_rows,
     heads,
     programs,
+    scale,
+    softcap,
+    FRESH: tl.constexpr,
+    WATCH: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    WIDTH: tl.constexpr,
     SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -211,7 +228,9 @@ def combine_kernel(
 
     `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
-    no token. With SINKS, `sinks` [heads, GROUP] take part, once per query.
+    no token. With SINKS, `sinks` [heads, GROUP] take part, once per query. With FRESH, `tokens` are
+    one dense token per sequence, whose key has at most WIDTH dimensions; with WATCH, `logits`
+    [table_rows, GROUP] are its logits, as in `decode_kernel`.
     """
     r = tl.program_id(0)
     g, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -238,6 +257,30 @@ def combine_kernel(
             old, new = tl.exp2(highest - safe), tl.exp2(one - safe)
             sums = sums * old[:, None] + more * new[:, None]
             weight, highest = weight * old + new, higher
+    if FRESH:
+        b, h = r // heads, r % heads
+        slot = tl.zeros([1], tl.int32)
+        place = places_of(tokens, b, slot, slot == 0)
+        held = (place >= 0) & (place <= tl.load(position + b))
+        e = tl.arange(0, WIDTH)
+        key = plain_tile(tokens[0], tokens[1], b, h, slot, held, e, KEY).to(tl.float32)
+        value = plain_tile(tokens[2], tokens[3], b, h, slot, held, d, VALUE).to(tl.float32)
+        rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
+        rows = rows + g[:, None] * q_strides[2] + e[None, :] * q_strides[3]
+        there = (g < GROUP)[:, None] & (e < KEY[1])[None, :]
+        query = tl.load(rows, mask=there, other=0).to(tl.float32)
+        one = tl.sum(query * key, axis=1) * scale
+        if CAPPED:
+            one = bounded(one, softcap)
+        one = tl.where(tl.sum(held.to(tl.int32), 0) > 0, one, float("-inf"))
+        if WATCH:
+            tl.store(logits + r.to(tl.int64) * GROUP + g, one, mask=g < GROUP)
+        one = tl.where(real, one, float("-inf"))
+        higher = tl.maximum(highest, one)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        old, new = tl.exp2(highest - safe), tl.exp2(one - safe)
+        sums = sums * old[:, None] + value * new[:, None]
+        weight, highest = weight * old + new, higher
     sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
     into = r.to(tl.int64) * GROUP + g
     tl.store(out + into[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=inside)
@@ -281,18 +324,18 @@ def decode(
     batch, heads, group, _, _ = q.shape
     table_rows, device = batch * heads, q.device
     position = position.reshape(-1).contiguous()
+    fresh = _alone(parts)
+    stored = parts if fresh is None else parts[:-1]
     programs = machine.programs
     slots = programs + table_rows
-    ends = torch.empty(max(len(parts), 1), table_rows, dtype=torch.int32, device=device)
-    found = torch.empty(len(parts), slots, group, value_dim, dtype=torch.float32, device=device)
-    lse = torch.empty(len(parts), slots, group, dtype=torch.float32, device=device)
-    rows, wide = padded(group), min(1024, triton.next_power_of_2(table_rows))
+    forms = [tiling(machine, "decode", part, q.dtype) for part in stored]
+    ends = _planned(stored, [form.block for form in forms], table_rows, device)
+    found = torch.empty(len(stored), slots, group, value_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(len(stored), slots, group, dtype=torch.float32, device=device)
+    rows, wide = padded(group), _wide(table_rows)
+    bounds = scale * LOG2E, (softcap or 1.0) * LOG2E
     logits: list[Tensor] = []
-    for i, part in enumerate(parts):
-        form = tiling(machine, "decode", part, q.dtype)
-        plan_kernel[(1,)](
-            part.length, ends[i], table_rows, BLOCK=form.block, WIDE=wide, num_warps=4
-        )
+    for i, (part, form) in enumerate(zip(stored, forms, strict=True)):
         kept = lse
         if watched:
             kept = q.new_full((table_rows, group, part.width), -torch.inf, dtype=torch.float32)
@@ -306,12 +349,11 @@ def decode(
             kept,
             part.width,
             ends[i],
-            part.length,
+            part.lengths(table_rows, device),
             part.tokens,
             table_rows,
             heads,
-            scale * LOG2E,
-            (softcap or 1.0) * LOG2E,
+            *bounds,
             CAPPED=softcap is not None,
             GROUP=group,
             ROWS=rows,
@@ -325,6 +367,8 @@ def decode(
         )
     out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
+    if fresh is not None and watched:
+        logits.append(torch.empty(table_rows, group, 1, dtype=torch.float32, device=device))
     combine_kernel[(table_rows,)](
         out,
         total,
@@ -333,10 +377,21 @@ def decode(
         ends,
         position,
         lse if sinks is None else sinks.contiguous(),
-        len(parts),
+        q,
+        rows_of(q),
+        logits[-1] if watched and logits else lse,
+        (q,) if fresh is None else fresh.tokens,
+        len(stored),
         table_rows,
         heads,
         programs,
+        *bounds,
+        FRESH=fresh is not None,
+        WATCH=watched,
+        CAPPED=softcap is not None,
+        KEY=() if fresh is None else fresh.key,
+        VALUE=() if fresh is None else fresh.value,
+        WIDTH=1 if fresh is None else padded(fresh.key[1]),
         SINKS=sinks is not None,
         GROUP=group,
         ROWS=rows,
@@ -345,3 +400,32 @@ def decode(
         num_warps=4,
     )
     return Decoded(out, total, tuple(logits))
+
+
+def _alone(parts: Sequence[PartArguments]) -> PartArguments | None:
+    """Return the last part if it is one dense token per sequence, as that of the step."""
+    last = parts[-1] if parts else None
+    if last is None or last.paged or last.width != 1 or last.key[1] > WIDEST_FRESH:
+        return None
+    return last
+
+
+def _planned(
+    parts: Sequence[PartArguments], blocks: Sequence[int], table_rows: int, device: torch.device
+) -> Int[Tensor, "parts R"]:
+    """Count the tiles of all parts; a layer before may have counted those of a single part."""
+    known = parts[0].tiles if len(parts) == 1 else None
+    if known is not None and blocks[0] in known:
+        return known[blocks[0]]
+    ends = torch.empty(max(len(parts), 1), table_rows, dtype=torch.int32, device=device)
+    wide = _wide(table_rows)
+    for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
+        length = part.lengths(table_rows, device)
+        plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=wide, num_warps=4)
+    if known is not None:
+        known[blocks[0]] = ends
+    return ends
+
+
+def _wide(table_rows: int) -> int:
+    return min(1024, triton.next_power_of_2(table_rows))

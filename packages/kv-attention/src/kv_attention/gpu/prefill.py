@@ -245,7 +245,7 @@ def attend_to_all(
             found.lse,
             into,
             found.lse,
-            part.length,
+            part.lengths(batch * heads, q.device),
             part.tokens,
             found.lse if sinks is None else sinks,
             length,
