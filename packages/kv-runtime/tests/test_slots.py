@@ -187,6 +187,8 @@ def test_a_latent_is_stored_once_and_its_value_is_a_part_of_it() -> None:
     seen = torch.cat([_stored(latent.key, key[:8]), key[8:].double()])[:, 0]
     weights = (query[0].double() @ seen.T * SCALE).softmax(-1)
     torch.testing.assert_close(out[0].double(), weights @ seen[:, :rank], rtol=1e-4, atol=1e-5)
+    held = own.keys(cache, table[0]).flatten(0, 2)[:count, :].double()
+    torch.testing.assert_close(held, _stored(latent.key, key)[:, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_padding_writes_only_to_the_block_that_nobody_has() -> None:

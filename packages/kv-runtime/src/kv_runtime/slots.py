@@ -59,7 +59,7 @@ class Blocks:
         """Return the pages of blocks."""
         return block[..., None] * self.heads + torch.arange(self.heads, device=block.device)
 
-    def data(self, cache: UInt8[Tensor, "blocks *rest"]) -> UInt8[Tensor, "P nbytes"]:
+    def data(self, cache: UInt8[Tensor, "blocks *rest bytes"]) -> UInt8[Tensor, "P nbytes"]:
         """Return the bytes of a layer's blocks by page."""
         nbytes = self.layout.nbytes
         return cache.as_strided((len(cache) * self.heads, nbytes), (nbytes, 1))
@@ -72,7 +72,7 @@ class Blocks:
         return page.flatten(), (place % tokens)[:, None].expand_as(page).flatten()
 
     def keys(
-        self, cache: UInt8[Tensor, "blocks *rest"], block: Int[Tensor, " n"]
+        self, cache: UInt8[Tensor, "blocks *rest bytes"], block: Int[Tensor, " n"]
     ) -> Float[Tensor, "n H tokens D"]:
         """Decode the keys in blocks; slots that no token has been stored in give any numbers."""
         table = self.pages(block)[..., None]
@@ -82,7 +82,8 @@ class Blocks:
         row = torch.arange(length.numel(), device=table.device)
         key = self.kernels.read(stored, row, tokens, frozenset({"keys"})).key
         assert key is not None, "keys are asked for"
-        return key.unflatten(0, count)
+        found: Tensor = key.unflatten(0, count)
+        return found
 
     def step(
         self,

@@ -216,7 +216,9 @@ def test_a_compiled_model_gives_the_same_tokens(
         assert greedy(engine, asked, COUNT) == stock
 
 
-@pytest.mark.parametrize("policy", ["snapkv:budget=64", "leankv", "k4v4:keys=channel,block=16,window=16"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:budget=64", "leankv", "k4v4:keys=channel,block=16,window=16"]
+)
 def test_policies_with_pages_are_refused(deepseek: str, policy: str) -> None:
     from vllm import EngineArgs
 
@@ -279,7 +281,7 @@ def test_a_rotation_that_vllm_does_wrongly_is_refused(
         found = greedy(engine, asked, COUNT)
     assert found == by_transformers(str(tmp_path), None, asked, COUNT)
     with (
-        pytest.raises(UnservableError, match="rotates the vectors .* wrongly on a CPU"),
+        pytest.raises(UnservableError, match=r"rotates the vectors .* wrongly on a CPU"),
         start(str(tmp_path), "raw", **OPTIONS),
     ):
         pass
