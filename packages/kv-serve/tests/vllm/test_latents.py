@@ -52,6 +52,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 OPTIONS: dict[str, Any] = {
+    "attention_backend": "CPU_MLA",  # vLLM prefers another on a CPU with AMX
     "dtype": "float32",
     "skip_tokenizer_init": True,
     "kv_cache_memory_bytes": 1 << 22,
