@@ -12,7 +12,12 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kv_policy import CacheShape, parse
 from kv_policy.files import write_whole
@@ -49,6 +54,31 @@ DELTA: Final = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+LATENTS: Final = {
+    "num_hidden_layers": 2,  # so that the longest request fits
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # vLLM's kernel has these two sizes alone
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": LONGEST // 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 ALONE: Final = {"enable_prefix_caching": False}  # beside states, for policies in pages
 WINDOWS: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 
@@ -65,6 +95,12 @@ class Mixed:
 
 
 MODELS: Final = {
+    "deepseek_v2": Mixed(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        LATENTS,
+        options={"attention_backend": "CPU_MLA"},
+    ),
     "gemma2": Mixed(
         "Gemma2ForCausalLM",
         "gemma2",
@@ -209,8 +245,10 @@ def request_bytes(group: KVCacheGroupSpec, config: VllmConfig, policy: str) -> f
     spec = group.kv_cache_spec
     whole = isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= LONGEST
     if isinstance(spec, FullAttentionSpec) or whole:
-        layers, dims = len(group.layer_names), (spec.head_size, spec.head_size_v)
-        parsed, shape = parse(policy), CacheShape(layers, spec.num_kv_heads, 1, *dims)
+        layers, latent = len(group.layer_names), isinstance(spec, MLAAttentionSpec)
+        dims = spec.head_size, spec.head_size if latent else spec.head_size_v
+        shape = CacheShape(layers, spec.num_kv_heads, 1, *dims, value_in_key=latent)
+        parsed = parse(policy)
         token_bytes = Layout.of(parsed, shape, None, 16).token_bytes
         return token_bytes * kept_tokens(parsed, LONGEST, token_bytes)
     blocks = spec.max_memory_usage_bytes(config) / spec.page_size_bytes

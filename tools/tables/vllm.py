@@ -19,6 +19,7 @@ from tools.tables.engine import (
 )
 from tools.tables.markdown import Row, Said, table
 
+HOSTS: Final = ("transformers", "vllm")
 OWN: Final = {BF16: "vLLM's own cache in bfloat16", FP8: "vLLM's own cache in fp8"}
 ASKED: Final = {"needle": "needles", "multikey": "multikey"}
 PARTS: Final = ("attention", "storing", "model", "engine")
@@ -293,7 +294,35 @@ def capacity(row: Row) -> tuple[str, ...]:
     return f"{row['stated']:,}", f"{row['formula']:,.0f}"
 
 
+def hybrid_quality(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and what is found of each task by each host, with intervals."""
+    yield markdown.figures(result, said)
+    cells = {
+        (row["model"], row["way"], row["task"], row["host"]): row
+        for row in result["rows"]
+        if row["kind"] == "cell"
+    }
+    columns = [(task, host) for task in ("needle", "multikey") for host in HOSTS]
+    lines = (
+        (
+            model,
+            "full" if way == "full" else f"`{way}`",
+            f"{cells[model, way, 'needle', HOSTS[0]]['bytes']:.3f}",
+            *(cell_share(cells.get((model, way, *column))) for column in columns),
+        )
+        for model, way in dict.fromkeys(key[:2] for key in cells)
+    )
+    heads = (f"{task}, {host}" for task, host in columns)
+    yield table(("windows", "cache", "bytes", *heads), lines)
+
+
+def cell_share(cell: Row | None) -> str:
+    """Write a share and its interval."""
+    return "" if cell is None else f"{cell['mean']:.3f} ({within(cell)})"
+
+
 WRITERS: Final = {
+    "hybrid_quality": hybrid_quality,
     "vllm_capacity": vllm_capacity,
     "vllm_loaded": vllm_loaded,
     "vllm_models": vllm_models,

@@ -168,6 +168,29 @@ def test_a_layer_reads_what_another_has_stored_and_stores_nothing() -> None:
     assert torch.equal(engine.cache, before)
 
 
+def test_a_latent_is_stored_once_and_its_value_is_a_part_of_it() -> None:
+    dim, rank, group, count = 12, 8, 3, 9
+    shape = CacheShape(1, 1, group, dim, rank, torch.float32, value_in_key=True)
+    (latent,) = tier_formats(parse("k8v4"), shape)
+    own = Blocks.of(latent, 1, SIZE, SIZE * latent.nbytes, torch.device("cpu"), "torch")
+    cache = torch.full((BLOCKS, 1, SIZE, latent.nbytes), 255, dtype=torch.uint8)
+    table, at = torch.tensor([[4, 2, 7, 5, 3, 1, 6]], dtype=torch.int32), torch.arange(count)
+    slots = table[0][at // SIZE].long() * SIZE + at % SIZE
+    key, query = 3 * torch.randn(count, 1, dim), torch.randn(1, group, dim)
+    before = own.step(torch.tensor([0, 8]), torch.tensor([8]), 8, table, slots[:8])
+    layer, out = SlotLayer(latent, SCALE, "torch"), torch.full((8, group, rank), torch.nan)
+    everything = query.expand(8, -1, -1), key[:8], key[:8, :, :rank]
+    layer.forward(*everything, cache, before, out)
+    now = own.step(torch.tensor([0, 1]), torch.tensor([count]), count, table, slots[8:])
+    out = torch.full((1, group, rank), torch.nan)
+    layer.forward(query, key[8:], key[8:, :, :rank], cache, now, out)
+    seen = torch.cat([_stored(latent.key, key[:8]), key[8:].double()])[:, 0]
+    weights = (query[0].double() @ seen.T * SCALE).softmax(-1)
+    torch.testing.assert_close(out[0].double(), weights @ seen[:, :rank], rtol=1e-4, atol=1e-5)
+    held = own.keys(cache, table[0]).flatten(0, 2)[:count, :].double()
+    torch.testing.assert_close(held, _stored(latent.key, key)[:, 0], rtol=1e-4, atol=1e-5)
+
+
 def test_padding_writes_only_to_the_block_that_nobody_has() -> None:
     engine = Engine(form("k8v4"), [3])
     engine.step({0: 3}, padding=2)

@@ -75,6 +75,32 @@ class Blocks:
         """Return the pages of blocks."""
         return block[..., None] * self.heads + torch.arange(self.heads, device=block.device)
 
+    def data(self, cache: UInt8[Tensor, "blocks *rest bytes"]) -> UInt8[Tensor, "P nbytes"]:
+        """Return the bytes of a layer's blocks by page."""
+        nbytes = self.layout.nbytes
+        return cache.as_strided((len(cache) * self.heads, nbytes), (nbytes, 1))
+
+    def places(self, slot: Int[Tensor, " n"]) -> tuple[Int[Tensor, " nH"], Int[Tensor, " nH"]]:
+        """Return the page of each token and head, and its slot there; `slot` as in `step`."""
+        # Padding is written to block 0, which vLLM never allocates.
+        place, tokens = slot.clamp(min=0), self.layout.tokens
+        page = self.pages(place.div(tokens, rounding_mode="floor"))
+        return page.flatten(), (place % tokens)[:, None].expand_as(page).flatten()
+
+    def keys(
+        self, cache: UInt8[Tensor, "blocks *rest bytes"], block: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n H tokens D"]:
+        """Decode the keys in blocks; slots that no token has been stored in give any numbers."""
+        table = self.pages(block)[..., None]
+        count, tokens = table.shape[:2], self.layout.tokens
+        length = table.new_full(count, tokens)
+        stored = PagedTokens(self.data(cache), table, length, self.layout, longest=tokens)
+        row = torch.arange(length.numel(), device=table.device)
+        key = self.kernels.read(stored, row, tokens, frozenset({"keys"})).key
+        assert key is not None, "keys are asked for"
+        found: Tensor = key.unflatten(0, count)
+        return found
+
     def step(
         self,
         start: Int[Tensor, " B1"],
@@ -93,12 +119,9 @@ class Blocks:
             table: block table of each request, in order.
             slot: slot of each new token: block * tokens + offset in the block, or -1 for padding.
         """
-        # Padding is written to block 0, which vLLM never allocates.
-        place, tokens = slot.clamp(min=0), self.layout.tokens
-        page = self.pages(place.div(tokens, rounding_mode="floor"))
-        inside = (place % tokens)[:, None].expand_as(page)
-        batches = self._batches(start, length, longest, table[:, : -(-longest // tokens)])
-        return SlotStep(self, page.flatten(), inside.flatten(), tuple(batches))
+        columns = -(-longest // self.layout.tokens)
+        batches = self._batches(start, length, longest, table[:, :columns])
+        return SlotStep(self, *self.places(slot), tuple(batches))
 
     def _batches(
         self,
@@ -236,9 +259,7 @@ class SlotLayer:
             stored: another layer of the model has stored these keys and values in this step.
             more: a further layer will attend to them; makes no difference here.
         """
-        layout = step.blocks.layout
-        count = len(cache) * step.blocks.heads
-        pages = cache.as_strided((count, layout.nbytes), (layout.nbytes, 1))
+        layout, pages = step.blocks.layout, step.blocks.data(cache)
         if not stored:
             self._store(pages, key, value, step)
         for batch in step.batches:

@@ -148,6 +148,7 @@ def whole() -> Any:
         get_num_kv_heads=lambda parallel: 2,
         get_num_attention_heads=lambda parallel: 4,
         get_head_size=lambda: 64,
+        use_mla=False,
     )
     return SimpleNamespace(
         additional_config={"kv_policy": "k8v4"},

@@ -19,6 +19,8 @@ _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnect
 _METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _SPEC: Final = "vllm.v1.kv_cache_interface"
 _REGISTRY: Final = "vllm.v1.kv_cache_spec_registry"
+_LATENT: Final = "vllm.model_executor.layers.attention.mla_attention"
+_CPU_LATENT: Final = "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl"
 
 # vLLM calls these on our classes, so the parameters must be exactly these.
 OVERRIDDEN: Final = (
@@ -78,6 +80,12 @@ OVERRIDDEN: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups("
     "request, block_ids)",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate(other)",
+    f"{_CPU_LATENT}.do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "
+    "k_scale)",
+    f"{_CPU_LATENT}.forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
+    f"{_CPU_LATENT}._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)",
+    f"{_LATENT}:MLACommonMetadataBuilder.build(common_prefix_len, common_attn_metadata, "
+    "fast_build)",
 )
 
 # The same where the versions differ, by the first minor version with this form.
@@ -118,10 +126,12 @@ CALLED: Final = (
     f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "
     "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
     "slot_mapping)",
+    f"{_LATENT}:MLACommonMetadataBuilder.__init__(kv_cache_spec, layer_names, vllm_config, device)",
     "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
     "skip_compiled)",
     "vllm.config:ModelConfig.get_vocab_size()",
     "vllm.config:ModelConfig.uses_mrope",
+    "vllm.config:ModelConfig.use_mla",
 )
 
 

@@ -133,8 +133,23 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     }
     for what in (name for name, given in wrong.items() if given):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
+    if model.use_mla:
+        _check_latents(policy, config.device_config.device_type)
     _check_failures(config.kv_transfer_config)
     check_dtype(config.cache_config.cache_dtype)
+
+
+def _check_latents(policy: KVPolicy, device: str) -> None:
+    if device != "cpu":
+        raise UnservableError(
+            f"this model has latent attention (MLA), which a {KEY} supports on a CPU alone, and "
+            f"this engine runs on {device}; remove {KEY} from additional_config"
+        )
+    if not is_plain(policy):
+        raise UnservableError(
+            f"the policy {policy} cannot be served with latent attention (MLA), whose one vector "
+            "per token is in vLLM's slots; use one format for all tokens, such as k8v4"
+        )
 
 
 def _check_failures(given: KVTransferConfig | None) -> None:

@@ -77,12 +77,14 @@ def whole_shape(config: "VllmConfig") -> CacheShape:
     """
     model, parallel = config.model_config, config.parallel_config
     heads: Any = model.get_num_kv_heads(parallel)
-    dim = model.get_head_size()
+    dim, text = model.get_head_size(), model.hf_text_config
+    value_dim = text.kv_lora_rank if model.use_mla else getattr(text, "v_head_dim", None)
     return CacheShape(
         layers=_full_layers(config),
         kv_heads=heads * parallel.tensor_parallel_size,
         group=model.get_num_attention_heads(parallel) // heads,
         key_dim=dim,
-        value_dim=getattr(model.hf_text_config, "v_head_dim", None) or dim,
+        value_dim=value_dim or dim,
         dtype=model.dtype,
+        value_in_key=model.use_mla,
     )
