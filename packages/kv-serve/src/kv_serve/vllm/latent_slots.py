@@ -24,11 +24,11 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kv_policy import CacheShape, TokenFormat
-from kv_runtime import Blocks, Outermost, SlotLayer, SlotStep, serving
+from kv_runtime import Blocks, Outermost, SlotLayer, SlotStep
 from kv_serve.vllm.config import UnservableError, check_dtype, plain_format, served_policy
 from kv_serve.vllm.latent_rotation import check_rotation
 from kv_serve.vllm.served import ServesPolicy, UnderPolicy
-from kv_serve.vllm.shape import attention_layers, backend_of, kept_specs
+from kv_serve.vllm.shape import attention_layers, kept_specs, named_backend
 
 logger = init_logger("vllm.kv_serve")
 
@@ -121,7 +121,7 @@ class LatentImpl(UnderPolicy, CPUMLAImpl):
         shape = CacheShape(1, 1, self.num_heads, *dims, dtype, value_in_key=True)
         format = plain_format(policy, shape)
         assert format is not None, "served_policy refuses other policies for latents"
-        backend = backend_of(self.config)
+        backend = named_backend(self.config).backend
         self.layer = SlotLayer(format, self.scale, backend)
         size = self.config.cache_config.block_size
         device = torch.device(self.config.device_config.device_type)
@@ -174,7 +174,7 @@ class LatentImpl(UnderPolicy, CPUMLAImpl):
             str(policy),
             form.nbytes,
             full,
-            str(serving(self.config.device_config.device_type)),
+            str(named_backend(self.config)),
         )
         return type(f"LatentBackend[{policy}]", (LatentBackend,), held)
 

@@ -110,11 +110,15 @@ def first_heads(config: VllmConfig) -> list[int]:
     return [rank * heads // ranks for rank in range(ranks)]
 
 
+def named_backend(config: VllmConfig) -> Serving:
+    """Return the backend that `kv_backend` in `additional_config` names, or the fastest."""
+    return serving(config.device_config.device_type, config.additional_config.get(BACKEND, AUTO))
+
+
 def backend_of(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Serving:
     """Return the backend of attention and pages on this device.
 
-    It is the one that `kv_backend` in `additional_config` names, or the fastest that passes its
-    trial.
+    It is the one that is named, or the fastest that passes its trial.
     """
     named = config.additional_config.get(BACKEND, AUTO)
     device = torch.device(config.device_config.device_type)
