@@ -95,7 +95,33 @@ def compiled(launch: Launch, architecture: int) -> dict[str, object]:
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "tensor_core": len(re.findall(r"\b(?:HMMA|HGMMA|IMMA)\b", code)),
         "async_copies": len(re.findall(r"\bLDGSTS\b", code)),
+        "loop": len(_loop(code)),
+        "loop_shared_stores": sum("STS." in each and "128" in each for each in _loop(code)),
     }
+
+
+def _loop(code: str) -> list[str]:
+    """The instructions of the loop over tiles: the one with the most tensor-core products."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops: list[list[str]] = []
+    for line in code.splitlines():
+        label = re.match(r"\s*(\.L\w+):", line)
+        if label:
+            labels[label.group(1)] = len(instructions)
+        found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        if not found:
+            continue
+        instructions.append(found.group(1))
+        back = re.search(r"\bBRA\S*\s+.*?`\((\.L\w+)\)", found.group(1))
+        if back and back.group(1) in labels:
+            loops.append(instructions[labels[back.group(1)] :])
+    products = [sum(bool(re.search(r"\b(HMMA|HGMMA|IMMA)\b", i)) for i in each) for each in loops]
+    return min(
+        (each for each, count in zip(loops, products, strict=True) if count == max(products)),
+        key=len,
+        default=[],
+    )
 
 
 @cache

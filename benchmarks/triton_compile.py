@@ -112,6 +112,9 @@ def steps(
     """A decode step that nobody observes, and one that somebody does."""
     q, position = queries(part, 1, dtype)
     decode(q, position, [part], part.value[1], 0.1, machine, *softmax)
+    own = fresh(1, (part.key[1], part.value[1]), dtype)
+    decode(q, position, [part, own], part.value[1], 0.1, machine, *softmax)
+    decode(q, position, [part, own], part.value[1], 0.1, machine, *softmax, watched=True)
     done = decode(q, position, [part], part.value[1], 0.1, machine, *softmax, watched=True)
     place = torch.zeros(BATCH, 1, part.width, dtype=torch.long)
     for what in WATCHED.values():

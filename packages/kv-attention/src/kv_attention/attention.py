@@ -27,6 +27,7 @@ def attend(
     others: Sequence[Observe] = (),
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    out: Float[Tensor, "B H G L Dv"] | None = None,
 ) -> Attended:
     """Compute attention over the union of paged tiers and dense tensors of tokens.
 
@@ -57,6 +58,8 @@ def attend(
         sinks: a logit of each query head, by KV head and index in the GQA group, which takes part
             in the softmax of every query and has no value (OpenAI 2025, gpt-oss): the weights of a
             query's tokens sum to less than 1. It is neither scaled nor capped, and takes no noise.
+        out: memory for the output, in the dtype of `q`. A backend that can writes there and returns
+            this tensor; others return one of their own.
 
     A decode step, one query of each sequence, does not synchronize with the device if `longest` of
     the pages and `full` of the dense tokens are given.
@@ -86,5 +89,6 @@ def attend(
         (observe, *others),
         softcap,
         sinks,
+        out,
     )
     return load_backend(backend)(inputs)

@@ -28,6 +28,7 @@ class AttentionInputs:
         softcap: the bound c of the logits x, which become c * tanh(x / c); None: no bound.
         sinks: a logit of each query head that takes part in the softmax and has no value; None:
             there are none. Padding queries have none.
+        out: memory for the output, which a backend may return as the output; None: it allocates.
     """
 
     q: Float[Tensor, "B H G L D"]
@@ -40,6 +41,7 @@ class AttentionInputs:
     observations: tuple[Observe, ...] = (Observe(0),)
     softcap: float | None = None
     sinks: Float[Tensor, "H G"] | None = None
+    out: Float[Tensor, "B H G L Dv"] | None = None
 
     @property
     def observed(self) -> bool:

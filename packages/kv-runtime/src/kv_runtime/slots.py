@@ -33,6 +33,14 @@ class SlotBatch:
         """Return the tokens' vectors: a view if their rows follow each other."""
         return x[self.row].view(*self.position.shape, *x.shape[1:])
 
+    def out(
+        self, output: Float[Tensor, "m Q Dv"], heads: int
+    ) -> Float[Tensor, "B H G 1 Dv"] | None:
+        """Return the rows of `output` in a decode step, as attention gives them, if they are."""
+        if not isinstance(self.row, slice) or self.position.shape[1] != 1:
+            return None
+        return output[self.row].unflatten(1, (heads, -1)).unsqueeze(3)
+
     def put(self, found: Float[Tensor, "B H G L Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
         """Write the tokens' attention to their rows."""
         rows = found.permute(0, 3, 1, 2, 4)
@@ -142,7 +150,8 @@ class Blocks:
             chosen: slice | Tensor = slice(first, first + len(request))
             if not follow:
                 chosen = _moved(request, device)
-            pages, held = self.pages(table[chosen]).mT.contiguous(), length[chosen, None].long()
+            pages = self.pages(table[chosen]).mT.int().contiguous()
+            held = length[chosen, None].long()
             full = int(new.min()) == width
             if follow and full:
                 begin = int(start[first])
@@ -278,6 +287,7 @@ class SlotLayer:
                 full=batch.real is None,
             )
             q = batch.take(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
+            out = batch.out(output, key.shape[1])
             found = attend(
                 q,
                 batch.position,
@@ -287,8 +297,10 @@ class SlotLayer:
                 backend=self.backend,
                 softcap=self.softcap,
                 sinks=self.sinks,
-            )
-            batch.put(found.out, output)
+                out=out,
+            ).out
+            if found is not out:
+                batch.put(found, output)
 
     def _store(
         self,

@@ -78,7 +78,16 @@ def _attend(inputs: AttentionInputs) -> Attended:
     places = [*inputs.page_positions, *(tokens.position[:, None] for tokens in inputs.dense)]
     if q.shape[3] == 1:
         step = decode(
-            q, position, parts, inputs.value_dim, scale, machine, softcap, sinks, watched=watched
+            q,
+            position,
+            parts,
+            inputs.value_dim,
+            scale,
+            machine,
+            softcap,
+            sinks,
+            inputs.out,
+            watched=watched,
         )
         out, lse = step.out, step.lse[..., None]
     else:

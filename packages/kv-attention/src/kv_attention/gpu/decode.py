@@ -305,6 +305,7 @@ def decode(
     machine: Machine,
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    out: Float[Tensor, "B H G 1 Dv"] | None = None,
     *,
     watched: bool = False,
 ) -> Decoded:
@@ -319,6 +320,7 @@ def decode(
         machine: the device.
         softcap: the bound of the logits, if any.
         sinks: a logit of each query head without a value, if any.
+        out: memory for the output, contiguous and in the dtype of the queries; None: new.
         watched: keep the logits, with the widths of the parts.
     """
     batch, heads, group, _, _ = q.shape
@@ -365,7 +367,8 @@ def decode(
             num_warps=form.warps,
             **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
         )
-    out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
+    if out is None or not out.is_contiguous() or out.dtype != q.dtype:
+        out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
     if fresh is not None and watched:
         logits.append(torch.empty(table_rows, group, 1, dtype=torch.float32, device=device))
