@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,38 +22,14 @@ from kv_policy import CacheShape, parse
 from kv_runtime import RequestBatch, RequestRows, RequestStep
 from kv_runtime.cache import PolicyCache
 
-READS: Final = frozenset(
-    ["tolist", "item", "__bool__", "__int__", "__index__", "__float__", "numpy", "cpu"]
-)
+READS: Final = re.compile("tolist|item|__(bool|int|index|float)__|numpy|cpu")
 # Operations that launch nothing: views, and memory without contents.
-FREE: Final = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "expand",
-        "slice",
-        "select",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "t",
-        "detach",
-        "as_strided",
-        "alias",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "unfold",
-        "reshape",
-        "_reshape_alias",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-    ]
+VIEWS: Final = (
+    "view _unsafe_view expand slice select transpose permute unsqueeze squeeze t detach as_strided "
+    "alias unbind split split_with_sizes unfold reshape _reshape_alias"
 )
+MEMORY: Final = "empty empty_like new_empty empty_strided new_empty_strided"
+FREE: Final = frozenset(re.findall(r"\w+", f"{VIEWS} {MEMORY}"))
 SEQUENCES: Final = 2
 HEADS: Final = 2
 QUERIES: Final = 8
@@ -83,7 +60,7 @@ class Reads(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
+        if READS.fullmatch(getattr(func, "__name__", "")):
             self.found["reads"] += 1
         return func(*args, **(kwargs or {}))
 

@@ -27,6 +27,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # what it would interpret it could not
 import _result
 import torch
 from _compiled import compiled, launches_of, recorded
+from _gpu_launches import FREE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_compile import GROUP, HEADS, format_of, pages_of, queries
@@ -44,35 +45,6 @@ TOKENS: Final = 16
 DIM: Final = 128
 H100: Final = Machine("sm_90", 3 * 132, True)
 META: Final = torch.device("meta")
-# Operations that launch nothing: views, and memory without contents.
-FREE: Final = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "expand",
-        "slice",
-        "select",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "t",
-        "detach",
-        "as_strided",
-        "alias",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "unfold",
-        "reshape",
-        "_reshape_alias",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-    ]
-)
 Row = dict[str, object]
 
 

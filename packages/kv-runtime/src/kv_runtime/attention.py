@@ -18,6 +18,7 @@ def attended(
     backend: str,
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    out: Float[Tensor, "B H G Lq Dv"] | None = None,
 ) -> Attended:
     """Compute the attention of a pass, on vectors projected into the basis if there is one.
 
@@ -33,6 +34,7 @@ def attended(
         backend: the attention backend.
         softcap: the bound of the logits, as for `kv_attention.attend`.
         sinks: a logit of each query head, by stored head.
+        out: memory for the output, as for `kv_attention.attend`.
     """
     query, key, value = fresh
     sees, queries = now.sees, query.shape[3]
@@ -62,6 +64,7 @@ def attended(
         watch[1:],
         softcap,
         sinks,
+        out,
     )
 
 

@@ -232,6 +232,7 @@ class PolicyCache:
         *,
         more: bool = False,
         expanded: Expanded | None = None,
+        out: Float[Tensor, "B H G Lq Dv"] | None = None,
     ) -> Float[Tensor, "B Hv Gv Lq _"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
 
@@ -247,7 +248,8 @@ class PolicyCache:
         neither, as it leaves logits as they are.
 
         With `expanded`, the output is that of these vectors of the query heads, by whose attention
-        a pass over latents has the same logits; see `attends_alone`.
+        a pass over latents has the same logits; see `attends_alone`. `out` is memory for the
+        output, which may be returned, as for `kv_attention.attend`.
 
         Raises:
             ValueError: `softcap` is not a positive number, `sinks` are not by the query's heads,
@@ -267,8 +269,9 @@ class PolicyCache:
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe, watch, fresh = self.observe, self._watch, (query, key, value)
         if expanded is None:
+            into = out if self.bases is None else None
             result = attended(
-                batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks
+                batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks, into
             )
         else:
             checks.check_alone(self.attends_alone)
@@ -311,11 +314,15 @@ class PolicyCache:
 
     def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
         """Return the queries of a pass, scaled so that q·k / sqrt(D) is the logit."""
-        readers = (self, *self._followers)
-        selectors = [reader.selector for reader in readers]
         factor = scale * query.shape[-1] ** 0.5
-        read = any(each is not None and "queries" in each.reads for each in selectors)
-        return Queries(query * factor if read and factor != 1 else query, now.position)
+        read = self.reads_queries and factor != 1
+        return Queries(query * factor if read else query, now.position)
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether queries are read after attention; if not, their memory may be used again."""
+        selectors = [reader.selector for reader in (self, *self._followers)]
+        return any(each is not None and "queries" in each.reads for each in selectors)
 
     @property
     def observe(self) -> Observe:

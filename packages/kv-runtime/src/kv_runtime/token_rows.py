@@ -63,20 +63,46 @@ class TokenRows:
         `softcap` is the bound of the logits, and `sinks` a logit of each query head, as for
         `kv_attention.attend`; `more` as for `PolicyCache.attend`.
         """
-        grouped = self._places(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        fresh = (self._places(key).transpose(1, 2), self._places(value).transpose(1, 2))
-        by_head = None if sinks is None else sinks.view(key.shape[1], -1)
-        out = self.cache.attend(layer, grouped, *fresh, scale, softcap, by_head, more=more)
-        self._write(out.permute(0, 3, 1, 2, 4), output)
+        heads = key.shape[1]
+        keep = self.cache.reads_queries
+        grouped = self._places(query, keep=keep).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        fresh = tuple(each.transpose(1, 2) for each in self._copies(key, value))
+        by_head = None if sinks is None else sinks.view(heads, -1)
+        into = self._rows_of(output, heads)
+        out = self.cache.attend(
+            layer, grouped, *fresh, scale, softcap, by_head, more=more, out=into
+        )
+        if out is not into:
+            self._write(out.permute(0, 3, 1, 2, 4), output)
 
-    def _places(self, x: Float[Tensor, "m H D"]) -> Float[Tensor, "B L H D"]:
-        """Copy the tokens, as the cache keeps some of them until all layers have attended.
+    def _places(self, x: Float[Tensor, "m H D"], *, keep: bool) -> Float[Tensor, "B L H D"]:
+        """Return the tokens, or a copy of them.
 
-        A compiled model or a CUDA graph reuses a layer's memory after its attention.
+        What is read when all layers have attended must be a copy: a compiled model or a CUDA graph
+        reuses a layer's memory after its attention.
         """
         these = self.source
-        here = x[these].clone() if isinstance(these, slice) else x.index_select(0, these)
+        here = x[these] if isinstance(these, slice) else x.index_select(0, these)
+        here = here.clone() if keep and isinstance(these, slice) else here
         return here.view(*self.real.shape, *x.shape[1:])
+
+    def _copies(
+        self, key: Float[Tensor, "m H D"], value: Float[Tensor, "m H Dv"]
+    ) -> tuple[Float[Tensor, "B L H D"], Float[Tensor, "B L H Dv"]]:
+        """Copy keys and values, in one launch if they are alike."""
+        if isinstance(self.source, slice) and key.shape == value.shape and key.dtype == value.dtype:
+            both = torch.stack((key[self.source], value[self.source]))
+            first, second = both.view(2, *self.real.shape, *key.shape[1:])
+            return first, second
+        return self._places(key, keep=True), self._places(value, keep=True)
+
+    def _rows_of(
+        self, output: Float[Tensor, "m Q Dv"], heads: int
+    ) -> Float[Tensor, "B H G 1 Dv"] | None:
+        """Return the rows of `output` as attention gives those of a decode step, if they are."""
+        if not isinstance(self.target, slice) or self.real.shape[1] != 1:
+            return None
+        return output[self.target].unflatten(1, (heads, -1)).unsqueeze(3)
 
     def _write(self, found: Float[Tensor, "B L H G Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
         if isinstance(self.target, slice):
