@@ -87,8 +87,43 @@ def kv_compress_cost(result: Row, said: Said) -> Iterator[str]:
     yield passes(result["rows"])
 
 
+def gpu_static(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, the launches of a step by what launches, and the loops of kernels."""
+    yield markdown.figures(result, said)
+    rows = result["rows"]
+    slots = [row for row in rows if row["kind"] == "launches"]
+    yield table(
+        ("decode step over slots", "kernels of Triton", "operations of torch, in all layers"),
+        (
+            (
+                f"`{row['format']}`",
+                *(
+                    ", ".join(f"{count} {spoken(name)}" for name, count in row[of].items())
+                    for of in ("triton", "torch")
+                ),
+            )
+            for row in slots
+        ),
+    )
+    yield table(
+        ("decode kernel", "tokens of a tile", "instructions per 64 tokens", "registers", "shared"),
+        (
+            (
+                f"`{row['format']}`",
+                f"{row['block']}",
+                f"{row['per_64_tokens']:.0f}",
+                f"{row['registers']}",
+                f"{row['shared']:,}",
+            )
+            for row in rows
+            if row["kind"] == "kernel"
+        ),
+    )
+
+
 WRITERS: Final = {
     "foundation": only_figures,
+    "gpu_static": gpu_static,
     "triton_compile": triton_compile,
     "kv_compress_cost": kv_compress_cost,
     "leankv_overhead": only_figures,
