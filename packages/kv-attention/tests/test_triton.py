@@ -15,7 +15,9 @@ import triton.language as tl
 from attention_cases import Case
 from attention_judge import assert_same_observation, assert_same_output
 from kv_attention import Attended, DenseTokens, attend
+from kv_attention.gpu.arguments import paged_part
 from kv_attention.gpu.backend import declined
+from kv_attention.gpu.planes import planar
 from kv_attention.gpu.tiles import bounded
 from kv_policy import Observe, PagedTokens
 
@@ -68,6 +70,38 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.grid(3)
 def test_output(case, shape, L, dtype):
     assert_same_output(case(3, L=L, dtype=dtype, **shape).to(DEVICE), "triton")
+
+
+PLANES = {"tiers": [("8", "4"), ("4", "2"), ("2", "8")], "D": 64, "Dv": 64, "padding": "left"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "more", [{"page": 16}, {"page": 7, "holes": True, "reverse": True} | SOFTMAX]
+)
+def test_codes_by_plane(case, more, dtype):
+    """As wide as a power of two, with one scale for a vector, and queries of 16 bits."""
+    c = case(3, L=1, dtype=dtype, stored=150, **PLANES, **more).to(DEVICE)
+    for pages in c.pages:
+        part = paged_part(pages, watched=False)
+        assert planar(part, part.products(dtype, interpreted=True))
+    assert_same_output(c, "triton")
+    assert_same_observation(c, Observe(None, "max"), error=1e-3, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "D", "dtype"),
+    [
+        ("8", 64, torch.float32),
+        ("8", 48, torch.float16),
+        ("1", 64, torch.float16),
+        ("2", 32, torch.float16),
+    ],
+)
+def test_codes_that_have_no_planes(case, tiers, D, dtype):
+    c = case(3, L=1, dtype=dtype, tiers=[(tiers, tiers)], D=D, Dv=D)
+    part = paged_part(c.pages[0], watched=False)
+    assert not planar(part, part.products(dtype, interpreted=True))
 
 
 def test_dense_tokens_in_another_type_than_the_queries(case):

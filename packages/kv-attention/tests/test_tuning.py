@@ -30,7 +30,7 @@ TABLE = {
 def plain(dim: int, dtype: torch.dtype) -> PartArguments:
     """Return the arguments of dense tokens."""
     key = torch.zeros(1, 1, 4, dim, dtype=dtype)
-    return dense_part(DenseTokens(key, key, torch.zeros(1, 4, dtype=torch.long), full=True), 1)
+    return dense_part(DenseTokens(key, key, torch.zeros(1, 4, dtype=torch.long), full=True))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.gpu.arguments import LOG2E, PartArguments, padded, rows_of
-from kv_attention.gpu.reading import paged_tile, pages_of, unshift
+from kv_attention.gpu.planes import (
+    bytes_of,
+    logits_of_planes,
+    planar,
+    put_planes,
+    queries_by_plane,
+    scale_of,
+    weighed_by_plane,
+    zeros_by_plane,
+)
+from kv_attention.gpu.reading import meta_of, paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
     bounded,
@@ -82,6 +92,7 @@ def decode_kernel(
     softcap,
     CAPPED: tl.constexpr,
     PAGED: tl.constexpr,
+    PLANAR: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -121,13 +132,18 @@ def decode_kernel(
             count, at = tl.load(length + r), tl.load(position + b)
             rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
             rows = rows + g[:, None] * q_strides[2]
-            level, more_level, back, whole = queries_of(
-                rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
-            )
             highest = tl.full([ROWS], float("-inf"), tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
             shift = tl.zeros([ROWS], tl.float32)
-            sums = tl.zeros([ROWS, OUT], tl.float32)
+            if PLANAR:
+                up, back, whole = scale_of(rows, q_strides[3], g < GROUP, scale, KEY, PADDED[0])
+                planes = queries_by_plane(rows, q_strides[3], g < GROUP, up, KEY)
+                sums = zeros_by_plane(ROWS, VALUE)
+            else:
+                level, more_level, back, whole = queries_of(
+                    rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
+                )
+                sums = tl.zeros([ROWS, OUT], tl.float32)
             for i in tl.range(tile - start, here - start, num_stages=STAGES):
                 slot = i * BLOCK + tl.arange(0, BLOCK)
                 held = slot < count
@@ -136,18 +152,24 @@ def decode_kernel(
                     mine = tokens[2] + r.to(tl.int64) * tokens[3]
                     page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
                     held = present(tokens, page, row, held, PAGE)
-                    key, k_scale, k_zero = paged_tile(
-                        data, stride, page, row, held, d, KEY, PAGE[3], AS[0], ASM
-                    )
-                    more = key
-                    if REST:
-                        e = PADDED[0] + tl.arange(0, REST)
-                        more, _, _ = paged_tile(
-                            data, stride, page, row, held, e, KEY, PAGE[3], AS[0], ASM
+                    if PLANAR:
+                        key = bytes_of(data, stride, page, row, KEY)
+                        value = bytes_of(data, stride, page, row, VALUE)
+                        k_scale, k_zero = meta_of(data, stride, page, row, held, 0, KEY, PAGE[3])
+                        v_scale, v_zero = meta_of(data, stride, page, row, held, 0, VALUE, PAGE[3])
+                    else:
+                        key, k_scale, k_zero = paged_tile(
+                            data, stride, page, row, held, d, KEY, PAGE[3], AS[0], ASM
                         )
-                    value, v_scale, v_zero = paged_tile(
-                        data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
-                    )
+                        more = key
+                        if REST:
+                            e = PADDED[0] + tl.arange(0, REST)
+                            more, _, _ = paged_tile(
+                                data, stride, page, row, held, e, KEY, PAGE[3], AS[0], ASM
+                            )
+                        value, v_scale, v_zero = paged_tile(
+                            data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
+                        )
                 else:
                     place = places_of(tokens, b, slot, held)
                     held = (place >= 0) & (place <= at)
@@ -159,21 +181,26 @@ def decode_kernel(
                     value = plain_tile(tokens[2], tokens[3], b, h, slot, held, dv, VALUE).to(AS[1])
                     k_scale = tl.full([BLOCK], 1.0, tl.float32)
                     v_scale, k_zero, v_zero = k_scale, k_scale - 1, k_scale - 1
-                found_here = logits_of(
-                    level,
-                    more_level,
-                    back,
-                    whole,
-                    key,
-                    more,
-                    k_scale,
-                    k_zero,
-                    softcap,
-                    KEY,
-                    "tf32x3",
-                    REST,
-                    CAPPED,
-                )
+                if PLANAR:
+                    found_here = logits_of_planes(
+                        planes, back, whole, key, k_scale, k_zero, softcap, KEY, CAPPED, ASM
+                    )
+                else:
+                    found_here = logits_of(
+                        level,
+                        more_level,
+                        back,
+                        whole,
+                        key,
+                        more,
+                        k_scale,
+                        k_zero,
+                        softcap,
+                        KEY,
+                        "tf32x3",
+                        REST,
+                        CAPPED,
+                    )
                 found_here = tl.where(held[None, :], found_here, float("-inf"))
                 if WATCH:
                     there = (g < GROUP)[:, None] & (slot < width)[None, :]
@@ -181,12 +208,19 @@ def decode_kernel(
                     tl.store(into, found_here, mask=there)
                 p, shrink, highest, weight = soften(found_here, highest, weight)
                 shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)
-                sums = sums * shrink[:, None] + weighed(p, value, v_scale, VALUE, AS[1])
-            sums = sums * (unshift(dv, VALUE) / boost_of(VALUE))[None, :] + shift[:, None]
-            sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+                if PLANAR:
+                    sums = weighed_by_plane(sums, shrink, p, value, v_scale, VALUE, ASM)
+                else:
+                    sums = sums * shrink[:, None] + weighed(p, value, v_scale, VALUE, AS[1])
             slot_of = (program + r).to(tl.int64) * GROUP + g
-            into = found + slot_of[:, None] * VALUE[1] + dv[None, :]
-            tl.store(into, sums, mask=(g < GROUP)[:, None] & (dv < VALUE[1])[None, :])
+            into = found + slot_of[:, None] * VALUE[1]
+            if PLANAR:
+                put_planes(into, sums, shift, weight, g < GROUP, VALUE)
+            else:
+                sums = sums * (unshift(dv, VALUE) / boost_of(VALUE))[None, :] + shift[:, None]
+                sums = sums / tl.where(weight > 0, weight, 1.0)[:, None]
+                there = (g < GROUP)[:, None] & (dv < VALUE[1])[None, :]
+                tl.store(into + dv[None, :], sums, mask=there)
             tl.store(lse + slot_of, log_of(highest, weight), mask=g < GROUP)
             tile = here
         r += 1
@@ -357,6 +391,7 @@ def decode(
             heads,
             *bounds,
             CAPPED=softcap is not None,
+            PLANAR=planar(part, part.products(q.dtype, interpreted=machine.interpreted)),
             GROUP=group,
             ROWS=rows,
             BLOCK=form.block,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kv_attention.gpu.arguments import PartArguments, padded
+from kv_attention.gpu.planes import planar
 from kv_attention.gpu.tiles import soften
 
 
@@ -67,9 +68,11 @@ def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterat
 
     Addresses of vectors whose length is not a power of two need registers, and products in float32
     several times those of other dtypes, so these classes have smaller tiles. Those of more than 256
-    dimensions need twice the shared memory.
+    dimensions need twice the shared memory, and codes that are multiplied by plane less.
     """
     yield "default"
+    if planar(part, part.products(q, interpreted=interpreted)):
+        yield "planar"
     sizes = [padded(form[1]) for form in (part.key, part.value)]
     if sizes != [part.key[1], part.value[1]]:
         yield "uneven"
