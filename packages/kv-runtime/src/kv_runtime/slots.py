@@ -39,7 +39,8 @@ class SlotBatch:
         """Return the rows of `output` in a decode step, as attention gives them, if they are."""
         if not isinstance(self.row, slice) or self.position.shape[1] != 1:
             return None
-        return output[self.row].unflatten(1, (heads, -1)).unsqueeze(3)
+        rows: Tensor = output[self.row].unflatten(1, (heads, -1))
+        return rows.unsqueeze(3)
 
     def put(self, found: Float[Tensor, "B H G L Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
         """Write the tokens' attention to their rows."""

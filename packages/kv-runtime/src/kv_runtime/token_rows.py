@@ -66,12 +66,10 @@ class TokenRows:
         heads = key.shape[1]
         keep = self.cache.reads_queries
         grouped = self._places(query, keep=keep).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        fresh = tuple(each.transpose(1, 2) for each in self._copies(key, value))
+        k, v = (each.transpose(1, 2) for each in self._copies(key, value))
         by_head = None if sinks is None else sinks.view(heads, -1)
         into = self._rows_of(output, heads)
-        out = self.cache.attend(
-            layer, grouped, *fresh, scale, softcap, by_head, more=more, out=into
-        )
+        out = self.cache.attend(layer, grouped, k, v, scale, softcap, by_head, more=more, out=into)
         if out is not into:
             self._write(out.permute(0, 3, 1, 2, 4), output)
 
@@ -102,7 +100,8 @@ class TokenRows:
         """Return the rows of `output` as attention gives those of a decode step, if they are."""
         if not isinstance(self.target, slice) or self.real.shape[1] != 1:
             return None
-        return output[self.target].unflatten(1, (heads, -1)).unsqueeze(3)
+        rows: Tensor = output[self.target].unflatten(1, (heads, -1))
+        return rows.unsqueeze(3)
 
     def _write(self, found: Float[Tensor, "B L H G Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
         if isinstance(self.target, slice):

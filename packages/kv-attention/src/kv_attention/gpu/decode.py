@@ -466,4 +466,4 @@ def _planned(
 
 
 def _wide(table_rows: int) -> int:
-    return min(1024, triton.next_power_of_2(table_rows))
+    return min(1024, 1 << (table_rows - 1).bit_length())
