@@ -1,6 +1,7 @@
 """Choice of a cache's attention backend, with a warning if a faster one is unavailable."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -10,7 +11,7 @@ import torch
 from kv_attention import all_backends, check_backend, choose_backend, load_backend
 from kv_policy import CacheShape, KVPolicy
 from kv_policy.installing import checkout_of, install_command
-from kv_runtime.self_check import Trial, failure
+from kv_runtime.self_check import Cache, Trial, failure
 
 AUTO: Final = "auto"
 COMPILED: Final = ", which compiles it and needs a C++20 compiler"
@@ -49,12 +50,18 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
 
 
 def tried_backend(
-    device: torch.device, name: str, policy: KVPolicy, shape: CacheShape, page_tokens: int
+    device: torch.device,
+    name: str,
+    policy: KVPolicy,
+    shape: CacheShape,
+    page_tokens: int,
+    cache: Callable[..., Cache],
 ) -> str:
     """Return the name of the backend for a cache, which must pass a trial if nobody named it.
 
     A `Backend.tried` that `auto` chooses is compared with torch, once for the same use in a
-    process. If it fails, the logger `kv_runtime` reports how, and torch is used.
+    process. If it fails, the logger `kv_runtime` reports how, and torch is used. `cache` creates
+    caches for the trial, as `PolicyCache` does.
 
     Raises:
         ValueError: as `backend_for`.
@@ -62,7 +69,7 @@ def tried_backend(
     chosen = backend_for(device, name)
     if name != AUTO or not all_backends()[chosen].tried:
         return chosen
-    reason = failure(Trial(chosen, policy, shape, device, page_tokens))
+    reason = failure(Trial(chosen, policy, shape, device, page_tokens, cache))
     if reason is None:
         return chosen
     _say("torch", chosen, f"it fails a trial under {policy}: {reason}")

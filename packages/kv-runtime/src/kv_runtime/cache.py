@@ -90,7 +90,7 @@ class PolicyCache:
         checks.check_replay(policy, replays, len(self.layout.shapes))
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
-        self.backend = tried_backend(self.device, backend, policy, shape, page_tokens)
+        self.backend = tried_backend(self.device, backend, policy, shape, page_tokens, PolicyCache)
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
 

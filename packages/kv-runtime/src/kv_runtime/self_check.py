@@ -1,23 +1,41 @@
 """A trial of a backend before a cache uses it unasked: its results against those of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kv_policy import Basis, Budget, CacheShape, Capabilities, Formats, KVPolicy, complete
 
-if TYPE_CHECKING:
-    from kv_runtime.cache import PolicyCache
 
 NEAR: Final = 0.02  # of the norm: bfloat16 rounds by far less, and a wrong kernel errs by far more
 PROMPT: Final = 80  # tokens
 STEPS: Final = 3  # of decoding
 SEEDS: Final = (0, 1)  # a selector may choose between equal scores differently; not twice
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What a trial needs of a `PolicyCache`."""
+
+    def begin(self, valid: Bool[Tensor, "B L"]) -> None:
+        """Start a pass."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "B H G L D"],
+        key: Float[Tensor, "B H L D"],
+        value: Float[Tensor, "B H L Dv"],
+        scale: float,
+    ) -> Float[Tensor, "B H G L Dv"]:
+        """Attend, and store."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class Trial:
         shape: of the cache.
         device: of the cache.
         page_tokens: tokens of the first tier per page.
+        cache: creates a cache, with the arguments of `PolicyCache`.
     """
 
     backend: str
@@ -37,6 +56,7 @@ class Trial:
     shape: CacheShape = field(compare=False)
     device: torch.device
     page_tokens: int
+    cache: Callable[..., Cache] = field(compare=False)
     said: tuple[object, ...] = field(init=False)  # what two policies and shapes are equal by
 
     def __post_init__(self) -> None:
@@ -93,17 +113,15 @@ def _attended(trial: Trial, backend: str, seed: int) -> Iterator[Float[Tensor, "
             yield out.masked_fill(~valid[:, None, None, :, None], 0)
 
 
-def _cache(trial: Trial, backend: str) -> "PolicyCache":
+def _cache(trial: Trial, backend: str) -> Cache:
     """Create a cache with a budget below the prompt, if the policy takes one."""
-    from kv_runtime.cache import PolicyCache
-
     policy = trial.policy
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is not None and selector.replay is not None:  # nothing runs a model again here
         policy, selector = _Unselected(policy), None
 
-    def made(budgets: list[Budget | None] | None) -> "PolicyCache":
-        return PolicyCache(
+    def made(budgets: list[Budget | None] | None) -> Cache:
+        return trial.cache(
             policy,
             trial.shape,
             page_tokens=trial.page_tokens,

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kv_policy import CacheShape, KVPolicy
-from kv_runtime import AUTO, Serving, joined_ropes, serving, tried_backend
+from kv_runtime import AUTO, PolicyCache, Serving, joined_ropes, serving, tried_backend
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import BACKEND, KEY
 from kv_serve.vllm.served import ServesPolicy, UnderPolicy
@@ -122,5 +122,5 @@ def backend_of(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Servi
     """
     named = config.additional_config.get(BACKEND, AUTO)
     device = torch.device(config.device_config.device_type)
-    name = tried_backend(device, named, policy, shape, PAGE_TOKENS)
+    name = tried_backend(device, named, policy, shape, PAGE_TOKENS, PolicyCache)
     return serving(device, name)
