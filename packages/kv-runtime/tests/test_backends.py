@@ -48,10 +48,22 @@ def test_a_cpu_is_served_natively_where_it_can_be(
     native(None)
     assert backend_for("cpu") == "cpu"
     assert str(serving("cpu")) == "cpu avx2"
-    assert serving("cpu", "torch") == serving("cuda") == Serving("torch")
+    assert serving("cpu", "torch") == Serving("torch")
     assert PolicyCache(parse("k8v4"), SHAPE).backend == "cpu"
     assert PolicyCache(parse("k8v4"), SHAPE, backend="torch").backend == "torch"
     assert not caplog.records
+
+
+def test_a_gpu_is_served_by_triton_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reason, name in (("too old", "torch"), (None, "triton")):
+        every = {**all_backends()}
+        every["triton"] = replace(every["triton"], missing=lambda reason=reason: reason)
+        for module in ("kv_attention.backends", "kv_runtime.backends"):
+            monkeypatch.setattr(f"{module}.all_backends", lambda every=every: every)
+        assert backend_for("cuda") == name
+    assert ["too old" in each for each in caplog.messages] == [True]
 
 
 def test_falling_back_is_said_once_for_a_reason(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kv_policy import Basis, Budget, CacheShape, Capabilities, Formats, KVPolicy, complete
 
-
 NEAR: Final = 0.02  # of the norm: bfloat16 rounds by far less, and a wrong kernel errs by far more
 PROMPT: Final = 80  # tokens
 STEPS: Final = 3  # of decoding
