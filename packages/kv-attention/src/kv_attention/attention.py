@@ -3,16 +3,23 @@
 from collections.abc import Sequence
 from typing import Final
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.backends import load_backend
-from kv_attention.checks import check_parts, check_positions, check_queries, check_softmax
+from kv_attention.checks import (
+    check_chosen,
+    check_parts,
+    check_positions,
+    check_queries,
+    check_softmax,
+)
 from kv_attention.inputs import AttentionInputs
 from kv_attention.tokens import Attended, DenseTokens
 from kv_policy import Observe, PagedTokens
 
 NOTHING: Final = Observe()
+CHOOSES: Final = ("reference", "torch")  # backends that attend to chosen tokens
 
 
 def attend(
@@ -27,6 +34,7 @@ def attend(
     others: Sequence[Observe] = (),
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    chosen: Bool[Tensor, "B L P"] | None = None,
     out: Float[Tensor, "B H G L Dv"] | None = None,
 ) -> Attended:
     """Compute attention over the union of paged tiers and dense tensors of tokens.
@@ -50,7 +58,8 @@ def attend(
         observe: the attention mass to sum per token; `last` counts the real queries of a sequence.
             The caller decides whether to observe decode steps, as `generated` specifies.
         page_positions: positions of the stored tokens by slot, at least as many as the longest
-            table row; required, and read, only if `observe.skip` is above 1 or `gumbel` is set.
+            table row; required, and read, only if `observe.skip` is above 1, or `gumbel` or
+            `chosen` is set.
         backend: a name in `all_backends()`.
         others: further observations of the same pass.
         softcap: the bound c of the logits x, which become c * tanh(x / c) before the softmax (Gemma
@@ -58,6 +67,12 @@ def attend(
         sinks: a logit of each query head, by KV head and index in the GQA group, which takes part
             in the softmax of every query and has no value (OpenAI 2025, gpt-oss): the weights of a
             query's tokens sum to less than 1. It is neither scaled nor capped, and takes no noise.
+        chosen: which tokens a query attends to, by position, of those that it sees (the indexer of
+            DeepSeek-AI 2025, DeepSeek-V3.2); the same for all heads. Positions past the last are
+            not chosen. If no token that a query has chosen is there for a KV head, it attends to
+            all that it sees. Tokens that it does not attend to have a probability of 0 in the
+            observed mass, and count as seen. Backends other than `reference` leave such a pass to
+            `torch`. None: all.
         out: memory for the output, in the dtype of `q`. A backend that can writes there and returns
             this tensor; others return one of their own.
 
@@ -69,15 +84,16 @@ def attend(
         float32 (float64 for queries in float64) and int32.
 
     Raises:
-        ValueError: the shapes do not match, the backend is unavailable, or `softcap` is not a
-            positive number.
+        ValueError: the shapes do not match, the backend is unavailable, `softcap` is not a positive
+            number, or `page_positions` are required and missing.
     """
     check_queries(q, position)
     check_softmax(q, softcap, sinks)
     value_dim = check_parts(q, pages, dense)
     positions = [None] * len(pages) if page_positions is None else list(page_positions)
     for what in (observe, *others):
-        check_positions(q, pages, positions, what)
+        check_positions(q, pages, positions, what, chooses=chosen is not None)
+    check_chosen(q, chosen)
     inputs = AttentionInputs(
         q,
         position,
@@ -89,6 +105,8 @@ def attend(
         (observe, *others),
         softcap,
         sinks,
+        chosen,
         out,
     )
-    return load_backend(backend)(inputs)
+    given = load_backend(backend)
+    return (given if chosen is None or backend in CHOOSES else load_backend("torch"))(inputs)

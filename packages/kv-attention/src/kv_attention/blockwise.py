@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_attention.chosen import Choice
 from kv_attention.partial import Partial
 from kv_attention.parts import AttentionPart, block_sizes
 from kv_attention.vectors import Vectors
@@ -15,6 +16,7 @@ def blockwise(
     part: AttentionPart,
     value_dim: int,
     softcap: float | None = None,
+    choice: Choice | None = None,
 ) -> Partial:
     """Compute attention over a part, block by block; each block of tokens is read once.
 
@@ -24,6 +26,7 @@ def blockwise(
         part: the tokens.
         value_dim: Dv.
         softcap: the bound of the logits, if any.
+        choice: the tokens that each query attends to, of those that it sees; None: all.
     """
     size, tokens = block_sizes(q, value_dim)
     chunks = [slice(start, start + size) for start in range(0, q.shape[3], size)]
@@ -32,10 +35,12 @@ def blockwise(
         keys, values = part.both(at)
         if q.shape[2] * q.shape[3] > q.shape[4]:
             keys, values = keys.plain(), values.plain()
-        found = [
-            _block(q[..., chunk, :], keys, values, part.visible(at, position[:, chunk]), softcap)
-            for chunk in chunks
-        ]
+        found = []
+        for chunk in chunks:
+            seen = part.visible(at, position[:, chunk])
+            if choice is not None:
+                seen = choice[chunk].among(seen, part.position(at))
+            found.append(_block(q[..., chunk, :], keys, values, seen, softcap))
         totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
     if len(totals) == 1:
         return totals[0]

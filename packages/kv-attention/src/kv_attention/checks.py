@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import isfinite
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -32,6 +33,23 @@ def check_softmax(q: Tensor, softcap: float | None, sinks: Tensor | None) -> Non
         raise ValueError(
             f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; give floating-point numbers "
             f"of shape [KV heads, group], here {tuple(q.shape[1:3])}"
+        )
+
+
+def check_chosen(q: Float[Tensor, "B H G L D"], chosen: Tensor | None) -> None:
+    """Raise if the tokens that queries attend to are not marked for each query."""
+    if chosen is None:
+        return
+    lead = q.shape[0], q.shape[3]
+    if (
+        chosen.dtype != torch.bool
+        or chosen.ndim != 3
+        or chosen.shape[:2] != lead
+        or not chosen.numel()
+    ):
+        raise ValueError(
+            f"chosen is {chosen.dtype} of shape {tuple(chosen.shape)}; give booleans of shape "
+            f"[sequences, queries, positions], here {lead} and 1 or more positions"
         )
 
 
@@ -112,6 +130,8 @@ def check_positions(
     pages: Sequence[PagedTokens],
     positions: Sequence[Int[Tensor, "B H _"] | None],
     observe: Observe,
+    *,
+    chooses: bool = False,
 ) -> None:
     """Raise if positions do not match the pages, or are required and missing."""
     if len(positions) != len(pages):
@@ -121,6 +141,11 @@ def check_positions(
     for i, (part, at) in enumerate(zip(pages, positions, strict=True)):
         longest = longest_of(part)
         if at is None:
+            if chooses and longest:
+                raise ValueError(
+                    "queries that choose tokens need the positions of the stored ones; give "
+                    f"page_positions[{i}]"
+                )
             far = observe.skip > 1 or observe.gumbel is not None
             if far and observe.last != 0 and longest:
                 raise ValueError(

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
+from kv_attention.chosen import Choice
 from kv_attention.parts import AttentionPart, block_sizes, reach
 
 
@@ -42,6 +43,7 @@ def perturbed_lse(
     temperature: float,
     softcap: float | None,
     sinks: Float[Tensor, "H G"] | None,
+    choice: Choice | None = None,
 ) -> Float[Tensor, "B H G L"]:
     """Return the log-sum-exp of the perturbed logits over all parts; sinks take no noise."""
     size, tokens = block_sizes(q, q.shape[-1])
@@ -57,6 +59,8 @@ def perturbed_lse(
                 x = logits(q[..., chunk, :], keys, softcap)
                 perturb(x, position[:, chunk], place, temperature)
                 seen = part.visible(at, position[:, chunk])
+                if choice is not None:
+                    seen = choice[chunk].among(seen, place)
                 if seen is not None:
                     x.masked_fill_(~seen[:, :, None], -torch.inf)
                 total[..., chunk] = torch.logaddexp(total[..., chunk], x.logsumexp(-1))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.tokens import DenseTokens
@@ -28,6 +28,8 @@ class AttentionInputs:
         softcap: the bound c of the logits x, which become c * tanh(x / c); None: no bound.
         sinks: a logit of each query head that takes part in the softmax and has no value; None:
             there are none. Padding queries have none.
+        chosen: which tokens each query attends to, by position, of those that it sees; None: all.
+            Given to the backends that `attend` names only.
         out: memory for the output, which a backend may return as the output; None: it allocates.
     """
 
@@ -41,6 +43,7 @@ class AttentionInputs:
     observations: tuple[Observe, ...] = (Observe(0),)
     softcap: float | None = None
     sinks: Float[Tensor, "H G"] | None = None
+    chosen: Bool[Tensor, "B L P"] | None = None
     out: Float[Tensor, "B H G L Dv"] | None = None
 
     @property

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention.blockwise import logits
+from kv_attention.chosen import Choice
 from kv_attention.gumbel import perturb
 from kv_attention.parts import AttentionPart, block_sizes, reach
 from kv_policy import Observe
@@ -30,6 +31,7 @@ def observe_part(
     part: AttentionPart,
     observe: Observe,
     softcap: float | None = None,
+    choice: Choice | None = None,
 ) -> Sums:
     """Sum the attention received by each token of a part, and count the contributing queries.
 
@@ -40,6 +42,7 @@ def observe_part(
         part: the tokens.
         observe: the observation; `last` has been applied by `last_queries`.
         softcap: the bound of the logits, if any.
+        choice: the tokens that each query attends to; others have the probability 0. None: all.
     """
     seen = q.new_zeros((*q.shape[:2], part.width), dtype=torch.int32)
     apart = q.shape[2:3] if observe.group == "max-of-sums" else ()
@@ -60,6 +63,8 @@ def observe_part(
             if observe.gumbel is not None:
                 perturb(p, position[:, chunk], part.position(at), observe.gumbel)
             p = p.sub_(lse[..., chunk, None]).exp_()
+            if choice is not None:
+                p.masked_fill_(~choice[chunk].allows(part.position(at))[:, :, None], 0)
             counts = None
             if start < settled:
                 counts = _counts(position[:, chunk], part, at, observe, all_real)
@@ -120,13 +125,20 @@ def last_queries(
     last: int | None,
 ) -> tuple[Float[Tensor, "B H G w D"], Int[Tensor, "B w"], Float[Tensor, "B H G w"]]:
     """Select the last real queries of each sequence; position -1 if it has fewer."""
-    length = position.shape[1]
-    if last is None or last >= length:
+    place = last_columns(position, last)
+    if place is None:
         return q, position, lse
-    place = torch.arange(length, device=position.device).where(position >= 0, -1)
-    place = place.topk(last, dim=1).values
     index = place.clamp(min=0)
     chosen = position.gather(1, index).where(place >= 0, -1)
     index = index[:, None, None].expand(*q.shape[:3], -1)
     rows = q.gather(3, index[..., None].expand(*index.shape, q.shape[-1]))
     return rows, chosen, lse.gather(3, index)
+
+
+def last_columns(position: Int[Tensor, "B L"], last: int | None) -> Int[Tensor, "B w"] | None:
+    """Return the columns of the last real queries, -1 where there are fewer; None: all."""
+    length = position.shape[1]
+    if last is None or last >= length:
+        return None
+    place = torch.arange(length, device=position.device).where(position >= 0, -1)
+    return place.topk(last, dim=1).values

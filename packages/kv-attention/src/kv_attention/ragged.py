@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -43,6 +43,7 @@ def attend_ragged(
     others: Sequence[Observe] = (),
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    chosen: Bool[Tensor, "B L P"] | None = None,
 ) -> Attended:
     """Compute attention as `attend` does, each group of heads in its own dimensions.
 
@@ -57,6 +58,7 @@ def attend_ragged(
         others: further observations of the same pass.
         softcap: the bound of the logits, as for `attend`.
         sinks: a logit of each query head, as for `attend`.
+        chosen: the tokens that queries attend to, as for `attend`.
 
     Returns:
         The result of `attend`. Outputs of shorter values are zero-padded. The observed sums have a
@@ -67,7 +69,7 @@ def attend_ragged(
     """
     check_softmax(q, softcap, sinks)
     found = [
-        _attended(q, position, group, scale, observe, backend, others, softcap, sinks)
+        _attended(q, position, group, scale, observe, backend, others, softcap, sinks, chosen)
         for group in groups
     ]
     out = q.new_zeros((*q.shape[:-1], value_dim))
@@ -91,6 +93,7 @@ def _attended(
     others: Sequence[Observe],
     softcap: float | None,
     sinks: Float[Tensor, "H G"] | None,
+    chosen: Bool[Tensor, "B L P"] | None,
 ) -> Attended:
     held = [i for i, pages in enumerate(group.pages) if pages is not None]
     places = group.page_positions
@@ -106,6 +109,7 @@ def _attended(
         others=others,
         softcap=softcap,
         sinks=None if sinks is None else sinks[group.heads],
+        chosen=chosen,
     )
 
 

@@ -50,14 +50,17 @@ def _attend(inputs: AttentionInputs, observe: Observe) -> Attended:
             if not parts:
                 continue
             every = ReferenceTokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
-            sees = visible(position[b], every)
+            seen_by = visible(position[b], every)
+            sees = seen_by
+            if inputs.chosen is not None:
+                sees = chosen_of(inputs.chosen[b], seen_by, every.position)
             x = q[b, h].double() @ every.key.mT * inputs.scale
             if inputs.softcap is not None:
                 x = inputs.softcap * (x / inputs.softcap).tanh()
             sinks = None if inputs.sinks is None else inputs.sinks[h].double()
             p = softmax(x, sees, sinks)
             out[b, h] = p @ every.value
-            counts = sees & watched(position[b], observe.last)[:, None]
+            counts = seen_by & watched(position[b], observe.last)[:, None]
             if observe.skip:
                 counts &= position[b][:, None] - every.position >= observe.skip
             if observe.gumbel is not None:
@@ -127,6 +130,17 @@ def visible(position: Int[Tensor, " L"], tokens: ReferenceTokens) -> Bool[Tensor
     query = position[:, None]
     before = (tokens.position >= 0) & (tokens.position <= query)
     return (query >= 0) & (tokens.stored | before)
+
+
+def chosen_of(
+    chosen: Bool[Tensor, "L P"], sees: Bool[Tensor, "L S"], position: Int[Tensor, " S"]
+) -> Bool[Tensor, "L S"]:
+    """Return the tokens that a query attends to: the chosen ones that it sees, or else all."""
+    found = sees.clone()
+    for token, place in enumerate(position.tolist()):
+        known = 0 <= place < chosen.shape[1]
+        found[:, token] &= chosen[:, place] if known else torch.zeros_like(chosen[:, 0])
+    return torch.where(found.any(1, keepdim=True), found, sees)
 
 
 def softmax(

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kv_attention import flash
 from kv_attention.blockwise import blockwise
+from kv_attention.chosen import Choice
 from kv_attention.gumbel import perturbed_lse
 from kv_attention.inputs import AttentionInputs
-from kv_attention.observe import last_queries, observe_part
+from kv_attention.observe import last_columns, last_queries, observe_part
 from kv_attention.partial import Partial
 from kv_attention.parts import AttentionPart, DensePart, PagedPart
 from kv_attention.tokens import Attended
@@ -23,13 +24,14 @@ class Forward(NamedTuple):
     """The result of a pass over all parts, before the attention-mass pass.
 
     `lse` is the log-sum-exp of each query's logits over all parts and its sink, in the dtype of the
-    sums.
+    sums. `choice` has the tokens that queries attend to; None: all that they see.
     """
 
     inputs: AttentionInputs
     parts: Sequence[AttentionPart]
     out: Float[Tensor, "B H G L Dv"]
     lse: Float[Tensor, "B H G L"]
+    choice: Choice | None = None
 
 
 def attend(inputs: AttentionInputs) -> Attended:
@@ -49,12 +51,18 @@ def forward(inputs: AttentionInputs, stored: Partial | None = None) -> Forward:
     """
     parts = parts_of(inputs)
     left = parts if stored is None else parts[len(inputs.pages) :]
-    total = partial_of(inputs, left, stored)
-    return Forward(inputs, parts, total.out.to(inputs.q.dtype), total.lse)
+    choice = None
+    if inputs.chosen is not None:
+        choice = Choice.of(inputs.chosen, inputs.q, inputs.position, parts)
+    total = partial_of(inputs, left, stored, choice)
+    return Forward(inputs, parts, total.out.to(inputs.q.dtype), total.lse, choice)
 
 
 def partial_of(
-    inputs: AttentionInputs, parts: Sequence[AttentionPart], stored: Partial | None = None
+    inputs: AttentionInputs,
+    parts: Sequence[AttentionPart],
+    stored: Partial | None = None,
+    choice: Choice | None = None,
 ) -> Partial:
     """Compute attention part by part and merge, `stored` too; 0 and -inf for padding queries."""
     q, position = inputs.q, inputs.position
@@ -63,7 +71,7 @@ def partial_of(
     def scaled() -> Tensor:  # lazy: a prompt without stored tokens needs no copy of its queries
         return q.to(inputs.sum_dtype) * inputs.scale
 
-    partials = [_partial(inputs, scaled, part) for part in parts]
+    partials = [_partial(inputs, scaled, part, choice) for part in parts]
     partials += [] if stored is None else [stored]
     total = reduce(add, partials) if partials else Partial.empty(q, inputs.value_dim)
     if inputs.sinks is not None:
@@ -91,12 +99,14 @@ def attention_mass(done: Forward, what: Observe) -> Attended:
         return Attended(done.out)
     rows, places, lse = last_queries(done.inputs.q, done.inputs.position, done.lse, what.last)
     rows = rows.to(lse.dtype) * done.inputs.scale
+    softcap, choice = done.inputs.softcap, done.choice
+    columns = None if choice is None else last_columns(done.inputs.position, what.last)
+    if choice is not None and columns is not None:
+        choice = choice.gathered(columns.clamp(min=0))
     if what.gumbel is not None:
-        softmax = done.inputs.softcap, done.inputs.sinks
-        lse = perturbed_lse(rows, places, done.parts, what.gumbel, *softmax)
-    found = [
-        observe_part(rows, places, lse, part, what, done.inputs.softcap) for part in done.parts
-    ]
+        softmax = softcap, done.inputs.sinks
+        lse = perturbed_lse(rows, places, done.parts, what.gumbel, *softmax, choice)
+    found = [observe_part(rows, places, lse, part, what, softcap, choice) for part in done.parts]
     return Attended(
         done.out,
         tuple(sums.mass for sums in found),
@@ -106,11 +116,14 @@ def attention_mass(done: Forward, what: Observe) -> Attended:
 
 
 def _partial(
-    inputs: AttentionInputs, scaled: Callable[[], Float[Tensor, "B H G L D"]], part: AttentionPart
+    inputs: AttentionInputs,
+    scaled: Callable[[], Float[Tensor, "B H G L D"]],
+    part: AttentionPart,
+    choice: Choice | None,
 ) -> Partial:
     q, position = inputs.q, inputs.position
-    if inputs.softcap is not None:  # torch's fused kernel has no bound of logits
-        return blockwise(scaled(), position, part, inputs.value_dim, inputs.softcap)
+    if inputs.softcap is not None or choice is not None:  # torch's fused kernel has neither
+        return blockwise(scaled(), position, part, inputs.value_dim, inputs.softcap, choice)
     if isinstance(part, DensePart) and flash.is_causal(q, position, part):
         return flash.causal(q, part, inputs.scale)
     if isinstance(part, PagedPart) and flash.is_worth_it(q, inputs.value_dim):

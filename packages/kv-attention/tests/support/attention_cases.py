@@ -174,6 +174,7 @@ class Case:
     scale: float = 0.3
     softcap: float | None = None
     sinks: Tensor | None = None
+    chosen: Tensor | None = None
 
     def to(self, device: str) -> "Case":
         """Return the case on a device."""
@@ -190,14 +191,16 @@ class Case:
         places = [place.to(device) for place in self.page_positions]
         sinks = None if self.sinks is None else self.sinks.to(device)
         moved = self.q.to(device), self.position.to(device), pages, dense, places
-        return Case(*moved, self.scale, self.softcap, sinks)
+        chosen = None if self.chosen is None else self.chosen.to(device)
+        return Case(*moved, self.scale, self.softcap, sinks, chosen)
 
     def inputs(self, *observations: Observe) -> AttentionInputs:
         """Return the arguments for a backend."""
         dim = check_parts(self.q, self.pages, self.dense)
         places = self.page_positions
         given = (self.q, self.position, self.pages, self.dense, places, dim, self.scale)
-        return AttentionInputs(*given, observations or (Observe(0),), self.softcap, self.sinks)
+        watch = observations or (Observe(0),)
+        return AttentionInputs(*given, watch, self.softcap, self.sinks, self.chosen)
 
     def attend(
         self,
@@ -218,6 +221,7 @@ class Case:
             others,
             self.softcap,
             self.sinks,
+            self.chosen,
         )
 
 

@@ -1,6 +1,7 @@
 """A layer's attention over its stored tokens and the new tokens."""
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend, attend_ragged
@@ -18,6 +19,7 @@ def attended(
     backend: str,
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    chosen: Bool[Tensor, "B Lq P"] | None = None,
     out: Float[Tensor, "B H G Lq Dv"] | None = None,
 ) -> Attended:
     """Compute the attention of a pass, on vectors projected into the basis if there is one.
@@ -34,6 +36,7 @@ def attended(
         backend: the attention backend.
         softcap: the bound of the logits, as for `kv_attention.attend`.
         sinks: a logit of each query head, by stored head.
+        chosen: the tokens that each query attends to by position, as for `kv_attention.attend`.
         out: memory for the output, as for `kv_attention.attend`.
     """
     query, key, value = fresh
@@ -43,13 +46,12 @@ def attended(
     # Padding is only checked in prefill, where it determines the attention kernel.
     new = DenseTokens(key, value, now.position, full=None if now.is_prefill else False)
     by_place = watch[0].skip > 1 or watch[0].gumbel is not None
-    places = _places(batch, layer) if by_place else None
+    places = _places(batch, layer) if by_place or chosen is not None else None
     groups = batch.groups(layer, new, places)
     if groups is not None:
         width = value.shape[-1]
-        return attend_ragged(
-            query, sees, groups, width, scale, watch[0], backend, watch[1:], softcap, sinks
-        )
+        options = scale, watch[0], backend, watch[1:], softcap, sinks, chosen
+        return attend_ragged(query, sees, groups, width, *options)
     pages, dense = batch.views(layer)
     dense.append(new)
     return attend(
@@ -64,13 +66,25 @@ def attended(
         watch[1:],
         softcap,
         sinks,
+        chosen,
         out,
     )
 
 
-def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"] | None]:
-    """Return the positions of a layer's tokens in pages."""
-    reads = [store.read_layer(layer).position for _, store in batch.held_stores]
-    found = [None if p is None else grid(p, batch.shape.kv_heads) for p in reads]
+def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"]]:
+    """Return the positions of a layer's tokens in pages.
+
+    Pages without positions are those of a policy that keeps every token: all are in order, in the
+    stores one after the other.
+    """
+    found, before = [], torch.zeros((), dtype=torch.long, device=batch.seen.device)
+    for _, store in batch.held_stores:
+        read = store.read_layer(layer)
+        place = read.position
+        if place is None:
+            place = before + torch.arange(read.held.shape[1], device=batch.seen.device)
+            place = place.expand_as(read.held)
+            before = before + read.held.sum(1, keepdim=True)
+        found.append(grid(place, batch.shape.kv_heads))
     raw = batch.held_window
     return found if raw is None or not raw.in_pages else [*found, batch.by_head(raw.position)]

@@ -172,6 +172,22 @@ class Batch:
         """Expand to one row per KV head."""
         return x[:, None].expand(-1, self.shape.kv_heads, -1)
 
+    def column_order(self, now: Pass) -> Int[Tensor, "B T"]:
+        """Return the column of each position, of the batch and a pass; columns of padding are last.
+
+        Raises:
+            ValueError: the columns of the batch are not recorded.
+        """
+        held = now.position >= 0
+        if self.columns:
+            if self.record is None:
+                raise ValueError(
+                    "queries choose columns of a batch over a shared pool, which does not record "
+                    "its columns; use a cache with a pool of its own"
+                )
+            held = torch.cat((self.record.held, held), 1)
+        return (~held).long().argsort(dim=1, stable=True)
+
     def grow(
         self,
         key: Float[Tensor, "S D"],

@@ -137,6 +137,7 @@ class PolicyCache:
         self._pass: Forward | None = None
         self._next_layer = 0
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
+        self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
@@ -195,7 +196,7 @@ class PolicyCache:
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
-        self._alone = None
+        self._alone = self._order = None
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -232,6 +233,7 @@ class PolicyCache:
         *,
         more: bool = False,
         expanded: Expanded | None = None,
+        chosen: Bool[Tensor, "B Lq T"] | None = None,
         out: Float[Tensor, "B H G Lq Dv"] | None = None,
     ) -> Float[Tensor, "B Hv Gv Lq _"]:
         """Attend over the layer's stored tokens and the new ones, then store the new ones.
@@ -251,10 +253,15 @@ class PolicyCache:
         a pass over latents has the same logits; see `attends_alone`. `out` is memory for the
         output, which may be returned, as for `kv_attention.attend`.
 
+        `chosen` are the columns that each query attends to, of all columns of the batch with those
+        of the pass, if the model selects some (DeepSeek sparse attention). Padding, later columns
+        and tokens that the policy has dropped are not attended to, whatever is chosen. A query of
+        which a KV head stores no chosen token attends to all that are stored there.
+
         Raises:
             ValueError: `softcap` is not a positive number, `sinks` are not by the query's heads,
-                values are not the view of keys that they should be, or `expanded` is given for a
-                pass that needs more than its own tokens.
+                values are not the view of keys that they should be, `expanded` is given for a pass
+                that needs more than its own tokens, or `chosen` are other columns.
             RuntimeError: `begin` was not called, or layers are out of order.
             kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
         """
@@ -268,16 +275,14 @@ class PolicyCache:
             sinks = by_stored_head(query, sinks)
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe, watch, fresh = self.observe, self._watch, (query, key, value)
+        places = None if chosen is None else self._by_position(chosen)
+        options = fresh, scale, watch, self.backend, softcap, sinks, places
         if expanded is None:
             into = out if self.bases is None else None
-            result = attended(
-                batch, now.whole, layer, fresh, scale, watch, self.backend, softcap, sinks, into
-            )
+            result = attended(batch, now.whole, layer, *options, into)
         else:
             checks.check_alone(self.attends_alone)
-            result = attended_by_head(
-                now.whole, expanded, fresh, scale, watch, self.backend, softcap, sinks
-            )
+            result = attended_by_head(now.whole, expanded, *options)
         observed = dict(zip(watch, (result, *result.others), strict=True))
         shared = self._shared
         if shared is None:
@@ -292,6 +297,16 @@ class PolicyCache:
             if self._pass is None:
                 self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    def _by_position(self, chosen: Bool[Tensor, "B Lq T"]) -> Bool[Tensor, "B Lq T"]:
+        """Return which tokens are chosen in the current pass, by position."""
+        now, batch = self._pass, self.batch
+        assert now is not None  # checked by `attend`
+        assert batch is not None
+        if self._order is None:
+            self._order = batch.column_order(now.whole)
+        checks.check_chosen(chosen, self._order.shape[1], batch.columns)
+        return chosen.gather(2, self._order[:, None].expand(-1, chosen.shape[1], -1))
 
     @property
     def _watch(self) -> tuple[Observe, ...]:

@@ -80,6 +80,19 @@ def check_prefix(shape: CacheShape, key: Tensor, value: Tensor) -> None:
         )
 
 
+def check_chosen(chosen: Tensor, columns: int, before: int) -> None:
+    """Raise if queries choose other columns than those of the batch and the pass.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if chosen.shape[-1] != columns:
+        raise ValueError(
+            f"queries choose from {chosen.shape[-1]} columns instead of {columns}: {before} of the "
+            f"batch and {columns - before} of the pass"
+        )
+
+
 def check_alone(alone: bool) -> None:
     """Raise if a pass with expanded vectors attends to more than its own tokens.
 

@@ -7,7 +7,7 @@ cheaper to attend to before it is stored than after.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend
@@ -45,6 +45,7 @@ def attended_by_head(
     backend: str,
     softcap: float | None,
     sinks: Float[Tensor, "H G"] | None,
+    chosen: Bool[Tensor, "B L P"] | None = None,
 ) -> Attended:
     """Attend over the tokens of a prompt by head, and observe its last queries over latents.
 
@@ -57,6 +58,7 @@ def attended_by_head(
         backend: the attention backend.
         softcap: the bound of the logits.
         sinks: a logit of each query head.
+        chosen: the tokens that each query attends to by position, as for `kv_attention.attend`.
 
     Returns:
         The output of each head, and the observations of the new tokens.
@@ -71,6 +73,7 @@ def attended_by_head(
         backend=backend,
         softcap=softcap,
         sinks=None if sinks is None else sinks.view(-1, 1),
+        chosen=chosen,
     ).out.view(*query.shape[:-1], -1)
     most = max(what.last or 0 for what in watch)
     if not most:
@@ -86,5 +89,6 @@ def attended_by_head(
         others=watch[1:],
         softcap=softcap,
         sinks=sinks,
+        chosen=None if chosen is None else chosen[:, -most:],
     )
     return replace(found, out=out)

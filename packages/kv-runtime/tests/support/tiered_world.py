@@ -27,9 +27,12 @@ class World:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # by layer, KV head and query head of its group
         shape: CacheShape = SHAPE,
+        share: float | None = None,  # of the columns that each query chooses; None: all
         **options: object,
     ) -> None:
         self.softcap, self.sinks = softcap, sinks
+        self.share, self.columns = share, torch.zeros(sequences, 0, dtype=torch.bool)
+        self.lost = 0  # queries of a head whose chosen tokens were all dropped
         self.shape = shape
         self.cache = PolicyCache(policy, shape, page_tokens=4, **options)
         self.sequences = sequences
@@ -82,6 +85,8 @@ class World:
         """One pass over new columns, checked layer by layer."""
         self.cache.begin(valid, more=more)
         width = valid.shape[1]
+        if self.share is not None:
+            self.columns = torch.cat((self.columns, valid), 1)
         place = (self.seen[:, None] + valid.long().cumsum(-1) - 1).masked_fill(~valid, 399)
         total = self.seen + valid.sum(-1)
         for layer in range(SHAPE.layers):
@@ -93,12 +98,21 @@ class World:
                 value = key[..., :5]
             query = torch.randn(self.sequences, 2, 2, width, 6)
             sinks = None if self.sinks is None else self.sinks[layer]
-            out = self.cache.attend(layer, query, key, value, 0.4, self.softcap, sinks)
+            chosen = self.chosen(width)
+            out = self.cache.attend(
+                layer, query, key, value, 0.4, self.softcap, sinks, chosen=chosen
+            )
             fresh = torch.arange(400)[None] >= self.seen[:, None]
             fresh &= torch.arange(400)[None] < total[:, None]
             visible = before[:, :, None] | fresh[:, None, None]
             causal = torch.arange(400)[None, None] <= place[..., None]
-            mask = (visible & causal[:, None])[:, :, None]  # B H 1 L 400
+            mask = visible & causal[:, None]  # B H L 400
+            if chosen is not None:
+                mine = mask & self.by_position(chosen)[:, None]
+                some = mine.any(-1, keepdim=True)
+                self.lost += int((~some[..., 0] & valid[:, None]).sum())
+                mask = torch.where(some, mine, mask)
+            mask = mask[:, :, None]
             keys, values = self.seen_as(layer)
             logits = (query @ keys[:, :, None].mT) * 0.4
             if self.softcap is not None:
@@ -112,6 +126,19 @@ class World:
             torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
         self.seen = total
         self.cache.batch.pool.check(self.cache.batch.pages())
+
+    def chosen(self, width: int) -> Tensor | None:
+        """Random columns for each query: padding and later ones, too."""
+        shape = self.sequences, width, self.columns.shape[1]
+        return None if self.share is None else torch.rand(shape) < self.share
+
+    def by_position(self, chosen: Tensor) -> Tensor:
+        """[B, L, 400] bool: the chosen positions."""
+        found = torch.zeros(*chosen.shape[:2], 400, dtype=torch.bool)
+        for b, held in enumerate(self.columns):
+            mine = chosen[b][:, held]
+            found[b, :, : mine.shape[1]] = mine
+        return found
 
     def go_on(self, steps: int) -> None:
         """Let every sequence take so many steps."""

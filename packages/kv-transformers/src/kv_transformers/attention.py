@@ -13,10 +13,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from kv_transformers.latents import Absorbed, absorbed
-from kv_transformers.pass_columns import ALL, PassColumns, reach_of
+from kv_transformers.pass_columns import ALL, PassColumns, columns_of, reach_of
 from kv_transformers.running import Attends, current
 from kv_transformers.softmax import Softmax
 
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "kv_transformers|"  # of the implementation's name in a model's configuration
 
+CHOSEN: Final = "indices"  # the option that has the tokens an indexer has selected
+_READ: Final = ("eager", "sdpa")  # implementations whose masks models read
+
 # Options of attention functions that paged attention does not support, with their descriptions.
 UNSERVED: Final = {
     "sinks": "attention sinks that are not called s_aux",
     "sliding_window": "a sliding window",
     "position_bias": "a position bias",
-    "indices": "attention to selected tokens",
+    CHOSEN: "attention to selected tokens",
     "block_indices": "attention to selected blocks",
     "cu_seq_lens_q": "packed sequences",
     "cu_seq_lens_k": "packed sequences",
@@ -60,19 +64,20 @@ class PassMask(Tensor):
     """The replacement of a 4D mask in a pass over our cache: the batch's padding, [B, 1, 1, T].
 
     It has four dimensions, as transformers only passes on such masks if a model creates them
-    outside of its decoder.
+    outside of its decoder. Where layers select tokens, it is the model's own mask, which they read.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    padded: bool  # otherwise a single True: every column holds a token
+    held: Tensor | None  # which columns hold a token, [B, T]; None: all
+    whole: bool  # whether it is the model's own
     # How far queries see, see `PassColumns`; None: the mask is plainly causal. It is found when a
     # layer of the cache attends, as models make masks for others, too (cross-attention).
     reach: Callable[[], Tensor | None] | None
     own: Callable[[], Any]  # makes the mask of the implementation that the model is configured for
 
-    def __getitem__(self, at: Any) -> "PassMask":
-        """Return the mask itself: models cut off queries, and it has none (Gemma 4)."""
-        return self
+    def __getitem__(self, at: Any) -> Tensor:
+        """Return the mask itself, if it has no queries that a model could cut off (Gemma 4)."""
+        return super().__getitem__(at) if self.whole else self
 
 
 def switched(name: str | None) -> str:
@@ -108,8 +113,8 @@ def _mask(
 
     def own() -> Any:
         given = options if mask_function is None else {**options, "mask_function": mask_function}
-        if running is not None and running.cache.shares:  # a model may cut off queries
-            given = {**given, **_WHOLE}
+        if running is not None and (running.cache.shares or running.cache.indexes):
+            given = {**given, **_WHOLE}  # a model may cut off queries, or read the mask
         return _own_mask(
             name, batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **given
         )
@@ -135,10 +140,20 @@ def _mask(
                 running.cache.expect_mask(attention_mask, q_length)
             return found
 
-    padded = attention_mask is not None
-    columns = attention_mask if attention_mask is not None else torch.ones(1, 1, dtype=torch.bool)
-    mask = columns[:, None, None].as_subclass(PassMask)
-    mask.padded, mask.reach, mask.own = padded, reach, own
+    if running.cache.indexes:
+        found = own() if name in _READ else None
+        if found is None:
+            sizes = batch_size, q_length, kv_length
+            found = _own_mask("sdpa", *sizes, *args, attention_mask=attention_mask, **options)
+    elif attention_mask is not None:
+        found = attention_mask[:, None, None]
+    else:
+        found = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    mask = found.as_subclass(PassMask)
+    mask.held, mask.whole = attention_mask, running.cache.indexes
+    mask.reach, mask.own = reach, own
+    if mask.whole:
+        running.mask = mask
     return mask
 
 
@@ -190,8 +205,9 @@ def _attention(
         own = _own(module, name)
         options |= {"scaling": scaling, "dropout": dropout}
         return own(module, query, key, value, attention_mask, **options)
+    selects = key.cache.selects(key.layer)
     for option, kind in UNSERVED.items():
-        if options.get(option) is not None:
+        if options.get(option) is not None and not (selects and option == CHOSEN):
             raise ValueError(
                 f"{type(module).__name__} uses {kind} ({option}), which a compressed cache "
                 "does not support"
@@ -201,12 +217,18 @@ def _attention(
             "a compressed cache supports inference only: put the model in eval() and call it under "
             "torch.inference_mode() or torch.no_grad()"
         )
-    columns = _columns(module, attention_mask, query.shape[2], options.get("is_causal"))
     running = current()
     if running is None or running.cache is not key.cache:
         raise RuntimeError(
             "new keys of a compressed cache reached attention after their forward pass"
         )
+    chosen = None
+    if selects:
+        chosen = _chosen(module, attention_mask, options.get(CHOSEN), query, key.cache.columns)
+        if not isinstance(attention_mask, PassMask):
+            attention_mask = running.mask
+    columns = _columns(module, attention_mask, query.shape[2], options.get("is_causal"))
+    columns = columns if chosen is None else replace(columns, chosen=chosen)
     begins = running.attended() and key.layer == 0  # another layer may read its keys later
     place = options.get("position_ids")  # most models pass them on
     if begins and query.shape[2] > 1 and isinstance(place, Tensor) and place.ndim == 2:
@@ -248,7 +270,7 @@ def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None
                 "mask function); a compressed cache attends to everything it holds, so use a cache "
                 "of transformers for this input"
             )
-        valid = mask.as_subclass(Tensor)[:, 0, 0, -length:].bool() if mask.padded else None
+        valid = None if mask.held is None else mask.held[:, -length:].bool()
         return PassColumns(valid, reach)
     if mask is not None:
         shape = getattr(mask, "shape", None)
@@ -264,6 +286,28 @@ def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None
             "causally, so use a cache of transformers"
         )
     return ALL
+
+
+def _chosen(
+    module: "nn.Module", mask: Any, indices: Any, query: Tensor, before: int
+) -> Bool[Tensor, "B Lq T"]:
+    """Return which columns the queries of a layer attend to, of all before the pass and in it.
+
+    Raises:
+        RuntimeError: the layer says so neither by indices nor by a mask over all columns.
+    """
+    (batch, _, length, _), columns = query.shape, before + query.shape[2]
+    if isinstance(indices, Tensor) and indices.ndim == 3:
+        return columns_of(indices, columns)
+    plain = isinstance(mask, Tensor) and not isinstance(mask, PassMask)
+    if plain and mask.shape[1:] == (1, length, columns):
+        chosen: Tensor = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        return chosen.expand(batch, -1, -1)
+    raise RuntimeError(
+        f"{type(module).__name__} attends to tokens that an indexer selects, but neither their "
+        f"indices nor a mask over all {columns} columns reached attention; use a cache of "
+        "transformers"
+    )
 
 
 def _own(module: "nn.Module", name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:

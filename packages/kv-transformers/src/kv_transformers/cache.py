@@ -152,7 +152,8 @@ class CompressedCache(AttendingCache):
         # Stored tensors outlive the pass, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             self._begin(layer, query, columns)
-            return self._around(self._attend_of(layer))(layer, query, key, value, softmax)
+            attend = self._attend_of(layer, columns)
+            return self._around(attend)(layer, query, key, value, softmax)
 
     @property
     def expands(self) -> bool:
@@ -171,7 +172,8 @@ class CompressedCache(AttendingCache):
             self._begin(layer, given.query, columns)
             alone = given.expanded is not None and self.runtime.attends_alone
             expanded = given.expanded if alone else None
-            attention = self._around(partial(self.runtime.attend, expanded=expanded))
+            attend = partial(self.runtime.attend, expanded=expanded, chosen=columns.chosen)
+            attention = self._around(attend)
             out = attention(layer, given.query, given.key, given.value, softmax)
             return out if alone else given.heads(out)
 
@@ -183,10 +185,12 @@ class CompressedCache(AttendingCache):
             valid = self._columns(query, columns.valid)
             self.runtime.begin(valid, reach=columns.reach)
 
-    def _attend_of(self, layer: int) -> GroupedAttention:
+    def _attend_of(self, layer: int, columns: PassColumns) -> GroupedAttention:
         """Return the attention of the runtime for a layer, or for one that reads its keys."""
         self._readers = (self._readers or 1 + self._readers_of[layer]) - 1
-        return partial(self.runtime.attend, more=True) if self._readers else self.runtime.attend
+        if columns.chosen is None and not self._readers:
+            return self.runtime.attend
+        return partial(self.runtime.attend, more=bool(self._readers), chosen=columns.chosen)
 
     def start(self) -> None:
         """Forget what an interrupted pass left."""
@@ -293,8 +297,9 @@ class CompressedCache(AttendingCache):
     def memory(self) -> MemoryReport:
         """Return the bytes by name, and the kept tokens per stored layer, sequence and KV head.
 
-        `other_bytes` are those of layers that transformers caches, such as sliding windows, and of
-        states of linear attention; the policy does not change them. `full_bytes` includes them.
+        `other_bytes` are those of layers that transformers caches, such as sliding windows, of
+        states of linear attention, and of an indexer's keys; the policy does not change them.
+        `full_bytes` includes them.
         """
         report, other = self.runtime.memory(), cache_bytes(self.own_layers)
         return replace(report, other_bytes=other, full_bytes=report.full_bytes + other)

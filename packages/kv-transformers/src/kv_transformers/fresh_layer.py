@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from kv_transformers.attention import FreshKeys
 from kv_transformers.latents import Absorbed, Latents
-from kv_transformers.layers import LayerCache, layer_caches
+from kv_transformers.layers import INDEXED, LayerCache, layer_caches
 from kv_transformers.pass_columns import PassColumns
 from kv_transformers.running import Running, current
 from kv_transformers.softmax import Softmax
@@ -36,6 +36,7 @@ class AttendingCache(Cache):
     def __init__(self, model: "PreTrainedModel") -> None:
         """Bind the cache to a model through a weak reference."""
         self._kinds = layer_caches(model.config.get_text_config(decoder=True))
+        self._selecting = frozenset(kind.index for kind in self._kinds if kind.is_indexed)
         super().__init__(layers=self._empty_layers())
         self._model = ref(model)
 
@@ -47,16 +48,17 @@ class AttendingCache(Cache):
         """Return a copy of each layer for another cache."""
         made = owner._empty_layers()
         for kind, new, old in zip(self._kinds, made, self.layers, strict=True):
-            if kind.index is None or kind.has_state:
+            if kind.keeps_own:
                 kept = {name: x for name, x in vars(old).items() if name != "_attends"}
                 vars(new).update(deepcopy(kept, memo))
         return made
 
     @property
     def own_layers(self) -> Iterator[Any]:
-        """The layers that keep transformers' own state, or keep one beside the stored tokens."""
-        pairs = zip(self._kinds, self.layers, strict=True)
-        return (layer for kind, layer in pairs if kind.index is None or kind.has_state)
+        """What transformers keeps: of layers of its own, states, and the keys of indexers."""
+        for kind, layer in zip(self._kinds, self.layers, strict=True):
+            if kind.keeps_own:
+                yield layer.indexer if isinstance(layer, IndexedLayer) else layer
 
     @property
     def columns(self) -> int:
@@ -72,6 +74,15 @@ class AttendingCache(Cache):
     def reads_shared(self) -> bool:
         """Whether layers read keys and values that this cache stores for others."""
         return any(kind.readers for kind in self._kinds)
+
+    @property
+    def indexes(self) -> bool:
+        """Whether layers that it attends for select tokens, for which they read whole masks."""
+        return bool(self._selecting)
+
+    def selects(self, layer: int) -> bool:
+        """Whether a layer, of those that it attends for, selects tokens for each query."""
+        return layer in self._selecting
 
     def attends(self, layer: int | None) -> bool:
         """Whether the cache computes the attention of a layer of the model."""
@@ -252,6 +263,42 @@ class LatentLayer(FreshLayer):
         return running.latents.given
 
 
+class IndexedLayer(FreshLayer):
+    """A layer that attends to the tokens that its indexer selects, whose keys it keeps (DSA).
+
+    Attributes:
+        indexer: transformers' own cache layer, which has these keys alone, of all tokens.
+    """
+
+    is_compileable = False
+
+    def __init__(self, cache: AttendingCache, index: int) -> None:
+        """Represent layer `index` of those whose tokens `cache` stores."""
+        super().__init__(cache, index)
+        self.indexer = DYNAMIC_LAYER_TYPE_MAPPING[INDEXED]()
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append keys of the indexer and return all."""
+        keys: Tensor = self.indexer.update_indexer(indexer_key_states)
+        return keys
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions of all tokens, which some models keep here (Qwen4)."""
+        found: Tensor | None = self.indexer.indexer_position_ids
+        return found
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position: Tensor) -> None:
+        self.indexer.indexer_position_ids = position
+
+
+class IndexedLatentLayer(IndexedLayer, LatentLayer):
+    """A layer of latent attention to the tokens that its indexer selects (DeepSeek V3.2)."""
+
+    is_compileable = False
+
+
 def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
     """Return an empty cache layer of one kind."""
     if kind.index is None:
@@ -260,4 +307,6 @@ def _layer(cache: AttendingCache, kind: LayerCache) -> Any:
         return made(**kind.options)
     if kind.has_state:
         return StatefulLayer(cache, kind.index, **kind.options)
+    if kind.is_indexed:
+        return (IndexedLatentLayer if kind.latent else IndexedLayer)(cache, kind.index)
     return (LatentLayer if kind.latent else FreshLayer)(cache, kind.index)

@@ -7,7 +7,7 @@ followed by the rotated key, and whose value is the latent (the absorption of De
 DeepSeek-V2, section 2.1.2, https://arxiv.org/abs/2405.04434).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -185,16 +185,20 @@ def expect_equal(differs: Mapping[int, Bool[Tensor, ""]]) -> None:
             )
 
 
-def latent_reasons(named: Mapping[str, nn.Module], sizes: LatentSizes) -> Iterator[str]:
+def latent_reasons(
+    named: Mapping[str, nn.Module], sizes: LatentSizes, indexed: Collection[str] = ()
+) -> Iterator[str]:
     """Yield the reasons why attention over latents cannot replace that of these modules.
 
     Args:
         named: the attention modules of all layers that are stored, by name.
         sizes: their sizes, as the configuration has them.
+        indexed: names of those that attend to tokens that an indexer selects, by the
+            configuration.
     """
     fine = {}
     for name, module in named.items():
-        reason = _reason(name, module, sizes)
+        reason = _reason(name, module, sizes, name in indexed)
         if reason is None:
             fine[name] = module
         else:
@@ -212,7 +216,7 @@ def latent_reasons(named: Mapping[str, nn.Module], sizes: LatentSizes) -> Iterat
             )
 
 
-def _reason(name: str, module: nn.Module, sizes: LatentSizes) -> str | None:
+def _reason(name: str, module: nn.Module, sizes: LatentSizes, indexed: bool) -> str | None:
     """Return why a module's latents are not supported, from its members alone."""
     layer = getattr(module, WEIGHT, None)
     if not callable(getattr(module, EXPAND, None)) or not isinstance(layer, nn.Module):
@@ -221,10 +225,10 @@ def _reason(name: str, module: nn.Module, sizes: LatentSizes) -> str | None:
             f"latents by a method {EXPAND} with a layer {WEIGHT}, as models of transformers do "
             "since 5.24, so they cannot be stored"
         )
-    if getattr(module, "indexer", None) is not None:
+    if getattr(module, "indexer", None) is not None and not indexed:
         return (
-            f"has latent attention at {name} to tokens that an indexer selects (DSA), which a "
-            "compressed cache does not support"
+            f"has latent attention at {name} to tokens that an indexer selects (DSA), but its "
+            "configuration does not say that the layer is of type indexed_attention"
         )
     found = LatentSizes.of(module)
     if found != sizes:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Types of transformers whose layers attend to every token.
 FULL: Final = ("full_attention", "attention")
+INDEXED: Final = "indexed_attention"  # to the tokens that an indexer selects for each query
 BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
 DUMMY: Final = "dummy"  # no cache
 
@@ -44,11 +45,21 @@ class LayerCache:
         """Whether a layer that the policy stores also keeps a state of fixed size."""
         return self.index is not None and self.kind == BOTH
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether a layer that the policy stores attends to tokens that an indexer selects."""
+        return self.index is not None and self.kind == INDEXED
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether transformers keeps something of the layer, beside the stored tokens or alone."""
+        return self.index is None or self.has_state or self.is_indexed
+
 
 def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     """Return what each layer of a decoder caches, by the configuration of the decoder."""
     kinds, options = _kinds(config)
-    stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH)]
+    stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH, INDEXED)]
     index = {layer: i for i, layer in enumerate(stored)}
     reading = _readers(config)
     full = sum(kind in FULL for kind in reading.values())

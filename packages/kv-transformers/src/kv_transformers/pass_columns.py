@@ -16,13 +16,24 @@ class PassColumns:
         valid: which columns hold a token; None: all.
         reach: the last new column that each query sees, in models whose prefix or pictures have
             tokens that see each other; None: its own.
+        chosen: which of all columns, those of the pass last, each query attends to, if the layer
+            selects some; None: all that it sees. The others apply, too.
     """
 
     valid: Bool[Tensor, "B L"] | None = None
     reach: Int[Tensor, "B L"] | None = None
+    chosen: Bool[Tensor, "B Lq T"] | None = None
 
 
 ALL: Final = PassColumns()
+
+
+def columns_of(indices: Int[Tensor, "B Lq k"], columns: int) -> Bool[Tensor, "B Lq T"]:
+    """Return which columns each query chooses, by the indices of these; others are ignored."""
+    known = (indices >= 0) & (indices < columns)
+    at = indices.long().where(known, columns)
+    found = torch.zeros(*indices.shape[:2], columns + 1, dtype=torch.bool, device=indices.device)
+    return found.scatter_(2, at, True)[..., :columns]
 
 
 def reach_of(

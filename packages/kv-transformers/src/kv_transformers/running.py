@@ -42,6 +42,15 @@ class Attends(Protocol):
         """Whether layers of the model read keys and values of others."""
         ...
 
+    @property
+    def indexes(self) -> bool:
+        """Whether layers that it attends for select tokens, for which they read whole masks."""
+        ...
+
+    def selects(self, layer: int) -> bool:
+        """Whether a layer, of those that it attends for, selects tokens for each query."""
+        ...
+
     def attend_latents(
         self, layer: int, given: "Absorbed", softmax: "Softmax", columns: "PassColumns"
     ) -> "Tensor":
@@ -79,6 +88,7 @@ class Running:
     ids: "Tensor | None" = None  # the token ids of the pass, if the model was given them
     latents: "Latents | None" = None  # what the layer `handed` was given, if it caches latents
     differs: "dict[int, Tensor]" = field(default_factory=dict)  # by layer; see `latents.Absorbed`
+    mask: "Tensor | None" = None  # the mask of layers that select tokens, if the model asked for it
 
     def hand(self, layer: int) -> None:
         """Record that a layer's new keys were returned to the model.

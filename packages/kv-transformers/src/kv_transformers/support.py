@@ -93,7 +93,7 @@ def expect_only_stored(model: "PreTrainedModel", policy: KVPolicy) -> None:
         UnsupportedModelError: it has; the message names their types.
     """
     caches = layer_caches(model.config.get_text_config(decoder=True))
-    other = sorted({each.kind for each in caches if each.index is None or each.has_state})
+    other = sorted({each.kind for each in caches if each.keeps_own})
     if other:
         raise UnsupportedModelError(
             f"{policy} lets the model read each prompt again, and the layers of type "
@@ -209,7 +209,7 @@ def _module_reasons(
             "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
             "layers"
         )
-    caches, latent = layer_caches(config), dict[str, nn.Module]()
+    caches, latent, indexed = layer_caches(config), dict[str, nn.Module](), set[str]()
     for layer, named in ((layer, at[layer]) for layer in stored if layer in at):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
         attending = [each for each in own if _attends(each[1], beside=caches[layer].has_state)]
@@ -226,8 +226,10 @@ def _module_reasons(
         if size.latent is not None and len(attending) != 1:
             yield f"has latent attention, but {len(attending)} attention modules in layer {layer}"
         latent.update(attending)
+        if caches[layer].is_indexed:
+            indexed.update(name for name, _ in attending)
     if size.latent is not None:
-        yield from latent_reasons(latent, size.latent)
+        yield from latent_reasons(latent, size.latent, indexed)
 
 
 def _attends(module: nn.Module, *, beside: bool) -> bool:

@@ -48,8 +48,9 @@ class EmptyCache(AttendingCache):
     ) -> Float[Tensor, "B Lq Hq Dv"]:
         """Attend over the new tokens."""
         there = None if columns.valid is None else columns.valid.expand(len(query), -1)
-        if not softmax.is_plain or columns.reach is not None or query.shape[2] != key.shape[2]:
-            return _attended(query, key, value, softmax, there, columns.reach)
+        own = (columns.reach, columns.chosen) != (None, None) or query.shape[2] != key.shape[2]
+        if own or not softmax.is_plain:
+            return _attended(query, key, value, softmax, there, columns)
         out = scaled_dot_product_attention(
             query,
             key,
@@ -110,16 +111,20 @@ def _attended(
     value: Float[Tensor, "B H L Dv"],
     softmax: Softmax,
     there: Bool[Tensor, "B L"] | None,
-    reach: Int[Tensor, "B L"] | None,
+    columns: PassColumns,
 ) -> Float[Tensor, "B Lq Hq Dv"]:
-    """Attend with a bound of logits, sinks, a reach or the last queries; padding returns 0."""
+    """Attend with what a causal mask does not say, or the last queries; padding returns 0."""
     batch, heads, length, _ = key.shape
     held = (
         torch.ones(batch, length, dtype=torch.bool, device=key.device) if there is None else there
     )
     position = torch.where(held, held.long().cumsum(-1) - 1, -1)
     tokens = DenseTokens(key, value, position, full=there is None)
+    reach, chosen = columns.reach, columns.chosen
     sees = position if reach is None else position.gather(1, reach).where(held, -1)
+    if chosen is not None and there is not None:  # by position instead of column
+        order = (~there).long().argsort(dim=1, stable=True)
+        chosen = chosen.gather(2, order[:, None].expand(-1, chosen.shape[1], -1))
     out = attend(
         query.unflatten(1, (heads, -1)),
         sees[:, -query.shape[2] :],
@@ -128,5 +133,6 @@ def _attended(
         softmax.scale,
         softcap=softmax.softcap,
         sinks=softmax.sinks_by_head(heads),
+        chosen=chosen,
     ).out
     return out.flatten(1, 2).transpose(1, 2).contiguous()
