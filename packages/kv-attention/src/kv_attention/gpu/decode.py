@@ -132,9 +132,6 @@ def decode_kernel(
             count, at = tl.load(length + r), tl.load(position + b)
             rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
             rows = rows + g[:, None] * q_strides[2]
-            highest = tl.full([ROWS], float("-inf"), tl.float32)
-            weight = tl.zeros([ROWS], tl.float32)
-            shift = tl.zeros([ROWS], tl.float32)
             if PLANAR:
                 up, back, whole = scale_of(rows, q_strides[3], g < GROUP, scale, KEY, PADDED[0])
                 planes = queries_by_plane(rows, q_strides[3], g < GROUP, up, KEY)
@@ -144,6 +141,9 @@ def decode_kernel(
                     rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
                 )
                 sums = tl.zeros([ROWS, OUT], tl.float32)
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            weight = tl.zeros([ROWS], tl.float32)
+            shift = tl.zeros([ROWS], tl.float32)
             for i in tl.range(tile - start, here - start, num_stages=STAGES):
                 slot = i * BLOCK + tl.arange(0, BLOCK)
                 held = slot < count
