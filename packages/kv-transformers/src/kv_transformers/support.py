@@ -2,15 +2,16 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy
-from kv_transformers.attention import UNSERVED
+from kv_transformers.attention import CHOSEN, UNSERVED
 from kv_transformers.folded import FoldedLinear
-from kv_transformers.latents import LatentSizes, latent_reasons
+from kv_transformers.latents import EXPAND, LatentSizes, latent_reasons
 from kv_transformers.layers import layer_caches
 
 if TYPE_CHECKING:
@@ -168,6 +169,11 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
             "has latent attention beside a state in one layer, or layers that share latents, which "
             "is not supported"
         )
+    if any(each.is_indexed and (each.readers or each.is_reader) for each in caches):
+        yield (
+            "has layers that share keys and values and attend to tokens that an indexer selects, "
+            "which is not supported"
+        )
     if all(each.index is None for each in caches):
         kinds = ", ".join(sorted({each.kind for each in caches}))
         yield (
@@ -228,6 +234,7 @@ def _module_reasons(
         latent.update(attending)
         if caches[layer].is_indexed:
             indexed.update(name for name, _ in attending)
+            yield from _indexed_reasons(attending)
     if size.latent is not None:
         yield from latent_reasons(latent, size.latent, indexed)
 
@@ -276,18 +283,38 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
 def _code_reasons(module: nn.Module) -> Iterator[str]:
     """Yield the reasons in the code of an attention module, before it runs."""
     kind = type(module)
-    found = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
-    code = [each.__code__ for each in found]
+    code = _code(kind)
     used = {name for each in code for name in each.co_names}
     if "update" in used and INTERFACE not in used:
         yield (
             f"has attention code of its own in {kind.__name__}, which does not call the attention "
             "function that it is configured for"
         )
-    names = (const for each in code for const in each.co_consts if isinstance(const, tuple))
-    keywords = {name for each in names for name in each}  # of calls
-    for option in (each for each in ALWAYS if each in keywords):
+    for option in (each for each in ALWAYS if each in _keywords(code)):
         yield f"uses {UNSERVED[option]} ({option}) in {kind.__name__}, which a cache cannot apply"
+
+
+def _indexed_reasons(attending: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield the reasons why tokens that an indexer selects for latents do not reach attention."""
+    for name, module in attending:
+        if hasattr(module, EXPAND) and CHOSEN not in _keywords(_code(type(module))):
+            yield (
+                f"has latent attention at {name} that hides expanded keys from queries, except "
+                "those of tokens that an indexer selects (DSA); a compressed cache expands none, "
+                f"and needs the {CHOSEN} of these tokens in the call of the attention function"
+            )
+
+
+def _code(kind: type) -> list[CodeType]:
+    """Return the code of the methods of a class."""
+    found = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
+    return [each.__code__ for each in found]
+
+
+def _keywords(code: Sequence[CodeType]) -> set[object]:
+    """Return the keywords of calls in code, among other constants."""
+    names = (const for each in code for const in each.co_consts if isinstance(const, tuple))
+    return {name for each in names for name in each}
 
 
 def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:
