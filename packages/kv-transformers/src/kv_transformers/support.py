@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
 SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
+OWN_MASK: Final = "_prepare_decoder_attention_mask"  # of decoders that make 4D masks themselves
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules find their function
 # Options of attention functions that models which name them always give.
 ALWAYS: Final = ("position_bias", "sinks")
@@ -215,6 +216,13 @@ def _module_reasons(
             "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
             "layers"
         )
+    for module in model.modules():
+        if callable(getattr(type(module), OWN_MASK, None)):
+            yield (
+                f"makes 4D masks by code of its own in {type(module).__name__}, but a compressed "
+                "cache takes a 2D mask that marks padding, from models that make masks by "
+                "transformers' functions"
+            )
     caches, latent, indexed = layer_caches(config), dict[str, nn.Module](), set[str]()
     for layer, named in ((layer, at[layer]) for layer in stored if layer in at):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
