@@ -12,6 +12,8 @@ from transformers import (
     AXK2Config,
     DeepseekV32Config,
     Dots3NoteTextConfig,
+    Glm5NextConfig,
+    Glm5NextForConditionalGeneration,
     GlmMoeDsaConfig,
     HYV4Config,
     PreTrainedModel,
@@ -20,7 +22,7 @@ from transformers import (
 
 from answers import answered, expect_same, own, prompts
 from kv_policy import Observe
-from kv_transformers import CompressedCache, UnsupportedModelError
+from kv_transformers import CompressedCache, UnsupportedModelError, uninstall
 from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache
 from kv_transformers.layers import layer_caches, stored_layers
@@ -98,20 +100,44 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         indexer_compress_ratio=2,
         pad_token_id=0,
     ),
+    "pools of tokens, beside linear attention": lambda: Glm5NextConfig(
+        text_config=LATENT
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "indexer_types": ["full", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "qk_rope_head_dim": 0,
+            "index_kpool": 2,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "projection_intermediate_size": 16,
+        },
+    ),
 }
-one, shared, windows, blocks = (
+one, shared, windows, blocks, pools = (
     "DeepSeek V3.2",
     "a shared index",
     "beside sliding windows",
     "blocks of tokens, beside linear attention",
+    "pools of tokens, beside linear attention",
 )
 every = pytest.mark.parametrize("name", CONFIGS)
-few = pytest.mark.parametrize("name", [one, shared, windows, blocks])
+few = pytest.mark.parametrize("name", [one, shared, windows, blocks, pools])
 
 
 def new(name: str) -> PreTrainedModel:
     torch.manual_seed(23)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    kind = Glm5NextForConditionalGeneration if name == pools else None
+    config = CONFIGS[name]()
+    model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -157,7 +183,7 @@ def test_attention_to_all_tokens_would_answer_otherwise(name, monkeypatch) -> No
 def test_chunks_of_a_prompt_answer_as_with_the_models_own_cache(name) -> None:
     model = made(name)
     given: dict[str, Any] = {}
-    if name == blocks:  # padding reaches states unless a prompt is read at once
+    if name in (blocks, pools):  # padding reaches states unless a prompt is read at once
         ids, mask = (x[:1] for x in prompts())
         given = {"input_ids": ids, "attention_mask": mask}
     given["prefill_chunk_size"] = 5
@@ -369,5 +395,33 @@ def test_latents_without_the_indices_of_selected_tokens_are_refused(monkeypatch)
         return hidden_states
 
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", forward)
-    with pytest.raises(UnsupportedModelError, match="needs the indices of these tokens"):
+    for layer in model.model.layers:
+        layer.self_attn.indexer = None
+    with pytest.raises(UnsupportedModelError, match="neither is indices of these tokens"):
         CompressedCache(model, "raw")
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_stored_columns_is_refused_where_no_other_mask_is_made() -> None:
+    model, (ids, mask) = made(pools), prompts()
+    cache = CompressedCache(model, "raw")
+    model(ids, mask, **passing(model, cache))  # by position
+    assert cache.runtime.held_columns.tolist() == mask.bool().tolist()
+    one_more = {"input_ids": ids[:, :1], **passing(model, cache)}
+    with pytest.raises(ValueError, match="attention_mask has 9 columns instead of 22"):
+        model(attention_mask=mask[:, :9], **one_more)
+    cache.reset()
+    model(ids, mask, **passing(model, cache))
+    with pytest.raises(ValueError, match="hides columns"):
+        model(attention_mask=torch.ones(2, 22).long(), **one_more)
+
+
+@torch.no_grad()
+def test_hooks_on_indexers_are_removed_with_the_others() -> None:
+    model = new(pools)
+    indexer = model.model.language_model.layers[1].self_attn.indexer
+    CompressedCache(model, "raw")
+    CompressedCache(model, "raw")
+    assert len(indexer._forward_hooks) == 1
+    uninstall(model)
+    assert not indexer._forward_hooks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kv_transformers.latents import Absorbed, absorbed
 from kv_transformers.pass_columns import ALL, PassColumns, columns_of, reach_of
-from kv_transformers.running import Attends, current
+from kv_transformers.running import Attends, Running, current
 from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -224,9 +224,10 @@ def _attention(
         )
     chosen = None
     if selects:
-        chosen = _chosen(module, attention_mask, options.get(CHOSEN), query, key.cache.columns)
+        indices = options.get(CHOSEN)
+        chosen = _chosen(module, attention_mask, indices, running, query.shape)
         if not isinstance(attention_mask, PassMask):
-            attention_mask = running.mask
+            attention_mask = _mask_of(running, query)
     columns = _columns(module, attention_mask, query.shape[2], options.get("is_causal"))
     columns = columns if chosen is None else replace(columns, chosen=chosen)
     begins = running.attended() and key.layer == 0  # another layer may read its keys later
@@ -288,21 +289,38 @@ def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None
     return ALL
 
 
+def _mask_of(running: Running, query: Tensor) -> PassMask:
+    """Return the mask of layers that select tokens, which some models make of the 2D mask."""
+    if running.mask is None:
+        given, fresh = running.given, query.shape[2]
+        given = None if given is None else given.to(query.device, torch.bool)
+        _expect_columns(given, fresh, running.cache.columns + fresh)
+        running.cache.expect_mask(given, fresh)
+        held = torch.ones(1, 1, dtype=torch.bool) if given is None else given
+        mask = held[:, None, None].as_subclass(PassMask)
+        mask.held, mask.whole, mask.reach = given, False, None
+        running.mask = mask
+    assert isinstance(running.mask, PassMask)
+    return running.mask
+
+
 def _chosen(
-    module: "nn.Module", mask: Any, indices: Any, query: Tensor, before: int
+    module: "nn.Module", mask: Any, indices: Any, running: Running, shape: torch.Size
 ) -> Bool[Tensor, "B Lq T"]:
     """Return which columns the queries of a layer attend to, of all before the pass and in it.
 
     Raises:
         RuntimeError: the layer says so neither by indices nor by a mask over all columns.
     """
-    (batch, _, length, _), columns = query.shape, before + query.shape[2]
+    (batch, _, length, _), columns = shape, running.cache.columns + shape[2]
     if isinstance(indices, Tensor) and indices.ndim == 3:
         return columns_of(indices, columns)
     plain = isinstance(mask, Tensor) and not isinstance(mask, PassMask)
     if plain and mask.shape[1:] == (1, length, columns):
         chosen: Tensor = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         return chosen.expand(batch, -1, -1)
+    if running.selected is not None and running.selected.ndim == 3:
+        return columns_of(running.selected, columns)
     raise RuntimeError(
         f"{type(module).__name__} attends to tokens that an indexer selects, but neither their "
         f"indices nor a mask over all {columns} columns reached attention; use a cache of "

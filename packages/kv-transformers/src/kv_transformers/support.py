@@ -11,7 +11,7 @@ from torch import nn
 from kv_policy import CacheShape, KVPolicy
 from kv_transformers.attention import CHOSEN, UNSERVED
 from kv_transformers.folded import FoldedLinear
-from kv_transformers.latents import EXPAND, LatentSizes, latent_reasons
+from kv_transformers.latents import EXPAND, INDEXER, LatentSizes, latent_reasons
 from kv_transformers.layers import layer_caches
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _module_reasons(
         latent.update(attending)
         if caches[layer].is_indexed:
             indexed.update(name for name, _ in attending)
-            yield from _indexed_reasons(attending)
+            yield from _indexed_reasons(model, attending)
     if size.latent is not None:
         yield from latent_reasons(latent, size.latent, indexed)
 
@@ -302,15 +302,32 @@ def _code_reasons(module: nn.Module) -> Iterator[str]:
         yield f"uses {UNSERVED[option]} ({option}) in {kind.__name__}, which a cache cannot apply"
 
 
-def _indexed_reasons(attending: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+def _indexed_reasons(
+    model: "PreTrainedModel", attending: Sequence[tuple[str, nn.Module]]
+) -> Iterator[str]:
     """Yield the reasons why tokens that an indexer selects for latents do not reach attention."""
     for name, module in attending:
-        if hasattr(module, EXPAND) and CHOSEN not in _keywords(_code(type(module))):
+        if _is_silent(module) and not [*silent_indexers(model)]:
             yield (
-                f"has latent attention at {name} that hides expanded keys from queries, except "
-                "those of tokens that an indexer selects (DSA); a compressed cache expands none, "
-                f"and needs the {CHOSEN} of these tokens in the call of the attention function"
+                f"has latent attention at {name} to tokens that are selected (DSA), but neither is "
+                f"{CHOSEN} of these tokens an argument of its attention function, nor has a layer "
+                f"an {INDEXER} that gives them"
             )
+
+
+def silent_indexers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the indexers of latent attention that hands on what they select as a mask alone.
+
+    Its mask is as long as the keys that the model expands, of which our cache gives it few.
+    """
+    for module in model.modules():
+        indexer = getattr(module, INDEXER, None)
+        if isinstance(indexer, nn.Module) and _is_silent(module):
+            yield indexer
+
+
+def _is_silent(module: nn.Module) -> bool:
+    return callable(getattr(module, EXPAND, None)) and CHOSEN not in _keywords(_code(type(module)))
 
 
 def _code(kind: type) -> list[CodeType]:
