@@ -231,6 +231,22 @@ def test_a_copy_and_a_cleared_cache_answer_alone(name) -> None:
     expect_same(answered(model, cache), first)
 
 
+@few
+@torch.no_grad()
+def test_caches_that_share_a_prefill_have_an_indexer_each(name) -> None:
+    model, (ids, mask) = made(name), prompts()
+    policies = ("raw", "snapkv:budget=12,window=4")
+    together = [CompressedCache(model, policy) for policy in policies]
+    together[0].share_prefill(together[1:])
+    alone = [CompressedCache(model, policy) for policy in policies]
+    for each in (together[0], *alone):
+        model(ids, attention_mask=mask, **passing(model, each))
+    given = {"input_ids": ids[:, :1], "attention_mask": torch.cat((mask, mask[:, -1:]), 1)}
+    for one_cache, other in zip(together, alone, strict=True):
+        want = model(**given, **passing(model, other)).logits
+        torch.testing.assert_close(model(**given, **passing(model, one_cache)).logits, want)
+
+
 @torch.no_grad()
 def test_tokens_taken_back_are_forgotten_by_the_indexer_too() -> None:
     model, (ids, mask) = made(), prompts()
