@@ -51,12 +51,21 @@ class FreshKeys(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     cache: Attends
     layer: int
+    tiles: int = 1  # how often the model has repeated the KV heads as a whole; they are here once
 
     @classmethod
     def mark(cls, key: Tensor, cache: Attends, layer: int) -> "FreshKeys":
         """Mark keys with their cache and layer."""
         marked = key.as_subclass(cls)
         marked.cache, marked.layer = cache, layer
+        return marked
+
+    def repeat(self, *sizes: Any) -> Tensor:
+        """Note that the model repeats the KV heads as a whole for its query heads (JetMoe)."""
+        if len(sizes) != 4 or sizes[0] != 1 or sizes[2:] != (1, 1) or self.tiles > 1:
+            return super().repeat(*sizes)
+        marked = FreshKeys.mark(self, self.cache, self.layer)
+        marked.tiles = sizes[1]
         return marked
 
 
@@ -240,7 +249,26 @@ def _attention(
     if inner is not None:
         given = replace(inner, key=fresh)
         return key.cache.attend_latents(key.layer, given, softmax, columns), None
+    if key.tiles > 1:
+        return _tiled(key, query, value, softmax, columns), None
     return key.cache.attend(key.layer, query, fresh, value, softmax, columns), None
+
+
+def _tiled(
+    key: FreshKeys, query: Tensor, value: Tensor, softmax: Softmax, columns: PassColumns
+) -> Tensor:
+    """Attend with query heads that are in the order of repeated KV heads, not of GQA groups."""
+    if softmax.sinks is not None:
+        raise ValueError(
+            "KV heads are repeated as a whole for query heads with attention sinks, which a "
+            "compressed cache does not support"
+        )
+    heads = key.shape[1]
+    grouped = query.unflatten(1, (key.tiles, heads)).transpose(1, 2).flatten(1, 2)
+    given = grouped, key.as_subclass(Tensor), value[:, :heads]
+    out = key.cache.attend(key.layer, *given, softmax, columns)
+    by_tile: Tensor = out.unflatten(2, (heads, key.tiles)).transpose(2, 3).flatten(2, 3)
+    return by_tile
 
 
 def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) -> Absorbed | None:

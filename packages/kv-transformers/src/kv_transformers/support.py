@@ -271,7 +271,7 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
         return
     group = size.heads // size.kv_heads
     theirs = getattr(module, "num_key_value_groups", group)
-    if theirs != group:
+    if theirs != group and not (theirs == 1 and _repeats(module)):
         yield (
             f"has {theirs} query heads per KV head at {name}, but {group} in its configuration: "
             "it changes keys before attention, which a compressed cache does not support"
@@ -328,6 +328,11 @@ def silent_indexers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_silent(module: nn.Module) -> bool:
     return callable(getattr(module, EXPAND, None)) and CHOSEN not in _keywords(_code(type(module)))
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module repeats tensors itself, as JetMoe its KV heads; attention sees how."""
+    return any("repeat" in each.co_names for each in _code(type(module)))
 
 
 def _code(kind: type) -> list[CodeType]:
