@@ -98,6 +98,7 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma4_unified_assistant": {"text_config": ASSISTANT},
     "gemma4_unified_text": GEMMA4,
     "glm5_next": {"text_config": {"index_kpool": 2}},
+    "glm_moe_dsa": {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0]],

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Final
 
 # One or two of each kind: plain, experts, windows, chunks, states, latents, sinks, sharing, a
-# second stack, positions that are added to logits, and pictures.
+# second stack, positions that are added to logits, indexers, and pictures.
 FEW: Final = (
     "bloom",
     "cohere2",
     "deepseek_v3",
+    "deepseek_v32",
     "exaone4",
     "falcon_h1",
     "gemma2",
@@ -16,6 +17,7 @@ FEW: Final = (
     "gemma3n_text",
     "gemma4_text",
     "glm4_moe",
+    "glm_moe_dsa",
     "gpt2",
     "gpt_oss",
     "granitemoehybrid",

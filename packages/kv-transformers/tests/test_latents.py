@@ -14,7 +14,6 @@ from transformers import (
     BailingHybridConfig,
     DeepseekV2Config,
     DeepseekV3Config,
-    DeepseekV32Config,
     Glm4MoeLiteConfig,
     KimiLinearConfig,
     LongcatFlashConfig,
@@ -333,14 +332,6 @@ def test_what_latents_do_not_support_is_refused() -> None:
     model = made()
     with pytest.raises(UnsupportedModelError, match="latent"):
         output_projections(model, cache_shape(model))
-    indexed = DeepseekV32Config(**SIZES | EXPERTS, index_n_heads=2, index_head_dim=16)
-    with pytest.raises(UnsupportedModelError, match="only layers of type indexed_attention"):
-        CompressedCache(AutoModelForCausalLM.from_config(indexed), "raw")
-    config = DeepseekV32Config(
-        **SIZES | EXPERTS, index_n_heads=2, index_head_dim=16, layer_types=["full_attention"] * 2
-    )
-    with pytest.raises(UnsupportedModelError, match="indexer"):
-        CompressedCache(AutoModelForCausalLM.from_config(config), "raw")
 
 
 def biased(module: Any) -> None:

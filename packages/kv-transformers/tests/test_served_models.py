@@ -16,6 +16,8 @@ from transformers import (
     DiffLlamaConfig,
     DogeConfig,
     Gemma4TextConfig,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -91,6 +93,14 @@ def t5() -> PreTrainedModel:
     )
 
 
+def kosmos() -> PreTrainedModel:
+    text = {"vocab_size": 64, "embed_dim": 32, "layers": 1, "ffn_dim": 32, "attention_heads": 4}
+    part = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    return Kosmos2ForConditionalGeneration(
+        Kosmos2Config(text_config=text, vision_config=part | {"num_attention_heads": 4})
+    )
+
+
 REFUSED = {
     "differential attention": (of(DiffLlamaConfig(**SIZES)), r"Attention itself \(lambda_q1, "),
     "a dynamic mask": (of(DogeConfig(**SIZES)), r"parameters of DogeAttention itself \(A\)"),
@@ -105,6 +115,7 @@ REFUSED = {
     ),
     "an encoder": (t5, "has an encoder; only decoder-only models"),
     "both directions": (bert, "attends in both directions in layer 0"),
+    "masks of its own": (kosmos, "makes 4D masks by code of its own in Kosmos2TextTransformer"),
     "windows alone": (of(MistralConfig(**SIZES, sliding_window=8)), "has only layers of type slid"),
 }
 

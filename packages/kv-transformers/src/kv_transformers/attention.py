@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kv_transformers.latents import Absorbed, absorbed
 from kv_transformers.pass_columns import ALL, PassColumns, columns_of, reach_of
-from kv_transformers.running import Attends, current
+from kv_transformers.running import Attends, Running, current
 from kv_transformers.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -51,12 +51,21 @@ class FreshKeys(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     cache: Attends
     layer: int
+    tiles: int = 1  # how often the model has repeated the KV heads as a whole; they are here once
 
     @classmethod
     def mark(cls, key: Tensor, cache: Attends, layer: int) -> "FreshKeys":
         """Mark keys with their cache and layer."""
         marked = key.as_subclass(cls)
         marked.cache, marked.layer = cache, layer
+        return marked
+
+    def repeat(self, *sizes: Any) -> Tensor:
+        """Note that the model repeats the KV heads as a whole for its query heads (JetMoe)."""
+        if len(sizes) != 4 or sizes[0] != 1 or sizes[2:] != (1, 1) or self.tiles > 1:
+            return super().repeat(*sizes)
+        marked = FreshKeys.mark(self, self.cache, self.layer)
+        marked.tiles = sizes[1]
         return marked
 
 
@@ -224,9 +233,10 @@ def _attention(
         )
     chosen = None
     if selects:
-        chosen = _chosen(module, attention_mask, options.get(CHOSEN), query, key.cache.columns)
+        indices = options.get(CHOSEN)
+        chosen = _chosen(module, attention_mask, indices, running, query.shape)
         if not isinstance(attention_mask, PassMask):
-            attention_mask = running.mask
+            attention_mask = _mask_of(running, query)
     columns = _columns(module, attention_mask, query.shape[2], options.get("is_causal"))
     columns = columns if chosen is None else replace(columns, chosen=chosen)
     begins = running.attended() and key.layer == 0  # another layer may read its keys later
@@ -239,7 +249,26 @@ def _attention(
     if inner is not None:
         given = replace(inner, key=fresh)
         return key.cache.attend_latents(key.layer, given, softmax, columns), None
+    if key.tiles > 1:
+        return _tiled(key, query, value, softmax, columns), None
     return key.cache.attend(key.layer, query, fresh, value, softmax, columns), None
+
+
+def _tiled(
+    key: FreshKeys, query: Tensor, value: Tensor, softmax: Softmax, columns: PassColumns
+) -> Tensor:
+    """Attend with query heads that are in the order of repeated KV heads, not of GQA groups."""
+    if softmax.sinks is not None:
+        raise ValueError(
+            "KV heads are repeated as a whole for query heads with attention sinks, which a "
+            "compressed cache does not support"
+        )
+    heads = key.shape[1]
+    grouped = query.unflatten(1, (key.tiles, heads)).transpose(1, 2).flatten(1, 2)
+    given = grouped, key.as_subclass(Tensor), value[:, :heads]
+    out = key.cache.attend(key.layer, *given, softmax, columns)
+    by_tile: Tensor = out.unflatten(2, (heads, key.tiles)).transpose(2, 3).flatten(2, 3)
+    return by_tile
 
 
 def _absorbed(module: "nn.Module", query: Tensor, key: Tensor, value: Tensor) -> Absorbed | None:
@@ -288,21 +317,38 @@ def _columns(module: "nn.Module", mask: Any, length: int, is_causal: bool | None
     return ALL
 
 
+def _mask_of(running: Running, query: Tensor) -> PassMask:
+    """Return the mask of layers that select tokens, which some models make of the 2D mask."""
+    if running.mask is None:
+        given, fresh = running.given, query.shape[2]
+        given = None if given is None else given.to(query.device, torch.bool)
+        _expect_columns(given, fresh, running.cache.columns + fresh)
+        running.cache.expect_mask(given, fresh)
+        held = torch.ones(1, 1, dtype=torch.bool) if given is None else given
+        mask = held[:, None, None].as_subclass(PassMask)
+        mask.held, mask.whole, mask.reach = given, False, None
+        running.mask = mask
+    assert isinstance(running.mask, PassMask)
+    return running.mask
+
+
 def _chosen(
-    module: "nn.Module", mask: Any, indices: Any, query: Tensor, before: int
+    module: "nn.Module", mask: Any, indices: Any, running: Running, shape: torch.Size
 ) -> Bool[Tensor, "B Lq T"]:
     """Return which columns the queries of a layer attend to, of all before the pass and in it.
 
     Raises:
         RuntimeError: the layer says so neither by indices nor by a mask over all columns.
     """
-    (batch, _, length, _), columns = query.shape, before + query.shape[2]
+    (batch, _, length, _), columns = shape, running.cache.columns + shape[2]
     if isinstance(indices, Tensor) and indices.ndim == 3:
         return columns_of(indices, columns)
     plain = isinstance(mask, Tensor) and not isinstance(mask, PassMask)
     if plain and mask.shape[1:] == (1, length, columns):
         chosen: Tensor = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         return chosen.expand(batch, -1, -1)
+    if running.selected is not None and running.selected.ndim == 3:
+        return columns_of(running.selected, columns)
     raise RuntimeError(
         f"{type(module).__name__} attends to tokens that an indexer selects, but neither their "
         f"indices nor a mask over all {columns} columns reached attention; use a cache of "

@@ -274,13 +274,28 @@ class IndexedLayer(FreshLayer):
 
     def __init__(self, cache: AttendingCache, index: int) -> None:
         """Represent layer `index` of those whose tokens `cache` stores."""
-        super().__init__(cache, index)
         self.indexer = DYNAMIC_LAYER_TYPE_MAPPING[INDEXED]()
+        super().__init__(cache, index)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append keys of the indexer and return all."""
         keys: Tensor = self.indexer.update_indexer(indexer_key_states)
         return keys
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns seen, those of the pass included once they have keys."""
+        keys = self.indexer.indexer_keys
+        return super().get_seq_length() if keys is None else keys.shape[1]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """No keys, in the shape of those of all columns, which a model looks at (GLM-5 Next)."""
+        keys = self.indexer.indexer_keys
+        return None if keys is None else keys.new_zeros(1, 1, 1, 1).expand(-1, -1, keys.shape[1], 1)
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        """Ignore that transformers has none for an empty layer."""
 
     @property
     def indexer_position_ids(self) -> Tensor | None:

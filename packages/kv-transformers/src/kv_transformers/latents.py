@@ -19,6 +19,7 @@ from kv_runtime import Expanded
 
 EXPAND: Final = "expand_kv"  # the method with which transformers' modules expand latents
 WEIGHT: Final = "kv_b_proj"  # the linear layer that it applies
+INDEXER: Final = "indexer"  # a module that selects the tokens of each query
 SIZES: Final = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _ROWS: Final = 3  # tokens expanded to compare a module's expansion with its weights
 _NEAR: Final = 0.02  # tolerance, relative to the norm of the vectors, for 16-bit rounding
@@ -225,7 +226,7 @@ def _reason(name: str, module: nn.Module, sizes: LatentSizes, indexed: bool) -> 
             f"latents by a method {EXPAND} with a layer {WEIGHT}, as models of transformers do "
             "since 5.24, so they cannot be stored"
         )
-    if getattr(module, "indexer", None) is not None and not indexed:
+    if getattr(module, INDEXER, None) is not None and not indexed:
         return (
             f"has latent attention at {name} to tokens that an indexer selects (DSA), but its "
             "configuration does not say that the layer is of type indexed_attention"

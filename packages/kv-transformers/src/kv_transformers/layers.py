@@ -17,6 +17,10 @@ FULL: Final = ("full_attention", "attention")
 INDEXED: Final = "indexed_attention"  # to the tokens that an indexer selects for each query
 BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
 DUMMY: Final = "dummy"  # no cache
+READS: Final = (
+    "reuse",
+    "reuse_but_indexer",
+)  # modes in which a layer reads those of an earlier one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def layer_caches(config: "PreTrainedConfig") -> tuple[LayerCache, ...]:
     stored = [i for i, kind in enumerate(kinds) if kind in (*FULL, BOTH, INDEXED)]
     index = {layer: i for i, layer in enumerate(stored)}
     reading = _readers(config)
-    full = sum(kind in FULL for kind in reading.values())
+    full = sum(kind in (*FULL, INDEXED) for kind in reading.values())
     readers = {layer: full for layer in stored[-1:]}  # it is the last that is shared
     return tuple(
         LayerCache(
@@ -93,7 +97,7 @@ def _readers(config: "PreTrainedConfig") -> Mapping[int, str]:
         modes = [None] * (count - shared) + ["reuse"] * shared
     kinds = getattr(config, "layer_types", None) or FULL[:1] * len(modes)
     pairs = enumerate(zip(modes, kinds, strict=False))  # a model may have an empty list of modes
-    return {i: kind for i, (mode, kind) in pairs if mode == "reuse"}
+    return {i: kind for i, (mode, kind) in pairs if mode in READS}
 
 
 def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str, Any]]]:

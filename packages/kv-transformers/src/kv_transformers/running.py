@@ -88,7 +88,9 @@ class Running:
     ids: "Tensor | None" = None  # the token ids of the pass, if the model was given them
     latents: "Latents | None" = None  # what the layer `handed` was given, if it caches latents
     differs: "dict[int, Tensor]" = field(default_factory=dict)  # by layer; see `latents.Absorbed`
+    given: "Tensor | None" = None  # the 2D mask of the call, if layers select tokens
     mask: "Tensor | None" = None  # the mask of layers that select tokens, if the model asked for it
+    selected: "Tensor | None" = None  # what an indexer gave last, if its layer hands on no indices
 
     def hand(self, layer: int) -> None:
         """Record that a layer's new keys were returned to the model.
@@ -181,7 +183,11 @@ def current() -> Running | None:
 
 
 def enter(
-    module: "nn.Module", owner: Counts, cache: Attends | None, ids: "Tensor | None" = None
+    module: "nn.Module",
+    owner: Counts,
+    cache: Attends | None,
+    ids: "Tensor | None" = None,
+    mask: "Tensor | None" = None,
 ) -> None:
     """Record the start of a module's forward call, with or without a cache of ours.
 
@@ -190,6 +196,7 @@ def enter(
         owner: is notified when the call has ended.
         cache: the cache.
         ids: the token ids of the call, if it has any.
+        mask: the 2D mask of the call, for a cache of layers that select tokens.
     """
     _forget(module)
     outer = _FRAME.get()
@@ -197,7 +204,7 @@ def enter(
     if cache is None:
         running = None
     elif running is None or running.cache is not cache:
-        running = Running(cache, ids=ids)
+        running = Running(cache, ids=ids, given=mask)
     _FRAME.set(CallFrame(module, owner, running, outer))
 
 

@@ -2,15 +2,16 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from kv_policy import CacheShape, KVPolicy
-from kv_transformers.attention import UNSERVED
+from kv_transformers.attention import CHOSEN, UNSERVED
 from kv_transformers.folded import FoldedLinear
-from kv_transformers.latents import LatentSizes, latent_reasons
+from kv_transformers.latents import EXPAND, INDEXER, LatentSizes, latent_reasons
 from kv_transformers.layers import layer_caches
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
 SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
+OWN_MASK: Final = "_prepare_decoder_attention_mask"  # of decoders that make 4D masks themselves
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules find their function
 # Options of attention functions that models which name them always give.
 ALWAYS: Final = ("position_bias", "sinks")
@@ -168,6 +170,11 @@ def _reasons(model: "PreTrainedModel", config: "PreTrainedConfig") -> Iterator[s
             "has latent attention beside a state in one layer, or layers that share latents, which "
             "is not supported"
         )
+    if any(each.is_indexed and (each.readers or each.is_reader) for each in caches):
+        yield (
+            "has layers that share keys and values and attend to tokens that an indexer selects, "
+            "which is not supported"
+        )
     if all(each.index is None for each in caches):
         kinds = ", ".join(sorted({each.kind for each in caches}))
         yield (
@@ -209,6 +216,13 @@ def _module_reasons(
             "has no attention modules with a layer_idx, so a compressed cache cannot identify its "
             "layers"
         )
+    for module in model.modules():
+        if callable(getattr(type(module), OWN_MASK, None)):
+            yield (
+                f"makes 4D masks by code of its own in {type(module).__name__}, but a compressed "
+                "cache takes a 2D mask that marks padding, from models that make masks by "
+                "transformers' functions"
+            )
     caches, latent, indexed = layer_caches(config), dict[str, nn.Module](), set[str]()
     for layer, named in ((layer, at[layer]) for layer in stored if layer in at):
         own = [each for each in named if not (says_cross(each[1]) or named_cross(each[0]))]
@@ -228,6 +242,7 @@ def _module_reasons(
         latent.update(attending)
         if caches[layer].is_indexed:
             indexed.update(name for name, _ in attending)
+            yield from _indexed_reasons(model, attending)
     if size.latent is not None:
         yield from latent_reasons(latent, size.latent, indexed)
 
@@ -256,7 +271,7 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
         return
     group = size.heads // size.kv_heads
     theirs = getattr(module, "num_key_value_groups", group)
-    if theirs != group:
+    if theirs != group and not (theirs == 1 and _repeats(module)):
         yield (
             f"has {theirs} query heads per KV head at {name}, but {group} in its configuration: "
             "it changes keys before attention, which a compressed cache does not support"
@@ -276,18 +291,60 @@ def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[s
 def _code_reasons(module: nn.Module) -> Iterator[str]:
     """Yield the reasons in the code of an attention module, before it runs."""
     kind = type(module)
-    found = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
-    code = [each.__code__ for each in found]
+    code = _code(kind)
     used = {name for each in code for name in each.co_names}
     if "update" in used and INTERFACE not in used:
         yield (
             f"has attention code of its own in {kind.__name__}, which does not call the attention "
             "function that it is configured for"
         )
-    names = (const for each in code for const in each.co_consts if isinstance(const, tuple))
-    keywords = {name for each in names for name in each}  # of calls
-    for option in (each for each in ALWAYS if each in keywords):
+    for option in (each for each in ALWAYS if each in _keywords(code)):
         yield f"uses {UNSERVED[option]} ({option}) in {kind.__name__}, which a cache cannot apply"
+
+
+def _indexed_reasons(
+    model: "PreTrainedModel", attending: Sequence[tuple[str, nn.Module]]
+) -> Iterator[str]:
+    """Yield the reasons why tokens that an indexer selects for latents do not reach attention."""
+    for name, module in attending:
+        if _is_silent(module) and not [*silent_indexers(model)]:
+            yield (
+                f"has latent attention at {name} to tokens that are selected (DSA), but neither is "
+                f"{CHOSEN} of these tokens an argument of its attention function, nor has a layer "
+                f"an {INDEXER} that gives them"
+            )
+
+
+def silent_indexers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the indexers of latent attention that hands on what they select as a mask alone.
+
+    Its mask is as long as the keys that the model expands, of which our cache gives it few.
+    """
+    for module in model.modules():
+        indexer = getattr(module, INDEXER, None)
+        if isinstance(indexer, nn.Module) and _is_silent(module):
+            yield indexer
+
+
+def _is_silent(module: nn.Module) -> bool:
+    return callable(getattr(module, EXPAND, None)) and CHOSEN not in _keywords(_code(type(module)))
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module repeats tensors itself, as JetMoe its KV heads; attention sees how."""
+    return any("repeat" in each.co_names for each in _code(type(module)))
+
+
+def _code(kind: type) -> list[CodeType]:
+    """Return the code of the methods of a class."""
+    found = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
+    return [each.__code__ for each in found]
+
+
+def _keywords(code: Sequence[CodeType]) -> set[object]:
+    """Return the keywords of calls in code, among other constants."""
+    names = (const for each in code for const in each.co_consts if isinstance(const, tuple))
+    return {name for each in names for name in each}
 
 
 def of_decoder(config: "PreTrainedConfig", text: "PreTrainedConfig") -> bool:

@@ -6,6 +6,7 @@ unaffected.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from threading import Lock
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -18,12 +19,13 @@ from kv_transformers.attention import configured, switched
 from kv_transformers.folded import FOLDED
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import current, enter, leave
-from kv_transformers.support import UnsupportedModelError, of_decoder
+from kv_transformers.support import UnsupportedModelError, of_decoder, silent_indexers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _SWITCH: Final = "_kv_serve_switch"  # attribute of the decoder of a model with hooks
+_MASK: Final = "attention_mask"
 _PREPARE: Final = "prepare_inputs_for_generation"
 
 P = ParamSpec("P")
@@ -52,6 +54,9 @@ class Switch:
             if not self._mine(module._forward_hooks):
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
                 module.register_forward_hook(self._end, always_call=True)
+        for module in silent_indexers(model):
+            if not self._mine(module._forward_hooks):
+                module.register_forward_hook(self._selected)
         known = {id(config) for config in self.configs}
         self.configs += [config for config in _configs(model) if id(config) not in known]
         self.models.add(model)
@@ -94,7 +99,8 @@ class Switch:
                 _expect_one_sequence_a_row(kwargs)
                 cache.start()
             cache.expect_ids(ids)
-        enter(module, self, cache, ids)
+        indexes = cache is not None and cache.indexes
+        enter(module, self, cache, ids, _mask_of(module, args, kwargs) if indexes else None)
         if cache is not None:
             with self._lock:
                 self.active += 1
@@ -110,6 +116,11 @@ class Switch:
         if frame.outermost and not failed:
             frame.running.expect_done()
             frame.running.cache.end(frame.running.ids)
+
+    def _selected(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        running = current() if self.active else None
+        if running is not None and isinstance(output, Tensor):
+            running.selected = output
 
     def ended(self) -> None:
         """Decrement the number of running calls; after the last, restore the configuration."""
@@ -244,6 +255,15 @@ def _ids(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | Non
     """Return the token ids of a call, by transformers' name or as its first argument."""
     found = kwargs.get("input_ids", args[0] if args else None)
     return found if isinstance(found, Tensor) and not found.is_floating_point() else None
+
+
+def _mask_of(
+    module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Tensor | None:
+    """Return the 2D mask of a call, wherever it is among the arguments."""
+    given = signature(module.forward).bind_partial(*args, **kwargs).arguments
+    found = given.get(_MASK, kwargs.get(_MASK))
+    return found if isinstance(found, Tensor) and found.ndim == 2 else None
 
 
 def _expect_served(module: nn.Module, kwargs: Mapping[str, object]) -> None:
