@@ -278,9 +278,8 @@ def test_what_is_not_for_these_kernels_goes_to_torch() -> None:
     known = PageLayout.sized(form("8", "4", 5, 3), 2)
     assert declined("triton", known, DEVICE) is None
     assert select_page_kernels(known, DEVICE, "triton") is triton_kernels
-    assert (
-        select_page_kernels(known, torch.device("cuda")) is torch_kernels
-    )  # by name only, even on a GPU
+    assert select_page_kernels(known, torch.device("cuda")) is triton_kernels  # the choice there
+    assert select_page_kernels(known, torch.device("meta")) is torch_kernels
     wide = PageLayout.sized(form("8", "4", 1025, 3), 2)
     assert declined("triton", wide, DEVICE) == "vectors of more than 1024 dimensions"
     assert select_page_kernels(wide, DEVICE, "triton") is torch_kernels
