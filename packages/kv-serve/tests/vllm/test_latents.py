@@ -33,7 +33,7 @@ MODEL: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 9,  # no experts: vLLM groups their ranks once in a process
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "greedy",
