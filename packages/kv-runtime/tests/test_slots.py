@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
+from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
 
@@ -222,8 +223,9 @@ def test_a_step_reads_nothing_from_the_device(new: tuple[int, ...]) -> None:
     for batch in step.batches:
         requests, width = batch.position.shape
         assert batch.take(x).shape == (requests, width, HEADS * GROUP, DIM)
-        assert isinstance(batch.row, slice) or len(set(new)) > 1
-        batch.put(torch.empty(requests, HEADS, GROUP, width, DIM, device=meta), x)
+        assert isinstance(batch.source, slice) or len(set(new)) > 1
+        found = torch.empty(requests, HEADS, GROUP, width, DIM, device=meta)
+        write_rows(found, x, batch.target, batch.place)
 
 
 @given(

@@ -63,7 +63,7 @@ def all_backends() -> Mapping[str, Backend]:
             interpreter.missing,
             devices=("cuda",),
             preferred=True,
-            tried=True,
+            self_checked=True,
         ),
     )
     own = {each.name: each for each in every}

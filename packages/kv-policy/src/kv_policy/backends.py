@@ -48,7 +48,7 @@ class Backend:
         partial: returns the function that attends to some of the tokens, as
             `kv_attention.backends.AttendPartly` declares it; None if torch does this.
         preferred: whether it is chosen before torch on its devices.
-        tried: whether a cache that chooses it by itself compares it with torch first.
+        self_checked: whether a cache that chooses it by itself compares it with torch first.
         environment: the environment variables it reads.
         installed: whether a package registers it.
         distribution: the distribution it belongs to, filled in from its registration.
@@ -64,7 +64,7 @@ class Backend:
     token_scores: str | None = None
     partial: Callable[[], Any] = lambda: None
     preferred: bool = False
-    tried: bool = False
+    self_checked: bool = False
     environment: tuple[str, ...] = ()
     installed: bool = True
     distribution: str = ""

@@ -16,14 +16,20 @@ def interpreted() -> bool:
 
 
 def missing() -> str | None:
-    """Return why Triton kernels cannot run here; None if they can."""
+    """Return why Triton kernels cannot run here; None if they can.
+
+    The age of GPUs is read only where the process uses them: asking for it would initialize CUDA,
+    for example in a server's process that checks a configuration.
+    """
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if interpreted():
         return None
     if not torch.cuda.is_available():
         return f"torch finds no GPU, and {SWITCH} is not set"
-    found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    if found < LEAST:
-        return f"a GPU has compute capability {found[0]}.{found[1]}, and kernels need 8.0"
+    if torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        found = max(torch.cuda.get_device_capability(i) for i in devices)
+        if found < LEAST:
+            return f"GPUs have at most compute capability {found[0]}.{found[1]}; kernels need 8.0"
     return None

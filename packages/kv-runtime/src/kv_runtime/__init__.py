@@ -12,10 +12,10 @@ from kv_runtime.backends import (
     AUTO,
     Serving,
     backend_for,
+    checked_backend,
     expect_known,
     remedy,
     serving,
-    tried_backend,
 )
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
@@ -36,6 +36,7 @@ from kv_runtime.rotation import (
     needs_rotation,
     probe_positions,
 )
+from kv_runtime.self_check import SelfCheck
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep, fit_block
 from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
@@ -64,6 +65,7 @@ __all__ = [
     "RequestRows",
     "RequestStep",
     "Rereading",
+    "SelfCheck",
     "Serving",
     "SlotLayer",
     "SlotStep",
@@ -72,6 +74,7 @@ __all__ = [
     "backend_for",
     "check_basis",
     "check_budgets",
+    "checked_backend",
     "chunk_budget",
     "expect_known",
     "find_rope",
@@ -89,6 +92,5 @@ __all__ = [
     "request_pages",
     "same_maps",
     "serving",
-    "tried_backend",
     "widened",
 ]

@@ -11,7 +11,7 @@ import torch
 from kv_attention import all_backends, check_backend, choose_backend, load_backend
 from kv_policy import CacheShape, KVPolicy
 from kv_policy.installing import checkout_of, install_command
-from kv_runtime.self_check import Cache, Trial, failure
+from kv_runtime.self_check import Cache, SelfCheck, failure
 
 AUTO: Final = "auto"
 COMPILED: Final = ", which compiles it and needs a C++20 compiler"
@@ -49,7 +49,7 @@ def backend_for(device: torch.device | str, name: str = AUTO) -> str:
     return choice.name
 
 
-def tried_backend(
+def checked_backend(
     device: torch.device,
     name: str,
     policy: KVPolicy,
@@ -57,22 +57,22 @@ def tried_backend(
     page_tokens: int,
     cache: Callable[..., Cache],
 ) -> str:
-    """Return the name of the backend for a cache, which must pass a trial if nobody named it.
+    """Return the name of the backend for a cache, after a self-check if nobody named it.
 
-    A `Backend.tried` that `auto` chooses is compared with torch, once for the same use in a
+    A `Backend.self_checked` that `auto` chooses is compared with torch, once for the same use in a
     process. If it fails, the logger `kv_runtime` reports how, and torch is used. `cache` creates
-    caches for the trial, as `PolicyCache` does.
+    caches for the self-check, as `PolicyCache` does.
 
     Raises:
         ValueError: as `backend_for`.
     """
     chosen = backend_for(device, name)
-    if name != AUTO or not all_backends()[chosen].tried:
+    if name != AUTO or not all_backends()[chosen].self_checked:
         return chosen
-    reason = failure(Trial(chosen, policy, shape, device, page_tokens, cache))
+    reason = failure(SelfCheck(chosen, policy, shape, device, page_tokens, cache))
     if reason is None:
         return chosen
-    _say("torch", chosen, f"it fails a trial under {policy}: {reason}")
+    _say("torch", chosen, f"it fails its self-check under {policy}: {reason}")
     return "torch"
 
 

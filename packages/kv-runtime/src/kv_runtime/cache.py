@@ -17,7 +17,7 @@ from kv_paging import PagePool, page_kernels_of
 from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, Replay, complete
 from kv_runtime import checks
 from kv_runtime.attention import attended
-from kv_runtime.backends import AUTO, tried_backend
+from kv_runtime.backends import AUTO, checked_backend
 from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
@@ -90,7 +90,9 @@ class PolicyCache:
         checks.check_replay(policy, replays, len(self.layout.shapes))
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
-        self.backend = tried_backend(self.device, backend, policy, shape, page_tokens, PolicyCache)
+        self.backend = checked_backend(
+            self.device, backend, policy, shape, page_tokens, PolicyCache
+        )
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
 

@@ -1,6 +1,7 @@
-"""A trial of a backend before a cache uses it unasked: its results against those of torch."""
+"""The self-check of a backend that a cache chooses by itself: its results against torch's."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, Protocol, runtime_checkable
@@ -19,7 +20,7 @@ SEEDS: Final = (0, 1)  # a selector may choose between equal scores differently;
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a trial needs of a `PolicyCache`."""
+    """What a self-check needs of a `PolicyCache`."""
 
     def begin(self, valid: Bool[Tensor, "B L"]) -> None:
         """Start a pass."""
@@ -38,8 +39,8 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A backend, and what a cache would use it for.
+class SelfCheck:
+    """A comparison of a backend with another, on what a cache would use it for.
 
     Attributes:
         backend: its name.
@@ -48,6 +49,7 @@ class Trial:
         device: of the cache.
         page_tokens: tokens of the first tier per page.
         cache: creates a cache, with the arguments of `PolicyCache`.
+        against: the name of the backend whose results are right.
     """
 
     backend: str
@@ -56,6 +58,7 @@ class Trial:
     device: torch.device
     page_tokens: int
     cache: Callable[..., Cache] = field(compare=False)
+    against: str = "torch"
     said: tuple[object, ...] = field(init=False)  # what two policies and shapes are equal by
 
     def __post_init__(self) -> None:
@@ -64,36 +67,54 @@ class Trial:
         sizes = (shape.layers, shape.kv_heads, shape.group, shape.key_dim, shape.value_dim)
         object.__setattr__(self, "said", (str(self.policy), *sizes, shape.dtype))
 
+    def run(self) -> str | None:
+        """Return how the backend fails; None: it passes.
+
+        Two sequences are prefilled and decode a few tokens under the policy, with vectors drawn at
+        random. It takes about a second, besides compiling the kernels that will be used.
+
+        Raises:
+            torch.AcceleratorError: the device is unusable.
+        """
+        for seed in SEEDS:
+            try:
+                error = max(_error(*each) for each in self._both(seed))
+            except torch.AcceleratorError:
+                raise
+            except Exception as wrong:  # a compiler or a kernel may fail in any way
+                return f"{type(wrong).__name__}: {wrong}"
+            if error <= NEAR:
+                return None
+        return f"its results differ from those of {self.against} by {error:.0%}"
+
+    def _both(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the attention of every pass and layer, of both backends."""
+        with _defaults(), torch.inference_mode(False), torch.no_grad():
+            names = self.backend, self.against
+            yield from zip(*(_attended(self, name, seed) for name in names), strict=True)
+
 
 @cache
-def failure(trial: Trial) -> str | None:
-    """Return how a backend fails a trial of about a second, which runs once; None: it passes.
-
-    Two sequences are read and decode a few tokens under the policy, with vectors drawn at random.
-    """
-    for seed in SEEDS:
-        try:
-            error = max(_error(*each) for each in _both(trial, seed))
-        except torch.AcceleratorError:
-            raise  # the device is unusable
-        except Exception as wrong:  # a compiler or a kernel may fail in any way
-            return f"{type(wrong).__name__}: {wrong}"
-        if error <= NEAR:
-            return None
-    return f"its results differ from those of torch by {error:.0%}"
+def failure(check: SelfCheck) -> str | None:
+    """Return what `SelfCheck.run` does, which runs once for equal checks."""
+    return check.run()
 
 
-def _both(trial: Trial, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the attention of every pass and layer, of the backend and of torch."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield from zip(
-            _attended(trial, trial.backend, seed), _attended(trial, "torch", seed), strict=True
-        )
+@contextmanager
+def _defaults() -> Iterator[None]:
+    """Use torch's own defaults, which an engine changes while it loads a model."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
-def _attended(trial: Trial, backend: str, seed: int) -> Iterator[Float[Tensor, "B H G L Dv"]]:
-    shape, device = trial.shape, trial.device
-    cache = _cache(trial, backend)
+def _attended(check: SelfCheck, backend: str, seed: int) -> Iterator[Float[Tensor, "B H G L Dv"]]:
+    shape, device = check.shape, check.device
+    cache = _cache(check, backend)
     draw = torch.Generator().manual_seed(seed)
     heads, group = shape.kv_heads, shape.group
     length = torch.tensor([PROMPT, PROMPT // 2])[:, None]
@@ -105,27 +126,27 @@ def _attended(trial: Trial, backend: str, seed: int) -> Iterator[Float[Tensor, "
             query = torch.randn(2, heads, group, count, shape.key_dim, generator=draw)
             key = torch.randn(2, heads, count, shape.key_dim, generator=draw)
             value = torch.randn(2, heads, count, shape.value_dim, generator=draw)
+            query, key, value = (x.to(device, shape.dtype) for x in (query, key, value))
             if shape.value_in_key:
                 value = key[..., : shape.value_dim]
-            query, key, value = (x.to(device, shape.dtype) for x in (query, key, value))
             out = cache.attend(layer, query, key, value, shape.key_dim**-0.5)
             yield out.masked_fill(~valid[:, None, None, :, None], 0)
 
 
-def _cache(trial: Trial, backend: str) -> Cache:
+def _cache(check: SelfCheck, backend: str) -> Cache:
     """Create a cache with a budget below the prompt, if the policy takes one."""
-    policy = trial.policy
+    policy = check.policy
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is not None and selector.replay is not None:  # nothing runs a model again here
         policy, selector = _Unselected(policy), None
 
     def made(budgets: list[Budget | None] | None) -> Cache:
-        return trial.cache(
+        return check.cache(
             policy,
-            trial.shape,
-            page_tokens=trial.page_tokens,
+            check.shape,
+            page_tokens=check.page_tokens,
             budgets=budgets,
-            device=trial.device,
+            device=check.device,
             backend=backend,
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -12,46 +12,30 @@ from torch import Tensor
 from kv_attention import DenseTokens, attend
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import PagedTokens, PageLayout, TokenFormat
+from kv_runtime.output_rows import decode_rows, write_rows
 
 LOSS: Final = 1 / 40  # of a block's bytes, at most, if a number of tokens allows it
 ALIGNED: Final = 16  # bytes, where a page with unused bytes ends
+# Source, place and target of a `SlotBatch`.
+_Where: TypeAlias = tuple[slice | Tensor, Tensor | None, slice | Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
     """Requests with about equally many new tokens, as a padded batch."""
 
-    row: "slice | Int[Tensor, 'B L']"  # among all new tokens of the step; arbitrary where padded
     position: Int[Tensor, "B L"]  # position in the sequence; -1 where padded
     table: Int[Tensor, "B H T"]
     stored: Int[Tensor, "B H"]  # tokens of earlier steps, on the pages
     longest: int  # upper bound of `stored`
-    real: Int[Tensor, "2 n"] | None  # flat index and row of each token; None: no padding
+    source: slice | Int[Tensor, " BL"]  # row of each element among new tokens; any for padding
+    place: Int[Tensor, " n"] | None  # flat index of each token; None: there is no padding
+    target: slice | Int[Tensor, " n"]  # row of each token
     tiles: dict[int, Tensor] = field(default_factory=dict)  # as in `PagedTokens`
 
     def take(self, x: Float[Tensor, "m heads D"]) -> Float[Tensor, "B L heads D"]:
         """Return the tokens' vectors: a view if their rows follow each other."""
-        return x[self.row].view(*self.position.shape, *x.shape[1:])
-
-    def out(
-        self, output: Float[Tensor, "m Q Dv"], heads: int
-    ) -> Float[Tensor, "B H G 1 Dv"] | None:
-        """Return the rows of `output` in a decode step, as attention gives them, if they are."""
-        if not isinstance(self.row, slice) or self.position.shape[1] != 1:
-            return None
-        rows: Tensor = output[self.row].unflatten(1, (heads, -1))
-        return rows.unsqueeze(3)
-
-    def put(self, found: Float[Tensor, "B H G L Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
-        """Write the tokens' attention to their rows."""
-        rows = found.permute(0, 3, 1, 2, 4)
-        if isinstance(self.row, slice):
-            output[self.row].view(rows.shape).copy_(rows)
-            return
-        flat = rows.flatten(2, 3).flatten(0, 1)
-        index, target = (self.row.flatten(),) * 2 if self.real is None else self.real
-        flat = flat if self.real is None else flat.index_select(0, index)
-        output.index_copy_(0, target, flat.to(output.dtype))
+        return x[self.source].view(*self.position.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +90,7 @@ class Blocks:
         stored = PagedTokens(self.data(cache), table, length, self.layout, longest=tokens)
         row = torch.arange(length.numel(), device=table.device)
         key = self.kernels.read(stored, row, tokens, frozenset({"keys"})).key
-        assert key is not None, "keys are asked for"
+        assert key is not None, "the kernels read what is requested"
         found: Tensor = key.unflatten(0, count)
         return found
 
@@ -156,19 +140,20 @@ class Blocks:
             full = int(new.min()) == width
             if follow and full:
                 begin = int(start[first])
-                row: slice | Tensor = slice(begin, begin + len(request) * width)
-                before, real = held - width, None
+                rows = slice(begin, begin + len(request) * width)
+                where: _Where = rows, None, rows
+                before = held - width
                 position = before + torch.arange(width, device=device)
             else:
-                row, position, before, real = self._padded(start[request], new, held, full=full)
+                where, position, before = self._padded(start[request], new, held, full=full)
             stored = before.int().expand(-1, self.heads).contiguous()
-            yield SlotBatch(row, position, pages, stored, longest, real)
+            yield SlotBatch(position, pages, stored, longest, *where)
 
     @staticmethod
     def _padded(
         start: Int[Tensor, " B"], new: Int[Tensor, " B"], held: Int[Tensor, "B 1"], *, full: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return rows, positions and earlier tokens of requests, and where their tokens are.
+    ) -> tuple[_Where, Tensor, Tensor]:
+        """Return where requests have their tokens, with positions and earlier tokens (`SlotBatch`).
 
         What the device needs is moved there at once, without waiting for it.
         """
@@ -179,10 +164,10 @@ class Blocks:
         given = torch.cat((row.flatten(), new, index, row.flatten()[index]))
         moved = _moved(given, held.device).split([row.numel(), len(new), 2 * len(index)])
         before = held - moved[1][:, None]
-        place = torch.arange(len(offset), device=held.device)
-        position = (before + place).where(place < moved[1][:, None], -1)
-        real = None if full else moved[2].view(2, -1)
-        return moved[0].view(row.shape), position, before, real
+        column = torch.arange(len(offset), device=held.device)
+        position = (before + column).where(column < moved[1][:, None], -1)
+        place, target = moved[2].view(2, -1)
+        return (moved[0], None if full else place, target), position, before
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
@@ -285,10 +270,10 @@ class SlotLayer:
                 batch.take(key).transpose(1, 2),
                 batch.take(value).transpose(1, 2),
                 batch.position,
-                full=batch.real is None,
+                full=batch.place is None,
             )
             q = batch.take(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
-            out = batch.out(output, key.shape[1])
+            out = decode_rows(output, batch.target, q.shape[3], key.shape[1])
             found = attend(
                 q,
                 batch.position,
@@ -301,7 +286,7 @@ class SlotLayer:
                 out=out,
             ).out
             if found is not out:
-                batch.put(found, output)
+                write_rows(found, output, batch.target, batch.place)
 
     def _store(
         self,

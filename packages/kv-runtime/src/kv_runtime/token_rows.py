@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_runtime.cache import PolicyCache
+from kv_runtime.output_rows import decode_rows, write_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ class TokenRows:
         grouped = self._places(query, keep=keep).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
         k, v = (each.transpose(1, 2) for each in self._copies(key, value))
         by_head = None if sinks is None else sinks.view(heads, -1)
-        into = self._rows_of(output, heads)
+        into = decode_rows(output, self.target, self.real.shape[1], heads)
         out = self.cache.attend(layer, grouped, k, v, scale, softcap, by_head, more=more, out=into)
         if out is not into:
-            self._write(out.permute(0, 3, 1, 2, 4), output)
+            write_rows(out, output, self.target, self.place)
 
     def _places(self, x: Float[Tensor, "m H D"], *, keep: bool) -> Float[Tensor, "B L H D"]:
         """Return the tokens, or a copy of them.
@@ -93,20 +94,3 @@ class TokenRows:
             first, second = both.view(2, *self.real.shape, *key.shape[1:])
             return first, second
         return self._places(key, keep=True), self._places(value, keep=True)
-
-    def _rows_of(
-        self, output: Float[Tensor, "m Q Dv"], heads: int
-    ) -> Float[Tensor, "B H G 1 Dv"] | None:
-        """Return the rows of `output` as attention gives those of a decode step, if they are."""
-        if not isinstance(self.target, slice) or self.real.shape[1] != 1:
-            return None
-        rows: Tensor = output[self.target].unflatten(1, (heads, -1))
-        return rows.unsqueeze(3)
-
-    def _write(self, found: Float[Tensor, "B L H G Dv"], output: Float[Tensor, "m Q Dv"]) -> None:
-        if isinstance(self.target, slice):
-            output[self.target].view(found.shape).copy_(found)
-            return
-        rows = found.flatten(2, 3).flatten(0, 1)
-        rows = rows if self.place is None else rows.index_select(0, self.place)
-        output.index_copy_(0, self.target, rows.to(output.dtype))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kv_policy.installing import install_command, uninstall_command, versions
 from kv_serve.imports import Import, try_imports
@@ -12,11 +12,7 @@ from kv_serve.processor import Threads, bfloat16_problems, thread_problems, thre
 from kv_serve.vllm.found import FoundVllm, vllm_found, vllm_problems
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kv_policy import Instructions
-
-NEAR: Final = 1e-2  # instruction sets differ by far less, and a wrong kernel by far more
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,34 +170,18 @@ def _failure(backend: str) -> str | None:
     import torch
 
     from kv_attention import all_backends
+    from kv_policy import CacheShape, parse
+    from kv_runtime import PolicyCache, SelfCheck
 
     device = _device(backend)
     if device is None or all_backends()[backend].missing() is not None:
         return None
+    shape, where = CacheShape(1, 2, 2, 64, 64, torch.float32), torch.device(device)
+    check = SelfCheck(backend, parse("k8v4"), shape, where, 16, PolicyCache, against="reference")
     try:
-        found, wanted = _attended(backend, device), _attended("reference", device)
-        right = torch.allclose(found, wanted, rtol=NEAR, atol=NEAR)
-    except Exception as error:  # native code may fail in any way
+        return check.run()
+    except torch.AcceleratorError as error:
         return f"{type(error).__name__}: {error}"
-    return None if right else "its results differ from those of the reference backend"
-
-
-def _attended(backend: str, device: str) -> "Tensor":
-    import torch
-
-    from kv_policy import CacheShape, parse
-    from kv_runtime import PolicyCache
-
-    draw = torch.Generator().manual_seed(0)
-    shape = CacheShape(1, 2, 2, 64, 64, torch.float32)
-    cache = PolicyCache(parse("k8v4"), shape, device=device, backend=backend)
-    outs = []
-    for length in (40, 1):
-        cache.begin(torch.ones(1, length, dtype=torch.bool, device=device))
-        q = torch.randn(1, 2, 2, length, 64, generator=draw).to(device)
-        k, v = torch.randn(2, 1, 2, length, 64, generator=draw).to(device)
-        outs.append(cache.attend(0, q, k, v, 0.125))
-    return torch.cat(outs, dim=3)
 
 
 def _backend_problems(backends: tuple[BackendState, ...]) -> Iterator[Problem]:

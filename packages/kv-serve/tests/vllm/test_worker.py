@@ -161,6 +161,24 @@ def test_an_answer_that_outgrows_all_memory_goes_on(engine_class: "type[Engine]"
     engine.check_empty()
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_step_whose_tokens_did_not_reach_all_layers_raises(
+    engine_class: "type[Engine]", monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Its output is made up: vLLM has run the model outside of the connector's step."""
+    engine = engine_class(parse("raw"), SHAPE, 40)
+    attend = engine.worker.attend
+    monkeypatch.setattr(
+        type(engine.worker),
+        "attend",
+        lambda _, layer, *given: attend(layer, *given) if layer < layers else given[-1].zero_(),
+    )
+    monkeypatch.setattr("torch.testing.assert_close", lambda *_: None)
+    engine.ask("a", 20)
+    with pytest.raises(RuntimeError, match="did not reach all layers under the policy"):
+        engine.step()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_as_many_requests_as_free_what_is_short_are_compressed(
     engine_class: "type[Engine]", late: bool

@@ -113,7 +113,7 @@ def _attended(
     there: Bool[Tensor, "B L"] | None,
     columns: PassColumns,
 ) -> Float[Tensor, "B Lq Hq Dv"]:
-    """Attend with what a causal mask does not say, or the last queries; padding returns 0."""
+    """Attend where a causal mask is not enough, or with the last queries; padding returns 0."""
     batch, heads, length, _ = key.shape
     held = (
         torch.ones(batch, length, dtype=torch.bool, device=key.device) if there is None else there

@@ -42,9 +42,9 @@ def _has_planes(form: tuple[int, ...]) -> bool:
 @triton.jit
 @no_type_check
 def bytes_of(data, stride, page, row, FORM: tl.constexpr):
-    """Load the bytes of vectors, [BLOCK, bytes of a vector], whether they are held or not.
+    """Load the bytes of vectors: [BLOCK, bytes of a vector], without a mask.
 
-    A slot that is not held has a page, too, of whose bytes nothing comes: its logit is masked, and
+    An empty slot has a valid address, too, and its bytes have no effect: its logit is masked, and
     its weight is 0.
     """
     BYTES: tl.constexpr = FORM[1] * FORM[2] // 8
@@ -69,7 +69,10 @@ def plane_of(raw, PLANE: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 @no_type_check
 def scale_of(rows, step, asked, scale, KEY: tl.constexpr, PADDED: tl.constexpr):
-    """Return what `queries_of` does of queries, but for them: factors and sums of elements."""
+    """Return the factor that normalizes queries, its inverse and their sums, as in `queries_of`.
+
+    The last two include `scale`.
+    """
     d = tl.arange(0, PADDED)
     there = asked[:, None] & (d < KEY[1])[None, :]
     plain = tl.load(rows + d[None, :] * step, mask=there, other=0).to(tl.float32)

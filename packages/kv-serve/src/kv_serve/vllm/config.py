@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from vllm import __version__
 from vllm.config import KVTransferConfig, VllmConfig
 
+from kv_attention import check_backend
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, parse, tier_formats
-from kv_runtime import AUTO, backend_for
+from kv_runtime import AUTO
 from kv_serve.vllm.attach import is_ours
 from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS
 from kv_serve.vllm.nearest import strangers
@@ -29,7 +30,9 @@ def served_policy(config: VllmConfig) -> KVPolicy:
     check_settings(config.additional_config)
     policy = parse(config.additional_config[KEY])
     check_engine(config, policy)
-    backend_for(config.device_config.device_type, config.additional_config.get(BACKEND, AUTO))
+    named = config.additional_config.get(BACKEND, AUTO)
+    if named != AUTO:
+        check_backend(named, config.device_config.device_type)
     return policy
 
 

@@ -11,12 +11,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kv_policy import CacheShape, KVPolicy
-from kv_runtime import AUTO, PolicyCache, Serving, joined_ropes, serving, tried_backend
+from kv_runtime import AUTO, PolicyCache, Serving, checked_backend, joined_ropes, serving
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import BACKEND, KEY
 from kv_serve.vllm.served import ServesPolicy, UnderPolicy
 
-PAGE_TOKENS: Final = 16  # of the pages on which a backend is tried
+PAGE_TOKENS: Final = 16  # of the pages of a self-check
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
@@ -118,9 +118,9 @@ def named_backend(config: VllmConfig) -> Serving:
 def backend_of(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> Serving:
     """Return the backend of attention and pages on this device.
 
-    It is the one that is named, or the fastest that passes its trial.
+    It is the one that is named, or the fastest that passes its self-check.
     """
     named = config.additional_config.get(BACKEND, AUTO)
     device = torch.device(config.device_config.device_type)
-    name = tried_backend(device, named, policy, shape, PAGE_TOKENS, PolicyCache)
+    name = checked_backend(device, named, policy, shape, PAGE_TOKENS, PolicyCache)
     return serving(device, name)
