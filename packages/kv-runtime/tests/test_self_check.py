@@ -89,6 +89,11 @@ def test_policies_of_every_kind_are_checked(made: Register, text: str) -> None:
     assert PolicyCache(parse(text), WIDE, replays=True).backend == "made"
 
 
+def test_latents_whose_values_are_in_keys_are_checked(made: Register) -> None:
+    made(scaled(1.0))
+    assert PolicyCache(parse("k8v4"), replace(WIDE, value_in_key=True)).backend == "made"
+
+
 def test_one_that_is_named_is_taken_at_its_word(made: Register) -> None:
     made(scaled(2.0))
     assert PolicyCache(parse("k8v4"), SHAPE, backend="made").backend == "made"

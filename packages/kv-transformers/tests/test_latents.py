@@ -1,7 +1,6 @@
 """Models with multi-head latent attention: latents are stored once, and attended to as they are."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AXK1Config,
     BailingHybridConfig,
     DeepseekV2Config,
@@ -24,41 +22,24 @@ from transformers import (
     YoutuConfig,
 )
 
-from answers import answered, expect_same, own, prompts
-from kv_policy import Observe
+from answers import (
+    answered,
+    expect_beams,
+    expect_copies,
+    expect_follow_up,
+    expect_mass_of_eager,
+    expect_same,
+    own,
+    prompts,
+)
 from kv_transformers import CompressedCache, Fold, UnsupportedModelError, cache_shape
 from kv_transformers.cache_argument import passing
 from kv_transformers.collecting import CollectingCache, output_projections
 from kv_transformers.layers import cache_bytes, stored_layers
 from kv_transformers.rotary import find_ropes
+from latent_models import EXPERTS, HEADS, RANK, ROTATED, SIZES, drawn
 from letters import Letters
 
-RANK, ROTATED, HEADS = 12, 8, 4
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "q_lora_rank": 16,
-    "kv_lora_rank": RANK,
-    "qk_rope_head_dim": ROTATED,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 10,
-}
-EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -106,15 +87,8 @@ alone = pytest.mark.parametrize("name", [one, RECURRENT[0]])
 
 
 def new(name: str) -> PreTrainedModel:
-    torch.manual_seed(23)
     config = CONFIGS[name]()
-    kind = Mistral4ForCausalLM if isinstance(config, Mistral4Config) else None
-    model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    return drawn(config, Mistral4ForCausalLM if isinstance(config, Mistral4Config) else None)
 
 
 @cache
@@ -179,42 +153,19 @@ def test_chunks_of_a_prompt_answer_as_the_whole(name) -> None:
 @few
 @torch.no_grad()
 def test_a_follow_up_turn_answers_as_the_models_own_cache(name) -> None:
-    model, ids = made(name), prompts()[0][:1]
-    more = torch.randint(3, 101, (1, 5), generator=torch.Generator().manual_seed(9))
-    results = []
-    for kept in (own(model), CompressedCache(model, "raw")):
-        first = answered(model, kept, input_ids=ids, attention_mask=torch.ones_like(ids))
-        whole = torch.cat((first.sequences, more), 1)
-        turn = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-        results.append(answered(model, kept, **turn))
-    expect_same(results[1], results[0])
+    expect_follow_up(made(name))
 
 
 @alone
 @torch.no_grad()
 def test_beams_answer_as_the_models_own_cache(name) -> None:
-    model = made(name)
-    want = answered(model, own(model), num_beams=3)
-    got = answered(model, CompressedCache(model, "raw"), num_beams=3)
-    assert torch.equal(got.sequences, want.sequences)
+    expect_beams(made(name))
 
 
 @alone
 @torch.no_grad()
 def test_a_copy_and_a_cleared_cache_answer_alone(name) -> None:
-    model = made(name)
-    cache = CompressedCache(model, "snapkv:budget=12,window=4+k8v4:window=3")
-    first = answered(model, cache)
-    copied = deepcopy(cache)
-    more = torch.tensor([[7], [8]])
-    mask = torch.ones(2, first.sequences.shape[1]).long()
-    mask[1, :4] = 0
-    given = {"input_ids": more, "attention_mask": mask}
-    want = model(**given, **passing(model, cache)).logits
-    torch.testing.assert_close(model(**given, **passing(model, copied)).logits, want)
-    assert torch.equal(copied.memory().tokens, cache.memory().tokens)
-    cache.reset()
-    expect_same(answered(model, cache), first)
+    expect_copies(made(name))
 
 
 @few
@@ -272,28 +223,7 @@ def test_backends_agree(backend) -> None:
 @torch.no_grad()
 def test_the_observed_mass_is_that_of_all_heads_over_a_latent(monkeypatch) -> None:
     """A pass over the model's own expanded vectors gives the same attention mass."""
-    model, ids = made(), prompts()[0][:1]
-    cache, own_cache = CompressedCache(model, "h2o:budget=99"), own(model)
-    seen: list[torch.Tensor] = []
-    keep = cache.runtime.keep
-
-    def record(layer, key, value, result, queries=None, unprojected=None) -> None:
-        seen.append(result.mass[-1])
-        keep(layer, key, value, result, queries, unprojected)
-
-    monkeypatch.setattr(cache.runtime, "keep", record)
-    model(ids, **passing(model, cache))
-    assert cache.runtime.selector is not None
-    what: Observe = cache.runtime.selector.observe
-    model.set_attn_implementation("eager")
-    try:
-        weights = model(ids, output_attentions=True, **passing(model, own_cache)).attentions
-    finally:
-        model.set_attn_implementation("sdpa")
-    for mass, each in zip(seen, weights, strict=True):
-        total = each.sum(2)  # over queries, by head
-        want = {"sum": total.sum(1), "mean": total.mean(1)}[what.group]
-        torch.testing.assert_close(mass[:, 0], want, rtol=1e-4, atol=1e-5)
+    expect_mass_of_eager(made(), monkeypatch)
 
 
 @every
