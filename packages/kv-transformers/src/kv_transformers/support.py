@@ -59,14 +59,23 @@ def cache_shape(model: "PreTrainedModel") -> CacheShape:
             these layers differ in shape or do not have their own keys and values, or the model's
             weights are not on one device.
     """
-    name = type(model).__name__
     _expect_one_device(model)
+    return stored_shape(model)
+
+
+def stored_shape(model: "PreTrainedModel") -> CacheShape:
+    """As `cache_shape`, of a model whose weights may be on the meta device.
+
+    Raises:
+        UnsupportedModelError: the model is not supported.
+    """
+    name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     for reason in _reasons(model, config):
         raise UnsupportedModelError(f"{name} {reason}")
     stored = [i for i, each in enumerate(layer_caches(config)) if each.index is not None]
     by_layer = config.per_layer_config
-    sizes = {_sizes(by_layer[i]) for i in stored}
+    sizes = {LayerSizes.of(by_layer[i]) for i in stored}
     if len(sizes) > 1:
         each_size = sorted({(each.kv_heads, each.key_dim) for each in sizes})
         found = ", ".join(f"{heads} x {dim}" for heads, dim in each_size)
@@ -104,7 +113,7 @@ def expect_only_stored(model: "PreTrainedModel", policy: KVPolicy) -> None:
         )
 
 
-class _Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """Sizes of a layer's attention, as its configuration has them."""
 
     heads: int  # query heads
@@ -113,16 +122,22 @@ class _Sizes(NamedTuple):
     value_dim: int
     latent: LatentSizes | None = None  # of latent attention: one KV head
 
+    @classmethod
+    def of(cls, config: "PreTrainedConfig") -> "LayerSizes":
+        """Read the sizes of a layer from its configuration."""
+        heads = config.num_attention_heads
+        latent = LatentSizes.configured(config)
+        if latent is not None:
+            return cls(heads, 1, latent.rank + latent.rotated, latent.rank, latent)
+        named = (getattr(config, name, None) for name in ("head_dim", "attention_head_dim"))
+        dim = next((each for each in named if each), None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(heads, kv_heads, dim, getattr(config, "v_head_dim", None) or dim)
 
-def _sizes(config: "PreTrainedConfig") -> _Sizes:
-    heads = config.num_attention_heads
-    latent = LatentSizes.configured(config)
-    if latent is not None:
-        return _Sizes(heads, 1, latent.rank + latent.rotated, latent.rank, latent)
-    named = (getattr(config, name, None) for name in ("head_dim", "attention_head_dim"))
-    dim = next((each for each in named if each), None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return _Sizes(heads, kv_heads, dim, getattr(config, "v_head_dim", None) or dim)
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that a token's keys and values have over the KV heads."""
+        return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
 def _expect_one_device(model: "PreTrainedModel") -> None:
@@ -196,7 +211,7 @@ def _advice(config: "PreTrainedConfig") -> str:
 
 
 def _module_reasons(
-    model: "PreTrainedModel", config: "PreTrainedConfig", size: _Sizes, stored: Sequence[int]
+    model: "PreTrainedModel", config: "PreTrainedConfig", size: LayerSizes, stored: Sequence[int]
 ) -> Iterator[str]:
     """Yield the reasons in a model's modules why it is not supported.
 
@@ -259,7 +274,7 @@ def _attends(module: nn.Module, *, beside: bool) -> bool:
     return isinstance(groups, int) or (outputs and not beside)
 
 
-def _attention_reasons(name: str, module: nn.Module, size: _Sizes) -> Iterator[str]:
+def _attention_reasons(name: str, module: nn.Module, size: LayerSizes) -> Iterator[str]:
     names = [each for each, _ in module.named_parameters(recurse=False)]
     own = [each for each in names if not (each.endswith(SCALES) or each == SINKS)]
     if own:
