@@ -67,7 +67,7 @@ def tests(session: nox.Session, package: str) -> None:
     the package itself, as those of others are in their own sessions, and across packages in all.
     """
     if package == ACROSS:
-        install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model"))
+        install(session, *editable(PACKAGES, EXAMPLES), groups=("test", "model", "upstream"))
         pytest(session, "tests", *(f"examples/{name}" for name in EXAMPLES))
     else:
         extra = ",".join(extras(package))
@@ -142,6 +142,16 @@ def docs(session: nox.Session) -> None:
     mkdocs(session, *session.posargs)
     if not session.posargs:
         session.run("python", "-m", "tools.links", "site")
+
+
+@nox.session
+def upstream(session: nox.Session) -> None:
+    """Compare what kv-serve uses of vLLM with another one's sources: `-- 0.33.0`, or a checkout."""
+    if len(session.posargs) != 1:
+        session.error("give a version of vLLM on the package index, or a checkout: -- 0.33.0")
+    install(session, "pip", groups=("upstream",))
+    session.install("--no-deps", *editable(["kv-serve"]))
+    session.run("python", "-m", "tools.upstream", *session.posargs)
 
 
 @nox.session

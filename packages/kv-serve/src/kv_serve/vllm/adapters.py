@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kv_serve.vllm.versions import SERVED, installed, minor
@@ -177,11 +177,26 @@ def _differs(line: str, *, exact: bool) -> Iterator[str]:
         if not isinstance(found, property | functools.cached_property):
             yield f"{path} is not a property"
         return
-    names = wanted.removesuffix(")").split(", ") if wanted != ")" else []
     parameters = _parameters(found)
     given = [each.name for each in parameters]
     needed = [each.name for each in parameters if each.default is each.empty]
-    right = given == names if exact else {*needed} <= {*names} <= {*given}
+    yield from differs(path, wanted, given, needed, exact=exact)
+
+
+def differs(
+    path: str, wanted: str, given: Sequence[str], needed: Sequence[str], *, exact: bool
+) -> Iterator[str]:
+    """Yield how the parameters of a function differ from those in a line.
+
+    Args:
+        path: the function's name in its module.
+        wanted: the line's parameters, with the closing parenthesis.
+        given: the function's parameters.
+        needed: those without a default.
+        exact: whether all must be equal; else `wanted` are the arguments of a call.
+    """
+    names = wanted.removesuffix(")").split(", ") if wanted != ")" else []
+    right = [*given] == names if exact else {*needed} <= {*names} <= {*given}
     if not right:
         yield f"{path} takes ({', '.join(given)}), not ({', '.join(names)})"
 

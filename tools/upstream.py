@@ -1,0 +1,168 @@
+"""Compare what kv-serve uses of vLLM with the sources of another version.
+
+Nothing of that vLLM is installed or imported: its Python sources are parsed, from the wheel on the
+package index or from a checkout. So a version can be checked for which there is only a wheel for
+GPUs. Compared are the interfaces that `kv_serve.vllm.adapters` lists, in their newest form, and
+every name that kv-serve imports from vLLM.
+"""
+
+import argparse
+import ast
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from zipfile import ZipFile
+
+import griffe
+
+from kv_serve.vllm.adapters import CALLED, DIFFERENT, OVERRIDDEN, differs
+from tools.workspace import ROOT
+
+PACKAGE: Final = "vllm"
+OURS: Final = ROOT / "packages" / "kv-serve" / "src"
+# Parts of the package that no interface is in, and that take most of the time to parse.
+UNUSED: Final = (
+    "model_executor/models/",
+    "model_executor/kernels/",
+    "transformers_utils/",
+    "third_party/",
+)
+
+
+def download(version: str, folder: Path) -> Path:
+    """Download the wheel of a version, whatever this machine is; return its path.
+
+    Raises:
+        subprocess.CalledProcessError: the index has no such wheel; pip printed why.
+    """
+    command = (sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest")
+    platform = ("--platform", "manylinux_2_28_x86_64", "--only-binary", ":all:")
+    subprocess.run((*command, str(folder), *platform, f"{PACKAGE}=={version}"), check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def extract(wheel: Path, folder: Path) -> Path:
+    """Extract the Python sources of a wheel that interfaces may be in; return their folder."""
+    with ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".py")]
+        unused = tuple(f"{PACKAGE}/{each}" for each in UNUSED)
+        archive.extractall(folder, [name for name in names if not name.startswith(unused)])
+    return folder
+
+
+def parse(folder: Path) -> griffe.Module:
+    """Parse the sources of the package in a folder.
+
+    Raises:
+        FileNotFoundError: the folder does not contain the package.
+    """
+    if not (folder / PACKAGE / "__init__.py").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no folder {PACKAGE} with sources; give a version on the package index, "
+            "such as 0.33.0, or a checkout of vLLM"
+        )
+    loader = griffe.GriffeLoader(search_paths=[folder], allow_inspection=False)
+    found = loader.load(PACKAGE)
+    loader.resolve_aliases(implicit=True, external=False)
+    assert isinstance(found, griffe.Module)
+    return found
+
+
+def lines() -> list[tuple[str, bool]]:
+    """List the interfaces that we use, and whether their parameters must be exactly these."""
+    overridden = (*OVERRIDDEN, *DIFFERENT[max(DIFFERENT)])
+    return [*((line, True) for line in overridden), *((line, False) for line in CALLED)]
+
+
+def imported(sources: Path = OURS) -> list[tuple[str, str]]:
+    """List the modules of vLLM that our sources import, and the names from each."""
+    found = set[tuple[str, str]]()
+    for path in sources.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and _is_theirs(node.module or ""):
+                found |= {(node.module or "", each.name) for each in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {(each.name, "") for each in node.names if _is_theirs(each.name)}
+    return sorted(found)
+
+
+def differences(vllm: griffe.Module) -> list[str]:
+    """List, as clauses, how parsed sources differ from what we use."""
+    found = [each for line, exact in lines() for each in _compare(vllm, line, exact=exact)]
+    for module, name in imported():
+        try:
+            _find(vllm, module, name)
+        except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+            found.append(f"{module} has no {name}" if name else f"there is no module {module}")
+    return found
+
+
+def _is_theirs(module: str) -> bool:
+    return module.partition(".")[0] == PACKAGE
+
+
+def _compare(vllm: griffe.Module, line: str, *, exact: bool) -> Iterator[str]:
+    module, _, rest = line.partition(":")
+    path, _, wanted = rest.partition("(")
+    try:
+        found = _find(vllm, module, path)
+    except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+        yield f"{module} has no {path}"
+        return
+    if not wanted:
+        if "property" not in found.labels:
+            yield f"{path} is not a property"
+        return
+    parameters = list(found.parameters or ())
+    if parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    given = [each.name for each in parameters]
+    needed = [
+        each.name for each in parameters if each.required and "variadic" not in str(each.kind)
+    ]
+    yield from differs(path, wanted, given, needed, exact=exact)
+
+
+def _find(vllm: griffe.Module, module: str, path: str) -> griffe.Object:
+    names = module.split(".")[1:]
+    found = vllm[names] if names else vllm
+    for name in filter(None, path.split(".")):
+        found = found.final_target if isinstance(found, griffe.Alias) else found
+        found = found.all_members[name]
+    return found.final_target if isinstance(found, griffe.Alias) else found
+
+
+def main() -> int:
+    """Print how a version differs; the exit status is 1 if it does, and 2 without sources."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version", help="a version on the package index, or a checkout's folder")
+    given = parser.parse_args().version
+    with tempfile.TemporaryDirectory() as kept:
+        folder = Path(given)
+        if not folder.is_dir():
+            print(f"downloading the wheel of vLLM {given}", flush=True)
+            try:
+                wheel = download(given, Path(kept))
+            except subprocess.CalledProcessError:
+                print(f"vLLM {given} was not downloaded; pip said why", file=sys.stderr)
+                return 2
+            folder = extract(wheel, Path(kept) / "sources")
+        print("parsing its sources", flush=True)
+        try:
+            found = differences(parse(folder))
+        except FileNotFoundError as error:
+            print(error, file=sys.stderr)
+            return 2
+    for each in found:
+        print(f"* {each}")
+    count = len(lines()) + len(imported())
+    print(f"of {count} interfaces and imported names, {len(found)} differ in vLLM {given}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
