@@ -1,6 +1,6 @@
 """The command line `kv-serve`: its own commands and those of other packages."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -9,6 +9,20 @@ from kv_serve.cli.joined import join
 from kv_serve.cli.policies import policies
 from kv_serve.cli.serve import CONTEXT, serve
 from kv_transformers.cli.console import ending_quietly
+
+# As help lists them; groups of commands and those of third parties follow.
+ORDER: Final = (
+    "serve",
+    "demo",
+    "generate",
+    "capacity",
+    "policies",
+    "doctor",
+    "inspect",
+    "eval",
+    "report",
+)
+
 
 app = typer.Typer(
     name="kv-serve",
@@ -21,6 +35,7 @@ app.command("doctor")(doctor)
 app.command("policies")(policies)
 app.command("serve", context_settings=CONTEXT, add_help_option=False)(serve)
 join(app)
+app.registered_commands.sort(key=lambda each: (*ORDER, each.name).index(each.name))
 
 
 def _version(wanted: bool) -> bool:

@@ -1,6 +1,9 @@
 """`kv-serve policies`: list the installed policies and their parameters."""
 
-from typing import TYPE_CHECKING, Annotated
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.markup import escape
@@ -11,7 +14,16 @@ from kv_transformers.cli.console import out, refusing
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from kv_policy import Registry
+    from kv_policy import Part, Registry
+
+# Headings by the facets that a policy supplies.
+GROUPS: Final = {
+    ("formats",): "Formats: how tokens are stored",
+    ("selector",): "Selectors: which tokens are kept",
+    ("selector", "formats"): "Selectors with formats of their own",
+    ("basis",): "Bases: which dimensions are stored",
+}
+OTHER: Final = "Others"
 
 
 def policies(
@@ -32,14 +44,65 @@ def policies(
         with refusing(ValueError):
             _one(registry, name)
         return
-    table = Table("policy", "what it does, and its source", box=None, padding=(0, 2, 0, 0))
+    groups: dict[str, dict[str, tuple[str, str]]] = {each: {} for each in GROUPS.values()}
     for each in registry.claims:
-        what, source = map(escape, _line(registry, each))
-        table.add_row(escape(each), f"{what} [dim]({source})[/]")
-    out().print(table)
+        title, line = _line(registry, each)
+        groups.setdefault(title, {})[each] = line
+    for title, lines in groups.items():
+        if lines:
+            out().print(f"[bold]{title}[/]", highlight=False)
+            table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+            for text, (what, source) in collapse(lines).items():
+                table.add_row(escape(text), f"{escape(what)} [dim]({escape(source)})[/]")
+            out().print(table)
+            out().print()
+    out().print("`kv-serve policies NAME` lists the parameters of one; a + joins several.")
 
 
-def _line(registry: "Registry", name: str) -> tuple[str, str]:
+def collapse(lines: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Join policies of one source whose names and descriptions differ in numbers alone.
+
+    Args:
+        lines: description and source by name.
+
+    >>> collapse({"k4v2": ("4 bits and 2", "x"), "k4v4": ("4 bits and 4", "x")})
+    {'k4v{2,4}': ('4 bits and {2,4}', 'x')}
+    """
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, (said, source) in lines.items():
+        alike.setdefault((_numberless(name), _numberless(said), source), []).append(name)
+    found: dict[str, tuple[str, str]] = {}
+    for (*_, source), names in alike.items():
+        joined, what = _joined(names), _joined([lines[each][0] for each in names])
+        if len(names) == 1 or joined is None or what is None:
+            found |= {each: lines[each] for each in names}
+        else:
+            found[joined] = what, source
+    return found
+
+
+def _numberless(text: str) -> str:
+    return re.sub(r"\d+", "#", _plural(text))
+
+
+def _plural(text: str) -> str:
+    return re.sub(r"\b1 bit\b", "1 bits", text)
+
+
+def _joined(texts: Sequence[str]) -> str | None:
+    """Write texts that differ in numbers as one; None if some combination of these is missing."""
+    rows = [re.split(r"(\d+)", _plural(each)) for each in texts]
+    numbers = [sorted({*map(int, column)}) for column in [*zip(*rows, strict=True)][1::2]]
+    if prod(map(len, numbers)) != len(texts):
+        return None
+    written = [
+        "{" + ",".join(map(str, each)) + "}" if each[1:] else str(each[0]) for each in numbers
+    ]
+    return "".join(a + b for a, b in zip(rows[0][::2], [*written, ""], strict=True))
+
+
+def _line(registry: "Registry", name: str) -> tuple[str, tuple[str, str]]:
+    """Return the heading of a policy, and its description and source."""
     from kv_policy import BrokenPolicyError
 
     package = ", ".join(_package(entry) for entry in registry.claims[name])
@@ -47,8 +110,17 @@ def _line(registry: "Registry", name: str) -> tuple[str, str]:
     try:
         part = registry.load(name)
     except BrokenPolicyError as error:
-        return f"broken: {error}", package
-    return _first_line(part.__doc__), part.source or package
+        return OTHER, (f"broken: {error}", package)
+    return _heading(part), (_first_line(part.__doc__), part.source or package)
+
+
+def _heading(part: "type[Part]") -> str:
+    """Return the heading of the facets that a policy's class defines."""
+    from kv_policy import Part
+
+    facets = ("selector", "formats", "basis")
+    own = tuple(each for each in facets if getattr(part, each) is not getattr(Part, each))
+    return GROUPS.get(own, OTHER)
 
 
 def _one(registry: "Registry", name: str) -> None:

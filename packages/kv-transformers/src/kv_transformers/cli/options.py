@@ -35,7 +35,11 @@ ModelOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Dtype, typer.Option(help="The dtype of the model; auto: as the weights are stored.")
+    Dtype,
+    typer.Option(
+        metavar="DTYPE",
+        help="The dtype of the model: bfloat16, float16 or float32; auto is that of the weights.",
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
