@@ -114,3 +114,25 @@ def test_nothing_is_held_before_the_first_token_nor_after_a_reset(make) -> None:
     cache.reset()
     assert cache.memory().total_bytes == 0
     assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_cache_and_its_report_say_what_they_hold(make, batch) -> None:
+    model = make()
+    cache = CompressedCache(model, "streaming:budget=24+k8v4", page_tokens=8)
+    assert repr(cache) == "CompressedCache(streaming:budget=24+k8v4: no tokens)"
+    assert "uncompressed" in repr(cache.memory())
+    model(**batch((70, 41)), **passing(model, cache))
+    report = cache.memory()
+    held = f"{report.total_bytes:,} bytes, {report.ratio:.1%} of uncompressed"
+    said = f"streaming:budget=24+k8v4: 2 x 70 tokens, 24 kept per head, {held}"
+    assert repr(cache) == f"CompressedCache({said})"
+    rows = {line[:22].strip(): line[22:].split() for line in repr(report).splitlines()[1:]}
+    assert list(rows)[-2:] == ["total", "uncompressed"]
+    counts = [int(row[0].replace(",", "")) for row in rows.values()]
+    assert sum(counts[:-2]) == counts[-2] == report.total_bytes
+    assert counts[-1] == report.full_bytes
+    assert rows["uncompressed"][1] == "100.00%"
+    html = report._repr_html_()
+    assert html.count("<tr>") == 1 + len(rows)
+    assert f"<td>{report.total_bytes:,}</td>" in html

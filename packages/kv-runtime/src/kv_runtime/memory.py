@@ -1,6 +1,10 @@
 """The memory of a cache, in bytes by name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from jaxtyping import Int
@@ -10,10 +14,27 @@ from kv_paging import PagePool, PerHeadRankTiers, Tiers
 from kv_runtime.layout import Layout
 from kv_runtime.window.base import Window
 
+PARTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "vector_bytes": "keys and values",
+        "score_bytes": "scores",
+        "position_bytes": "positions",
+        "unfilled_bytes": "empty slots of pages",
+        "spare_bytes": "free pages",
+        "window_bytes": "raw window",
+        "table_bytes": "page tables",
+        "basis_bytes": "basis",
+        "other_bytes": "layers not compressed",
+    }
+)
+"""The parts that add up to the total, and what they hold."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MemoryReport:
     """Bytes of a compressed cache; the named parts add up to `total_bytes`.
+
+    It prints as a table, also in a notebook.
 
     With a shared pool, used pages are the cache's own, and free pages are those of the pool.
     """
@@ -96,3 +117,26 @@ class MemoryReport:
     def ratio(self) -> float:
         """Total bytes over the bytes of an uncompressed cache; 0 before the first token."""
         return self.total_bytes / self.full_bytes if self.full_bytes else 0.0
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Return what is held, its bytes, and its share of an uncompressed cache."""
+        found = {name: getattr(self, part) for part, name in PARTS.items()}
+        every = {name: count for name, count in found.items() if count}
+        every |= {"total": self.total_bytes, "uncompressed": self.full_bytes}
+        full = self.full_bytes
+        return [
+            (name, f"{count:,}", f"{count / full:.2%}" if full else "")
+            for name, count in every.items()
+        ]
+
+    def __repr__(self) -> str:
+        """Return a table of the parts that hold bytes."""
+        rows = (("", "bytes", ""), *self._rows())
+        return "\n".join(f"{name:22}{count:>18}{share:>10}".rstrip() for name, count, share in rows)
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        cells = ("".join(f"<td>{escape(x)}</td>" for x in row) for row in self._rows())
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = "<tr><th></th><th>bytes</th><th>of uncompressed</th></tr>"
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"

@@ -304,6 +304,17 @@ class CompressedCache(AttendingCache):
         report, other = self.runtime.memory(), cache_bytes(self.own_layers)
         return replace(report, other_bytes=other, full_bytes=report.full_bytes + other)
 
+    def __repr__(self) -> str:
+        """Return the policy, and what the cache holds, in a line."""
+        held, sequences = "no tokens", self.runtime.sequences
+        if sequences and self.columns:
+            report = self.memory()
+            held = (
+                f"{sequences} x {self.columns:,} tokens, {report.tokens.float().mean():,.0f} kept "
+                f"per head, {report.total_bytes:,} bytes, {report.ratio:.1%} of uncompressed"
+            )
+        return f"{type(self).__name__}({self.policy}: {held})"
+
     def reset(self) -> None:
         """Clear the cache and free its memory."""
         self.runtime.reset()
