@@ -44,9 +44,9 @@ def refused(*arguments: object, stdin: str | None = None) -> str:
 def test_policies_lists_each_with_what_it_does_and_its_source() -> None:
     result = run("policies")
     assert result.exit_code == 0
-    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
-    assert {"k8v4", "snapkv", "streaming", "raw"} <= set(lines)
-    assert "Keys in 8 bits, values in 4." in lines["k8v4"]
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+    assert {"k{1,2,4,8}v{1,2,4,8}", "snapkv", "streaming", "raw"} <= set(lines)
+    assert "Keys in {1,2,4,8} bits, values in {1,2,4,8}." in lines["k{1,2,4,8}v{1,2,4,8}"]
     assert "SnapKV, Li et al., 2024" in lines["snapkv"]
 
 

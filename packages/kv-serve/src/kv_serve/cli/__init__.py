@@ -14,6 +14,7 @@ from kv_transformers.cli.console import ending_quietly
 ORDER: Final = (
     "serve",
     "demo",
+    "chat",
     "generate",
     "capacity",
     "policies",

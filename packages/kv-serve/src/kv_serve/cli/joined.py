@@ -16,6 +16,7 @@ GROUP: Final = "kv_serve.commands"
 PACKAGES: Final = {  # our commands and the package of each
     "calibrate": "kv-eval",
     "capacity": "kv-transformers",
+    "chat": "kv-transformers",
     "demo": "kv-eval",
     "eval": "kv-eval",
     "generate": "kv-transformers",
