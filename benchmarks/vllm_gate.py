@@ -30,9 +30,7 @@ POLICIES: Final = (
 )
 
 
-def measure(
-    policies: list[str], rounds: int, *, quick: bool, minutes: float | None = None
-) -> Rows:
+def measure(policies: list[str], rounds: int, *, quick: bool, minutes: float | None = None) -> Rows:
     """Ask every engine for its capacity, then let all serve the same requests in rounds."""
     ways = (BF16, *(() if quick else (FP8,)), *policies)
     load, held = (QUICK, 1024) if quick else (LOAD, HELD)
