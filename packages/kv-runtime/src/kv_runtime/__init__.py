@@ -20,6 +20,7 @@ from kv_runtime.backends import (
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_basis, check_budgets
+from kv_runtime.decode_buffers import DecodeBuffers, captures
 from kv_runtime.expanded import Expanded
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
@@ -48,6 +49,7 @@ __all__ = [
     "Account",
     "Bases",
     "Blocks",
+    "DecodeBuffers",
     "Expanded",
     "Folded",
     "Holding",
@@ -72,6 +74,7 @@ __all__ = [
     "Tally",
     "TokenRows",
     "backend_for",
+    "captures",
     "check_basis",
     "check_budgets",
     "checked_backend",

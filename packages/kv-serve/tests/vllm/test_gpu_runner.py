@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpu_runner
+import launches
 from transformed import by_transformers
 
 COUNT = 5
@@ -18,7 +19,9 @@ PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(n)] for i, n in enumerate((3
 Found = dict[str, dict[str, list[object]]]
 
 
-def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool) -> Found:
+def run(
+    folder: Path, model: str, policies: dict[str, str], *, v2: bool, **more: object
+) -> Found:
     """Let an engine for each policy answer the prompts, in a process of its own."""
     target = folder / "found.json"
     asked = {
@@ -46,6 +49,8 @@ def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool) -> Foun
         "prompts": PROMPTS,
         "count": COUNT,
         "target": str(target),
+        "support": str(Path(launches.__file__).parent),
+        **more,
     }
     command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
     done = subprocess.run(
@@ -81,3 +86,19 @@ def test_tokens_are_those_of_transformers_in_the_other_runner(tmp_path: Path, we
     policies = {each: each for each in POLICIES}
     found = run(tmp_path, weights, policies, v2=False)
     check(found, weights, policies, "vllm.v1.worker.cpu_model_runner")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [("FULL_DECODE_ONLY", "FULL_DECODE_ONLY")],
+)
+def test_decode_steps_over_slots_are_graphs(
+    tmp_path: Path, weights: str, wanted: str, chosen: str
+) -> None:
+    """Their launches are captured before the first request, and repeated with its numbers."""
+    policies = {"k8v4": "k8v4"}
+    found = run(tmp_path, weights, policies, v2=True, graphs=wanted)
+    check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
+    assert found["k8v4"]["graphs"] == chosen
+    assert set(found["k8v4"]["replayed"]) == {2}
+    assert len(found["k8v4"]["replayed"]) == 2 * (COUNT - 1)
