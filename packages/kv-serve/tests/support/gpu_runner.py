@@ -11,8 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-
-CAPTURED = [1, 2, 4]  # tokens of captured decode steps
+CAPTURED = [1, 4]  # tokens of captured decode steps
 
 
 class _Driver:
@@ -129,6 +128,17 @@ def capture_graphs(engine: Any, runner: Any) -> list[int]:
     return replayed
 
 
+def watch(runner: Any) -> Any:
+    """Repeat every step's metadata where nothing can be read."""
+    from shadow import Shadow
+
+    shadow = Shadow()
+    for groups in runner.attn_groups:
+        for group in groups:
+            shadow.watch(group.get_metadata_builder(0))
+    return shadow
+
+
 def answers(engine: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate greedily."""
     from vllm import SamplingParams
@@ -151,7 +161,7 @@ def main() -> None:
     from vllm import LLM
 
     configure(asked)
-    found: dict[str, object] = {}
+    found: dict[str, dict[str, object]] = {}
     for name, settings in asked["settings"].items():
         engine = LLM(**asked["options"], additional_config=settings)
         worker = engine.llm_engine.model_executor.driver_worker.worker
@@ -159,6 +169,7 @@ def main() -> None:
             before_requests(worker)
         config = engine.llm_engine.vllm_config
         replayed = capture_graphs(engine, worker.model_runner) if asked.get("graphs") else []
+        shadow = watch(worker.model_runner) if name in asked.get("watch", ()) else None
         layers = config.compilation_config.static_forward_context
         found[name] = {
             "scheduler": type(engine.llm_engine.engine_core.engine_core.scheduler).__name__,
@@ -168,6 +179,8 @@ def main() -> None:
             "backend": [each.attn_backend.serving.backend for each in layers.values()],
             "answers": [answers(engine, asked["prompts"], asked["count"]) for _ in range(2)],
         }
+        if shadow is not None:
+            found[name]["steps"] = shadow.steps
         engine.llm_engine.engine_core.shutdown()
         del engine, worker
         gc.collect()
