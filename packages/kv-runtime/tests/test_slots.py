@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_policy import CacheShape, parse, tier_formats
+from kv_runtime.copies import to_device
 from kv_runtime.output_rows import write_rows
-from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, _moved, fit_block
+from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
 from slot_engine import BLOCKS, DIM, GROUP, HEADS, SCALE, SIZE, Engine, blocks, form, stored
 
@@ -145,7 +146,7 @@ def test_what_a_step_copies_to_a_gpu_is_pinned_and_not_waited_for(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    _moved(torch.arange(3), torch.device("cuda"))
+    to_device(torch.arange(3), torch.device("cuda"))
     assert copies == [(True, {"non_blocking": True})]
 
 

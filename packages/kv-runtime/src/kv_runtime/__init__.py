@@ -24,7 +24,7 @@ from kv_runtime.decode_buffers import DecodeBuffers, captures
 from kv_runtime.expanded import Expanded
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
-from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
+from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
 from kv_runtime.replay import ReplayChunk, Rereading
@@ -52,6 +52,7 @@ __all__ = [
     "DecodeBuffers",
     "Expanded",
     "Folded",
+    "HeldCopy",
     "Holding",
     "Kind",
     "Layout",

@@ -78,7 +78,7 @@ class Shadow:
             builder.buffers = DecodeBuffers.of(builder.blocks, held.requests, held.longest, META)
         with (
             patch.object(GridExecutor, "__call__", lambda kernel, *given, **named: None),
-            patch.object(kv_runtime.slots, "_moved", moved),
+            patch.object(kv_runtime.slots, "to_device", moved),
             apart,
         ):
             step = type(builder).build(builder, 0, given)

@@ -204,4 +204,5 @@ def test_pages_are_as_long_as_blocks_where_users_say_how_long(
     engine.step(chunk=10**6)
     while engine.running[0].computed < 320:
         engine.step(chunk=10**6)
+    engine.step()  # which reports the end of the prompt
     assert len(engine.manager.owned("a")) == 3  # of 64 tokens, and of the next
