@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_policy import CacheShape, parse, tier_formats
-from kv_runtime.copies import to_device
 from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
@@ -132,22 +131,6 @@ def test_a_step_reads_nothing_from_the_device(new: tuple[int, ...]) -> None:
         assert isinstance(batch.source, slice) or len(set(new)) > 1
         found = torch.empty(requests, HEADS, GROUP, width, DIM, device=meta)
         write_rows(found, x, batch.target, batch.place)
-
-
-def test_what_a_step_copies_to_a_gpu_is_pinned_and_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copies: list[tuple[object, dict[str, object]]] = []
-    pinned = torch.arange(3)
-
-    def to(x: torch.Tensor, *given: object, **named: object) -> torch.Tensor:
-        copies.append((x is pinned, named))
-        return x
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    to_device(torch.arange(3), torch.device("cuda"))
-    assert copies == [(True, {"non_blocking": True})]
 
 
 @given(

@@ -1,6 +1,5 @@
 """Which rows of a step's tensors are whose, read from the device only where requests begin."""
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,6 +7,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     from kv_serve.vllm.rows import RowsBuilder
 
 META = torch.device("meta")
@@ -17,21 +18,32 @@ META = torch.device("meta")
 def builder() -> "RowsBuilder":
     from kv_serve.vllm.rows import RowsBuilder
 
-    return RowsBuilder(None, [], None, META)
+    made = RowsBuilder.__new__(RowsBuilder)  # which needs nothing of an engine
+    made.first = {}
+    return made
 
 
 def metadata(
     first: list[int] | None, index: list[int] | None, begun: tuple[int, ...] = ()
-) -> SimpleNamespace:
+) -> "CommonAttentionMetadata":
     """Return vLLM's metadata of a decode step; without `first`, the table cannot be read."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     count = len(first or index or ())
     table = torch.empty(count, 2, device=META).int()
     if first is not None:
         table = torch.tensor(first).int()[:, None].repeat(1, 2)
-    return SimpleNamespace(
+    start, number = torch.arange(count + 1), torch.ones(count).int()
+    return CommonAttentionMetadata(
+        start,
+        start,
+        number,
         num_reqs=count,
+        num_actual_tokens=count,
+        max_query_len=1,
+        max_seq_len=1,
         block_table_tensor=table,
-        query_start_loc_cpu=torch.arange(count + 1),
+        slot_mapping=number,
         req_idx=None if index is None else np.array(index, dtype=np.intp),
         is_prefilling=torch.tensor([each in begun for each in index or ()], dtype=torch.bool),
     )

@@ -20,6 +20,7 @@ from kv_policy import (
     compose,
     parse,
 )
+from kv_runtime.copies import HostCopy
 from tiered_policies import Turned
 
 if TYPE_CHECKING:
@@ -188,6 +189,36 @@ def test_as_many_requests_as_free_what_is_short_are_compressed(
     soak(engine, 9, 50, random.Random(2))
     assert engine.compressed
     assert engine.preemptions  # because all of them together freed too little
+
+
+def test_a_step_reads_what_the_step_before_has_counted(
+    engine_class: "type[Engine]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own counts come from the device behind its forward pass, which would be waited for."""
+    made: list[HostCopy] = []
+    read: list[HostCopy] = []
+
+    def begun(cls: type[HostCopy], x: Tensor) -> HostCopy:
+        made.append(cls(x, None))
+        return made[-1]
+
+    def arrived(self: HostCopy) -> Tensor:
+        read.append(self)
+        return self.copy
+
+    monkeypatch.setattr(HostCopy, "of", classmethod(begun))
+    monkeypatch.setattr(HostCopy, "read", arrived)
+    engine = engine_class(parse(COMPRESS), SHAPE, 40)
+    asked = [engine.ask(name, 20) for name in "ab"]
+    for count in range(6):
+        engine.step(chunk=10**6)
+        assert len(made) == count + 1
+        assert [each is made[i] for i, each in enumerate(read)] == [True] * count
+    for each in asked:
+        engine.finish(each)
+    engine.step()  # without tokens, so there is no forward pass
+    assert read[-1] is made[5]
+    engine.check_empty()
 
 
 def test_heads_with_ranks_of_their_own(engine_class: "type[Engine]") -> None:
