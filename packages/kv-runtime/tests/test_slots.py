@@ -2,112 +2,17 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
+from kv_policy import CacheShape, parse, tier_formats
 from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
-
-HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64
-SCALE = 0.3
-SHAPE = CacheShape(1, HEADS, GROUP, DIM, DIM, torch.float32)
-
-
-class Engine:
-    """Requests whose tokens come in pieces, over blocks handed out in a strange order."""
-
-    def __init__(
-        self,
-        form: TokenFormat,
-        lengths: Sequence[int],
-        backend: str = "torch",
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        unused: int = 0,
-    ) -> None:
-        torch.manual_seed(0)
-        self.layer, self.form = SlotLayer(form, SCALE, backend, softcap, sinks), form
-        self.blocks = blocks(form, backend, unused)
-        self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
-        self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
-        self.value = [torch.randn(n, HEADS, DIM) for n in lengths]
-        self.done = [0] * len(lengths)
-        # As an engine gives it: the unused bytes are at the end of a block.
-        width = HEADS * (SIZE * form.nbytes + unused)
-        memory = torch.full((BLOCKS, width), 255, dtype=torch.uint8)
-        used = memory[:, : HEADS * SIZE * form.nbytes]
-        self.cache = used.unflatten(1, (HEADS, SIZE, form.nbytes))
-        free = iter((1 + torch.randperm(BLOCKS - 1)).tolist())
-        width = max(-(-n // SIZE) for n in lengths)
-        self.table = torch.full((len(lengths), width), 10**6, dtype=torch.int32)
-        for row, n in zip(self.table, lengths, strict=True):
-            for column in range(-(-n // SIZE)):
-                row[column] = next(free)
-
-    def step(self, new: dict[int, int], padding: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
-        """Let some requests go on by some tokens; give what these see and what they should."""
-        spans = {r: slice(self.done[r], self.done[r] + n) for r, n in new.items()}
-        q, k, v = (
-            torch.cat([x[r][span] for r, span in spans.items()] + [x[0][:1]] * padding)
-            for x in (self.query, self.key, self.value)
-        )
-        slots = [torch.full((padding,), -1)]
-        for r, span in reversed(spans.items()):
-            at = torch.arange(span.start, span.stop)
-            slots.insert(0, self.table[r][at // SIZE].long() * SIZE + at % SIZE)
-        length = torch.tensor([span.stop for span in spans.values()])
-        step = self.blocks.step(
-            torch.tensor([0, *new.values()]).cumsum(0),
-            length,
-            int(length.max()),
-            self.table[list(new)],
-            torch.cat(slots),
-        )
-        out = torch.full_like(q, torch.nan)
-        self.layer.forward(q, k, v, self.cache, step, out)
-        for r, span in spans.items():
-            self.done[r] = span.stop
-        pieces = out.split([*new.values(), padding])
-        return {
-            r: (x, self.expected(r, s)) for (r, s), x in zip(spans.items(), pieces, strict=False)
-        }
-
-    def expected(self, request: int, span: slice) -> Tensor:
-        """Causal attention in float64, over earlier tokens as they are stored."""
-        key, value = (
-            torch.cat([_stored(codec, x[request][: span.start]), x[request][span].double()])
-            for codec, x in ((self.form.key, self.key), (self.form.value, self.value))
-        )
-        key, value = (x.repeat_interleave(GROUP, dim=1) for x in (key, value))
-        logits = torch.einsum("lhd,shd->hls", self.query[request][span].double(), key) * SCALE
-        softcap, sinks = self.layer.softcap, self.layer.sinks
-        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-        later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1 + span.start)
-        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
-        if sinks is not None:
-            lse = logits.masked_fill(later, -torch.inf).logsumexp(-1)
-            weights = weights * (lse - sinks.view(-1, 1)).sigmoid()[..., None]
-        return torch.einsum("hls,shd->lhd", weights, value)
-
-
-def _stored(codec: Codec, x: Tensor) -> Tensor:
-    return codec.decode(codec.encode(x.flatten(0, 1)[:, None])).view(x.shape).double()
-
-
-def blocks(form: TokenFormat, backend: str = "torch", unused: int = 0) -> Blocks:
-    nbytes = HEADS * (SIZE * form.nbytes + unused)
-    return Blocks.of(form, HEADS, SIZE, nbytes, torch.device("cpu"), backend)
-
-
-def form(name: str) -> TokenFormat:
-    return tier_formats(parse(name), SHAPE)[0]
+from slot_engine import BLOCKS, DIM, GROUP, HEADS, SCALE, SIZE, Engine, blocks, form, stored
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -185,11 +90,11 @@ def test_a_latent_is_stored_once_and_its_value_is_a_part_of_it() -> None:
     now = own.step(torch.tensor([0, 1]), torch.tensor([count]), count, table, slots[8:])
     out = torch.full((1, group, rank), torch.nan)
     layer.forward(query, key[8:], key[8:, :, :rank], cache, now, out)
-    seen = torch.cat([_stored(latent.key, key[:8]), key[8:].double()])[:, 0]
+    seen = torch.cat([stored(latent.key, key[:8]), key[8:].double()])[:, 0]
     weights = (query[0].double() @ seen.T * SCALE).softmax(-1)
     torch.testing.assert_close(out[0].double(), weights @ seen[:, :rank], rtol=1e-4, atol=1e-5)
     held = own.keys(cache, table[0]).flatten(0, 2)[:count, :].double()
-    torch.testing.assert_close(held, _stored(latent.key, key)[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(held, stored(latent.key, key)[:, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_padding_writes_only_to_the_block_that_nobody_has() -> None:

@@ -124,6 +124,15 @@ def load_backend(name: str) -> Attend:
     return attend
 
 
+def can_capture(name: str, inputs: AttentionInputs) -> bool:
+    """Return whether a decode step may be captured in a CUDA graph, to be launched again.
+
+    The kernels for GPUs wait for nothing then, and are launched with sizes of `inputs` alone; other
+    backends, and torch for what those kernels do not support, may read numbers.
+    """
+    return name == "triton" and not inputs.observed and gpu.declined(inputs) is None
+
+
 def load_partial(name: str) -> AttendPartly | None:
     """Return how the backend with this name attends to some of the tokens; None: as torch does.
 

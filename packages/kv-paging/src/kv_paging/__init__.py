@@ -2,7 +2,12 @@
 
 from kv_paging.checks import PoolExhausted
 from kv_paging.head_pages import expect_joined, join_all, release_all, select_all
-from kv_paging.kernels import PageKernels, page_kernels_of, select_page_kernels
+from kv_paging.kernels import (
+    PageKernels,
+    can_capture_pages,
+    page_kernels_of,
+    select_page_kernels,
+)
 from kv_paging.layouts import fit
 from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
@@ -30,6 +35,7 @@ __all__ = [
     "TokenStore",
     "TokenWrite",
     "VectorNames",
+    "can_capture_pages",
     "expect_joined",
     "fit",
     "join_all",

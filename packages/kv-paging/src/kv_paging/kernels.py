@@ -153,6 +153,17 @@ def declined(name: str, layout: PageLayout, device: torch.device) -> str | None:
     return reason
 
 
+def can_capture_pages(name: str, layout: PageLayout, device: torch.device) -> bool:
+    """Return whether launches of the kernels with this name may be captured in a CUDA graph.
+
+    Those in Triton wait for nothing, and no size depends on data.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    return name == "triton" and declined(name, layout, device) is None
+
+
 def shared(each: Sequence[PageKernels]) -> PageKernels:
     """Return the kernels that all have in common, for operations on all of them at once."""
     first = each[0]

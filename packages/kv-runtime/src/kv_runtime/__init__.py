@@ -20,10 +20,11 @@ from kv_runtime.backends import (
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_basis, check_budgets
+from kv_runtime.decode_buffers import DecodeBuffers, captures
 from kv_runtime.expanded import Expanded
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
-from kv_runtime.measure import Measured, Meter, RequestHeld, held_by
+from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
 from kv_runtime.replay import ReplayChunk, Rereading
@@ -48,8 +49,10 @@ __all__ = [
     "Account",
     "Bases",
     "Blocks",
+    "DecodeBuffers",
     "Expanded",
     "Folded",
+    "HeldCopy",
     "Holding",
     "Kind",
     "Layout",
@@ -72,6 +75,7 @@ __all__ = [
     "Tally",
     "TokenRows",
     "backend_for",
+    "captures",
     "check_basis",
     "check_budgets",
     "checked_backend",

@@ -21,7 +21,7 @@ from kv_runtime.layout import Layout
 from kv_runtime.slots import ALIGNED, LOSS
 
 # Generated tokens of a request that an engine may schedule before their pages are counted.
-AHEAD: Final = 2
+AHEAD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,6 +20,7 @@ from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, checked_backend
 from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, rolls_back
+from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.layout import Layout
@@ -479,7 +480,7 @@ class PolicyCache:
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets."""
         if self.batch is not None:
-            source = source.to(self.device)
+            source = to_device(source, self.device)
             self.batch.select(source)
             self._keeper.select(source)
 

@@ -1,14 +1,17 @@
 """Measurement of the memory that a worker's requests hold, every few steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import CacheShape
 from kv_runtime.batch import Batch
+from kv_runtime.copies import HostCopy
 from kv_runtime.stats import Tally
 
 EVERY: Final = 16  # steps; a measurement reads three numbers per request with one synchronization
@@ -163,6 +166,26 @@ class Meter:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class HeldCopy:
+    """What requests hold after a step, on its way to the host."""
+
+    names: tuple[str, ...]  # of the requests
+    numbers: HostCopy | None  # fields of `RequestHeld`, by request; None: there are no requests
+
+    @classmethod
+    def of(cls, names: Sequence[str], numbers: Sequence[Int[Tensor, "_ 3"]]) -> "HeldCopy":
+        """Begin to copy the numbers of requests; the host does not wait."""
+        return cls(tuple(names), HostCopy.of(torch.cat([*numbers])) if names else None)
+
+    def read(self) -> dict[str, RequestHeld]:
+        """Return what each request held, after waiting for that step."""
+        if self.numbers is None:
+            return {}
+        rows = self.numbers.read().tolist()
+        return {name: RequestHeld(*row) for name, row in zip(self.names, rows, strict=True)}
+
+
 def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
     """Return each sequence's pages and tokens, with one device synchronization.
 
@@ -170,10 +193,15 @@ def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
         batch: the sequences.
         kept: whether to count kept tokens; otherwise they are 0.
     """
+    return [RequestHeld(*row) for row in held_numbers(batch, kept=kept).tolist()]
+
+
+def held_numbers(batch: Batch, *, kept: bool) -> Int[Tensor, "B 3"]:
+    """Return the fields of `RequestHeld` of each sequence, in new memory on the device."""
     pages, tokens = batch.pages_used(), torch.zeros_like(batch.seen)
     if kept:
         tokens = batch.tiers.counts().sum((0, 1, 3))
         if batch.window is not None:
             filled = (batch.window.position >= 0).sum(-1)
             tokens = tokens + filled * batch.shape.layers * batch.shape.kv_heads
-    return [RequestHeld(*row) for row in torch.stack((pages, batch.seen, tokens), 1).tolist()]
+    return torch.stack((pages, batch.seen, tokens), 1)

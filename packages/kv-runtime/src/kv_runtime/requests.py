@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
-from kv_runtime.measure import RequestHeld, held_by
+from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
 from kv_runtime.token_rows import TokenRows
 
 
@@ -148,16 +149,26 @@ class RequestBatch:
         Args:
             kept: whether to count kept tokens too.
         """
-        found: dict[str, RequestHeld] = {}
+        return self.counted(kept=kept).read()
+
+    def counted(self, *, kept: bool) -> HeldCopy:
+        """Begin to count what `held` returns; the host does not wait for the device."""
         caches = [([name], cache) for name, cache in self.prefills.items()]
         if self.decoding is not None:
             caches.append((self.names, self.decoding))
-        for names, cache in caches:
-            if cache.batch is not None:
-                found |= zip(names, held_by(cache.batch, kept=kept), strict=True)
-        return found
+        held = [(names, cache.batch) for names, cache in caches if cache.batch is not None]
+        numbers = [held_numbers(batch, kept=kept) for _, batch in held]
+        return HeldCopy.of([name for names, _ in held for name in names], numbers)
 
     def _open(self, rows: RequestRows) -> None:
+        counts = [end - begin for begin, end in pairwise(rows.start)]
+        if dict(zip(rows.key, counts, strict=True)) != {
+            k: s.tokens for k, s in self._steps.items()
+        }:
+            raise RuntimeError(
+                f"a step has rows of the requests {dict(zip(rows.key, counts, strict=True))}, by "
+                f"key and tokens, but began with {dict(self._steps)}"
+            )
         found: dict[str, int] = {}
         for i, key in enumerate(rows.key):
             step, begin, end = self._steps[key], rows.start[i], rows.start[i + 1]

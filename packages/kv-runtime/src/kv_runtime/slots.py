@@ -12,6 +12,7 @@ from torch import Tensor
 from kv_attention import DenseTokens, attend
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import PagedTokens, PageLayout, TokenFormat
+from kv_runtime.copies import to_device
 from kv_runtime.output_rows import decode_rows, write_rows
 
 LOSS: Final = 1 / 40  # of a block's bytes, at most, if a number of tokens allows it
@@ -134,7 +135,7 @@ class Blocks:
             follow = torch.equal(request, torch.arange(first, first + len(request)))
             chosen: slice | Tensor = slice(first, first + len(request))
             if not follow:
-                chosen = _moved(request, device)
+                chosen = to_device(request, device)
             pages = self.pages(table[chosen]).mT.int().contiguous()
             held = length[chosen, None].long()
             full = int(new.min()) == width
@@ -162,19 +163,12 @@ class Blocks:
         row = (start[:, None] + offset).where(there, 0)
         index = there.flatten().nonzero()[:, 0]
         given = torch.cat((row.flatten(), new, index, row.flatten()[index]))
-        moved = _moved(given, held.device).split([row.numel(), len(new), 2 * len(index)])
+        moved = to_device(given, held.device).split([row.numel(), len(new), 2 * len(index)])
         before = held - moved[1][:, None]
         column = torch.arange(len(offset), device=held.device)
         position = (before + column).where(column < moved[1][:, None], -1)
         place, target = moved[2].view(2, -1)
         return (moved[0], None if full else place, target), position, before
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; a GPU's host does not wait."""
-    if device.type != "cuda":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def fit_block(tokens: int, token_bytes: int, nbytes: int, heads: int) -> tuple[int, int]:

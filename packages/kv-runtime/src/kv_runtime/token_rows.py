@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_runtime.cache import PolicyCache
+from kv_runtime.copies import to_device
 from kv_runtime.output_rows import decode_rows, write_rows
 
 
@@ -30,16 +31,16 @@ class TokenRows:
         The indices are moved to the device once for all layers.
         """
         real, rows = row >= 0, row.flatten()
-        on_device = real.to(device)
+        on_device = to_device(real, device)
         if not real.all():
             place = (rows >= 0).nonzero()[:, 0]
             found = (rows.clamp(min=0), place, rows[place])
-            return cls(cache, on_device, *(x.to(device) for x in found))
+            return cls(cache, on_device, *(to_device(x, device) for x in found))
         first = int(rows[0])
         if torch.equal(rows, torch.arange(first, first + len(rows))):
             these = slice(first, first + len(rows))
             return cls(cache, on_device, these, None, these)
-        those = rows.to(device)
+        those = to_device(rows, device)
         return cls(cache, on_device, those, None, those)
 
     def begin(self, *, prompt: bool, more: bool) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+CAPTURED = [1, 4]  # tokens of captured decode steps
+
 
 class _Driver:
     """Stands in for Triton's driver of a CPU, which vLLM asks for."""
@@ -64,6 +66,79 @@ def before_requests(worker: Any) -> None:
     )
 
 
+def configure(asked: dict[str, Any]) -> None:
+    """Let vLLM schedule, and capture graphs, as it does on a GPU."""
+    import vllm.v1.worker.gpu.cudagraph_utils as graphs
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    import kv_serve.vllm.slots
+    from launches import Graph
+
+    check = CpuPlatform.check_and_update_config.__func__
+    mode = asked.get("graphs")
+
+    def configured(cls: type[CpuPlatform], config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = asked.get("async", False)
+        if mode is not None:
+            compilation = config.compilation_config
+            compilation.cudagraph_mode = CUDAGraphMode[mode]
+            compilation.cudagraph_capture_sizes = CAPTURED
+            compilation.max_cudagraph_capture_size = max(CAPTURED)
+
+    def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
+        for batch in self._capture_descs.get(CUDAGraphMode.FULL, ()):
+            create(batch, warmup=True)(CUDAGraphMode.NONE)
+            forward, self.graphs[batch] = create(batch, warmup=False), Graph()
+            with self.graphs[batch].capture():
+                forward(CUDAGraphMode.NONE)
+        self._graphs_captured = True
+
+    CpuPlatform.check_and_update_config = classmethod(configured)
+    CpuPlatform.get_global_graph_pool = lambda self: None
+    graphs.CudaGraphManager.capture = capture
+    if mode is not None:
+        kv_serve.vllm.slots.CAPTURING = frozenset({"cpu"})
+
+
+def capture_graphs(engine: Any, runner: Any) -> list[int]:
+    """Capture graphs as vLLM does on a GPU; return a list that grows by the tokens of a replay."""
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        layer.use_direct_call = True  # else our Python is one operation of torch
+    manager = runner.cudagraph_manager
+    manager.capture(
+        runner.model,
+        runner.model_state,
+        runner.input_buffers,
+        runner.intermediate_tensors,
+        runner.block_tables,
+        runner.attn_groups,
+        runner.kv_cache_config,
+    )
+    replayed: list[int] = []
+    run = manager.run_fullgraph
+
+    def counted(batch: Any) -> Any:
+        replayed.append(batch.num_tokens)
+        return run(batch)
+
+    manager.run_fullgraph = counted
+    return replayed
+
+
+def watch(runner: Any) -> Any:
+    """Repeat every step's metadata where nothing can be read."""
+    from shadow import Shadow
+
+    shadow = Shadow()
+    for groups in runner.attn_groups:
+        for group in groups:
+            shadow.watch(group.get_metadata_builder(0))
+    return shadow
+
+
 def answers(engine: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate greedily."""
     from vllm import SamplingParams
@@ -78,24 +153,34 @@ def main() -> None:
     """Start an engine for each policy, and let it answer the prompts twice."""
     asked = json.loads(sys.argv[1])
     os.environ |= asked["environment"]
+    sys.path.append(asked["support"])
     if asked["v2"]:
         import triton.backends
 
         triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
     from vllm import LLM
 
-    found: dict[str, object] = {}
+    configure(asked)
+    found: dict[str, dict[str, object]] = {}
     for name, settings in asked["settings"].items():
         engine = LLM(**asked["options"], additional_config=settings)
         worker = engine.llm_engine.model_executor.driver_worker.worker
         if asked["v2"]:
             before_requests(worker)
-        layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+        config = engine.llm_engine.vllm_config
+        replayed = capture_graphs(engine, worker.model_runner) if asked.get("graphs") else []
+        shadow = watch(worker.model_runner) if name in asked.get("watch", ()) else None
+        layers = config.compilation_config.static_forward_context
         found[name] = {
+            "scheduler": type(engine.llm_engine.engine_core.engine_core.scheduler).__name__,
+            "graphs": config.compilation_config.cudagraph_mode.name,
+            "replayed": replayed,
             "runner": [kind.__module__ for kind in type(worker.model_runner).__mro__],
             "backend": [each.attn_backend.serving.backend for each in layers.values()],
             "answers": [answers(engine, asked["prompts"], asked["count"]) for _ in range(2)],
         }
+        if shadow is not None:
+            found[name]["steps"] = shadow.steps
         engine.llm_engine.engine_core.shutdown()
         del engine, worker
         gc.collect()

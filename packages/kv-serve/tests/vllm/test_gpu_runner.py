@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpu_runner
+import launches
 from transformed import by_transformers
 
 COUNT = 5
@@ -18,7 +19,7 @@ PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(n)] for i, n in enumerate((3
 Found = dict[str, dict[str, list[object]]]
 
 
-def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool) -> Found:
+def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool, **more: object) -> Found:
     """Let an engine for each policy answer the prompts, in a process of its own."""
     target = folder / "found.json"
     asked = {
@@ -46,6 +47,8 @@ def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool) -> Foun
         "prompts": PROMPTS,
         "count": COUNT,
         "target": str(target),
+        "support": str(Path(launches.__file__).parent),
+        **more,
     }
     command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
     done = subprocess.run(
@@ -81,3 +84,24 @@ def test_tokens_are_those_of_transformers_in_the_other_runner(tmp_path: Path, we
     policies = {each: each for each in POLICIES}
     found = run(tmp_path, weights, policies, v2=False)
     check(found, weights, policies, "vllm.v1.worker.cpu_model_runner")
+
+
+def test_decode_steps_over_slots_are_graphs_and_wait_for_nothing(
+    tmp_path: Path, weights: str
+) -> None:
+    """With asynchronous scheduling, in which every wait for the device delays the next step.
+
+    Launches of decode steps are captured before the first request, and repeated with the requests'
+    tokens and padding. Each step is made again where what a GPU has cannot be read, and copies from
+    the host that would wait raise. Pages keep their state in Python, so their steps are no graphs.
+    """
+    policies = {"k8v4": "k8v4", "pages": POLICIES[1]}
+    more = {"graphs": "FULL_AND_PIECEWISE", "async": True, "watch": ["k8v4"]}
+    found = run(tmp_path, weights, policies, v2=True, **more)
+    check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
+    assert {each["scheduler"] for each in found.values()} == {"AsyncScheduler"}
+    slots, pages = found["k8v4"], found["pages"]
+    assert (slots["graphs"], pages["graphs"]) == ("FULL_DECODE_ONLY", "NONE")
+    assert slots["replayed"] == [4] * 2 * (COUNT - 1)  # two requests, and padding
+    decoding, prompts = [[1, 1, 0, 0], 0], [[len(each) for each in reversed(PROMPTS)], 0]
+    assert slots["steps"] == [prompts, *[decoding] * (COUNT - 1)] * 2  # 0 tensors are copied

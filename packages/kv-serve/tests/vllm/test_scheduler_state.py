@@ -180,6 +180,25 @@ def test_blocks_are_asked_for_until_an_answer_frees_none(
     assert book.ask()  # then compression may be requested again
 
 
+def test_blocks_are_not_asked_for_again_before_a_report(
+    state: Callable[[str], "SchedulerState"],
+) -> None:
+    from kv_serve.vllm.messages import WorkerReport
+
+    book = state(SHORT)
+    book.welcome(request("a", 320))
+    before = step(book, new=True, a=(0, 320))
+    assert book.ask()
+    orders = step(book)
+    assert orders.short
+    book.note(WorkerReport(before.step))  # which is late
+    for _ in range(2):
+        assert book.ask()  # vLLM waits
+        assert not step(book).short
+    book.note(WorkerReport(orders.step, answered=True))
+    assert not book.ask()
+
+
 @pytest.mark.parametrize("text", ["kv-compress:rate=2+k8v4", "k8v4:window=8"])
 def test_who_has_nothing_to_compress_is_not_asked(
     state: Callable[[str], "SchedulerState"], text: str

@@ -20,6 +20,7 @@ from kv_policy import (
     compose,
     parse,
 )
+from kv_runtime.copies import HostCopy
 from tiered_policies import Turned
 
 if TYPE_CHECKING:
@@ -190,6 +191,36 @@ def test_as_many_requests_as_free_what_is_short_are_compressed(
     assert engine.preemptions  # because all of them together freed too little
 
 
+def test_a_step_reads_what_the_step_before_has_counted(
+    engine_class: "type[Engine]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own counts come from the device behind its forward pass, which would be waited for."""
+    made: list[HostCopy] = []
+    read: list[HostCopy] = []
+
+    def begun(cls: type[HostCopy], x: Tensor) -> HostCopy:
+        made.append(cls(x, None))
+        return made[-1]
+
+    def arrived(self: HostCopy) -> Tensor:
+        read.append(self)
+        return self.copy
+
+    monkeypatch.setattr(HostCopy, "of", classmethod(begun))
+    monkeypatch.setattr(HostCopy, "read", arrived)
+    engine = engine_class(parse(COMPRESS), SHAPE, 40)
+    asked = [engine.ask(name, 20) for name in "ab"]
+    for count in range(6):
+        engine.step(chunk=10**6)
+        assert len(made) == count + 1
+        assert [each is made[i] for i, each in enumerate(read)] == [True] * count
+    for each in asked:
+        engine.finish(each)
+    engine.step()  # without tokens, so there is no forward pass
+    assert read[-1] is made[5]
+    engine.check_empty()
+
+
 def test_heads_with_ranks_of_their_own(engine_class: "type[Engine]") -> None:
     engine = room(engine_class, compose(parse(COMPRESS), RAGGED), 100)
     soak(engine, 7, 50, random.Random(1))
@@ -204,4 +235,5 @@ def test_pages_are_as_long_as_blocks_where_users_say_how_long(
     engine.step(chunk=10**6)
     while engine.running[0].computed < 320:
         engine.step(chunk=10**6)
+    engine.step()  # which reports the end of the prompt
     assert len(engine.manager.owned("a")) == 3  # of 64 tokens, and of the next

@@ -36,6 +36,8 @@ OVERRIDDEN: Final = (
     f"{_ATTENTION}:AttentionImpl.process_weights_after_loading(act_dtype)",
     f"{_ATTENTION}:AttentionMetadataBuilder.__init__(kv_cache_spec, layer_names, vllm_config, "
     "device)",
+    f"{_ATTENTION}:AttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)",
+    f"{_ATTENTION}:AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)",
     f"{_ATTENTION}:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, "
     "fast_build)",
     f"{_SPEC}:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",

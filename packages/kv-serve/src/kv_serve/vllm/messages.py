@@ -40,12 +40,25 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """A worker's report on its requests after a step."""
+    """A worker's report on its requests after a step.
+
+    The worker sends it at the end of the next step: its host does not wait for the forward pass of
+    a step that it has just launched. Without a forward pass in that step, it is about that one too.
+    """
 
     step: int  # number of the step
     told: dict[str, RequestPages] = field(default_factory=dict)
     answered: bool = False  # blocks were short and requests have been compressed
     measured: Measured | None = None  # None in steps without metrics
+    begun: int = 0  # number of the step at whose end it is sent; pages have moved as this ordered
+
+    def then(self, later: "WorkerReport") -> "WorkerReport":
+        """Join the same worker's report on a later step."""
+        measured = later.measured or self.measured
+        if self.measured is not None and later.measured is not None:
+            measured = self.measured.then(later.measured)
+        told, answered = self.told | later.told, self.answered or later.answered
+        return type(self)(later.step, told, answered, measured, later.begun)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Join another worker's report on its heads: a request needs the larger number of pages."""
@@ -58,4 +71,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         measured = self.measured or other.measured
         if self.measured is not None and other.measured is not None:
             measured = self.measured.beside(other.measured)
-        return type(self)(self.step, joined, self.answered or other.answered, measured)
+        answered = self.answered or other.answered
+        return type(self)(self.step, joined, answered, measured, self.begun)

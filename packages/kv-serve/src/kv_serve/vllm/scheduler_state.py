@@ -39,6 +39,7 @@ class SchedulerState:
     begun: int = 0  # number of request starts
     step: int = 0  # number of the last step
     asked: bool = False  # the next step reports that blocks are short
+    awaited: int | None = None  # the step that did so, until workers report on it
     answered: bool = False  # workers have compressed, but blocks are still short
 
     @classmethod
@@ -119,14 +120,15 @@ class SchedulerState:
         """Request blocks before vLLM preempts; False if there are no more to be had.
 
         First those that no request owns, then by compression, unless the workers have just
-        compressed. KV-Compress, section 4.2.3: compress again when memory is short.
+        compressed; nothing more is requested before they report. KV-Compress, section 4.2.3:
+        compress again when memory is short.
         """
         if self.manager.source.reclaim():
             return True
         selector = self.policy.selector
         if selector is None or not complete(selector).replan.short or self.answered:
             return False
-        self.asked = True
+        self.asked = self.awaited is None
         return True
 
     def metadata(self, step: "SchedulerOutput") -> StepMetadata:
@@ -146,13 +148,17 @@ class SchedulerState:
             self.serials.pop(request, None)
         self.answered = self.answered and not gone
         short, self.asked = self.asked, False
+        if short:
+            self.awaited = self.step
         return StepMetadata(
             self.step, requests, gone, short, self.manager.source.changes(self.step)
         )
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
-        freed = self.manager.source.free_moved(reports.step)
+        if self.awaited is not None and reports.step >= self.awaited:
+            self.awaited = None
+        freed = self.manager.source.free_moved(reports.begun)
         for request, told in reports.told.items():
             if self.known.get(request, reports.step + 1) <= reports.step:  # has not restarted
                 freed += self.manager.told(request, told.pages, told.computed)

@@ -1,6 +1,8 @@
 """The worker's state: the pages of its requests, in memory allocated by vLLM."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,7 +11,7 @@ from vllm.logger import init_logger
 
 from kv_paging import PagePool, page_kernels_of
 from kv_policy import KVPolicy
-from kv_runtime import Meter, PolicyCache, RequestBatch, RequestRows, Tally
+from kv_runtime import HeldCopy, Meter, PolicyCache, RequestBatch, RequestRows, Tally
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
@@ -19,9 +21,20 @@ from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
 logger = init_logger("vllm.kv_serve")
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step that has ended for the host, and not yet for the device."""
+
+    metadata: StepMetadata
+    names: frozenset[str]  # requests to report
+    held: HeldCopy
+    serials: Mapping[str, int]  # of all requests
+    read: bool  # whether a prefill finished
+
+
 @dataclass(slots=True)
 class Worker:
-    """The requests of a worker and its reports to the scheduler.
+    """The requests of a worker and its reports to the scheduler, a step late.
 
     vLLM runs whole steps in inference mode, so tensors kept across steps may be inference tensors.
     """
@@ -32,6 +45,7 @@ class Worker:
     meter: Meter | None = None  # None: metrics are not reported
     metadata: StepMetadata | None = None  # of the current step
     compressed: set[str] = field(default_factory=set)  # at the start of the step
+    unreported: _Ended | None = None  # the step before
 
     @classmethod
     def over(cls, config: VllmConfig, policy: KVPolicy, memory: Memory) -> "Worker":
@@ -96,7 +110,11 @@ class Worker:
         return [*self.requests.failed.values()]
 
     def end(self) -> WorkerReport:
-        """End a step: report the pages of its requests."""
+        """End a step, and report the pages of the requests of the step before.
+
+        A step's pages are counted on the device, behind its forward pass, which the host does not
+        wait for. A step without tokens has none, so it is reported with the one before.
+        """
         metadata, self.metadata = self.metadata, None
         assert metadata is not None, "begin is called before end"
         if not self.requests.attended:
@@ -105,17 +123,34 @@ class Worker:
                 "output is wrong; please report this with vLLM's version and options"
             )
         steps = metadata.requests.values()
-        names = {step.request for step in steps} | self.compressed  # these may not be in the step
-        held = self.requests.held(kept=self.meter is not None)
+        ended = _Ended(
+            metadata,
+            frozenset(step.request for step in steps) | self.compressed,  # may not be in the step
+            self.requests.counted(kept=self.meter is not None),
+            dict(self.requests.serials),
+            any(step.is_prefill and not step.is_partial_prefill for step in steps),
+        )
+        found = [] if self.unreported is None else [self._report(self.unreported)]
+        self.unreported = ended
+        if not steps:
+            self.unreported = None
+            found.append(self._report(ended))
+        first = WorkerReport(metadata.step - 1)
+        return replace(reduce(WorkerReport.then, found, first), begun=metadata.step)
+
+    def _report(self, ended: _Ended) -> WorkerReport:
+        """Return the report on a step, after waiting for the device to end it."""
+        held = ended.held.read()
         told = {
-            name: RequestPages(x.pages, x.computed) for name, x in held.items() if name in names
+            name: RequestPages(each.pages, each.computed)
+            for name, each in held.items()
+            if name in ended.names
         }
         measured = None
         if self.meter is not None:
-            read = any(step.is_prefill and not step.is_partial_prefill for step in steps)
-            by_serial = {self.requests.serials[name]: each for name, each in held.items()}
-            measured = self.meter.step(self.pool, by_serial, read=read)
-        return WorkerReport(metadata.step, told, metadata.short, measured)
+            by_serial = {ended.serials[name]: each for name, each in held.items()}
+            measured = self.meter.step(self.pool, by_serial, read=ended.read)
+        return WorkerReport(ended.metadata.step, told, ended.metadata.short, measured)
 
 
 def _tell(request: str, error: Exception) -> None:
