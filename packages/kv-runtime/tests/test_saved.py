@@ -36,6 +36,18 @@ TEXTS = {
     )
 }
 EVERY: dict[str, KVPolicy] = POLICIES | BASES | TEXTS
+KINDS = (  # of stores, windows, plans and scores
+    "streaming-window",
+    "bykey-replan",
+    "ladder-blocks",
+    "leankv-drop",
+    "kv-compress-turns",
+    "r-kv-window",
+    "keyformer",
+    *BASES,
+    *TEXTS,
+)
+WHOLE_PAGES = ("kv-compress", "few", "paired")  # policies that free whole pages of any size
 
 
 class Passes:
@@ -88,7 +100,7 @@ def expect_alike(caches: list[PolicyCache], seed: int, *, near: float = 0.0) -> 
         cache.batch.pool.check(cache.batch.pages())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_restored_cache_goes_on_exactly_as_the_saved_one(name: str) -> None:
     cache = filled(EVERY[name], (41, 7), 5)
     expect_alike([cache, restored(cache.state(), EVERY[name])], seed=2)
@@ -99,42 +111,37 @@ def test_a_restored_cache_goes_on_exactly_as_the_saved_one(name: str) -> None:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     steps=st.integers(0, 6),
 )
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_lengths_and_steps_make_no_difference(name: str, lengths: list[int], steps: int) -> None:
     cache = filled(EVERY[name], tuple(lengths), steps)
     expect_alike([cache, restored(cache.state(), EVERY[name])], seed=2)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("page_tokens", [8, 32])
-def test_a_state_has_no_page_size(name: str, page_tokens: int) -> None:
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "few-blocks"])
+def test_a_state_has_no_page_size(name: str) -> None:
     cache = filled(EVERY[name], (37, 9), 5)
     state = cache.state()
-    other = restored(state, EVERY[name], page_tokens)
+    other = restored(state, EVERY[name], page_tokens=32)
     again = other.state()
     assert again.facts == state.facts
     assert again.tensors.keys() == state.tensors.keys()
     for each, x in state.tensors.items():
         assert torch.equal(again.tensors[each], x), each
-    if "kv-compress" not in name:  # which frees whole pages
+    if not name.startswith(WHOLE_PAGES) or "blocks" in name:
         expect_alike([cache, other], seed=3, near=1e-6)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_a_state_holds_no_more_bytes_than_the_tokens(name: str) -> None:
-    cache = filled(EVERY[name], (300, 170), 3)
+@pytest.mark.parametrize("name", ["raw", "h2o:budget=8+k8v4:keys=channel,window=3", "few"])
+def test_a_state_holds_the_bytes_of_the_tokens_and_few_others(name: str) -> None:
+    cache = filled(EVERY[name], (120, 70), 1)
     state, report = cache.state(), cache.memory()
-    held = report.vector_bytes + report.score_bytes + report.position_bytes + report.window_bytes
-    few = sum(x.nbytes for each, x in state.tensors.items() if not each.startswith("store"))
-    window = sum(x.nbytes for each, x in state.tensors.items() if each.startswith("window"))
-    counts = sum(x.nbytes for each, x in state.tensors.items() if each.endswith("length"))
-    holes = sum(
-        int((state.tensors[each] < 0).sum())
-        for each in state.tensors
-        if each.endswith("position")
-    )
-    if not holes:
-        assert state.nbytes - counts - (few - window) <= held
+    held = report.vector_bytes + report.score_bytes + report.position_bytes
+    stored = {k: x.nbytes for k, x in state.tensors.items() if k.startswith("store")}
+    counts = sum(nbytes for k, nbytes in stored.items() if k.endswith("length"))
+    assert sum(stored.values()) - counts == held
+    assert counts == 4 * sum(store.length.numel() for store in cache.batch.tiers.parts)
+    others = {k for k in state.tensors if not k.startswith(("store", "window"))}
+    assert others <= {"seen", "columns", "plan.budget", "plan.thresholds"}
 
 
 def test_budgets_of_sequences_outlive_their_cache() -> None:
@@ -278,7 +285,8 @@ def test_a_cache_says_why_it_has_no_state_or_takes_none() -> None:
     waits = PolicyCache(parse("k8v4"), SHAPE)
     waits.begin(one(), more=True)
     for layer in range(SHAPE.layers):
-        waits.attend(layer, *(torch.zeros(2, 2, 2, 1, 6), torch.zeros(2, 2, 1, 6)), torch.zeros(2, 2, 1, 5), 0.4)
+        key, value = torch.zeros(2, 2, 1, 6), torch.zeros(2, 2, 1, 5)
+        waits.attend(layer, torch.zeros(2, 2, 2, 1, 6), key, value, 0.4)
     with pytest.raises(ValueError, match="unfinished prompts"):
         waits.state()
     pool = PagePool(waits.layout.page_bytes, 8)

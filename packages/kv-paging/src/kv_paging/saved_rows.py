@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from kv_paging.blocks import BlockStore
@@ -23,19 +23,21 @@ from kv_policy import PageLayout
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """All slots of a store, one after another: by layer, sequence, KV head and slot.
+    """All S slots of a store, one after another: by layer, sequence, KV head and slot.
+
+    The tensors may be of an untrusted file: `expect` compares them with what they should be.
 
     Attributes:
-        length: slots in each table row, int32.
-        parts: per part of the format, the bytes of each block of tokens.
-        score: scores, float32, if pages store them.
-        position: positions, int32, if pages store them; -1 marks a hole.
+        length: slots in each table row, int32 of [N, B, H].
+        parts: per part of the format, the bytes of each block of tokens, uint8 of [blocks, bytes].
+        score: scores, float32 of [S], if pages store them.
+        position: positions, int32 of [S], if pages store them; -1 marks a hole.
     """
 
-    length: Int[Tensor, "N B H"]
-    parts: tuple[UInt8[Tensor, "_ _"], ...]
-    score: Float[Tensor, " S"] | None
-    position: Int[Tensor, " S"] | None
+    length: Tensor
+    parts: tuple[Tensor, ...]
+    score: Tensor | None
+    position: Tensor | None
 
     @property
     def live(self) -> Int[Tensor, "N B H"]:

@@ -37,7 +37,7 @@ from kv_runtime.rotation import (
     needs_rotation,
     probe_positions,
 )
-from kv_runtime.saved import CacheFacts, CacheState
+from kv_runtime.saved import CacheFacts, CacheState, DamagedStateError
 from kv_runtime.self_check import SelfCheck
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep, fit_block
 from kv_runtime.stats import Tally
@@ -52,6 +52,7 @@ __all__ = [
     "Blocks",
     "CacheFacts",
     "CacheState",
+    "DamagedStateError",
     "Expanded",
     "Folded",
     "Holding",

@@ -567,8 +567,9 @@ class PolicyCache:
         Page size, pool and device may differ. The state may be from an untrusted file.
 
         Raises:
-            ValueError: the cache holds tokens or its pool is shared, the state is of another
-                policy, shape or basis, or it is damaged; nothing has changed.
+            ValueError: the cache holds tokens or its pool is shared, or the state is of another
+                policy, shape or basis; nothing has changed.
+            DamagedStateError: the state contradicts itself; nothing has changed.
             kv_paging.PoolExhausted: a fixed pool is too small; nothing has changed.
         """
         if self.batch is not None or self._pool is not None:
@@ -577,10 +578,8 @@ class PolicyCache:
             )
         checks.check_state(self.policy, self.layout, self.bases, state.facts)
         expect_state(self.layout, state)
-        sequences, shape = state.facts.sequences, self.layout.shape
-        lead = shape.layers, sequences, shape.kv_heads
-        tiers = 1 if self.selector is None else self.selector.tiers
-        plans = plans_of(state, lead, tiers)
+        sequences = state.facts.sequences
+        plans = plans_of(self.layout, self.selector, state)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 batch = self._allocate(sequences)

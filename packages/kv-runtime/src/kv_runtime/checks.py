@@ -91,8 +91,6 @@ def check_state(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: Ca
             f"the calibration of {policy} has changed since it was saved; use the file of then, or "
             "compress again"
         )
-    if (facts.turns is None) != (policy.selector is None):
-        raise ValueError(f"it is damaged: its plans are not those of {policy}")
 
 
 def check_prefix(shape: CacheShape, key: Tensor, value: Tensor) -> None:

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from kv_paging import SavedRows, restore_rows, saved_rows
-from kv_policy import Budget, CacheShape, PageLayout
+from kv_policy import Budget, CacheShape, CompleteSelector, PageLayout
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
 from kv_runtime.retain.plans import Plans, TurnCounts
 
 _DTYPES = (torch.float32, torch.float64)  # of thresholds
+
+
+class DamagedStateError(ValueError):
+    """A state contradicts itself, or the facts that it is of."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,16 @@ def expect_state(layout: Layout, state: CacheState) -> None:
     """Raise unless the tensors of a state fit each other and the layout; allocates nothing.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another dtype or shape, or a count, a
+        DamagedStateError: a tensor is missing, unknown, or of another dtype or shape, or a count, a
             position or a length is impossible.
     """
+    try:
+        _expect(layout, state)
+    except ValueError as error:
+        raise DamagedStateError(str(error)) from None
+
+
+def _expect(layout: Layout, state: CacheState) -> None:
     facts, tensors = state.facts, state.tensors
     sequences, heads = facts.sequences, layout.shape.kv_heads
     if min(sequences, facts.columns) < 1:
@@ -144,21 +155,31 @@ def expect_state(layout: Layout, state: CacheState) -> None:
         raise ValueError(f"it holds unknown tensors: {', '.join(strange[:5])}")
 
 
-def plans_of(state: CacheState, lead: tuple[int, int, int], tiers: int) -> Plans | None:
-    """Return the state of plans; None: the policy has no selector.
-
-    Args:
-        state: the state.
-        lead: layers, sequences and heads.
-        tiers: tiers of the selector.
+def plans_of(layout: Layout, selector: CompleteSelector | None, state: CacheState) -> Plans | None:
+    """Return the state of plans, which `expect_state` has not compared; None: no selector.
 
     Raises:
-        ValueError: it does not fit the sequences, or a budget is no budget.
+        DamagedStateError: it does not fit the sequences, or a budget is no budget.
     """
-    facts, tensors = state.facts, state.tensors
-    if facts.turns is None:
+    facts, shape = state.facts, layout.shape
+    if (facts.turns is None) != (selector is None):
+        raise DamagedStateError(f"its plans are not those of {facts.policy}")
+    if facts.turns is None or selector is None:
         return None
-    facts.turns.expect(facts.sequences)
+    lead = selector.tiers, shape.layers, facts.sequences, shape.kv_heads
+    try:
+        return _plans(facts, facts.turns, state.tensors, lead)
+    except ValueError as error:
+        raise DamagedStateError(str(error)) from None
+
+
+def _plans(
+    facts: CacheFacts,
+    turns: TurnCounts,
+    tensors: Mapping[str, Tensor],
+    lead: tuple[int, int, int, int],
+) -> Plans:
+    turns.expect(facts.sequences)
     if facts.budgets is not None and len(facts.budgets) != facts.sequences:
         raise ValueError(f"{len(facts.budgets)} budgets are given for {facts.sequences} sequences")
     budgets = None
@@ -172,8 +193,8 @@ def plans_of(state: CacheState, lead: tuple[int, int, int], tiers: int) -> Plans
     if "plan.thresholds" in tensors:
         given = tensors["plan.thresholds"].dtype
         dtype = given if given in _DTYPES else _DTYPES[0]
-        thresholds = _taken(tensors, "plan.thresholds", dtype, (tiers, *lead))
-    return Plans(facts.turns, budgets, budget, thresholds)
+        thresholds = _taken(tensors, "plan.thresholds", dtype, lead)
+    return Plans(turns, budgets, budget, thresholds)
 
 
 def fill(batch: Batch, state: CacheState) -> None:
