@@ -140,7 +140,7 @@ def test_budgets_of_sequences_are_in_the_file(model, tmp_path) -> None:
 def test_latents_are_saved_as_other_tokens(tmp_path) -> None:
     drawn(DeepseekV3Config(**SIZES | EXPERTS)).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    cache = compressed(model, "snapkv:budget=12,window=4+8:window=3")
+    cache = compressed(model, "snapkv:budget=12,window=4+k8v8:window=3")
     cache.save(tmp_path / "book.kv")
     loaded = CompressedCache.load(model, tmp_path / "book.kv", page_tokens=4, backend="torch")
     assert torch.equal(answers(model, loaded), answers(model, cache))
@@ -199,9 +199,10 @@ def test_a_file_of_another_model_is_refused(make, book, tmp_path, model) -> None
     again = AutoModelForCausalLM.from_pretrained(model.config.name_or_path, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"of another model.*float64.*float32"):
         CompressedCache.load(again, book)
-    cache = CompressedCache(make(), "raw")
+    nowhere = make()
+    cache = CompressedCache(nowhere, "raw")
     with torch.no_grad():
-        cache.model(IDS[:1], **passing(cache.model, cache))
+        nowhere(IDS[:1], **passing(nowhere, cache))
     with pytest.raises(ValueError, match="its model was not loaded from a folder"):
         cache.save(tmp_path / "book.kv")
 

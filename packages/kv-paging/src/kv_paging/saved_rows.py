@@ -95,7 +95,7 @@ def saved_rows(store: TokenStore) -> SavedRows:
 
     scores, positions = score_segment(layout), position_segment(layout)
     return SavedRows(
-        store.length.cpu(),
+        store.length.to("cpu", copy=True),
         tuple(rows(segment, block) for segment in format_segments(layout)),
         None if scores is None else rows(scores, 1).view(torch.float32)[:, 0],
         None if positions is None else rows(positions, 1).view(torch.int32)[:, 0],

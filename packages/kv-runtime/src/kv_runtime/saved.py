@@ -85,7 +85,7 @@ def tensors_of(batch: Batch, plans: Plans | None) -> dict[str, Tensor]:
         raise ValueError(
             "a cache over a shared pool cannot be saved; use a cache with a pool of its own"
         )
-    found = {"seen": batch.seen.cpu(), "columns": batch.record.held.cpu().contiguous()}
+    found = {"seen": _copied(batch.seen), "columns": _copied(batch.record.held)}
     for i, store in enumerate(batch.tiers.parts):
         rows = saved_rows(store)
         found[f"store.{i}.length"] = rows.length
@@ -93,11 +93,11 @@ def tensors_of(batch: Batch, plans: Plans | None) -> dict[str, Tensor]:
         beside = {"score": rows.score, "position": rows.position}
         found |= {f"store.{i}.{name}": x for name, x in beside.items() if x is not None}
     if batch.window is not None:
-        found |= {f"window.{k}": x.cpu() for k, x in batch.window.tensors().items()}
+        found |= {f"window.{k}": _copied(x) for k, x in batch.window.tensors().items()}
     if plans is not None:
         last = {"budget": plans.budget, "thresholds": plans.thresholds}
-        found |= {f"plan.{name}": x.cpu() for name, x in last.items() if x is not None}
-    return {name: x.contiguous() for name, x in found.items()}
+        found |= {f"plan.{name}": _copied(x) for name, x in last.items() if x is not None}
+    return found
 
 
 def expect_state(layout: Layout, state: CacheState) -> None:
@@ -222,6 +222,11 @@ def fill(batch: Batch, state: CacheState) -> None:
     batch.started = bool((seen > 0).all())
     assert batch.record is not None  # the pool is not shared
     batch.record.append(held)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Copy to the CPU: the next pass changes the cache's own tensors."""
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _stores(
