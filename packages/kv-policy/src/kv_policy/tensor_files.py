@@ -90,7 +90,9 @@ class Advice(NamedTuple):
     damaged: str  # for a damaged one
 
 
-def read_advised(path: Path, form: str, advice: Advice) -> tuple[str, dict[str, Tensor]]:
+def read_advised(
+    path: Path, form: str, advice: Advice, *, tensors: bool = True
+) -> tuple[str, dict[str, Tensor]]:
     """Read facts and tensors of a file that is no calibration, and verify every byte of both.
 
     Tensors are views of the mapped file: copy what is kept.
@@ -99,12 +101,13 @@ def read_advised(path: Path, form: str, advice: Advice) -> tuple[str, dict[str, 
         path: the file.
         form: name and version of the format.
         advice: how errors end.
+        tensors: whether to read tensors, too.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, of another format, or of a newer version.
     """
-    return _open(path, form, advice, tensors=True)
+    return _open(path, form, advice, tensors=tensors)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -144,6 +144,16 @@ def save(
     write(path, FORMAT, msgspec.json.encode(facts).decode(), tensors)
 
 
+def read_facts(path: Path) -> Facts:
+    """Read the header of a file alone.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is damaged, of a newer format, or no document.
+    """
+    return _decoded(path, read_advised(path, FORMAT, _ADVICE, tensors=False)[0])
+
+
 def load(path: Path, model: "PreTrainedModel") -> tuple[Facts, Document, CacheState]:
     """Read a file for a model; tensors are views of the mapped file.
 
@@ -152,10 +162,7 @@ def load(path: Path, model: "PreTrainedModel") -> tuple[Facts, Document, CacheSt
         ValueError: it is damaged, of a newer format, no document, or of another model.
     """
     text, tensors = read_advised(path, FORMAT, _ADVICE)
-    try:
-        facts = decode(text, Facts)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: its header is invalid: {error}; {_AGAIN}") from None
+    facts = _decoded(path, text)
     found = fingerprint_of(model)
     if found != facts.fingerprint:
         here = (
@@ -166,6 +173,13 @@ def load(path: Path, model: "PreTrainedModel") -> tuple[Facts, Document, CacheSt
             f"one {here}; load that model, or compress the document with this one"
         )
     return facts, _document(path, facts, tensors), CacheState(facts.cache, tensors)
+
+
+def _decoded(path: Path, text: str) -> Facts:
+    try:
+        return decode(text, Facts)
+    except ValueError as error:
+        raise damaged(path, ValueError(f"its header is invalid: {error}")) from None
 
 
 def damaged(path: Path, error: ValueError) -> ValueError:

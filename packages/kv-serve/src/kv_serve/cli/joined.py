@@ -15,6 +15,7 @@ from kv_transformers.cli.console import refuse, refusing
 GROUP: Final = "kv_serve.commands"
 PACKAGES: Final = {  # our commands and the package of each
     "calibrate": "kv-eval",
+    "compress": "kv-transformers",
     "demo": "kv-eval",
     "eval": "kv-eval",
     "generate": "kv-transformers",
