@@ -13,6 +13,7 @@ from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
 from kv_paging.ragged_store import PerHeadRankStore
 from kv_paging.rank_groups import RankGroups
+from kv_paging.saved_rows import SavedRows, restore_rows, saved_rows
 from kv_paging.store import TokenStore, read_slots, write_slots
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
@@ -30,6 +31,7 @@ __all__ = [
     "Placement",
     "PoolExhausted",
     "RankGroups",
+    "SavedRows",
     "Stored",
     "Tiers",
     "TokenStore",
@@ -42,6 +44,8 @@ __all__ = [
     "page_kernels_of",
     "read_slots",
     "release_all",
+    "restore_rows",
+    "saved_rows",
     "select_all",
     "select_page_kernels",
     "write_slots",

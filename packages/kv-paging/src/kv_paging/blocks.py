@@ -113,7 +113,10 @@ class BlockStore(TokenStore):
         self.expect_lengths(length)
         self.expect_whole(length[:, None])
         super().truncate(length)
-        # Count holes anew: the truncated slots may have included some.
+        self.count_holes()  # the truncated slots may have included some
+
+    def count_holes(self) -> None:
+        """Count the holes of all table rows anew."""
         left, slots = self._length.flatten().long(), self.longest
         holes = before(left, slots) & ~present(self.whole(), self.table_rows(), slots)
         self._holes.copy_(holes.sum(1).view_as(self._holes))

@@ -174,6 +174,29 @@ class HeadPages:
         length = self._length.flatten().long()
         return (self._pages_for(length + count) - self._pages_for(length)).sum()
 
+    def fill(self, length: Int[Tensor, "N B H"]) -> None:
+        """Give empty table rows the pages for these many slots, whose bytes are to be written.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
+            ValueError: other sizes, or a table row holds slots.
+        """
+        expect_shape("length", length, *self._length.shape)
+        table_rows, after = self.table_rows(), length.flatten().long()
+        needed = self._pages_for(after)
+        held, total, columns, longest = torch.stack(
+            (self._length.sum(), needed.sum(), self._columns_if(table_rows, needed), after.amax())
+        ).tolist()
+        if held:
+            raise ValueError(f"the table rows hold {held} slots; fill empty ones")
+        pages = self.pool.allocate(total)
+        self._enter(table_rows, torch.zeros_like(needed), needed, pages, columns)
+        self._set_length(table_rows, after, longest)
+
+    def settle_longest(self) -> None:
+        """Make `longest` exact; synchronizes with the device."""
+        self._longest = int(self._length.amax()) if self._length.numel() else 0
+
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Return all pages of finished sequences to the pool; the sequences remain, empty.
 

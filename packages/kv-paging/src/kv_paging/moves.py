@@ -117,7 +117,7 @@ def move(
     """
     segments = block_segments(layout)
     widest = max(segment.width for segment in segments)
-    for piece in _pieces(source[0].shape[0], widest):
+    for piece in pieces(source[0].shape[0], widest):
         for segment in segments:
             rows = take(data, segment, source[0][piece], source[1][piece])
             put(data, segment, target[0][piece], target[1][piece], rows)
@@ -127,11 +127,12 @@ def copy_pages(
     data: UInt8[Tensor, "P nbytes"], source: Int[Tensor, " n"], target: Int[Tensor, " n"]
 ) -> None:
     """Copy whole pages, in chunks."""
-    for piece in _pieces(source.shape[0], data.shape[1]):
+    for piece in pieces(source.shape[0], data.shape[1]):
         data[target[piece]] = data[source[piece]]
 
 
-def _pieces(count: int, width: int) -> Iterator[slice]:
+def pieces(count: int, width: int) -> Iterator[slice]:
+    """Yield slices of `count` rows of `width` bytes, which bound temporary memory."""
     step = max(1, _MOST_BYTES // max(width, 1))
     return (slice(start, start + step) for start in range(0, count, step))
 

@@ -1,4 +1,4 @@
-"""Results of calibrations: tensors and facts in a safetensors file, with checksums.
+"""Files of tensors and facts in the safetensors format, with checksums, such as calibrations.
 
 The facts and their checksum are in the file's header, so they can be read and verified without the
 tensors; the checksum of the tensors is part of the header.
@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kv_policy.calibrator import calibrate_command
 from kv_policy.files import write_whole
+
+_AGAIN: Final = "calibrate again"
 
 
 def write(path: Path, form: str, facts: str, tensors: Mapping[str, Tensor]) -> None:
@@ -67,7 +69,7 @@ def read_facts(path: Path, form: str, calibration: str) -> str:
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or of another format.
     """
-    return _open(path, form, calibration, tensors=False)[0]
+    return _open(path, form, _calibration(path, calibration), tensors=False)[0]
 
 
 def read(path: Path, form: str, calibration: str) -> tuple[str, dict[str, Tensor]]:
@@ -77,7 +79,35 @@ def read(path: Path, form: str, calibration: str) -> tuple[str, dict[str, Tensor
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged or of another format.
     """
-    return _open(path, form, calibration, tensors=True)
+    return _open(path, form, _calibration(path, calibration), tensors=True)
+
+
+class Advice(NamedTuple):
+    """How errors about a file end."""
+
+    missing: str  # for one that does not exist, such as "write it with `...`"
+    again: str  # for one of another format
+    damaged: str  # for a damaged one
+
+
+def read_advised(
+    path: Path, form: str, advice: Advice, *, tensors: bool = True
+) -> tuple[str, dict[str, Tensor]]:
+    """Read facts and tensors of a file that is no calibration, and verify every byte of both.
+
+    Tensors are views of the mapped file: copy what is kept.
+
+    Args:
+        path: the file.
+        form: name and version of the format.
+        advice: how errors end.
+        tensors: whether to read tensors, too.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, of another format, or of a newer version.
+    """
+    return _open(path, form, advice, tensors=tensors)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -88,9 +118,12 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _open(
-    path: Path, form: str, calibration: str, *, tensors: bool
-) -> tuple[str, dict[str, Tensor]]:
+def _calibration(path: Path, calibration: str) -> Advice:
+    """Return the advice for a file of a calibration.
+
+    Raises:
+        ValueError: the file is the state of an unfinished one.
+    """
     if path.suffix == ".partial":
         whole = path.with_suffix("")
         raise ValueError(
@@ -99,10 +132,14 @@ def _open(
             f"{whole}"
         )
     command = calibrate_command(calibration, str(path))
+    return Advice(f"write it with `{command}`", f"calibrate again with `{command}`", _AGAIN)
+
+
+def _open(path: Path, form: str, advice: Advice, *, tensors: bool) -> tuple[str, dict[str, Tensor]]:
     try:
         path.stat()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; write it with `{command}`") from None
+        raise FileNotFoundError(f"{path} does not exist; {advice.missing}") from None
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{str(path)[:200]} cannot be read: {reason}; name a file") from None
@@ -116,13 +153,31 @@ def _open(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from None
     if form not in header:
+        _expect_older(path, form, header)
         other = ", ".join(map(repr, sorted(header))) or "something else"
-        raise ValueError(f"{path} has no {form!r}, but {other}; calibrate again with `{command}`")
+        raise ValueError(f"{path} has no {form!r}, but {other}; {advice.again}")
     whole, _, known = header[form].partition(" ")
     sums, _, facts = known.partition(" ")
     if whole != _sha256(known) or (tensors and sums != checksum(found)):
-        raise ValueError(f"{path} is damaged: its checksum does not match; calibrate again")
+        raise ValueError(f"{path} is damaged: its checksum does not match; {advice.damaged}")
     return facts, found
+
+
+def _expect_older(path: Path, form: str, header: Mapping[str, str]) -> None:
+    """Raise if a file is of a newer version of a format.
+
+    Raises:
+        ValueError: it is.
+    """
+    name, _, version = form.rpartition(" ")
+    for each in header:
+        its, _, number = each.rpartition(" ")
+        newer = number.isascii() and number.isdigit() and len(number) < 9
+        if its == name and newer and int(number) > int(version):
+            raise ValueError(
+                f"{path} has version {number} of the format {name!r}, but the installed packages "
+                f"read versions up to {version}; install newer ones"
+            )
 
 
 def _sha256(text: str) -> str:

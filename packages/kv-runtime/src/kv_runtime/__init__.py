@@ -29,6 +29,7 @@ from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
 from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
+from kv_runtime.retain.plans import TurnCounts
 from kv_runtime.rotation import (
     find_rope,
     growing_kind,
@@ -37,6 +38,7 @@ from kv_runtime.rotation import (
     needs_rotation,
     probe_positions,
 )
+from kv_runtime.saved import CacheFacts, CacheState, DamagedStateError
 from kv_runtime.self_check import SelfCheck
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep, fit_block
 from kv_runtime.stats import Tally
@@ -49,6 +51,9 @@ __all__ = [
     "Account",
     "Bases",
     "Blocks",
+    "CacheFacts",
+    "CacheState",
+    "DamagedStateError",
     "DecodeBuffers",
     "Expanded",
     "Folded",
@@ -74,6 +79,7 @@ __all__ = [
     "SlotStep",
     "Tally",
     "TokenRows",
+    "TurnCounts",
     "backend_for",
     "captures",
     "check_basis",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis
+from kv_policy.tensor_files import checksum
 
 Folded: TypeAlias = frozenset[Literal["keys", "values"]]  # vectors that a model projects itself
 
@@ -89,6 +90,18 @@ class Bases:
         maps = (*self.key_maps, *self.value_maps)
         held = [x for m in maps if m is not None for x in (m.matrix, m.dual) if x is not None]
         return sum(x.nbytes for x in held)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all projections, in hexadecimal digits."""
+        maps = {
+            f"{kind}.{layer}": each
+            for kind, every in (("key", self.key_maps), ("value", self.value_maps))
+            for layer, each in enumerate(every)
+            if each is not None
+        }
+        found = {f"{name}.matrix": each.matrix.cpu() for name, each in maps.items()}
+        found |= {f"{n}.dual": each.dual.cpu() for n, each in maps.items() if each.dual is not None}
+        return checksum({name: x.contiguous() for name, x in found.items()})
 
     def same_as(self, other: "Bases") -> bool:
         """Return whether all projections are exactly equal."""

@@ -28,6 +28,16 @@ from kv_runtime.memory import MemoryReport
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
+from kv_runtime.saved import (
+    CacheFacts,
+    CacheState,
+    expect_state,
+    fill,
+    name_of,
+    plans_of,
+    sizes_of,
+    tensors_of,
+)
 from kv_runtime.shared_layer import SharedLayer
 from kv_runtime.stats import Tally
 
@@ -512,6 +522,75 @@ class PolicyCache:
             raise ValueError(f"{columns} columns cannot be taken back: the cache holds none")
         if columns and self.batch is not None:
             self.batch.take_back(columns)
+
+    def facts(self) -> CacheFacts:
+        """Return what a state of this cache is of.
+
+        Raises:
+            ValueError: the cache is empty.
+        """
+        if self.batch is None or not self.batch.columns:
+            raise ValueError("an empty cache has no state; run a forward pass over a prompt first")
+        plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
+        return CacheFacts(
+            policy=str(self.policy),
+            sizes=sizes_of(self.layout.shape),
+            dtype=name_of(self.layout.shape.dtype),
+            sequences=len(self.batch.seen),
+            columns=self.batch.columns,
+            basis=None if self.bases is None else self.bases.digest(),
+            folded=() if self.bases is None else tuple(sorted(self.bases.folded)),
+            turns=None if plans is None else plans.turns,
+            budgets=None if plans is None else plans.budget_texts,
+        )
+
+    def state(self) -> CacheState:
+        """Return the state between two passes, for `restore`; it has no pages.
+
+        Synchronizes with the device, and copies the stored bytes to the CPU.
+
+        Raises:
+            RuntimeError: a pass is unfinished.
+            ValueError: the cache is empty, prompts are unfinished, or the pool is shared.
+        """
+        self._expect_no_pass()
+        facts = self.facts()
+        if self._goes_on:
+            raise ValueError("a cache with unfinished prompts has no state; finish them first")
+        assert self.batch is not None  # checked by `facts`
+        with torch.inference_mode(False), torch.no_grad():
+            plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
+            return CacheState(facts, tensors_of(self.batch, plans))
+
+    def restore(self, state: CacheState) -> None:
+        """Continue from the state of another cache of this policy and shape, and of this basis.
+
+        Page size, pool and device may differ. The state may be from an untrusted file.
+
+        Raises:
+            ValueError: the cache holds tokens or its pool is shared, or the state is of another
+                policy, shape or basis; nothing has changed.
+            DamagedStateError: the state contradicts itself; nothing has changed.
+            kv_paging.PoolExhausted: a fixed pool is too small; nothing has changed.
+        """
+        if self.batch is not None or self._pool is not None:
+            raise ValueError(
+                "a state is restored in an empty cache with a pool of its own; create a new cache"
+            )
+        checks.check_state(self.policy, self.layout, self.bases, state.facts)
+        expect_state(self.layout, state)
+        sequences = state.facts.sequences
+        plans = plans_of(self.layout, self.selector, state)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                batch = self._allocate(sequences)
+                fill(batch, state)
+                if isinstance(self._keeper, KeepSelected) and plans is not None:
+                    self._keeper.restore(plans, self.device)
+        except BaseException:
+            self.reset()
+            raise
+        self.batch = batch
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PolicyCache":
         """Copy the cache with a private pool of the same size; policy and bases are shared.

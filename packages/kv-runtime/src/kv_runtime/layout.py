@@ -75,6 +75,33 @@ class Layout:
                 "page size"
             )
 
+    def stored_pages(self, kind: int) -> tuple[PageLayout, ...]:
+        """Return the page layout of each store of a kind's tiers: blocks have a residual beside."""
+        (raw,) = tier_formats(Raw(), self.shapes[kind])
+        found: list[PageLayout] = []
+        for page in self.pages[kind]:
+            found.append(page)
+            if page.format.block > 1:
+                found.append(PageLayout.fitted(raw, page.nbytes, page.scores, page.positions))
+        return tuple(found)
+
+    def window_tensors(self, sequences: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of what `Window.tensors` names, without allocating a window."""
+        if not self.window:
+            return {}
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for i, shape in enumerate(self.shapes):
+            layers, heads, name = shape.layers, shape.kv_heads, ""
+            if len(self.shapes) > 1:
+                layers, heads, name = sum(row.count(i) for row in self.kind), 1, f"{i}."
+            lead = (layers, sequences, heads, self.window)
+            found[f"{name}key"] = shape.dtype, (*lead, shape.key_dim)
+            if not shape.value_in_key:
+                found[f"{name}value"] = shape.dtype, (*lead, shape.value_dim)
+            if self.pages[i][0].scores:
+                found[f"{name}score"] = torch.float32, lead
+        return found
+
     def window_pages(self, kind: int) -> int:
         """Return the pages of a raw window per layer and head of a kind."""
         if not self.window:

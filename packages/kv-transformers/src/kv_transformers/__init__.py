@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from kv_transformers.cache import CompressedCache
     from kv_transformers.cache_argument import passing
+    from kv_transformers.document import Document
     from kv_transformers.fold import Fold
     from kv_transformers.models import LoadedModel, ModelError, load_model
     from kv_transformers.support import UnsupportedModelError, cache_shape
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompressedCache",
+    "Document",
     "Fold",
     "LoadedModel",
     "ModelError",
@@ -25,6 +27,7 @@ __all__ = [
 
 _MODULES: Final = {
     "CompressedCache": "cache",
+    "Document": "document",
     "Fold": "fold",
     "LoadedModel": "models",
     "ModelError": "models",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_policy import Budget, KVPolicy, parse
-from kv_runtime import AUTO, MemoryReport, PolicyCache
+from kv_runtime import AUTO, DamagedStateError, MemoryReport, PolicyCache
+from kv_transformers import document
+from kv_transformers.document import Document
 from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.latents import Absorbed
-from kv_transformers.layers import cache_bytes, expect_croppable, records_past
+from kv_transformers.layers import cache_bytes, expect_croppable, expect_none_kept, records_past
 from kv_transformers.masks import MaskCheck
 from kv_transformers.pass_columns import PassColumns
 from kv_transformers.replay import Attention, GroupedAttention, Replayer
@@ -100,6 +103,7 @@ class CompressedCache(AttendingCache):
         self._readers_of = [kind.readers for kind in self._kinds if kind.index is not None]
         self._readers = 0  # calls of layers that read the keys of the current one, still to come
         self._followers: tuple[CompressedCache, ...] = ()  # that share the next pass
+        self.document: Document | None = None  # what the cache was loaded from
 
     def share_prefill(self, others: "Sequence[CompressedCache]") -> None:
         """Store the next pass over this empty cache in other empty caches of its model, too.
@@ -318,6 +322,7 @@ class CompressedCache(AttendingCache):
     def reset(self) -> None:
         """Clear the cache and free its memory."""
         self.runtime.reset()
+        self.document = None
         self.layers = self._empty_layers()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
@@ -378,6 +383,94 @@ class CompressedCache(AttendingCache):
             if columns or records_past(layer):  # 0, too, drops what was recorded
                 layer.crop(columns)
 
+    def save(
+        self,
+        path: str | Path,
+        ids: Int[Tensor, "B T"] | None = None,
+        *,
+        private: bool = False,
+        chat: bool | None = None,
+    ) -> None:
+        """Write the cache to a file, for `load`, atomically.
+
+        Pages are not in the file, only the tokens that they hold, byte for byte: it is about as
+        large as the bytes held, and is loaded with any page size and on any device.
+
+        Args:
+            path: the file, commonly `*.kv`; it has the safetensors format.
+            ids: the ids of the cache's columns, with which those of a later prompt are compared.
+            private: whether the file has the hash of the ids instead.
+            chat: whether the tokens are the begin of a chat; `kv-serve generate` goes by it.
+
+        Raises:
+            RuntimeError: the previous forward pass did not finish, or the model was deleted.
+            ValueError: the cache is empty, the model was not loaded from files, the ids are of
+                another shape, or the model keeps caches of transformers (sliding windows, states,
+                keys of indexers), which are not saved.
+            OSError: writing failed; an existing file is unchanged.
+        """
+        model = self.model
+        if model is None:
+            raise RuntimeError("the model of this compressed cache was deleted")
+        expect_none_kept(self.own_layers)
+        document.save(Path(path), model, self.runtime.state(), ids, private=private, chat=chat)
+
+    @classmethod
+    def load(
+        cls,
+        model: PreTrainedModel,
+        path: str | Path,
+        *,
+        policy: KVPolicy | str | None = None,
+        ids: Int[Tensor, "B L"] | None = None,
+        pages: int | None = None,
+        page_tokens: int = 16,
+        backend: str = AUTO,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+    ) -> "CompressedCache":
+        """Create a cache that goes on where the saved one was.
+
+        The next pass computes what it would have with the saved cache: bit for bit with the same
+        page size, backend and device. The attribute `document` has the ids of the file.
+
+        Args:
+            model: the model of the saved cache, loaded from the same files.
+            path: the file.
+            policy: the policy that the file must have; None: any.
+            ids: token ids that must begin with those of the file; None: they are not compared.
+            pages: as for a new cache.
+            page_tokens: as for a new cache.
+            backend: as for a new cache.
+            tokenizer: as for a new cache.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is damaged, cut, of a newer format or no document; it is of another
+                model, policy or calibration, or of other ids; or as for a new cache.
+            kv_paging.PoolExhausted: `pages` are too few.
+        """
+        path = Path(path)
+        facts, found, state = document.load(path, model)
+        if ids is not None:
+            found.expect(ids)
+        cache = cls(
+            model,
+            document.expect_policy(path, facts, policy),
+            pages=pages,
+            page_tokens=page_tokens,
+            backend=backend,
+            tokenizer=tokenizer,
+        )
+        try:
+            cache.runtime.restore(state)
+        except DamagedStateError as error:
+            raise document.damaged(path, error) from None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be used here: {error}") from None
+        cache.document = found
+        cache._masks = replace(cache._masks, masked=not bool(found.held.all()))
+        return cache
+
     def __deepcopy__(self, memo: dict[int, object]) -> "CompressedCache":
         """Copy the cache, for the same model, with a separate pool of the same size.
 
@@ -404,15 +497,15 @@ class CompressedCache(AttendingCache):
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, as a cache cannot be pickled, saved by `torch.save` or sent to another process.
+        """Raise, as a cache cannot be pickled or saved by `torch.save`; see `save`.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
-            "a CompressedCache cannot be pickled or saved: it belongs to a model in this process; "
-            "save the token ids and the policy's text, and prefill a new CompressedCache from "
-            "them, or use copy.deepcopy(cache) for a copy in this process"
+            "a CompressedCache cannot be pickled: it belongs to a model in this process; write it "
+            "with cache.save(path) and read it with CompressedCache.load(model, path), or use "
+            "copy.deepcopy(cache) for a copy in this process"
         )
 
 

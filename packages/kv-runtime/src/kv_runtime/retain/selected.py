@@ -19,6 +19,7 @@ from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
 from kv_runtime.retain.planning import Scored, plan_layers
+from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
 from kv_runtime.retain.scoring import Observed, running_in, score, update_scores
 from kv_runtime.retain.turns import Turns
@@ -281,6 +282,18 @@ class KeepSelected:
     def _planned_all(self) -> None:
         self._turns.done(self._planned)
         self.tally.plans += bool(self._planned)
+
+    def plans(self) -> Plans:
+        """Return what is kept between passes beside the tokens, for `restore`."""
+        return Plans(self._turns.counts(), self.budgets, self._budget, self._thresholds)
+
+    def restore(self, plans: Plans, device: torch.device) -> None:
+        """Continue from the plans of another batch with the same tokens."""
+        self._turns.restore(plans.turns)
+        self.budgets = plans.budgets
+        self._budget, self._thresholds = (
+            None if x is None else x.to(device, copy=True) for x in (plans.budget, plans.thresholds)
+        )
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Reorder budgets and turns with their sequences."""

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from kv_policy import Replan
+from kv_runtime.retain.plans import TurnCounts
 
 
 class Turns:
@@ -121,3 +122,14 @@ class Turns:
         self._planned = [self._planned[i] for i in source]
         self._due = [self._due[i] for i in source]
         self._steps = [self._steps[i] for i in source]
+
+    def counts(self) -> TurnCounts:
+        """Return the counts, for `restore`."""
+        each = tuple(self._planned), tuple(self._due), tuple(self._steps)
+        return TurnCounts(*each, passes=self._passes, tokens=self._tokens)
+
+    def restore(self, counts: TurnCounts) -> None:
+        """Continue from the counts of another batch."""
+        self._planned, self._due = list(counts.planned), list(counts.due)
+        self._steps, self._passes = list(counts.steps), counts.passes
+        self._tokens = counts.tokens

@@ -1,6 +1,7 @@
 """The recent window of each sequence as a ring buffer, independent of where slots are stored."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -154,6 +155,26 @@ class Window(ABC):
     def release(self) -> None:
         """Remove all sequences."""
 
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the slots hold, by name; positions follow from the tokens seen.
+
+        Raises:
+            ValueError: slots are in pages of a pool, which may be shared.
+        """
+
+    @abstractmethod
+    def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
+        """Fill the slots from `tensors` of another window of this shape.
+
+        Args:
+            tensors: on the device of the window.
+            seen: tokens seen of each sequence.
+
+        Raises:
+            ValueError: as `tensors`.
+        """
+
 
 class RingBuffer(Window):
     """Ring buffers of `size` tokens for all layers, sequences and KV heads.
@@ -181,6 +202,12 @@ class RingBuffer(Window):
         """Set the positions of the slots; a sequence fills its first slots first."""
         self._position = position
         self._filled = (position >= 0).sum(1).int()
+
+    def _hold_newest(self, seen: Int[Tensor, " B"]) -> None:
+        """Set the positions of the slots after `seen` tokens of each sequence."""
+        last = seen[:, None] - 1
+        slot = torch.arange(self.size, device=seen.device)
+        self._hold((last - (last - slot) % self.size).clamp(min=-1))
 
     @abstractmethod
     def view(self, layers: slice) -> PagedTokens | DenseTokens:

@@ -1,5 +1,7 @@
 """The raw window: the newest tokens of each sequence, in the model's dtype, in a ring buffer."""
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -196,6 +198,17 @@ class RawWindow(RingBuffer):
             f"{layers} layers, {heads} heads, {self.key.dtype} vectors of {key} and {value} "
             f"dimensions{inside} and {scores}"
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return keys, values and scores of all slots."""
+        found = {"key": self.key, "value": self._value, "score": self.score}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
+        """Fill the slots from `tensors` of another window of this shape."""
+        for name, x in self.tensors().items():
+            x.copy_(tensors[name])
+        self._hold_newest(seen)
 
 
 def _write(

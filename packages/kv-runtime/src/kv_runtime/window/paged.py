@@ -1,5 +1,6 @@
 """The raw window in pages of the pool, so that the pool holds all of a sequence."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -25,6 +26,7 @@ from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
 _VALUES: Final[VectorNames] = frozenset({"values"})
+_IN_PAGES: Final = "a raw window in pages cannot be saved or restored; use a pool for one cache"
 
 
 class PagedWindow(RingBuffer):
@@ -215,6 +217,22 @@ class PagedWindow(RingBuffer):
         """Remove all sequences and free their pages."""
         release_all(self.stores)
         self._hold(self.position[:0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Raise: pages of a pool are not saved.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_IN_PAGES)
+
+    def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
+        """Raise: pages of a pool are not restored.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_IN_PAGES)
 
     def _read(self, layers: slice, vectors: VectorNames) -> Stored:
         store = self._store

@@ -1,6 +1,6 @@
 """The raw window of heads with different vector lengths."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -193,6 +193,17 @@ class RaggedWindow(Window):
         """Remove all sequences."""
         for member in self.members:
             member.release()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the slots of each kind hold, by `kind.name`."""
+        return {f"{i}.{k}": x for i, m in enumerate(self.members) for k, x in m.tensors().items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
+        """Fill the slots from `tensors` of another window of this shape."""
+        for i, member in enumerate(self.members):
+            mine = f"{i}."
+            found = {k.removeprefix(mine): x for k, x in tensors.items() if k.startswith(mine)}
+            member.restore(found, seen)
 
     def _each(
         self, layers: slice, read: Callable[[RingBuffer, slice], Tensor], dim: int

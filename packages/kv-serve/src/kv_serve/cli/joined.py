@@ -17,6 +17,7 @@ PACKAGES: Final = {  # our commands and the package of each
     "calibrate": "kv-eval",
     "capacity": "kv-transformers",
     "chat": "kv-transformers",
+    "compress": "kv-transformers",
     "demo": "kv-eval",
     "eval": "kv-eval",
     "generate": "kv-transformers",

@@ -2,11 +2,12 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from kv_transformers.cache_argument import passing
+from kv_transformers.cli.asking import open_document, policy_of, question
 from kv_transformers.cli.console import refuse, refusing, remark
 from kv_transformers.cli.options import (
     BackendOption,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from kv_transformers.models import LoadedModel
 
+DEFAULT: Final = "k8v4"
+
 
 def generate(
     prompt: Annotated[
@@ -35,13 +38,19 @@ def generate(
     ] = None,
     model: ModelOption = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--policy",
             help="How the cache is compressed, for example snapkv:budget=1024+k8v4; "
-            "`full` for transformers' own cache. See `kv-serve policies`.",
+            "`full` for transformers' own cache. See `kv-serve policies`. The default is k8v4, or "
+            "that of --document.",
+            show_default=False,
         ),
-    ] = "k8v4",
+    ] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(help="A file of `kv-serve compress`; the prompt follows its text."),
+    ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="A UTF-8 text placed before PROMPT; - reads standard input."),
@@ -63,29 +72,39 @@ def generate(
     The text streams to standard output; bytes and times are printed to standard error.
     """
     text = _prompt(prompt, prompt_file)
-    from kv_transformers.from_text import folded, read_spec
+    from kv_transformers.from_text import FULL, folded, read_spec
 
+    if document is not None and policy == FULL:
+        refuse(f"--document is under a policy, and `{FULL}` is none; omit --policy")
     with reading_policy(model):
-        spec = read_spec(policy)
+        spec = read_spec(policy or DEFAULT) if document is None else policy_of(document, policy)
     expect_backend(backend)
     loaded = load_model(model, dtype, device)
-    make, _ = caches_by(loaded, backend)
-    tokens = _tokens(loaded, text, raw=raw)
-    _check_length(loaded, tokens.shape[1], max_new_tokens)
+    make, served = caches_by(loaded, backend)
+    if document is None:
+        tokens = _tokens(loaded, text, raw=raw)
+        mask = tokens.new_ones(tokens.shape)
     with ExitStack() as stack:
+        cache: "Cache"
         with refusing(ValueError):
             reason = stack.enter_context(folded(loaded.model, spec))
-            cache = make(loaded.model, spec)
+            if document is None:
+                cache = make(loaded.model, spec)
+            else:
+                cache = opened = open_document(document, loaded, served.backend)
+                tokens, mask = question(loaded, opened, text, raw=raw)
+        _check_length(loaded, tokens.shape[1], max_new_tokens)
         if reason is not None:
             remark(f"The basis is not folded into the model: {reason}")
         streamer = TimedStreamer(loaded.tokenizer)
-        _stream(loaded, tokens, cache, streamer, max_new_tokens, temperature, seed)
+        _stream(loaded, tokens, mask, cache, streamer, max_new_tokens, temperature, seed)
     remark(_summary(spec, cache, tokens.shape[1], streamer))
 
 
 def _stream(
     loaded: "LoadedModel",
     tokens: "Tensor",
+    mask: "Tensor",
     cache: "Cache",
     streamer: TimedStreamer,
     new: int,
@@ -101,7 +120,7 @@ def _stream(
     try:
         generator.generate(
             tokens,
-            attention_mask=tokens.new_ones(tokens.shape),
+            attention_mask=mask,
             **passing(generator, cache),
             max_new_tokens=new,
             streamer=streamer,

@@ -29,6 +29,23 @@ def in_chat(loaded: "LoadedModel", text: str, otherwise: str) -> str:
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
+def around_document(loaded: "LoadedModel") -> tuple[str, str]:
+    """Return the model's chat template before and after a user's text, here a document's.
+
+    The question follows the document in the same turn. Exits with an error without a template.
+    """
+    mark = "\N{REPLACEMENT CHARACTER}DOCUMENT\N{REPLACEMENT CHARACTER}"
+    before, found, after = in_chat(loaded, mark, "compress the text as it is with --raw").partition(
+        mark
+    )
+    if not found or mark in after:
+        refuse(
+            f"the chat template of the model {loaded.name} changes or repeats a text; compress the "
+            "text as it is with --raw"
+        )
+    return before, after
+
+
 def longest(loaded: "LoadedModel") -> int | None:
     """Return the model's maximum number of tokens, if its config defines one."""
     limit: int | None = getattr(loaded.model.config, "max_position_embeddings", None)
