@@ -9,7 +9,7 @@ from kv_paging.moves import Segment, move, take
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
 from kv_paging.work import TokenWrite
-from kv_policy import PagedTokens, Running
+from kv_policy import PagedTokens, Running, TileCounts
 
 
 class TokenStore(HeadPages):
@@ -21,7 +21,8 @@ class TokenStore(HeadPages):
 
     def view(self, layer: int) -> PagedTokens:
         """Return one layer as attention reads it; valid until the next operation."""
-        return self._view(self.table[layer], self._length[layer], self.pool.data)
+        tiles = TileCounts(self._length.flatten(1), layer, self._counted)
+        return self._view(self.table[layer], self._length[layer], self.pool.data, tiles)
 
     def view_layers(self, layers: slice) -> PagedTokens:
         """Return some layers as one with the heads of all; valid until the next operation."""
@@ -296,6 +297,7 @@ class TokenStore(HeadPages):
         table: Int[Tensor, "B H T"],
         length: Int[Tensor, "B H"],
         data: UInt8[Tensor, "P nbytes"],
+        tiles: TileCounts | None = None,
     ) -> PagedTokens:
         return PagedTokens(
             data,
@@ -305,6 +307,7 @@ class TokenStore(HeadPages):
             reverse=self._table.reverse,
             holes=self.in_blocks and self.layout.positions,
             longest=self.longest,
+            tiles=tiles,
         )
 
     def _fetch(self, table_rows: Tensor, slot: Tensor) -> Stored:
