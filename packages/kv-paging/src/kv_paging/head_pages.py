@@ -16,7 +16,7 @@ from kv_paging.checks import expect_shape, expect_within
 from kv_paging.kernels import select_page_kernels
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
-from kv_policy import PageLayout
+from kv_policy import PageLayout, TileCounts
 
 _ALL: Final = slice(None)
 
@@ -103,7 +103,7 @@ class HeadPages:
         self._longest = 0
         self._changes = 0
         self._ids = torch.empty(0, dtype=torch.long, device=pool.device)  # of all table rows
-        self._counted: dict[int, Tensor] = {}  # tiles, see `TileCounts`
+        self._tiles: TileCounts | None = None
         self._facing = None if facing is None else facing._held
         if facing is None:
             self._table = PageTable(self._length.numel(), pool.device)
@@ -231,7 +231,7 @@ class HeadPages:
     def set_longest(self, longest: int) -> None:
         """Set the upper bound of lengths, which a step changes."""
         self._longest = longest
-        self._counted = {}
+        self._tiles = None
 
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)
@@ -267,7 +267,7 @@ class HeadPages:
 
     def widen(self, columns: int) -> None:
         """Widen the page table to `columns` pages per row, both sides together."""
-        if self._facing is None:
+        if self._facing is None or columns <= self._table.width:
             self._table.widen(columns)
             return
         left = self._facing if self._table.reverse else self._held
@@ -335,7 +335,7 @@ class HeadPages:
     def _note_change(self) -> None:
         """Note that lengths have changed, other than by a step."""
         self._changes += 1
-        self._counted = {}
+        self._tiles = None
 
     def _place(self, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the page of a slot of each table row, and the row inside it."""

@@ -266,7 +266,7 @@ def combine_kernel(
 ):
     """Merge the programs' results per table row, over all parts.
 
-    `ends` are [table_rows] per part; each part has programs + rows slots. `out` is [table_rows, GROUP,
+    `ends` are [table_rows] of each part, with programs + rows slots. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
     no token. With SINKS, `sinks` [heads, GROUP] take part, once per query. With FRESH, `tokens` are
     one dense token per sequence, whose key has at most WIDTH dimensions; with WATCH, `logits`

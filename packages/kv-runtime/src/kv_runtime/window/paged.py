@@ -20,7 +20,7 @@ from kv_paging import (
     release_all,
     write_slots,
 )
-from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, TileCounts, tier_formats
+from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, Running, TileCounts, tier_formats
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
@@ -126,6 +126,24 @@ class PagedWindow(RingBuffer):
             ValueError: tokens have no scores.
         """
         self._store.set_layers_scores(layers, score.flatten(0, 2))
+
+    def accumulate(
+        self,
+        layers: slice,
+        before: Int[Tensor, " B"],
+        mass: Float[Tensor, "n B H W"],
+        seen: Int[Tensor, "n B H W"],
+        running: Running,
+    ) -> None:
+        """Update the scores of layers' tokens with a decode step, as `Window.accumulate`.
+
+        Raises:
+            ValueError: tokens have no scores.
+        """
+        rows = self._by_table_row(layers, before[:, None])[:, 0]
+        place = self._by_table_row(layers, self.position)
+        observed = mass.flatten(0, 2), seen.flatten(0, 2)
+        self._store.accumulate_layers(layers, rows, *observed, running, place)
 
     def put(
         self,
