@@ -26,7 +26,7 @@ def asking(ends, table_rows, found, WIDE: tl.constexpr):
 def test_every_tile_is_of_its_table_row(wide):
     length = torch.tensor(LENGTH, dtype=torch.int32, device=DEVICE)
     ends = torch.full_like(length, -1)
-    plan_kernel[(1,)](length, ends, len(length), BLOCK=BLOCK, WIDE=wide)
+    plan_kernel[(1,)](length, ends, len(length), len(ends), BLOCK=BLOCK, WIDE=wide)
     tiles = [-(-tokens // BLOCK) for tokens in LENGTH]
     assert ends.tolist() == torch.tensor(tiles).cumsum(0).tolist()
     found = torch.full((sum(tiles),), -1, dtype=torch.int32, device=DEVICE)

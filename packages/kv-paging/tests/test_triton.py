@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_paging import PerHeadRankTiers, Tiers, fit, torch_kernels, triton_kernels
+from kv_paging import PerHeadRankTiers, Tiers, fit, read_slots, torch_kernels, triton_kernels
 from kv_paging.kernels import declined, select_page_kernels
 from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_policy.interpreter import SWITCH
 from kv_quant import ChannelCodec
 from kv_quant.integer import IntegerCodec
 from page_twins import DTYPES, strided, vectors
-from triton_cases import DEVICE, NAMED, Both, Program, form, one_store
+from triton_cases import DEVICE, NAMED, Both, Program, form, one_store, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
@@ -77,6 +77,13 @@ def test_tokens_are_written_read_and_moved(keys, values, key, value, tokens) -> 
         mass = torch.rand(3, longest, generator=g)
         for running in (RunningMean(5), RunningSum(7)):
             both.do("accumulate_layers", slice(0, 1), before, mass, seen, running)
+    if scores and not positions:  # those of a window are not in its pages
+        before, place = torch.tensor([100, -1, 3]), torch.arange(longest).expand(3, longest) - 1
+        mass = torch.rand(3, longest, generator=g)
+        given = mass, torch.ones_like(mass).int(), RunningMean(5), place
+        both.do("accumulate_layers", slice(0, 1), before, *given)
+    some = torch.tensor([2, 0]), torch.tensor([[1], [39]])
+    same(*(read_slots(one, *(x.to(one.pool.device) for x in some)) for one in both.each))
     both.do("compact", named, torch.rand(2, 50, generator=g) < 0.5)
     both.do("select", torch.tensor([2, 2, 0, 1, 0]))
 

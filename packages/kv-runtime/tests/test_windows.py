@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_paging import PagePool, PoolExhausted, RankGroups
-from kv_policy import CacheShape, compose
+from kv_policy import CacheShape, RunningMean, RunningSum, compose
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
 from kv_runtime.window.base import Window
@@ -107,6 +107,18 @@ class Pairs:
             raw.set_scores_of(layers, score)
             paged.set_scores_of(layers, score)
 
+    def accumulate(self) -> None:
+        raw, paged, seen = self.pairs[self.below(len(self.pairs))]
+        if self.scores:
+            layers = slice(self.below(SHAPE.layers), SHAPE.layers)
+            lead = SHAPE.layers - layers.start, len(seen), SHAPE.kv_heads, self.size
+            mass = torch.rand(lead, generator=self.random)
+            count = torch.randint(0, 3, lead, generator=self.random)
+            running = (RunningMean(), RunningMean(2), RunningSum(3))[self.below(3)]
+            before = seen.masked_fill(torch.rand(len(seen), generator=self.random) < 0.3, -1)
+            for window in (raw, paged):
+                window.accumulate(layers, before, mass, count, running)
+
     def select(self) -> None:
         at = self.below(len(self.pairs))
         raw, paged, seen = self.pairs[at]
@@ -153,7 +165,9 @@ class Pairs:
     scores=st.booleans(),
     seed=st.integers(0, 10**6),
     names=st.lists(
-        st.sampled_from(("begin", "put", "exchange", "exchange", "rescore", "select", "join")),
+        st.sampled_from(
+            ("begin", "put", "exchange", "exchange", "accumulate", "rescore", "select", "join")
+        ),
         max_size=12,
     ),
 )

@@ -118,13 +118,19 @@ def copy_pages(
 
 
 def read(
-    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens,
+    table_rows: Int[Tensor, " S"],
+    slots: int,
+    vectors: VectorNames,
+    start: Int[Tensor, " S"] | None = None,
 ) -> Stored:
-    """Read tokens.
+    """Read tokens; torch reads those that are not the first.
 
     Raises:
         RuntimeError: a table names a missing page.
     """
+    if start is not None:
+        return torch_kernels.read(pages, table_rows, slots, vectors, start)
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
         torch.ops.kv_cpu.page_read(
@@ -155,12 +161,16 @@ def accumulate(
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
     running: Running,
+    position: Int[Tensor, "S L"] | None = None,
 ) -> None:
-    """Update scores.
+    """Update scores; torch does if pages store no positions.
 
     Raises:
         RuntimeError: a table names a missing page; nothing was written.
     """
+    if position is not None:
+        torch_kernels.accumulate(pages, table_rows, before, mass, seen, running, position)
+        return
     torch.ops.kv_cpu.page_accumulate(
         *_tier(pages),
         pages.length[:, 0],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from msgspec import Meta
 from torch import Tensor
 
@@ -209,17 +209,15 @@ class LeanKV(Selecting):
         asked = view.tier_thresholds / view.length[:, None]
         if not self._prunes:
             asked = asked[:-1]  # the last tier takes everything
-
-        def level(score: Float[Tensor, "N B H"]) -> Int[Tensor, "N B H"]:
-            place = (score < asked).sum(0)
-            return torch.where(place < self.tiers, place, DROP)
-
-        tier = level(view.candidate)
-        least = view.weakest.gather(0, tier.clamp(max=self.tiers - 1)[None])[0]
-        target = level(least)
-        moves = (tier != DROP) & (target > tier)
-        victim = torch.where(moves, tier, NOBODY)
-        return Step(*(x.to(torch.uint8) for x in (tier, victim, target)))
+        score = torch.cat((view.candidate[None], view.weakest))
+        level = (score < asked[:, None]).sum(0, dtype=torch.uint8)  # each one's tier
+        enters = level[:1].long()
+        if self._prunes:
+            level = level.masked_fill(level >= self.tiers, DROP)
+            enters = enters.clamp(max=self.tiers - 1)
+        tier, target = level[0], level[1:].gather(0, enters)[0]
+        # Nobody is below DROP, so a candidate that is pruned moves nobody.
+        return Step(tier, tier.masked_fill(target <= tier, NOBODY), target)
 
     def _below(self, view: PlanView) -> list[Tensor]:
         """Return per tier, best first, the tokens below its threshold."""

@@ -16,7 +16,7 @@ from kv_paging.checks import expect_shape, expect_within
 from kv_paging.kernels import select_page_kernels
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
-from kv_policy import PageLayout
+from kv_policy import PageLayout, TileCounts
 
 _ALL: Final = slice(None)
 
@@ -102,6 +102,8 @@ class HeadPages:
         self._held = Lengths(none, layout.tokens)
         self._longest = 0
         self._changes = 0
+        self._ids = torch.empty(0, dtype=torch.long, device=pool.device)  # of all table rows
+        self._tiles: TileCounts | None = None
         self._facing = None if facing is None else facing._held
         if facing is None:
             self._table = PageTable(self._length.numel(), pool.device)
@@ -166,8 +168,10 @@ class HeadPages:
 
     def table_rows(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
         """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
-        ids = torch.arange(self._length.numel(), device=self.pool.device)
-        return ids.view(self._length.shape)[layers].flatten()
+        every = self._length.numel()
+        if len(self._ids) != every:
+            self._ids = torch.arange(every, device=self.pool.device)
+        return self._ids.view(self._length.shape)[layers].flatten()
 
     def pages_for_more(self, count: Int[Tensor, " S"]) -> Int[Tensor, ""]:
         """Return the number of pages for `count` more tokens of all table rows."""
@@ -248,8 +252,9 @@ class HeadPages:
         return self._table
 
     def set_longest(self, longest: int) -> None:
-        """Set the upper bound of lengths."""
+        """Set the upper bound of lengths, which a step changes."""
         self._longest = longest
+        self._tiles = None
 
     def _pages_for(self, length: Tensor) -> Tensor:
         return pages_for(length, self.layout.tokens)
@@ -285,7 +290,7 @@ class HeadPages:
 
     def widen(self, columns: int) -> None:
         """Widen the page table to `columns` pages per row, both sides together."""
-        if self._facing is None:
+        if self._facing is None or columns <= self._table.width:
             self._table.widen(columns)
             return
         left = self._facing if self._table.reverse else self._held
@@ -307,7 +312,7 @@ class HeadPages:
         if not self._table.reverse:  # the right side is reordered with the left
             self._table.reorder(rows)
         self._length = self._length[:, source].contiguous()
-        self._changes += 1
+        self._note_change()
 
     def _join(self, other: "HeadPages") -> None:
         """Append the other's sequences in every layer; the other has none afterwards."""
@@ -317,7 +322,7 @@ class HeadPages:
             self._table.join(other._table, len(self._length), left if self._facing else None)
         self._length = torch.cat((self._length, other._length), 1)
         self._longest = longest
-        self._changes += 1
+        self._note_change()
         other._empty()
 
     def _empty(self) -> None:
@@ -326,7 +331,7 @@ class HeadPages:
             self._table.reorder(self.table_rows()[:0])
         self._length = self._length[:, :0].contiguous()
         self._longest = 0
-        self._changes += 1
+        self._note_change()
 
     def _copy(self, count: Tensor, total: int) -> None:
         """Replace the pages of each table row by copies of its first `count` pages."""
@@ -348,7 +353,12 @@ class HeadPages:
     def _set_length(self, table_rows: Tensor, length: Tensor, longest: int) -> None:
         self._length.view(-1)[table_rows] = length.to(self._length.dtype)
         self._longest = longest
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Note that lengths have changed, other than by a step."""
         self._changes += 1
+        self._tiles = None
 
     def _place(self, table_rows: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the page of a slot of each table row, and the row inside it."""

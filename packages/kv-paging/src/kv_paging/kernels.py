@@ -68,9 +68,14 @@ class PageKernels(Protocol):
         ...
 
     def read(
-        self, pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
+        self,
+        pages: PagedTokens,
+        table_rows: Int[Tensor, " S"],
+        slots: int,
+        vectors: VectorNames,
+        start: Int[Tensor, " S"] | None = None,
     ) -> Stored:
-        """Return the tokens in the first slots of table rows."""
+        """Return the tokens in the first slots of table rows, or in those from `start` on."""
         ...
 
     def rescore(
@@ -87,10 +92,11 @@ class PageKernels(Protocol):
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
         running: Running,
+        position: Int[Tensor, "S L"] | None = None,
     ) -> None:
         """Update the scores of the first L slots, as `running.update`.
 
-        A table row with `before` -1 is unchanged.
+        A table row with `before` -1 is unchanged. `position` is given if pages store none.
         """
         ...
 

@@ -1,15 +1,18 @@
 """One tier of a cache: tokens of one format in pages, with scores and positions."""
 
+from dataclasses import replace
+
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging import torch_kernels
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.head_pages import HeadPages, select_all
 from kv_paging.moves import Segment, move, take
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
 from kv_paging.work import TokenWrite
-from kv_policy import PagedTokens, Running
+from kv_policy import PagedTokens, Running, TileCounts
 
 
 class TokenStore(HeadPages):
@@ -21,7 +24,10 @@ class TokenStore(HeadPages):
 
     def view(self, layer: int) -> PagedTokens:
         """Return one layer as attention reads it; valid until the next operation."""
-        return self._view(self.table[layer], self._length[layer], self.pool.data)
+        if self._tiles is None:
+            self._tiles = TileCounts(self._length.flatten(1))
+        tiles = replace(self._tiles, layer=layer)
+        return self._view(self.table[layer], self._length[layer], self.pool.data, tiles)
 
     def view_layers(self, layers: slice) -> PagedTokens:
         """Return some layers as one with the heads of all; valid until the next operation."""
@@ -104,6 +110,7 @@ class TokenStore(HeadPages):
         mass: Float[Tensor, "S L"],
         seen: Int[Tensor, "S L"],
         running: Running,
+        position: Int[Tensor, "S L"] | None = None,
     ) -> None:
         """Update the scores of some layers' tokens, means over queries or sums, with a pass.
 
@@ -113,19 +120,24 @@ class TokenStore(HeadPages):
             mass: attention mass of the queries of the pass per slot, in the order of `read_layers`.
             seen: number of queries counted per slot.
             running: the kind of mean or sum.
+            position: positions per slot, -1 for empty ones, if pages store none.
 
         Raises:
-            ValueError: pages store no scores or positions, or fewer slots than `longest` are given.
+            ValueError: pages store no scores, positions are missing or also stored here, or fewer
+                slots than `longest` are given.
         """
         self._expect_scores()
-        self._expect_positions()
-        table_rows = self.table_rows(layers)
-        for name, x in (("mass", mass), ("seen", seen)):
+        if position is None:
+            self._expect_positions()
+        table_rows, longest = self.table_rows(layers), self.longest
+        given = {"mass": mass, "seen": seen} | ({} if position is None else {"position": position})
+        for name, x in given.items():
             expect_shape(name, x, table_rows.shape[0], None)
-            expect_cover(name, x.shape[1], self.longest)
+            expect_cover(name, x.shape[1], longest)
         expect_shape("before", before, table_rows.shape[0])
-        mine = mass[:, : self.longest], seen[:, : self.longest]
-        self.kernels.accumulate(self.whole(), table_rows, before, *mine, running)
+        mine = mass[:, :longest], seen[:, :longest]
+        places = () if position is None else (position[:, :longest],)
+        self.kernels.accumulate(self.whole(), table_rows, before, *mine, running, *places)
 
     def weakest(
         self, table_rows: Int[Tensor, " S"]
@@ -296,6 +308,7 @@ class TokenStore(HeadPages):
         table: Int[Tensor, "B H T"],
         length: Int[Tensor, "B H"],
         data: UInt8[Tensor, "P nbytes"],
+        tiles: TileCounts | None = None,
     ) -> PagedTokens:
         return PagedTokens(
             data,
@@ -305,6 +318,7 @@ class TokenStore(HeadPages):
             reverse=self._table.reverse,
             holes=self.in_blocks and self.layout.positions,
             longest=self.longest,
+            tiles=tiles,
         )
 
     def _fetch(self, table_rows: Tensor, slot: Tensor) -> Stored:
@@ -383,6 +397,8 @@ def read_slots(
         slot: slots of each table row, before its end.
         vectors: the vectors to decode.
     """
+    if slot.shape[1] == 1:
+        return store.kernels.read(store.whole(), table_rows, 1, vectors, slot[:, 0])
     page, row = store._place(table_rows[:, None].expand_as(slot), slot)
 
     def take_each(segment: Segment) -> Tensor:
@@ -413,6 +429,13 @@ def write_slots(
         score: of the tokens; None keeps the stored scores.
         position: of the tokens; None keeps the stored positions.
     """
+    beside = (score is not None, position is not None)
+    whole = beside == (store.layout.scores, store.layout.positions)
+    # The kernels in torch list the marked ones, for which a device would be waited for.
+    if slot.shape[1] == 1 and whole and store.kernels is not torch_kernels:
+        tokens = TokenWrite(table_rows, slot[:, 0], some, key, value, score, position)
+        store.kernels.write(store.whole(), tokens)
+        return
     page, row = store._place(table_rows[:, None].expand_as(slot), slot)
     write_tokens(
         store.pool.padded,

@@ -122,6 +122,8 @@ class Tiers(Sequences):
 
     def counts(self) -> Int[Tensor, "K N B H"]:
         """Return the number of tokens in each tier, without synchronizing."""
+        if not self.in_blocks:
+            return torch.stack([store.length for store in self.stores]).long()
         live = [torch.zeros_like(self.stores[0].live) for _ in range(self.tiers)]
         for tier, store in zip(self.tier, self.stores, strict=True):
             live[tier] = live[tier] + store.live

@@ -13,6 +13,7 @@ from kv_paging.moves import (
     move,
     position_segment,
     score_segment,
+    take,
     take_pages,
 )
 from kv_paging.pool import PagePool
@@ -93,12 +94,29 @@ def compact(pages: PagedTokens, table_rows: Int[Tensor, " S"], stay: Bool[Tensor
 
 
 def read(
-    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens,
+    table_rows: Int[Tensor, " S"],
+    slots: int,
+    vectors: VectorNames,
+    start: Int[Tensor, " S"] | None = None,
 ) -> Stored:
     """Read tokens."""
+    if start is not None:
+        return _read_from(pages, table_rows, start, slots, vectors)
     take_all = _taker(pages, table_rows, slots)
     held = _present(pages, table_rows, slots, take_all)
     return read_tokens(pages.layout, held, take_all, vectors)
+
+
+def _read_from(
+    pages: PagedTokens, table_rows: Tensor, start: Tensor, slots: int, vectors: VectorNames
+) -> Stored:
+    slot = start[:, None] + torch.arange(slots, device=start.device)
+    held = slot < _lengths(pages, table_rows)[:, None]
+    page, row = _place(pages, table_rows[:, None].expand_as(slot), slot)
+    return read_tokens(
+        pages.layout, held, lambda segment: take(pages.data, segment, page, row), vectors
+    )
 
 
 def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
@@ -125,12 +143,14 @@ def accumulate(
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
     running: Running,
+    position: Int[Tensor, "S L"] | None = None,
 ) -> None:
     """Update scores."""
     held = read(pages, table_rows, mass.shape[1], NONE)
+    place = held.position if position is None else position
     assert held.score is not None  # checked by the caller
-    assert held.position is not None
-    score = running.update(held.score, held.position, before[:, None], mass, seen)
+    assert place is not None
+    score = running.update(held.score, place, before[:, None], mass, seen)
     rescore(pages, table_rows, score.where(before[:, None] >= 0, held.score))
 
 

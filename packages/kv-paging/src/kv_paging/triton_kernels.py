@@ -89,12 +89,16 @@ def copy_pages(
 
 
 def read(
-    pages: PagedTokens, table_rows: Int[Tensor, " S"], slots: int, vectors: VectorNames
+    pages: PagedTokens,
+    table_rows: Int[Tensor, " S"],
+    slots: int,
+    vectors: VectorNames,
+    start: Int[Tensor, " S"] | None = None,
 ) -> Stored:
     """Read tokens."""
     from kv_paging.gpu import reading
 
-    return reading.read(pages, table_rows, slots, vectors)
+    return reading.read(pages, table_rows, slots, vectors, start)
 
 
 def rescore(pages: PagedTokens, table_rows: Int[Tensor, " S"], score: Float[Tensor, "S L"]) -> None:
@@ -111,11 +115,12 @@ def accumulate(
     mass: Float[Tensor, "S L"],
     seen: Int[Tensor, "S L"],
     running: Running,
+    position: Int[Tensor, "S L"] | None = None,
 ) -> None:
     """Update scores."""
     from kv_paging.gpu import accumulating
 
-    accumulating.accumulate(pages, table_rows, before, mass, seen, running)
+    accumulating.accumulate(pages, table_rows, before, mass, seen, running, position)
 
 
 def weakest(

@@ -38,7 +38,7 @@ from kv_policy.contract import (
 )
 from kv_policy.evictor import Evictor, best, protect, whole_tokens
 from kv_policy.lifecycle import Observe, Replan, Replay, Running, RunningMean, RunningSum
-from kv_policy.pages import PagedTokens, PageLayout
+from kv_policy.pages import PagedTokens, PageLayout, TileCounts
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
@@ -102,6 +102,7 @@ __all__ = [
     "Step",
     "StepView",
     "TieredFormats",
+    "TileCounts",
     "TokenFormat",
     "Uncompressed",
     "UnknownPolicyError",

@@ -94,6 +94,24 @@ class PageLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class TileCounts:
+    """The tiles of the table rows of several layers, which one layer counts for all of them.
+
+    Kernels divide the tokens of a table row into tiles. The first layer of a step counts those of
+    every layer, and the others read. Whoever changes a length begins with a new `counted`.
+
+    Attributes:
+        length: Tokens of each table row of all layers, int32.
+        layer: The index of this layer.
+        counted: By tokens of a tile: the tiles in table rows 0 to r of each layer.
+    """
+
+    length: Int[Tensor, "N R"]
+    layer: int = 0
+    counted: dict[int, Int[Tensor, "N R"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PagedTokens:
     """One tier of one layer in a pool of equal pages; each (sequence, head) is a page-table row.
 
@@ -101,9 +119,6 @@ class PagedTokens:
     table[b, h, T - 1 - j] for the tier that grows from the right of a shared table (`reverse`; the
     bidirectional table of LeanKV section 5.2). Table entries past the pages of a row are undefined
     and must not be read.
-
-    Kernels divide the tokens of a row into tiles. Layers of a step whose lengths are equal may pass
-    the same dictionary as `tiles`: the first one counts, by tokens of a tile, and the others read.
     """
 
     data: UInt8[Tensor, "P nbytes"]
@@ -113,4 +128,4 @@ class PagedTokens:
     reverse: bool = False
     holes: bool = False  # a slot below `length` with a negative stored position is empty
     longest: int | None = None  # upper bound of `length`, known on the host without a sync
-    tiles: dict[int, Tensor] | None = field(default=None, compare=False, repr=False)
+    tiles: TileCounts | None = field(default=None, compare=False, repr=False)

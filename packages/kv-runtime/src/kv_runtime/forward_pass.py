@@ -30,6 +30,8 @@ class Pass:
     @cached_property
     def before(self) -> Int[Tensor, " B"]:
         """Tokens of each sequence before a decode pass; -1: it has no new token."""
+        if self.position.shape[1] == 1:  # so many are before the token at this position
+            return self.position[:, 0]
         brings = (self.position >= 0).any(1)
         return (self.total - self.position.shape[1]).where(brings, -1)
 
@@ -111,8 +113,12 @@ class Forward:
             more: whether prompts continue in a later pass.
             reach: the last column of the pass that each query sees; None: its own.
         """
-        count = valid.long().cumsum(-1)
-        position = torch.where(valid, seen[:, None] + count - 1, -1)
+        if valid.shape[1] == 1:
+            count = valid.long()
+            position = seen[:, None].masked_fill(~valid, -1)
+        else:
+            count = valid.long().cumsum(-1)
+            position = torch.where(valid, seen[:, None] + count - 1, -1)
         far = None
         if reach is not None:
             far = torch.where(valid, seen[:, None] + count.gather(1, reach) - 1, -1)

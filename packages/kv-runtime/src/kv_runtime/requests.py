@@ -180,8 +180,8 @@ class RequestBatch:
                 found[step.request] = begin
         if found:
             assert self.decoding is not None, "a decoding request has been prefilled"
-            row = torch.tensor([[found.get(name, -1)] for name in self.names])
-            part = TokenRows.of(self.decoding, row, self.empty.device)
+            row = [found.get(name, -1) for name in self.names]
+            part = TokenRows.one_each(self.decoding, row, self.empty.device)
             self._begin(part, prompt=False, more=False)
 
     def _prefill(self, step: RequestStep, begin: int, end: int) -> None:

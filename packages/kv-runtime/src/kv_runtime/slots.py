@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_attention import DenseTokens, attend
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
-from kv_policy import PagedTokens, PageLayout, TokenFormat
+from kv_policy import PagedTokens, PageLayout, TileCounts, TokenFormat
 from kv_runtime.copies import to_device
 from kv_runtime.output_rows import decode_rows, write_rows
 
@@ -32,7 +32,11 @@ class SlotBatch:
     source: slice | Int[Tensor, " BL"]  # row of each element among new tokens; any for padding
     place: Int[Tensor, " n"] | None  # flat index of each token; None: there is no padding
     target: slice | Int[Tensor, " n"]  # row of each token
-    tiles: dict[int, Tensor] = field(default_factory=dict)  # as in `PagedTokens`
+    tiles: TileCounts = field(init=False)  # of `stored`, which is the same in all layers
+
+    def __post_init__(self) -> None:
+        """Start to count tiles."""
+        object.__setattr__(self, "tiles", TileCounts(self.stored.int().reshape(1, -1)))
 
     def take(self, x: Float[Tensor, "m heads D"]) -> Float[Tensor, "B L heads D"]:
         """Return the tokens' vectors: a view if their rows follow each other."""

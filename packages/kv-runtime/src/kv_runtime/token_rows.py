@@ -1,5 +1,6 @@
 """Requests that attend together in a step, as a padded batch of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,16 @@ class TokenRows:
             return cls(cache, on_device, these, None, these)
         those = to_device(rows, device)
         return cls(cache, on_device, those, None, those)
+
+    @classmethod
+    def one_each(cls, cache: PolicyCache, row: Sequence[int], device: torch.device) -> "TokenRows":
+        """Build the indices of one token per sequence, as `of`, from rows that the host knows."""
+        first = row[0]
+        if first < 0 or list(row) != list(range(first, first + len(row))):
+            return cls.of(cache, torch.tensor(row)[:, None], device)
+        these = slice(first, first + len(row))
+        real = torch.ones(len(row), 1, dtype=torch.bool, device=device)
+        return cls(cache, real, these, None, these)
 
     def begin(self, *, prompt: bool, more: bool) -> None:
         """Begin the forward pass of the step."""

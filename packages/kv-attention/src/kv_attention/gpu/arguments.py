@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_attention.checks import longest_of
 from kv_attention.tokens import DenseTokens
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, TileCounts
 from kv_policy.described import NUMBERS, described
 
 LOG2E: Final = 1.4426950408889634  # kernels compute logits in base 2
@@ -43,7 +43,7 @@ class PartArguments:
     key: Form
     value: Form
     page: tuple[int, int, bool, int] = (1, -1, False, 1)
-    tiles: dict[int, Tensor] | None = None
+    tiles: TileCounts | None = None
 
     def lengths(self, table_rows: int, device: torch.device) -> Int[Tensor, " R"]:
         """Return the slots of each table row."""

@@ -54,6 +54,70 @@ def mass_of_step_kernel(
     logits,
     lse,
     position,
+    lengths,
+    places,
+    strides,
+    mass,
+    seen,
+    widths,
+    table_rows,
+    heads,
+    above,
+    skip,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX: tl.constexpr,
+    MEAN: tl.constexpr,
+    TERMS: tl.constexpr,
+    PAGED: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Sum the terms over a group, for all parts; the blocks of one follow those of another.
+
+    Arguments are of each part: `mass` is [terms, table_rows, width], `seen` [table_rows, width],
+    `logits` [table_rows, GROUP, width] in base 2, undefined past the end of a table row of pages;
+    but `lse` [table_rows, GROUP] is natural. With FAR, tokens count from `skip` positions before
+    the query on.
+    """
+    begin = 0
+    for i in tl.static_range(PARTS):
+        blocks = (widths[i] + BLOCK - 1) // BLOCK
+        block = tl.program_id(0) - begin
+        if (block >= 0) & (block < blocks):
+            mass_of_block(
+                logits[i],
+                lse,
+                position,
+                lengths[i],
+                places[i],
+                strides[i],
+                mass[i],
+                seen[i],
+                widths[i],
+                table_rows,
+                heads,
+                above,
+                skip,
+                block,
+                GROUP,
+                BLOCK,
+                MAX,
+                MEAN,
+                TERMS,
+                PAGED[i],
+                FAR[i],
+            )
+        begin += blocks
+
+
+@triton.jit
+@no_type_check
+def mass_of_block(
+    logits,
+    lse,
+    position,
+    length,
     places,
     place_strides,
     mass,
@@ -63,25 +127,26 @@ def mass_of_step_kernel(
     heads,
     above,
     skip,
+    block,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX: tl.constexpr,
     MEAN: tl.constexpr,
     TERMS: tl.constexpr,
+    PAGED: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Sum the terms over a group: `mass` is [terms, table_rows, width], `seen` [table_rows, width].
-
-    `logits` [table_rows, GROUP, width] are in base 2, `lse` [table_rows, GROUP] is natural. With
-    FAR, tokens count from `skip` positions before the query on.
-    """
+    """Sum the terms of a block of slots of a part."""
     r = tl.program_id(1)
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
     inside = slot < width
     b, h = r // heads, r % heads
     at = tl.load(position + b) + tl.zeros([BLOCK], tl.int64)
     first = logits + r.to(tl.int64) * GROUP * width + slot
-    counts = tl.load(first, mask=inside, other=float("-inf")) > float("-inf")
+    held = inside
+    if PAGED:
+        held = inside & (slot < tl.load(length + r))
+    counts = tl.load(first, mask=held, other=float("-inf")) > float("-inf")
     counts = counts & (at >= 0)
     if FAR:
         mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
@@ -285,32 +350,38 @@ def mass_of_step(
     if what.last == 0:
         return Attended(done.out)
     batch, heads, group = done.lse.shape
-    found = []
-    for part, logits, place in zip(parts, done.logits, places, strict=True):
-        mass, seen, terms = _sums(part, batch, heads, what, done.lse.device)
-        if part.width:
-            block = min(1024, triton.next_power_of_2(part.width))
-            mass_of_step_kernel[(triton.cdiv(part.width, block), batch * heads)](
-                logits,
-                done.lse,
-                position.reshape(-1).contiguous(),
-                *_placed(part, place),
-                mass,
-                seen,
-                part.width,
-                batch * heads,
-                heads,
-                what.above or 0.0,
-                what.skip,
-                GROUP=group,
-                BLOCK=block,
-                MAX=what.group in ("max", "max-of-sums"),
-                MEAN=what.group == "mean",
-                TERMS=terms,
-                FAR=what.skip > int(part.paged),
-                num_warps=4,
-            )
-        found.append((mass, seen))
+    sums = [_sums(part, batch, heads, what, done.lse.device) for part in parts]
+    found = [(mass, seen) for mass, seen, _ in sums]
+    some = [i for i, part in enumerate(parts) if part.width]
+    if not some:
+        return _attended(done.out, found, what)
+    at = [_placed(parts[i], places[i]) for i in some]
+    widths = [parts[i].width for i in some]
+    block = min(1024, triton.next_power_of_2(max(widths)))
+    mass_of_step_kernel[(sum(triton.cdiv(width, block) for width in widths), batch * heads)](
+        tuple(done.logits[i] for i in some),
+        done.lse,
+        position.reshape(-1).contiguous(),
+        tuple(position if (length := parts[i].length) is None else length for i in some),
+        tuple(place for place, _ in at),
+        tuple(strides for _, strides in at),
+        tuple(found[i][0] for i in some),
+        tuple(found[i][1] for i in some),
+        tuple(widths),
+        batch * heads,
+        heads,
+        what.above or 0.0,
+        what.skip,
+        PARTS=len(some),
+        GROUP=group,
+        BLOCK=block,
+        MAX=what.group in ("max", "max-of-sums"),
+        MEAN=what.group == "mean",
+        TERMS=sums[0][2],
+        PAGED=tuple(parts[i].paged for i in some),
+        FAR=tuple(what.skip > int(parts[i].paged) for i in some),
+        num_warps=4,
+    )
     return _attended(done.out, found, what)
 
 

@@ -1,8 +1,8 @@
 """Decode steps: one query per sequence and head over all parts of the tokens (split-KV).
 
 One launch per part plans, another computes attention, and a last one combines. A lone dense token
-in the last part, the step's own, is attended to while combining. Layers whose table rows are
-equally long may share a plan.
+in the last part, the step's own, is attended to while combining. The first layer of a step may plan
+for all of them, see `TileCounts`.
 The tiles of all table rows are concatenated and split evenly among the programs, across row
 boundaries, so no program waits for the longest table row. For each table row in its range, a
 program writes an output and a log-sum-exp to a separate slot: program p and table row r use slot
@@ -44,14 +44,20 @@ from kv_attention.gpu.tiles import (
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
+from kv_policy import TileCounts
 
 WIDEST_FRESH: Final = 256  # dimensions of the key of a token that is attended to while combining
 
 
 @triton.jit
 @no_type_check
-def plan_kernel(length, ends, table_rows, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Count tiles: ends[r] is the number of tiles in table rows 0 to r."""
+def plan_kernel(length, ends, table_rows, pitch, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Count tiles: ends[r] is the number of tiles in table rows 0 to r.
+
+    A program counts those of one layer; `pitch` is between the `ends` of layers.
+    """
+    length += tl.program_id(0).to(tl.int64) * table_rows
+    ends += tl.program_id(0).to(tl.int64) * pitch
     before = tl.zeros((), tl.int32)
     for first in range(0, table_rows, WIDE):
         at = first + tl.arange(0, WIDE)
@@ -240,12 +246,12 @@ def combine_kernel(
     q_strides,
     logits,
     tokens,
-    parts,
     table_rows,
     heads,
     programs,
     scale,
     softcap,
+    PARTS: tl.constexpr,
     FRESH: tl.constexpr,
     WATCH: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -260,7 +266,7 @@ def combine_kernel(
 ):
     """Merge the programs' results per table row, over all parts.
 
-    `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
+    `ends` are [table_rows] of each part, with programs + rows slots. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
     no token. With SINKS, `sinks` [heads, GROUP] take part, once per query. With FRESH, `tokens` are
     one dense token per sequence, whose key has at most WIDTH dimensions; with WATCH, `logits`
@@ -275,10 +281,9 @@ def combine_kernel(
     real = tl.load(position + r // heads) >= 0
     if SINKS:
         highest, weight = sinks_of(sinks, r % heads * GROUP + g, g < tl.where(real, GROUP, 0))
-    for part in range(parts):
-        mine = ends + part * table_rows
-        total, stop = tl.load(mine + table_rows - 1), tl.load(mine + r)
-        start = tl.load(mine + r - 1, mask=r > 0, other=0)
+    for part in tl.static_range(PARTS):
+        total, stop = tl.load(ends[part] + table_rows - 1), tl.load(ends[part] + r)
+        start = tl.load(ends[part] + r - 1, mask=r > 0, other=0)
         share = tl.maximum((total + programs - 1) // programs, 1)
         first, behind = start // share, (stop + share - 1) // share
         behind = tl.where((stop > start) & real, behind, first)
@@ -323,7 +328,10 @@ def combine_kernel(
 
 
 class Decoded(NamedTuple):
-    """A decode step's result; `logits` of each part, if requested, are in base 2."""
+    """A decode step's result; `logits` of each part, if requested, are in base 2.
+
+    Logits of slots past the end of a table row are undefined.
+    """
 
     out: Float[Tensor, "B H G 1 Dv"]
     lse: Float[Tensor, "B H G"]
@@ -374,7 +382,7 @@ def decode(
     for i, (part, form) in enumerate(zip(stored, forms, strict=True)):
         kept = lse
         if watched:
-            kept = q.new_full((table_rows, group, part.width), -torch.inf, dtype=torch.float32)
+            kept = q.new_empty((table_rows, group, part.width), dtype=torch.float32)
             logits.append(kept)
         decode_kernel[(programs,)](
             q,
@@ -412,18 +420,18 @@ def decode(
         total,
         found,
         lse,
-        ends,
+        ends or (position,),
         position,
         lse if sinks is None else sinks.contiguous(),
         q,
         rows_of(q),
         logits[-1] if watched and logits else lse,
         (q,) if fresh is None else fresh.tokens,
-        len(stored),
         table_rows,
         heads,
         programs,
         *bounds,
+        PARTS=len(stored),
         FRESH=fresh is not None,
         WATCH=watched,
         CAPPED=softcap is not None,
@@ -450,19 +458,33 @@ def _alone(parts: Sequence[PartArguments]) -> PartArguments | None:
 
 def _planned(
     parts: Sequence[PartArguments], blocks: Sequence[int], table_rows: int, device: torch.device
-) -> Int[Tensor, "parts R"]:
-    """Count the tiles of all parts; a layer before may have counted those of a single part."""
-    known = parts[0].tiles if len(parts) == 1 else None
-    if known is not None and blocks[0] in known:
-        return known[blocks[0]]
-    ends = torch.empty(max(len(parts), 1), table_rows, dtype=torch.int32, device=device)
-    wide = _wide(table_rows)
-    for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
-        length = part.lengths(table_rows, device)
-        plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=wide, num_warps=4)
-    if known is not None:
-        known[blocks[0]] = ends
-    return ends
+) -> tuple[Int[Tensor, " R"], ...]:
+    """Count the tiles of all parts, unless a layer before has."""
+    found = []
+    for part, block in zip(parts, blocks, strict=True):
+        tiles = part.tiles
+        if tiles is None:
+            tiles = TileCounts(part.lengths(table_rows, device)[None])
+        if block not in tiles.counted:
+            tiles.counted[block] = _counted(tiles.length, block)
+        found.append(tiles.counted[block][tiles.layer])
+    return tuple(found)
+
+
+def _counted(length: Int[Tensor, "N R"], block: int) -> Int[Tensor, "N R"]:
+    """Count the tiles of all layers, whose counts begin at multiples of 16 bytes."""
+    layers, table_rows = length.shape
+    ends = length.new_empty(layers, -(-table_rows // 4) * 4)
+    plan_kernel[(layers,)](
+        length,
+        ends,
+        table_rows,
+        ends.stride(0),
+        BLOCK=block,
+        WIDE=_wide(table_rows),
+        num_warps=4,
+    )
+    return ends[:, :table_rows]
 
 
 def _wide(table_rows: int) -> int:

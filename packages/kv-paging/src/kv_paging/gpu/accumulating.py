@@ -32,6 +32,7 @@ def accumulate_kernel(
     before,
     mass,
     seen,
+    places,
     number,
     slots,
     count,
@@ -43,11 +44,15 @@ def accumulate_kernel(
     """Update `MANY` of all scores; write zeros from a table row's end to the end of its page.
 
     `number` is the maximum weight of past queries for running means, or the divisor of a sum.
+    `places` are positions, -1 in empty slots, if pages store none.
     """
     which, slot, page, row, held, some = to_page_ends(
         data, pitch, table, width, lengths, table_rows, slots, count, LAYOUT, MANY
     )
-    position = number_at(page, row, held, LAYOUT[2], LAYOUT)
+    if places is None:
+        position = number_at(page, row, held, LAYOUT[2], LAYOUT)
+    else:
+        position = tl.load(places + which * slots + slot, held, other=-1).to(tl.int32)
     old = number_at(page, row, held, LAYOUT[1], LAYOUT).to(tl.float32, bitcast=True)
     first = tl.load(before + which, some, other=0)
     given = tl.load(mass + which * slots + slot, held, other=0.0)
@@ -59,6 +64,8 @@ def accumulate_kernel(
     else:
         score = old + tl.div_rn(given, tl.full(given.shape, 1.0, tl.float32) * number)
     score = tl.where(held, tl.where(first < 0, old, score), 0.0)
+    if places is not None:
+        score = tl.where((position >= 0) | (first < 0), score, 0.0)
     if HOLES:
         score = tl.where(held & (position >= 0), score, float("inf"))
     put_scores(page, row, score, some, LAYOUT)
@@ -71,6 +78,7 @@ def accumulate(
     mass: Tensor,
     seen: Tensor,
     running: Running,
+    position: Tensor | None = None,
 ) -> None:
     """See `PageKernels.accumulate`; one launch."""
     slots = mass.shape[1]
@@ -81,6 +89,7 @@ def accumulate(
             before.contiguous(),
             mass.float().contiguous(),
             seen.contiguous(),
+            None if position is None else position.contiguous(),
             _number(running),
             slots,
             len(table_rows),

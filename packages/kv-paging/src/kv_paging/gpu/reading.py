@@ -37,6 +37,7 @@ def read_kernel(
     width,
     lengths,
     table_rows,
+    start,
     slots,
     held,
     score,
@@ -48,11 +49,13 @@ def read_kernel(
     HOLES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Read `ROWS` of all slots, ordered by table row."""
+    """Read `ROWS` of all slots, ordered by table row; they begin at `start`, or at 0."""
     tokens: tl.constexpr = LAYOUT[0]
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = place < count.to(tl.int64) * slots
     slot = (place % slots).to(tl.int32)
+    if start is not None:
+        slot += tl.load(start + place // slots, there, other=0).to(tl.int32)
     table_row = tl.load(table_rows + place // slots, there, other=0)
     some = there & (slot < tl.load(lengths + table_row, there, other=0))
     page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
@@ -197,7 +200,13 @@ def weakest_kernel(
     tl.store(found + which, tl.where(there, slot, -1).to(tl.int64), here)
 
 
-def read(pages: PagedTokens, table_rows: Tensor, slots: int, vectors: VectorNames) -> Stored:
+def read(
+    pages: PagedTokens,
+    table_rows: Tensor,
+    slots: int,
+    vectors: VectorNames,
+    start: Tensor | None = None,
+) -> Stored:
     """See `PageKernels.read`; one launch."""
     layout, count = numbers_of(pages), len(table_rows)
     size = rows(layout)
@@ -215,6 +224,7 @@ def read(pages: PagedTokens, table_rows: Tensor, slots: int, vectors: VectorName
         read_kernel[(blocks(count * slots, size),)](
             *tier_of(pages),
             table_rows.contiguous(),
+            None if start is None else start.contiguous(),
             slots,
             held.view(torch.uint8),
             score,

@@ -53,8 +53,6 @@ def layer_groups(
     value: Tensor,
     reads: frozenset[VectorName],
     results: Sequence[Attended],
-    *,
-    stored: bool = True,
 ) -> list[Group]:
     """Return the tokens of layers: each store, the window and the new ones, in attention order.
 
@@ -68,7 +66,6 @@ def layer_groups(
         value: new values of these layers.
         reads: the vectors that the selector reads.
         results: attention observations of each layer, possibly empty.
-        stored: whether tokens in stores are included, here and in the results.
     """
     parts = iter(range(len(results[0].mass)))
 
@@ -91,7 +88,7 @@ def layer_groups(
 
     groups = []
     vectors = frozenset(name for name in reads if name != "queries")
-    for tier, store in batch.held_stores if stored else ():
+    for tier, store in batch.held_stores:
         held = store.read_layers(layers, vectors)
         assert held.position is not None  # pages of a selector store both
         assert held.score is not None
@@ -113,7 +110,7 @@ def layer_groups(
     raw = batch.held_window
     if raw is not None:
         mass, seen, also = observed(raw.size)
-        times = len(key) // len(raw.position)
+        times = len(now.position) // len(raw.position)
         groups.append(
             Group(
                 position=batch.by_head(raw.position.repeat(times, 1)),
@@ -127,4 +124,4 @@ def layer_groups(
                 value=raw.values_of(layers).flatten(0, 1) if "values" in reads else None,
             )
         )
-    return [*groups, fresh_group(batch, now, key, value, reads, *observed(key.shape[2]))]
+    return [*groups, fresh_group(batch, now, key, value, reads, *observed(now.position.shape[1]))]

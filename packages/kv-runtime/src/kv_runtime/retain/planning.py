@@ -204,7 +204,7 @@ def _view(
     observed = all(g.mass is not None for g in groups)
     lead, device = groups[0].position.shape[:-1], groups[0].position.device
     each = [torch.full(g.position.shape[-1:], g.fresh, device=device) for g in groups]
-    fresh = torch.cat(each).expand(*lead, -1)
+    fresh = (each[0] if len(each) == 1 else torch.cat(each)).expand(*lead, -1)
     layer = torch.arange(layers.start, layers.stop, device=device)[:, None]
     return LayerView(
         layer=layer.expand(-1, lead[0] // len(layer)).flatten(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_attention import Attended
 from kv_policy import CacheShape, CompleteSelector, Queries, Running
@@ -43,13 +44,16 @@ def score(
     """Score the tokens of the layers from `first` on, and store the scores.
 
     Only new tokens are scored if the selector scores them once, or if decode queries are not
-    observed; attention then adjusts all scores at the end of a prompt. `shape` is that of the
+    observed; attention then adjusts all scores at the end of a prompt. Nor are others scored in a
+    decode step if the selector's `running` says how their scores go on. `shape` is that of the
     model's own vectors.
     """
     over = now.over(len(observed))
     layers = slice(first, first + len(observed))
     what = selector, layers, shape if selector.scores_once else batch.shape
-    key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
+    key, value = observed[0].key, observed[0].value
+    if selector.reads & {"keys", "values"}:  # otherwise nobody reads them
+        key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
     queries = None
     if "queries" in selector.reads:
         vectors = [o.queries.vectors for o in observed if o.queries is not None]
@@ -71,35 +75,52 @@ def score(
         if not now.is_prefill or now.is_partial_prefill:
             return scored
         return adjust_layers(selector, layers, shape, scored, over)
-    stored = running_in(now, selector) is None  # otherwise `update_scores` has updated them
-    groups = layer_groups(batch, over, layers, key, value, selector.reads, results, stored=stored)
+    running = None if now.is_prefill else selector.running
+    if running is not None:
+        update_scores(batch, now, layers, results, running)
+        fresh = fresh_group(batch, over, key, value, selector.reads, *_observed_last(results))
+        return score_layers(*what, [fresh], over, queries)
+    groups = layer_groups(batch, over, layers, key, value, selector.reads, results)
     replayed = observed[0].replayed  # prompts are scored one layer at a time
     scored = score_layers(*what, groups, over, queries, replayed)
     _note(batch, over, layers, scored)
     return scored
 
 
-def running_in(now: Pass, selector: CompleteSelector) -> Running | None:
-    """Return how scores of stored tokens are updated in their pages; None: they are not."""
-    return None if now.is_prefill else selector.running
-
-
 def update_scores(
-    batch: Batch, now: Pass, layer: int, result: Attended, running: Running
-) -> Attended:
-    """Update the scores of a layer's tokens in stores, in place.
+    batch: Batch, now: Pass, layers: slice, results: Sequence[Attended], running: Running
+) -> None:
+    """Update the scores of layers' tokens in stores and in the window, in place.
 
     A sequence without a new token was not observed and keeps its scores.
-
-    Returns:
-        The observations of the other tokens.
     """
-    rows = now.before.repeat_interleave(batch.shape.kv_heads)
-    stores = [store for _, store in batch.held_stores]
-    mine, rest = slice(len(stores)), slice(len(stores), None)
-    for store, mass, seen in zip(stores, result.mass[mine], result.seen[mine], strict=True):
-        store.accumulate_layers(slice(layer, layer + 1), rows, flat(mass), flat(seen), running)
-    return replace(result, mass=result.mass[rest], seen=result.seen[rest], also=result.also[rest])
+    lead = len(results), -1, batch.shape.kv_heads
+    rows = now.before[None, :, None].expand(lead).flatten()
+    for part, (_, store) in enumerate(batch.held_stores):
+        mass, seen = (flat(x) for x in _observed(results, part))
+        store.accumulate_layers(layers, rows, mass, seen, running)
+    raw = batch.held_window
+    if raw is not None:
+        mass, seen = (x.unflatten(0, lead[:2]) for x in _observed(results, -2))
+        raw.accumulate(layers, now.before, mass, seen, running)
+
+
+def _observed(results: Sequence[Attended], part: int) -> tuple[Tensor, Tensor]:
+    """Return mass and counts of a part of the tokens, over all layers."""
+    return _padded([r.mass[part] for r in results]), _padded([r.seen[part] for r in results])
+
+
+def _observed_last(results: Sequence[Attended]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the observations of the new tokens, over all layers."""
+    names = results[0].also[-1] if results[0].also else ()
+    also = {name: _rows([r.also[-1][name] for r in results]) for name in names}
+    return *_observed(results, -1), also
+
+
+def _padded(each: list[Tensor]) -> Tensor:
+    """Concatenate the rows of layers, with as many slots as that with the most."""
+    most = max(x.shape[-1] for x in each)
+    return _rows([x if x.shape[-1] == most else pad(x, (0, most - x.shape[-1])) for x in each])
 
 
 def _note(batch: Batch, now: Pass, layers: slice, scored: Scored) -> None:

@@ -21,11 +21,14 @@ from kv_runtime.retain.decode import step
 from kv_runtime.retain.planning import Scored, plan_layers
 from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
-from kv_runtime.retain.scoring import Observed, running_in, score, update_scores
+from kv_runtime.retain.scoring import Observed, score
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
-_TOGETHER: Final = 1 << 18  # approximate number of tokens of several layers scored at once
+# Approximate number of tokens of several layers scored at once; on a device, if their scores go on
+# where they are stored, which takes few bytes for each.
+_TOGETHER: Final = 1 << 18
+_TOGETHER_ON_DEVICE: Final = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,6 @@ class KeepSelected:
 
         `unprojected` are keys and values as the model computes them, before any basis.
         """
-        running = running_in(now, self.selector)
-        if running is not None:
-            result = update_scores(batch, now, layer, result, running)
         once = self.selector.scores_once
         observed = Observed(
             *(unprojected if once else (key, value)),
@@ -122,7 +122,7 @@ class KeepSelected:
             # Layers may rotate queries differently, and prefill in the same pass changes the
             # stores, which must be scored as they were attended to.
             alone = self._mixed or "queries" in self.selector.reads
-            if alone or len(self._observed) * observed.tokens >= _TOGETHER:
+            if alone or len(self._observed) * observed.tokens >= self._together(key.device):
                 self._score_step(batch, now)
             return
         arrival = _Arrival(key, value)
@@ -130,6 +130,10 @@ class KeepSelected:
             self._unscored.append((arrival, observed))
             return
         self._arrive(batch, now, layer, arrival, observed)
+
+    def _together(self, device: torch.device) -> int:
+        wide = device.type != "cpu" and self.selector.running is not None
+        return _TOGETHER_ON_DEVICE if wide else _TOGETHER
 
     def _arrive(
         self, batch: Batch, now: Pass, layer: int, arrival: _Arrival, observed: Observed
@@ -382,7 +386,10 @@ class KeepSelected:
         key = torch.stack([a.key for a in arrivals])
         value = torch.stack([a.value for a in arrivals])
         given, self._fresh = self._fresh, []
-        score = torch.cat(given) if given else torch.zeros_like(key[..., 0], dtype=torch.float32)
+        if given:
+            score = given[0] if len(given) == 1 else torch.cat(given)
+        else:
+            score = torch.zeros_like(key[..., 0], dtype=torch.float32)
         position = now.position
         if batch.window is not None:
             key, value, position, left = batch.window.exchange(

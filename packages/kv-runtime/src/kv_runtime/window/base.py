@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import DenseTokens
 from kv_paging import TokenStore
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, Running
 
 Left: TypeAlias = tuple[  # returned by `exchange`: keys, values, positions, scores
     Float[Tensor, "N B H 1 D"],
@@ -79,6 +79,31 @@ class Window(ABC):
         Raises:
             ValueError: tokens have no scores.
         """
+
+    def accumulate(
+        self,
+        layers: slice,
+        before: Int[Tensor, " B"],
+        mass: Float[Tensor, "n B H W"],
+        seen: Int[Tensor, "n B H W"],
+        running: Running,
+    ) -> None:
+        """Update the scores of layers' tokens, means over queries or sums, with a decode step.
+
+        Args:
+            layers: the layers.
+            before: tokens of each sequence before the step; -1: it keeps its scores.
+            mass: attention mass of the queries of the step per slot.
+            seen: number of queries counted per slot.
+            running: the kind of mean or sum.
+
+        Raises:
+            ValueError: tokens have no scores.
+        """
+        old, since = self.scores_of(layers), before[:, None, None]
+        place = self.position[:, None].expand_as(old)
+        new = running.update(old, place, since, mass, seen)
+        self.set_scores_of(layers, new.where(since >= 0, old))
 
     def keys(self, layer: int) -> Float[Tensor, "B H W D"]:
         """Return a layer's keys, by slot."""
@@ -201,7 +226,7 @@ class RingBuffer(Window):
     def _hold(self, position: Int[Tensor, "B W"]) -> None:
         """Set the positions of the slots; a sequence fills its first slots first."""
         self._position = position
-        self._filled = (position >= 0).sum(1).int()
+        self._filled = (position >= 0).sum(1, dtype=torch.int32)
 
     def _hold_newest(self, seen: Int[Tensor, " B"]) -> None:
         """Set the positions of the slots after `seen` tokens of each sequence."""
@@ -227,6 +252,11 @@ class RingBuffer(Window):
 
     def advance(self, position: Int[Tensor, "B L"], total: Int[Tensor, " B"]) -> None:
         """Record the positions of tokens written by `put`, after all layers."""
+        if position.shape[1] == 1:  # the newest token stays
+            slot = position.clamp(min=0) % self.size
+            kept = self.position.gather(1, slot)
+            self._hold(self.position.scatter(1, slot, position.where(position >= 0, kept)))
+            return
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         spill = torch.cat([self.position, self.position.new_zeros(len(position), 1)], 1)
         self._hold(spill.scatter(1, slot, position)[:, : self.size].contiguous())

@@ -21,7 +21,7 @@ from kv_paging import (
     release_all,
     write_slots,
 )
-from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, tier_formats
+from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, Running, TileCounts, tier_formats
 from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
@@ -87,7 +87,16 @@ class PagedWindow(RingBuffer):
         Valid until the next operation.
         """
         every = self._store.view_layers(layers)
-        return replace(every, length=self._filled[:, None].expand_as(every.length))
+        heads = every.length.shape[1]
+        if heads not in self._tiles:
+            length = self._filled[:, None].expand(-1, heads).reshape(1, -1)
+            self._tiles[heads] = TileCounts(length)
+        tiles = self._tiles[heads]
+        return replace(every, length=tiles.length.view_as(every.length), tiles=tiles)
+
+    def _hold(self, position: Int[Tensor, "B W"]) -> None:
+        super()._hold(position)
+        self._tiles: dict[int, TileCounts] = {}  # of all table rows, by heads of a sequence
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
         """Return the keys of layers, by slot."""
@@ -119,6 +128,24 @@ class PagedWindow(RingBuffer):
             ValueError: tokens have no scores.
         """
         self._store.set_layers_scores(layers, score.flatten(0, 2))
+
+    def accumulate(
+        self,
+        layers: slice,
+        before: Int[Tensor, " B"],
+        mass: Float[Tensor, "n B H W"],
+        seen: Int[Tensor, "n B H W"],
+        running: Running,
+    ) -> None:
+        """Update the scores of layers' tokens with a decode step, as `Window.accumulate`.
+
+        Raises:
+            ValueError: tokens have no scores.
+        """
+        rows = self._by_table_row(layers, before[:, None])[:, 0]
+        place = self._by_table_row(layers, self.position)
+        observed = mass.flatten(0, 2), seen.flatten(0, 2)
+        self._store.accumulate_layers(layers, rows, *observed, running, place)
 
     def put(
         self,
