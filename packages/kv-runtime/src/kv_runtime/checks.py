@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
+from kv_policy import Budget, CacheShape, KVPolicy, LayerBasis, Replay, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
 from kv_runtime.shared_layer import SharedLayer
@@ -60,6 +60,24 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
             f"{policy} projects keys and values by a basis each, but this model has latent "
             "attention (MLA), whose token is one vector that is both: it is stored once, as the "
             "model computes it; use a policy without a basis, such as snapkv or k8v4"
+        )
+
+
+def check_shift(
+    policy: object, basis: LayerBasis, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Raise if a basis shifts keys, and softmax notices the number that moves all logits.
+
+    Raises:
+        ValueError: logits have a bound, or sinks, which a constant does not move along.
+    """
+    if basis.key is None or basis.key.shift is None:
+        return
+    if softcap is not None or sinks is not None:
+        what = "attention sinks" if softcap is None else "a soft cap"
+        raise ValueError(
+            f"{policy} subtracts the mean key of each head, which changes the attention of layers "
+            f"with {what}; use a basis without means, such as hadamard without a file"
         )
 
 
