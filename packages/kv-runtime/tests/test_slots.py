@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
+from kv_policy import CacheShape, Codec, HeadBasis, LayerBasis, TokenFormat, parse, tier_formats
 from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
@@ -31,9 +31,12 @@ class Engine:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         unused: int = 0,
+        basis: LayerBasis | None = None,
     ) -> None:
         torch.manual_seed(0)
-        self.layer, self.form = SlotLayer(form, SCALE, backend, softcap, sinks), form
+        self.basis = basis or LayerBasis()
+        self.layer = SlotLayer(form, SCALE, backend, softcap, sinks, self.basis)
+        self.form = form
         self.blocks = blocks(form, backend, unused)
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
@@ -81,9 +84,17 @@ class Engine:
 
     def expected(self, request: int, span: slice) -> Tensor:
         """Causal attention in float64, over earlier tokens as they are stored."""
+        both = (
+            (self.form.key, self.key, self.basis.key),
+            (
+                self.form.value,
+                self.value,
+                self.basis.value,
+            ),
+        )
         key, value = (
-            torch.cat([_stored(codec, x[request][: span.start]), x[request][span].double()])
-            for codec, x in ((self.form.key, self.key), (self.form.value, self.value))
+            torch.cat([_seen(codec, x[request][: span.start], maps), x[request][span].double()])
+            for codec, x, maps in both
         )
         key, value = (x.repeat_interleave(GROUP, dim=1) for x in (key, value))
         logits = torch.einsum("lhd,shd->hls", self.query[request][span].double(), key) * SCALE
@@ -95,6 +106,16 @@ class Engine:
             lse = logits.masked_fill(later, -torch.inf).logsumexp(-1)
             weights = weights * (lse - sinks.view(-1, 1)).sigmoid()[..., None]
         return torch.einsum("hls,shd->lhd", weights, value)
+
+
+def _seen(codec: Codec, x: Tensor, maps: HeadBasis | None) -> Tensor:
+    """Return vectors as they are stored, and mapped back to what the model computed."""
+    if maps is None:
+        return _stored(codec, x)
+    coordinates = maps.project(x.transpose(0, 1)[None])[0].transpose(0, 1)
+    back = maps.undo(_stored(codec, coordinates).transpose(0, 1)[None, :, None])
+    found = back[0, :, 0].transpose(0, 1)
+    return found if maps.shift is None else found + maps.shift.double()
 
 
 def _stored(codec: Codec, x: Tensor) -> Tensor:
@@ -140,6 +161,45 @@ def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
         new = {r: tier_thresholds.choice((1, tier_thresholds.randint(1, left[r]))) for r in chosen}
         for out, expected in engine.step(new, padding=tier_thresholds.randint(0, 2)).values():
             torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+def maps(kind: str) -> LayerBasis:
+    """Rotations of each head, or one of all, and pairs of maps after a shift."""
+    draw = torch.Generator().manual_seed(1)
+    key, value = torch.linalg.qr(torch.randn(2, HEADS, DIM, DIM, generator=draw)).Q
+    rank = (DIM,) * HEADS
+    if kind == "one matrix":
+        key, value = (x[:1].expand(HEADS, -1, -1) for x in (key, value))
+    if kind != "shifted pair":
+        return LayerBasis(HeadBasis(key, rank), HeadBasis(value, rank))
+    stretch = torch.rand(HEADS, 1, DIM, generator=draw) + 0.5
+    shift = 4 * torch.randn(HEADS, DIM, generator=draw)
+    return LayerBasis(HeadBasis(key * stretch, rank, key / stretch, shift=shift), None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("kind", ["rotations", "one matrix", "shifted pair"])
+@pytest.mark.parametrize("name", ["fp32", "k8v8"])
+def test_under_a_basis_tokens_are_stored_and_seen_as_coordinates(
+    name: str, kind: str, backend: str
+) -> None:
+    need(backend)
+    near = {"torch": 1e-4, "cpu": 1e-3}[backend]
+    engine = Engine(form(name), [17, 6], backend, basis=maps(kind))
+    for new in ({0: 9}, {0: 1, 1: 4}, {0: 1, 1: 1}, {1: 1, 0: 5}):
+        for out, expected in engine.step(new, padding=1).values():
+            torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [((3.0, None), "a soft cap"), ((None, torch.zeros(2, 3)), "attention sinks")]
+)
+def test_a_shift_that_softmax_notices_is_refused(
+    more: tuple[float | None, Tensor | None], what: str
+) -> None:
+    SlotLayer(form("k8v8"), SCALE, "torch", *more, maps("rotations"))
+    with pytest.raises(ValueError, match=f"changes the attention of layers with {what}"):
+        SlotLayer(form("k8v8"), SCALE, "torch", *more, maps("shifted pair"))
 
 
 def test_what_is_stored_does_not_depend_on_the_steps() -> None:
