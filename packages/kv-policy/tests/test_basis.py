@@ -148,3 +148,44 @@ def test_what_is_stored_together_must_divide_the_heads() -> None:
         HeadBasis(rotations(3, D), (D,), together=2)
     with pytest.raises(ValueError, match="keys of 1 KV heads are stored together and values of 2"):
         LayerBasis(HeadBasis(rotations(2, D), (D, D)), HeadBasis(rotations(2, D), (D,), together=2))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_shift_moves_all_logits_of_a_query_by_the_same_number(together: int) -> None:
+    shift = torch.randn(H, D, dtype=F64)
+    matrix = torch.randn(H, D, D * together, dtype=F64)
+    basis = HeadBasis(matrix, (D * together,) * (H // together), None, together, shift)
+    plain = HeadBasis(matrix, basis.rank, None, together)
+    k = torch.randn(3, H, L, D, dtype=F64)
+    q = torch.randn(3, H, G, 4, D, dtype=F64)
+    asked = basis.project_queries(q)
+    torch.testing.assert_close(asked, plain.project_queries(q))
+    moved = asked @ (plain.project(k) - basis.project(k))[:, :, None].mT
+    torch.testing.assert_close(moved, moved[..., :1].expand_as(moved))
+    assert moved.abs().max() > 0.1
+
+
+def test_one_matrix_for_all_heads_gives_what_each_would() -> None:
+    matrix, x = torch.randn(1, D, D), torch.randn(2, H, L, D)
+    one = HeadBasis(matrix.expand(H, -1, -1), (D,) * H)
+    each = HeadBasis(matrix.repeat(H, 1, 1), (D,) * H)
+    q = torch.randn(2, H, G, L, D)
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 0.05), (F64, 1e-6)):
+        moved = one.to(torch.device("cpu"), dtype)
+        for ours, theirs in (
+            (moved.project(x.to(dtype)), each.project(x.to(dtype))),
+            (moved.project_queries(q.to(dtype)), each.project_queries(q.to(dtype))),
+            (moved.undo(q.to(dtype)), each.undo(q.to(dtype))),
+        ):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+    assert one.nbytes * H == each.nbytes
+    assert one.to(torch.device("cpu"), torch.float32).nbytes == one.nbytes
+
+
+def test_only_keys_may_have_a_shift() -> None:
+    matrix, rank = rotations(H, D), (D,) * H
+    shifted = HeadBasis(matrix, rank, shift=torch.zeros(H, D))
+    assert LayerBasis(shifted).key is shifted
+    with pytest.raises(ValueError, match="values have a shift; only keys may have one"):
+        LayerBasis(None, shifted)

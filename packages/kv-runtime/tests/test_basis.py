@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kv_paging import PoolExhausted
-from kv_policy import Budget, Rope, compose, parse
+from kv_policy import Budget, LayerBasis, Rope, compose, parse
 from kv_runtime.bases import Bases
 from kv_runtime.cache import PolicyCache
 from tiered_policies import POLICIES, SHAPE, Exact, Turned
@@ -17,6 +17,8 @@ RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
 FEW = Turned("622256", "133341")  # two layers have a kind in common, one has heads of one kind only
 PAIRED = Turned("425", "35", paired=True)
 TOGETHER = Turned("75", "46", together=2)
+SHIFTED = Turned("6", "5", paired=True, shifted=True)  # attention notices no shift, nor should it
+PAIRED_WHOLE = replace(SHIFTED, shifted=False)
 NAMES = (
     "streaming",
     "snapkv-window",
@@ -46,15 +48,50 @@ def test_attention_is_over_what_ragged_heads_keep(name: str) -> None:
     through(World(compose(POLICIES[name], FEW)))
 
 
-@pytest.mark.parametrize("basis", [ALIKE, RAGGED, PAIRED, TOGETHER], ids=str)
+@pytest.mark.parametrize("basis", [ALIKE, RAGGED, PAIRED, TOGETHER, SHIFTED], ids=str)
 @pytest.mark.parametrize("window", [0, 5])
 def test_attention_without_a_selector(basis: Turned, window: int) -> None:
     through(World(compose(Exact(1, window), basis)))
 
 
-@pytest.mark.parametrize("basis", [ALIKE, PAIRED, TOGETHER], ids=str)
+@pytest.mark.parametrize("basis", [ALIKE, PAIRED, TOGETHER, SHIFTED], ids=str)
 def test_other_bases_beside_a_selector(basis: Turned) -> None:
     through(World(compose(POLICIES["kv-compress-window"], basis)))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [({"softcap": 3.0}, "a soft cap"), ({"sinks": None}, "attention sinks")]
+)
+def test_shifted_keys_are_refused_where_softmax_notices_them(
+    more: dict[str, float | None], what: str
+) -> None:
+    more = {"sinks": torch.zeros(3, 2, 2)} if "sinks" in more else more
+    World(compose(Exact(1), ALIKE), **more).forward(one())
+    with pytest.raises(ValueError, match=f"changes the attention of layers with {what}"):
+        World(compose(Exact(1), SHIFTED), **more).forward(one())
+
+
+def test_layers_may_share_maps_which_then_count_once() -> None:
+    class Shared(Turned):
+        def bind(self, layer, shape):
+            found = super().bind(0, shape)
+            one = found.key.matrix[:1].expand(shape.kv_heads, -1, -1)
+            return maps.setdefault(0, replace(found, key=replace(found.key, matrix=one)))
+
+    maps: dict[int, LayerBasis] = {}
+    bases = Bases.of(Shared(), SHAPE, torch.device("cpu"))
+    assert len({id(x) for x in bases.key_maps}) == 1
+    assert bases.nbytes == 4 * (6 * 6 + 2 * 5 * 5)
+    through(World(compose(Exact(1), Shared())))
+
+
+def test_caches_whose_keys_are_shifted_otherwise_share_no_prefill() -> None:
+    plain, shifted = (
+        PolicyCache(compose(Exact(1), basis), SHAPE, page_tokens=4)
+        for basis in (PAIRED_WHOLE, SHIFTED)
+    )
+    with pytest.raises(ValueError, match="in another basis"):
+        plain.share_prefill([shifted])
 
 
 def test_ragged_blocks_and_a_window() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from kv_policy import CacheShape, parse, tier_formats
+from kv_policy import CacheShape, HeadBasis, LayerBasis, parse, tier_formats
 from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
@@ -45,6 +46,45 @@ def test_a_token_sees_earlier_steps_as_stored_and_its_own_as_it_is(
         new = {r: tier_thresholds.choice((1, tier_thresholds.randint(1, left[r]))) for r in chosen}
         for out, expected in engine.step(new, padding=tier_thresholds.randint(0, 2)).values():
             torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+def maps(kind: str) -> LayerBasis:
+    """Rotations of each head, or one of all, and pairs of maps after a shift."""
+    draw = torch.Generator().manual_seed(1)
+    key, value = torch.linalg.qr(torch.randn(2, HEADS, DIM, DIM, generator=draw)).Q
+    rank = (DIM,) * HEADS
+    if kind == "one matrix":
+        key, value = (x[:1].expand(HEADS, -1, -1) for x in (key, value))
+    if kind != "shifted pair":
+        return LayerBasis(HeadBasis(key, rank), HeadBasis(value, rank))
+    stretch = torch.rand(HEADS, 1, DIM, generator=draw) + 0.5
+    shift = 4 * torch.randn(HEADS, DIM, generator=draw)
+    return LayerBasis(HeadBasis(key * stretch, rank, key / stretch, shift=shift), None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("kind", ["rotations", "one matrix", "shifted pair"])
+@pytest.mark.parametrize("name", ["fp32", "k8v8"])
+def test_under_a_basis_tokens_are_stored_and_seen_as_coordinates(
+    name: str, kind: str, backend: str
+) -> None:
+    need(backend)
+    near = {"torch": 1e-4, "cpu": 1e-3}[backend]
+    engine = Engine(form(name), [17, 6], backend, basis=maps(kind))
+    for new in ({0: 9}, {0: 1, 1: 4}, {0: 1, 1: 1}, {1: 1, 0: 5}):
+        for out, expected in engine.step(new, padding=1).values():
+            torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [((3.0, None), "a soft cap"), ((None, torch.zeros(2, 3)), "attention sinks")]
+)
+def test_a_shift_that_softmax_notices_is_refused(
+    more: tuple[float | None, Tensor | None], what: str
+) -> None:
+    SlotLayer(form("k8v8"), SCALE, "torch", *more, maps("rotations"))
+    with pytest.raises(ValueError, match=f"changes the attention of layers with {what}"):
+        SlotLayer(form("k8v8"), SCALE, "torch", *more, maps("shifted pair"))
 
 
 def test_what_is_stored_does_not_depend_on_the_steps() -> None:

@@ -42,6 +42,7 @@ from kv_policy.pages import PagedTokens, PageLayout, TileCounts
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
+from kv_policy.same_shape import SameShape, keeps_shape
 from kv_policy.selecting import Selecting
 from kv_policy.shape import CacheShape, Rope, Ropes
 from kv_policy.spec import parse
@@ -92,6 +93,7 @@ __all__ = [
     "Running",
     "RunningMean",
     "RunningSum",
+    "SameShape",
     "ScoreCalibrator",
     "ScoreEvaluation",
     "Selecting",
@@ -114,6 +116,7 @@ __all__ = [
     "fold_values",
     "installed",
     "installed_backends",
+    "keeps_shape",
     "load",
     "load_calibrator",
     "load_score_calibrator",

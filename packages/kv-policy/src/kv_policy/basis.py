@@ -1,6 +1,7 @@
 """Per-head bases: the cache stores a vector's coordinates in the basis of its KV head."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -18,12 +19,19 @@ class HeadBasis:
 
     `together` consecutive KV heads may be stored as one: the basis then spans their concatenated
     vectors, a stored vector is the sum of their coordinates, and their GQA groups merge into one.
+
+    A `shift` is subtracted from vectors before they are mapped. Subtracted from all keys of a head,
+    it changes the logits of a query by one number, which softmax does not notice; with a soft cap
+    or sinks it does.
+
+    Maps that are one matrix for all heads, expanded over them, take one product for all.
     """
 
     matrix: Float[Tensor, "H D R"]
     rank: tuple[int, ...]  # of each stored head
     dual: Float[Tensor, "H D R"] | None = None  # None: the matrix
     together: int = 1
+    shift: Float[Tensor, "H D"] | None = None  # of keys; None: zero
 
     def __post_init__(self) -> None:
         """Check the ranks against the matrix and that columns past a rank are zero."""
@@ -44,6 +52,11 @@ class HeadBasis:
                 f"the dual has shape {tuple(self.dual.shape)}; it must match the matrix, "
                 f"{tuple(self.matrix.shape)}"
             )
+        if self.shift is not None and self.shift.shape != (heads, dim):
+            raise ValueError(
+                f"the shift has shape {tuple(self.shift.shape)}; it must be a vector of each head, "
+                f"({heads}, {dim})"
+            )
         column = torch.arange(width, device=self.matrix.device)
         rank = torch.tensor(self.rank, device=column.device).repeat_interleave(self.together)
         past = column >= rank[:, None]
@@ -52,12 +65,14 @@ class HeadBasis:
 
     def project(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
         """Return the coordinates of keys or values, one row per stored head."""
-        found = x @ self.matrix.to(x.dtype)
+        if self.shift is not None:
+            x = x - self.shift.to(x.dtype)[:, None]
+        found = _product(x, self._map)
         return found if self.together == 1 else found.unflatten(1, (-1, self.together)).sum(2)
 
     def project_queries(self, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
         """Project queries so that their products with stored keys are the attention logits."""
-        found = q @ self._dual(q.dtype)
+        found = _product(q, self._dual_map)
         if self.together == 1:
             return found
         by_stored: Tensor = found.unflatten(1, (-1, self.together)).flatten(2, 3)
@@ -67,15 +82,51 @@ class HeadBasis:
         """Map attention outputs over stored values, one per query, back to the value space."""
         if self.together > 1:
             out = out.unflatten(2, (self.together, -1)).flatten(1, 2)
-        return out @ self._dual(out.dtype).mT
+        return _product(out, self._dual_map.mT)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "HeadBasis":
         """Return the same maps on another device and in another dtype."""
-        dual = None if self.dual is None else self.dual.to(device, dtype)
-        return HeadBasis(self.matrix.to(device, dtype), self.rank, dual, self.together)
+        dual = None if self.dual is None else _moved(self.dual, device, dtype)
+        shift = None if self.shift is None else self.shift.to(device, dtype)
+        return HeadBasis(_moved(self.matrix, device, dtype), self.rank, dual, self.together, shift)
 
-    def _dual(self, dtype: torch.dtype) -> Float[Tensor, "H 1 D R"]:
-        return (self.matrix if self.dual is None else self.dual).to(dtype)[:, None]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the maps; those that are one for all heads count once."""
+        held = [_one_if_alike(x) for x in (self.matrix, self.dual) if x is not None]
+        return sum(x.nbytes for x in (*held, self.shift) if x is not None)
+
+    # Cached: a step uses them in every layer.
+    @cached_property
+    def _map(self) -> Float[Tensor, "*H D R"]:
+        return _one_if_alike(self.matrix)
+
+    @cached_property
+    def _dual_map(self) -> Float[Tensor, "*H1 D R"]:
+        found = _one_if_alike(self.matrix if self.dual is None else self.dual)
+        return found if found.ndim == 2 else found[:, None]
+
+
+def _one_if_alike(matrix: Float[Tensor, "H D R"]) -> Float[Tensor, "*H D R"]:
+    """Return the one matrix that is expanded over all heads, if it is."""
+    return matrix[0] if matrix.stride(0) == 0 else matrix
+
+
+def _product(x: Float[Tensor, "*S D"], matrix: Float[Tensor, "*T D R"]) -> Float[Tensor, "*U R"]:
+    # On a CPU, products of few rows in half precision take several times as long as in float32.
+    if x.itemsize == 2 and matrix.ndim == 2 and matrix.dtype == torch.float32:
+        return (x.float() @ matrix).to(x.dtype)
+    return x @ matrix.to(x.dtype)
+
+
+def _moved(
+    matrix: Float[Tensor, "H D R"], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "H D R"]:
+    """Move maps; one for all heads is in float32 on a CPU, see `_product`."""
+    one = _one_if_alike(matrix)
+    if one.ndim == 2 and device.type == "cpu" and dtype.itemsize == 2:
+        dtype = torch.float32
+    return one.to(device, dtype).expand(matrix.shape)
 
 
 @dataclass(frozen=True)
@@ -86,11 +137,14 @@ class LayerBasis:
     value: HeadBasis | None = None
 
     def __post_init__(self) -> None:
-        """Check that keys and values use the same stored heads.
+        """Check that keys and values use the same stored heads, and that only keys are shifted.
 
         Raises:
-            ValueError: keys and values store different numbers of KV heads together.
+            ValueError: keys and values store different numbers of KV heads together, or values have
+                a shift, which attention would have to add again.
         """
+        if self.value is not None and self.value.shift is not None:
+            raise ValueError("values have a shift; only keys may have one")
         if self._together(self.key) != self._together(self.value):
             raise ValueError(
                 f"keys of {self._together(self.key)} KV heads are stored together and values of "

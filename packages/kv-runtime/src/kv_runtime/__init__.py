@@ -19,7 +19,7 @@ from kv_runtime.backends import (
 )
 from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
-from kv_runtime.checks import check_basis, check_budgets
+from kv_runtime.checks import check_basis, check_budgets, check_shift
 from kv_runtime.decode_buffers import DecodeBuffers, captures
 from kv_runtime.expanded import Expanded
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
@@ -84,6 +84,7 @@ __all__ = [
     "captures",
     "check_basis",
     "check_budgets",
+    "check_shift",
     "checked_backend",
     "chunk_budget",
     "expect_known",

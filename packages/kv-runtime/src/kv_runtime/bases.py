@@ -53,8 +53,15 @@ class Bases:
         values = tuple(_ranks(layer.value, heads, shape.value_dim) for layer in bound)
         widths = max(map(max, keys)), max(map(max, values))
 
+        moved: dict[tuple[int, int], HeadBasis] = {}  # layers may share maps
+
         def fitted(found: HeadBasis | None, width: int, done: bool) -> HeadBasis | None:
-            return None if found is None or done else widened(found, width).to(device, shape.dtype)
+            if found is None or done:
+                return None
+            own = id(found), width
+            if own not in moved:
+                moved[own] = widened(found, width).to(device, shape.dtype)
+            return moved[own]
 
         return cls(
             tuple(fitted(layer.key, widths[0], "keys" in folded) for layer in bound),
@@ -86,10 +93,14 @@ class Bases:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the projections."""
-        maps = (*self.key_maps, *self.value_maps)
-        held = [x for m in maps if m is not None for x in (m.matrix, m.dual) if x is not None]
-        return sum(x.nbytes for x in held)
+        """Bytes of the projections; those that layers share count once."""
+        held = {id(m): m for m in (*self.key_maps, *self.value_maps) if m is not None}
+        return sum(each.nbytes for each in held.values())
+
+    @property
+    def shifted(self) -> bool:
+        """Whether keys of a layer are stored without a constant, which softmax must not notice."""
+        return any(each is not None and each.shift is not None for each in self.key_maps)
 
     def digest(self) -> str:
         """Return the SHA-256 of all projections, in hexadecimal digits."""
@@ -110,6 +121,10 @@ class Bases:
         )
         dims = (self.key_dims, self.value_dims) == (other.key_dims, other.value_dims)
         return dims and self.folded == other.folded and all(_same(a, b) for a, b in pairs)
+
+    def layer(self, layer: int) -> LayerBasis:
+        """Return the projections of a layer."""
+        return LayerBasis(self.key_maps[layer], self.value_maps[layer])
 
     def queries(self, layer: int, q: Float[Tensor, "B H G L D"]) -> Float[Tensor, "B H2 G2 L R"]:
         """Project queries."""
@@ -153,7 +168,11 @@ def same_maps(mine: Sequence[LayerBasis], theirs: Sequence[LayerBasis]) -> bool:
 def _same(mine: HeadBasis | None, theirs: HeadBasis | None) -> bool:
     if mine is None or theirs is None:
         return mine is theirs
-    pairs = ((mine.matrix, theirs.matrix), (mine.dual, theirs.dual))
+    pairs = (
+        (mine.matrix, theirs.matrix),
+        (mine.dual, theirs.dual),
+        (mine.shift, theirs.shift),
+    )
     return (mine.rank, mine.together) == (theirs.rank, theirs.together) and all(
         a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
     )

@@ -260,7 +260,7 @@ class PolicyCache:
         last columns.
 
         Logits have the bound `softcap` and the `sinks` of `kv_attention.attend`; a basis changes
-        neither, as it leaves logits as they are.
+        neither, as it leaves logits as they are. One that shifts keys is refused with either.
 
         With `expanded`, the output is that of these vectors of the query heads, by whose attention
         a pass over latents has the same logits; see `attends_alone`. `out` is memory for the
@@ -281,6 +281,8 @@ class PolicyCache:
         now, batch = self._expect(layer)
         checks.check_reader(self._shared, query.shape[3], now.whole.position.shape[1])
         check_softmax(query, softcap, sinks)
+        if self.bases is not None:
+            checks.check_shift(self.policy, self.bases.layer(layer), softcap, sinks)
         checks.check_prefix(self.shape, key, value)
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kv_policy import Budget, CacheShape, KVPolicy, Replay, complete
+from kv_policy import Budget, CacheShape, KVPolicy, LayerBasis, Replay, complete
 from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
@@ -90,6 +90,24 @@ def check_state(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: Ca
         raise ValueError(
             f"the calibration of {policy} has changed since it was saved; use the file of then, or "
             "compress again"
+        )
+
+
+def check_shift(
+    policy: object, basis: LayerBasis, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Raise if a basis shifts keys, and softmax notices the number that moves all logits.
+
+    Raises:
+        ValueError: logits have a bound, or sinks, which a constant does not move along.
+    """
+    if basis.key is None or basis.key.shift is None:
+        return
+    if softcap is not None or sinks is not None:
+        what = "attention sinks" if softcap is None else "a soft cap"
+        raise ValueError(
+            f"{policy} subtracts the mean key of each head, which changes the attention of layers "
+            f"with {what}; use a basis without means, such as hadamard without a file"
         )
 
 

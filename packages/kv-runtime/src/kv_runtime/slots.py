@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kv_attention import DenseTokens, attend
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
-from kv_policy import PagedTokens, PageLayout, TileCounts, TokenFormat
+from kv_policy import HeadBasis, LayerBasis, PagedTokens, PageLayout, TileCounts, TokenFormat
+from kv_runtime.checks import check_shift
 from kv_runtime.copies import to_device
 from kv_runtime.output_rows import decode_rows, write_rows
 
@@ -220,6 +221,9 @@ class SlotLayer:
     step uncompressed. So a prompt prefilled in one step attends only to uncompressed tokens;
     decoded tokens, and prompts after a cached prefix, attend to compressed ones. The papers of the
     formats measure them this way, and a compressed cache in transformers does the same.
+
+    With a basis, which keeps the shape of vectors, queries and new tokens are projected on arrival
+    and the output is projected back, so all tokens that a query sees are coordinates.
     """
 
     format: TokenFormat
@@ -227,6 +231,15 @@ class SlotLayer:
     backend: str
     softcap: float | None = None  # the bound of the layer's logits
     sinks: Float[Tensor, "H G"] | None = field(default=None, compare=False)  # its sinks
+    basis: LayerBasis = field(default_factory=LayerBasis, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that the softmax does not notice a shift of the basis.
+
+        Raises:
+            ValueError: keys are shifted, and logits have a bound or sinks.
+        """
+        check_shift("the policy", self.basis, self.softcap, self.sinks)
 
     def forward(
         self,
@@ -253,6 +266,7 @@ class SlotLayer:
             more: a further layer will attend to them; makes no difference here.
         """
         layout, pages = step.blocks.layout, step.blocks.data(cache)
+        key, value = _projected(self.basis.key, key), _projected(self.basis.value, value)
         if not stored:
             self._store(pages, key, value, step)
         for batch in step.batches:
@@ -271,7 +285,11 @@ class SlotLayer:
                 full=batch.place is None,
             )
             q = batch.take(query).unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
-            out = decode_rows(output, batch.target, q.shape[3], key.shape[1])
+            out = None
+            if self.basis.value is None:
+                out = decode_rows(output, batch.target, q.shape[3], key.shape[1])
+            if self.basis.key is not None:
+                q = self.basis.key.project_queries(q)
             found = attend(
                 q,
                 batch.position,
@@ -283,6 +301,8 @@ class SlotLayer:
                 sinks=self.sinks,
                 out=out,
             ).out
+            if self.basis.value is not None:
+                found = self.basis.value.undo(found)
             if found is not out:
                 write_rows(found, output, batch.target, batch.place)
 
@@ -297,3 +317,7 @@ class SlotLayer:
         blocks, new = step.blocks, len(step.page) // step.blocks.heads
         fresh = (x[:new].flatten(0, 1) for x in (key, value))
         blocks.kernels.place(pages, blocks.layout, step.page, step.slot, *fresh)
+
+
+def _projected(basis: HeadBasis | None, x: Float[Tensor, "m H D"]) -> Float[Tensor, "m H D"]:
+    return x if basis is None else basis.project(x.transpose(0, 1)[None])[0].transpose(0, 1)

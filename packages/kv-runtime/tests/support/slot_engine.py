@@ -6,7 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv_policy import CacheShape, Codec, TokenFormat, parse, tier_formats
+from kv_policy import (
+    CacheShape,
+    Codec,
+    HeadBasis,
+    LayerBasis,
+    TokenFormat,
+    parse,
+    tier_formats,
+)
 from kv_runtime.slots import Blocks, SlotLayer
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 8, 4, 64
@@ -38,9 +46,11 @@ class Engine:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         unused: int = 0,
+        basis: LayerBasis | None = None,
     ) -> None:
         torch.manual_seed(0)
-        self.layer, self.form = SlotLayer(form, SCALE, backend, softcap, sinks), form
+        self.basis, self.form = basis or LayerBasis(), form
+        self.layer = SlotLayer(form, SCALE, backend, softcap, sinks, self.basis)
         self.blocks = blocks(form, backend, unused)
         self.query = [torch.randn(n, HEADS * GROUP, DIM) for n in lengths]
         self.key = [3 * torch.randn(n, HEADS, DIM) for n in lengths]
@@ -87,9 +97,13 @@ class Engine:
 
     def expected(self, request: int, span: slice) -> Tensor:
         """Causal attention in float64, over earlier tokens as they are stored."""
+        both = (
+            (self.form.key, self.key, self.basis.key),
+            (self.form.value, self.value, self.basis.value),
+        )
         key, value = (
-            torch.cat([stored(codec, x[request][: span.start]), x[request][span].double()])
-            for codec, x in ((self.form.key, self.key), (self.form.value, self.value))
+            torch.cat([_seen(codec, x[request][: span.start], maps), x[request][span].double()])
+            for codec, x, maps in both
         )
         key, value = (x.repeat_interleave(GROUP, dim=1) for x in (key, value))
         logits = torch.einsum("lhd,shd->hls", self.query[request][span].double(), key) * SCALE
@@ -101,6 +115,16 @@ class Engine:
             lse = logits.masked_fill(later, -torch.inf).logsumexp(-1)
             weights = weights * (lse - sinks.view(-1, 1)).sigmoid()[..., None]
         return torch.einsum("hls,shd->lhd", weights, value)
+
+
+def _seen(codec: Codec, x: Tensor, maps: HeadBasis | None) -> Tensor:
+    """Return vectors as they are stored, and mapped back to what the model computed."""
+    if maps is None:
+        return stored(codec, x)
+    coordinates = maps.project(x.transpose(0, 1)[None])[0].transpose(0, 1)
+    back = maps.undo(stored(codec, coordinates).transpose(0, 1)[None, :, None])
+    found = back[0, :, 0].transpose(0, 1)
+    return found if maps.shift is None else found + maps.shift.double()
 
 
 def stored(codec: Codec, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The policies with which the cache under selectors is tested, some of them made for that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final, Literal
 
 import torch
@@ -172,14 +172,20 @@ class Turned(Part):
     value_ranks: str = "5"
     together: Annotated[int, Meta(ge=1)] = 1
     paired: bool = False
+    shifted: bool = False  # keys; exact only if nothing is dropped
 
     @property
     def basis(self) -> Basis:
         return self
 
     def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        key = self._maps(layer, shape, shape.key_dim, self.key_ranks, 0)
+        if self.shifted:
+            g = torch.Generator().manual_seed(layer)
+            shift = 3 * torch.randn(shape.kv_heads, shape.key_dim, generator=g)
+            key = replace(key, shift=shift)
         return LayerBasis(
-            self._maps(layer, shape, shape.key_dim, self.key_ranks, 0),
+            key,
             self._maps(layer, shape, shape.value_dim, self.value_ranks, 1),
         )
 

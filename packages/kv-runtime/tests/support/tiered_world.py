@@ -51,10 +51,12 @@ class World:
         found = []
         for basis, x in ((maps.key, self.key[layer]), (maps.value, self.value[layer])):
             dual = basis.matrix if basis.dual is None else basis.dual
+            shift = torch.zeros(()) if basis.shift is None else basis.shift[:, None]
+            x = x - shift
             members = basis.matrix.unflatten(0, (-1, basis.together))
             stored = torch.einsum("bstld,stdr->bslr", x.unflatten(1, members.shape[:2]), members)
             duals = dual.unflatten(0, (-1, basis.together))
-            found.append(torch.einsum("bslr,stdr->bstld", stored, duals).flatten(1, 2))
+            found.append(torch.einsum("bslr,stdr->bstld", stored, duals).flatten(1, 2) + shift)
         return found[0], found[1]
 
     def kept(self, layer: int) -> Tensor:

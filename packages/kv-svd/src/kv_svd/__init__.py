@@ -12,7 +12,9 @@ from kv_svd.fit import (
     ranks,
     rotation,
 )
+from kv_svd.hadamard import Hadamard
 from kv_svd.kq_svd import KqSvd, best_pair
+from kv_svd.orthogonal import spreading
 from kv_svd.palu import Palu
 from kv_svd.rates import Allotment, at_rate, at_removal, greatest_rate, levels, uniform
 from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen
@@ -25,6 +27,7 @@ __all__ = [
     "Calibration",
     "Directions",
     "Facts",
+    "Hadamard",
     "KqSvd",
     "LayerStatistics",
     "Moments",
@@ -48,5 +51,6 @@ __all__ = [
     "ranks",
     "rotation",
     "save",
+    "spreading",
     "uniform",
 ]

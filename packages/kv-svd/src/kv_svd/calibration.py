@@ -84,6 +84,8 @@ class Calibration:
             name: torch.stack([getattr(layer, name).total for layer in self._layers])
             for name in ("query", "key", "value")
         }
+        sums = [layer.key_sum for layer in self._layers if layer.key_sum is not None]
+        found |= {"key.sum": torch.stack(sums)}
         return found | {"tokens": torch.tensor([layer.key.rows for layer in self._layers])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -102,12 +104,14 @@ class Calibration:
                 Moments(key, count),
                 Moments(value, count),
                 layer.output,
+                sums,
             )
-            for layer, query, key, value, count in zip(
+            for layer, query, key, value, sums, count in zip(
                 self._layers,
                 state["query"],
                 state["key"],
                 state["value"],
+                state["key.sum"],
                 state["tokens"].tolist(),
                 strict=True,
             )

@@ -17,6 +17,7 @@ from kv_svd.statistics import LayerStatistics, Statistics
 FORMAT: Final = "kv-svd statistics 1"
 CALIBRATION: Final = "zack"
 _PARTS: Final = ("query", "key", "value", "output")
+_SUM: Final = "key.sum"  # missing in files of earlier versions
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -51,6 +52,9 @@ def save(path: Path, facts: Facts, statistics: Statistics) -> None:
         name: torch.stack([getattr(layer, name).total for layer in statistics]) for name in _PARTS
     }
     tensors |= {"singular.key": statistics.key, "singular.value": statistics.value}
+    sums = [layer.key_sum for layer in statistics if layer.key_sum is not None]
+    if sums:
+        tensors[_SUM] = torch.stack(sums)
     _check(facts, statistics, tensors, path)
     write(path, FORMAT, msgspec.json.encode(facts).decode(), tensors)
 
@@ -87,6 +91,8 @@ def _load(file: Stamp) -> tuple[Facts, Statistics]:
     facts = _decode(path, text)
     for name, shape in _shapes(facts, path).items():
         found = tensors.get(name)
+        if found is None and name == _SUM:
+            continue
         if found is None or found.dtype != torch.float64 or tuple(found.shape) != shape:
             had = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
             raise ValueError(
@@ -107,13 +113,12 @@ def _decode(path: Path, text: str) -> Facts:
 
 def _statistics(facts: Facts, tensors: dict[str, Tensor]) -> Statistics:
     rows = _rows(facts)
-    layers = tuple(
-        LayerStatistics(
-            *(Moments(total, rows[name]) for name, total in zip(_PARTS, each, strict=True))
-        )
-        for each in zip(*(tensors[name] for name in _PARTS), strict=True)
-    )
-    return Statistics(layers, tensors["singular.key"], tensors["singular.value"])
+    sums = tensors[_SUM] if _SUM in tensors else [None] * facts.layers
+    layers = []
+    for i in range(facts.layers):
+        query, key, value, output = (Moments(tensors[name][i], rows[name]) for name in _PARTS)
+        layers.append(LayerStatistics(query, key, value, output, sums[i]))
+    return Statistics(tuple(layers), tensors["singular.key"], tensors["singular.value"])
 
 
 def _rows(facts: Facts) -> dict[str, int]:
@@ -147,13 +152,15 @@ def _shapes(facts: Facts, path: Path) -> dict[str, tuple[int, ...]]:
         "output": (layers, heads, value, value),
         "singular.key": (layers, heads, key),
         "singular.value": (layers, heads, value),
+        _SUM: (layers, heads, key),
     }
 
 
 def _check(facts: Facts, statistics: Statistics, tensors: dict[str, Tensor], path: Path) -> None:
     """Raise if the sizes in the facts differ from those of the statistics."""
     rows = _rows(facts)
-    right = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(facts, path)
+    wanted = _shapes(facts, path)
+    right = {_SUM: wanted[_SUM]} | {name: tuple(t.shape) for name, t in tensors.items()} == wanted
     right &= all(getattr(layer, name).rows == rows[name] for layer in statistics for name in _PARTS)
     if not right:
         raise ValueError(

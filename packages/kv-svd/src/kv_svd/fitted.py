@@ -37,12 +37,7 @@ class Fitted(Part, ABC):
             ValueError: a parameter is refused, or the file is damaged or has another format.
         """
         super().__post_init__()
-        try:
-            load_facts(self.path)
-        except FileNotFoundError:
-            raise NotCalibratedError(self.name, self.file, "zack") from None
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
+        expect_file(self.name, self.file)
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:
@@ -76,44 +71,62 @@ class Fitted(Part, ABC):
             ValueError: layers, heads or dimensions differ from the calibrated model, or the heads
                 split a group that is stored together.
         """
-        self._expect(layer, shape)
+        expect_fits(self.name, self.file, self.facts, layer, shape)
         key, value = self.maps(layer)
         heads = slice(shape.first_head, shape.first_head + shape.kv_heads)
         return LayerBasis(
-            None if key is None else _cut(key, heads, self.name),
-            None if value is None else _cut(value, heads, self.name),
+            None if key is None else cut(key, heads, self.name),
+            None if value is None else cut(value, heads, self.name),
         )
 
     @abstractmethod
     def maps(self, layer: int) -> tuple[HeadBasis | None, HeadBasis | None]:
         """Return the maps of a layer's keys and values, for all heads; None: unprojected."""
 
-    def _expect(self, layer: int, shape: CacheShape) -> None:
-        facts = self.facts
-        for what, here, fitted in (
-            ("layers", shape.layers, facts.layers),
-            ("query heads for each KV head", shape.group, facts.group),
-            ("dimensions in a key", shape.key_dim, facts.key_dim),
-            ("dimensions in a value", shape.value_dim, facts.value_dim),
-        ):
-            if here != fitted:
-                raise ValueError(
-                    f"{self.name}: {self.file} is of a model with {fitted} {what}, but this cache "
-                    f"has {here}; calibrate its own model"
-                )
-        last = shape.first_head + shape.kv_heads - 1
-        if last >= facts.heads:
-            raise ValueError(
-                f"{self.name}: {self.file} is of a model with {facts.heads} KV heads, but this "
-                f"cache has heads {shape.first_head} to {last}; calibrate its own model"
-            )
-        if not 0 <= layer < facts.layers:
-            raise ValueError(
-                f"{self.name}: layer {layer} not found; {self.file} has {facts.layers}, from 0"
-            )
+
+def expect_file(name: str, file: str) -> None:
+    """Raise if a policy's file of statistics cannot be read.
+
+    Raises:
+        NotCalibratedError: it does not exist.
+        ValueError: it is damaged or has another format.
+    """
+    try:
+        load_facts(Path(file))
+    except FileNotFoundError:
+        raise NotCalibratedError(name, file, "zack") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
-def _cut(maps: HeadBasis, heads: slice, name: str) -> HeadBasis:
+def expect_fits(name: str, file: str, facts: Facts, layer: int, shape: CacheShape) -> None:
+    """Raise if a layer of a cache is not one of the model that a file is of.
+
+    Raises:
+        ValueError: layers, heads or dimensions differ.
+    """
+    for what, here, fitted in (
+        ("layers", shape.layers, facts.layers),
+        ("query heads for each KV head", shape.group, facts.group),
+        ("dimensions in a key", shape.key_dim, facts.key_dim),
+        ("dimensions in a value", shape.value_dim, facts.value_dim),
+    ):
+        if here != fitted:
+            raise ValueError(
+                f"{name}: {file} is of a model with {fitted} {what}, but this cache has {here}; "
+                "calibrate its own model"
+            )
+    last = shape.first_head + shape.kv_heads - 1
+    if last >= facts.heads:
+        raise ValueError(
+            f"{name}: {file} is of a model with {facts.heads} KV heads, but this cache has heads "
+            f"{shape.first_head} to {last}; calibrate its own model"
+        )
+    if not 0 <= layer < facts.layers:
+        raise ValueError(f"{name}: layer {layer} not found; {file} has {facts.layers}, from 0")
+
+
+def cut(maps: HeadBasis, heads: slice, name: str) -> HeadBasis:
     """Return the maps of some heads, which must not split a group stored together."""
     together = maps.together
     if heads.start % together or heads.stop % together:
@@ -127,4 +140,5 @@ def _cut(maps: HeadBasis, heads: slice, name: str) -> HeadBasis:
         maps.rank[heads.start // together : heads.stop // together],
         None if maps.dual is None else maps.dual[heads],
         together,
+        None if maps.shift is None else maps.shift[heads],
     )

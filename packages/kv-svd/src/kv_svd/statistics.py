@@ -18,6 +18,7 @@ class LayerStatistics:
     key: Moments  # after RoPE, `together` heads concatenated
     value: Moments  # the same for values
     output: Moments  # of the output projection's slices, which multiply the values: H of Dv
+    key_sum: Float64[Tensor, "H D"] | None = None  # of each head's keys; None: an older file
 
     @property
     def together(self) -> int:
@@ -58,11 +59,15 @@ class LayerStatistics:
                     "model in a numerically stable dtype"
                 )
             more[name] = Moments(moments.total.cpu(), moments.rows)
+        wide = key.double()
+        if there is not None:
+            wide = wide.where(there[:, None, :, None], 0)
         return LayerStatistics(
             self.query + more["query"],
             self.key + more["key"],
             self.value + more["value"],
             self.output,
+            None if self.key_sum is None else self.key_sum + wide.sum((0, 2)).cpu(),
         )
 
 
@@ -93,6 +98,7 @@ def nothing_seen(group: int, key_dim: int, output: Moments, together: int = 1) -
         empty(joined, key_dim * together),
         empty(joined, value_dim * together),
         Moments(output.total.cpu(), output.rows),
+        torch.zeros(heads, key_dim, dtype=torch.float64),
     )
 
 

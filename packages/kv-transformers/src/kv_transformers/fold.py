@@ -66,7 +66,13 @@ class Fold:
         bound = tuple(policy.basis.bind(i, shape) for i in range(shape.layers))
         rotary = _is_rotary(model)
         packing = _packing(bases, shape, rotary, model.device)
-        self.state = FoldState(str(policy), policy.basis, bound, _what(bound, rotary), packing)
+        what = _what(bound, rotary)
+        if bases.shifted and "keys" in what:
+            raise UnsupportedModelError(
+                f"{policy} subtracts the mean key of each head, which is not folded into a model "
+                "without a rotary embedding; use its cache without folding"
+            )
+        self.state = FoldState(str(policy), policy.basis, bound, what, packing)
         self._model, self._old = model, list[tuple[nn.Module, str, nn.Module]]()
         layers = stored_layers(model)
         modules = _foldable(model, layers)

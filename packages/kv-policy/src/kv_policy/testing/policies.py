@@ -9,6 +9,7 @@ from kv_policy.compose import Composed
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.part import Part, split
 from kv_policy.registry import installed
+from kv_policy.same_shape import keeps_shape
 from kv_policy.shape import CacheShape, Rope
 from kv_policy.spec import parse, read
 from kv_policy.testing.codecs import check_codec
@@ -117,6 +118,11 @@ def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
                 f"layer {layer}'s {facet} basis has shape {tuple(maps.matrix.shape)}; "
                 f"expected {shape.kv_heads} heads of {dim} dimensions",
             )
+            law(
+                not keeps_shape(basis) or (set(maps.rank), maps.together) == ({dim}, 1),
+                f"layer {layer}'s {facet} basis stores other vectors than heads of {dim} "
+                "dimensions, although keeps_shape is true",
+            )
             if part is None:
                 continue
             shared: HeadBasis | None = getattr(part, facet)
@@ -126,7 +132,11 @@ def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:
                 and (shared.rank, shared.together) == (ranks, maps.together)
                 and all(
                     equal(mine, theirs[half])
-                    for mine, theirs in ((shared.matrix, maps.matrix), (shared.dual, maps.dual))
+                    for mine, theirs in (
+                        (shared.matrix, maps.matrix),
+                        (shared.dual, maps.dual),
+                        (shared.shift, maps.shift),
+                    )
                     if mine is not None and theirs is not None
                 ),
                 f"layer {layer}'s {facet} basis differs between a shard of the heads and the whole",

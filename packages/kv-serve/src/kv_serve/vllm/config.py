@@ -6,7 +6,7 @@ from vllm import __version__
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kv_attention import check_backend
-from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, parse, tier_formats
+from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, keeps_shape, parse, tier_formats
 from kv_runtime import AUTO
 from kv_serve.vllm.attach import is_ours
 from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS
@@ -84,11 +84,11 @@ def check_version(version: str) -> None:
 def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
     """Return the format of a policy that has one for all tokens, encoded independently.
 
-    Each token is then stored in its vLLM slot, and prefixes can be shared. None: the stored bytes
-    depend on more than the token.
+    Each token is then stored in its vLLM slot, and prefixes can be shared. A basis is allowed that
+    keeps the shape of vectors. None: the stored bytes depend on more than the token.
     """
     formats = policy.formats
-    whole = policy.selector is None and policy.basis is None
+    whole = policy.selector is None and keeps_shape(policy.basis)
     if not whole or not policy.capabilities.shares_prefixes:
         return None
     first, *others = tier_formats(policy, shape)
@@ -148,7 +148,7 @@ def _check_latents(policy: KVPolicy, device: str) -> None:
             f"this model has latent attention (MLA), which a {KEY} supports on a CPU alone, and "
             f"this engine runs on {device}; remove {KEY} from additional_config"
         )
-    if not is_plain(policy):
+    if not is_plain(policy) or policy.basis is not None:
         raise UnservableError(
             f"the policy {policy} cannot be served with latent attention (MLA), whose one vector "
             "per token is in vLLM's slots; use one format for all tokens, such as k8v4"

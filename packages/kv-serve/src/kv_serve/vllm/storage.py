@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from kv_policy import CacheShape, KVPolicy, TokenFormat
-from kv_runtime import Account, Bases, Layout, SlotLayer, fit_block, fit_page
+from kv_policy import CacheShape, KVPolicy, LayerBasis, TokenFormat
+from kv_runtime import Account, Bases, Layout, SlotLayer, check_shift, fit_block, fit_page
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
@@ -46,6 +46,7 @@ class VllmSlots:
     format: TokenFormat
     full: int  # bytes of an uncompressed token per KV head
     config: VllmConfig = field(repr=False, compare=False)
+    bases: Bases | None = field(default=None, repr=False, compare=False)
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = SlotBuilder
 
@@ -85,8 +86,13 @@ class VllmSlots:
         softcap: float | None,
         sinks: Float[Tensor, "H G"] | None,
     ) -> SlotLayer:
-        """Return the attention of a layer."""
-        return SlotLayer(self.format, scale, backend, softcap, sinks)
+        """Return the attention of a layer.
+
+        Raises:
+            ValueError: the basis shifts keys, and the layer's logits have a bound or sinks.
+        """
+        basis = LayerBasis() if self.bases is None else self.bases.layer(index)
+        return SlotLayer(self.format, scale, backend, softcap, sinks, basis)
 
     def __str__(self) -> str:
         """Describe the storage for the log."""
@@ -198,7 +204,13 @@ class BilledPages:
         softcap: float | None,
         sinks: Float[Tensor, "H G"] | None,
     ) -> PageLayer:
-        """Return the attention of a layer."""
+        """Return the attention of a layer.
+
+        Raises:
+            ValueError: the basis shifts keys, and the layer's logits have a bound or sinks.
+        """
+        if self.policy.basis is not None:
+            check_shift(self.policy, self.policy.basis.bind(index, self.shape), softcap, sinks)
         return PageLayer(index, softcap, None if sinks is None else sinks.flatten())
 
     def __str__(self) -> str:
@@ -217,6 +229,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
+    if policy.fitted_to is not None:
+        expect_fitted(policy, fingerprint_at(config.model_config.model))
     format = plain_format(policy, shape)
     if format is not None:
         if config.kv_transfer_config is not None:
@@ -224,9 +238,9 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
                 f"{policy} is stored in vLLM's slots and needs no KV connector; omit "
                 "--kv-transfer-config"
             )
-        return VllmSlots(format, full, config)
-    if policy.fitted_to is not None:
-        expect_fitted(policy, fingerprint_at(config.model_config.model))
+        device = torch.device(config.device_config.device_type)
+        bases = None if policy.basis is None else Bases.of(policy.basis, shape, device)
+        return VllmSlots(format, full, config, bases)
     attach(config)
     register()
     cache = config.cache_config
