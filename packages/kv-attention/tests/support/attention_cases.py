@@ -66,7 +66,7 @@ class Integers:
     def decode(self, data: Tensor) -> Tensor:
         layout = self.layout
         numbers = aligned(data[:, layout.stride :]).view(torch.float16).double()
-        x = torch.zeros(len(data), 1, self.dim, dtype=torch.float64)
+        x = torch.zeros(len(data), 1, self.dim, dtype=torch.float64, device=data.device)
         for d in range(self.dim):
             byte, bit = layout.place(d)
             code = (data[:, byte] >> bit) & (2**self.bits - 1)
