@@ -110,9 +110,13 @@ class Bases:
             for layer, each in enumerate(every)
             if each is not None
         }
-        found = {f"{name}.matrix": each.matrix.cpu() for name, each in maps.items()}
-        found |= {f"{n}.dual": each.dual.cpu() for n, each in maps.items() if each.dual is not None}
-        return checksum({name: x.contiguous() for name, x in found.items()})
+        found = {
+            f"{name}.{what}": x.cpu().contiguous()
+            for name, each in maps.items()
+            for what, x in (("matrix", each.matrix), ("dual", each.dual), ("shift", each.shift))
+            if x is not None
+        }
+        return checksum(found)
 
     def same_as(self, other: "Bases") -> bool:
         """Return whether all projections are exactly equal."""
