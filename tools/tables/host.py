@@ -121,7 +121,25 @@ def gpu_static(result: Row, said: Said) -> Iterator[str]:
     )
 
 
+def documents(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the file of each policy."""
+    yield markdown.figures(result, said)
+    yield table(
+        ("policy", "file over bytes held", "over an uncompressed cache", "loading over prefill"),
+        (
+            (
+                f"`{row['policy']}`",
+                f"{row['file_over_held']:.4f}",
+                f"{row['file_over_full']:.4f}",
+                f"{row['load_over_prefill']:.4f}",
+            )
+            for row in result["rows"]
+        ),
+    )
+
+
 WRITERS: Final = {
+    "documents": documents,
     "foundation": only_figures,
     "gpu_static": gpu_static,
     "triton_compile": triton_compile,

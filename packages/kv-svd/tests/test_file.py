@@ -125,7 +125,7 @@ def test_a_later_version_is_refused_by_name(
     monkeypatch.setattr(file_module, "FORMAT", "kv-svd statistics 2")
     path = made.write(tmp_path / "found")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="statistics 1', but 'kv-svd statistics 2'; calibrate"):
+    with pytest.raises(ValueError, match="version 2 of the format 'kv-svd statistics'"):
         load_facts(path)
 
 

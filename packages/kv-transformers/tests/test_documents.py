@@ -360,3 +360,13 @@ def test_forged_facts_are_refused_before_memory_is_taken(model, book, name, valu
     path = resealed(book, name, lambda _: value, fact=True)
     with pytest.raises(ValueError, match=str(path)):
         CompressedCache.load(model, path)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_file_of_a_cpu_is_loaded_on_a_gpu(model, folder, book) -> None:
+    on_gpu = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).cuda().eval()
+    cache = CompressedCache.load(on_gpu, book, backend="torch")
+    state = cache.runtime.state()
+    _, tensors = tensor_files.read_advised(book, document.FORMAT, document._ADVICE)
+    assert all(torch.equal(state.tensors[name], x) for name, x in tensors.items() if name != "ids")
