@@ -123,6 +123,7 @@ def gpu_static(result: Row, said: Said) -> Iterator[str]:
 
 WRITERS: Final = {
     "foundation": only_figures,
+    "gpu": only_figures,
     "gpu_static": gpu_static,
     "triton_compile": triton_compile,
     "kv_compress_cost": kv_compress_cost,
