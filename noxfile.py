@@ -209,6 +209,16 @@ def bench(session: nox.Session) -> None:
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
 
 
+@nox.session(python=False)
+def gpu(session: nox.Session) -> None:
+    """Check and measure everything on a GPU in ten minutes, in the Python that runs nox.
+
+    Nothing is installed, so it needs no network. `-- --rehearse` tries it without a GPU.
+    """
+    command = (sys.executable, str(BENCHMARKS / "gpu_first.py"), *session.posargs)
+    session.run(*command, external=True)
+
+
 @nox.session(name="bench-vllm")
 def bench_vllm(session: nox.Session) -> None:
     """Run a benchmark that needs vLLM; `bench` calls it."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,7 @@ class Child:
     process: subprocess.Popen[bytes]
     rows: Path
     log: Path
+    until: float  # by `monotonic`
     read: int = 0  # bytes of its rows
     begun: int = 0  # cases
 
@@ -79,10 +81,8 @@ class Child:
 
     def end(self) -> None:
         """Kill it, and what it started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def tail(self) -> list[str]:
@@ -107,6 +107,7 @@ class Runner:
     variables: Mapping[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     number: int = 0
+    script: Path = Path(__file__).parent / "_gpu_child.py"
 
     def run(self, parts: Sequence[Part]) -> None:
         """Run them all; `changed` has the last word even if this is interrupted."""
@@ -144,7 +145,7 @@ class Runner:
                     running.append(self._start(part, group, left / share))
                 sleep(0.05)
                 for child in list(running):
-                    over = monotonic() > until + GRACE
+                    over = monotonic() > child.until + GRACE
                     if child.process.poll() is None and not over:
                         self._take(child)
                         continue
@@ -158,9 +159,8 @@ class Runner:
         self.number += 1
         stem = f"{self.number:03d}-{part.name}"
         rows, log = self.folder / f"{stem}.jsonl", self.folder / f"{stem}.log"
-        script = Path(__file__).parent / "_gpu_child.py"
         bare = ["-S"] if sys.flags.no_site else []
-        command = [sys.executable, *bare, str(script), part.name, "--cases", "|".join(cases)]
+        command = [sys.executable, *bare, str(self.script), part.name, "--cases", "|".join(cases)]
         command += ["--seconds", f"{seconds:.1f}", "--into", str(rows)]
         command += ["--quick"] if self.quick else []
         environment = {**os.environ, **self.variables}
@@ -174,7 +174,7 @@ class Runner:
                 env=environment,
                 cwd=_bare.ROOT,
             )
-        return Child(part.name, cases, process, rows, log)
+        return Child(part.name, cases, process, rows, log, monotonic() + seconds)
 
     def _take(self, child: Child) -> None:
         for row in child.news():
@@ -188,13 +188,13 @@ class Runner:
         if code == 0:
             return []
         at = child.begun - 1
-        case = child.cases[at] if at >= 0 else child.cases[0]
+        case = child.cases[at] if at >= 0 else "start"
         why = "killed, as its time was over" if over else f"exit code {code}"
         died = {"kind": "died", "part": part.name, "case": case, "error": why}
         self._add(died | {"traceback": child.tail()})
-        rest = child.cases[max(at, 0) + 1 :]
-        if over:
-            self._left_out(part, rest, "the time of this part is over")
+        rest = child.cases[at + 1 :]
+        if over or at < 0:
+            self._left_out(part, rest, "the time of this part is over" if over else why)
             return []
         return [rest] if rest else []
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 from _gpu_child import Report
-from attention_cases import Case, random_case
 
+from attention_cases import Case, random_case
 from kv_policy import Observe
 
 NEAR: Final = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -46,6 +46,7 @@ SPECIAL: Final[Mapping[str, More]] = {
     "mixed": {"tiers": [("8", "4"), ("4", "2"), ("1", "1"), ("float16", "float32")], "window": 7},
     "grouped scales": {"tiers": [("8", "4"), ("4", "2")], "group": 32},
     "latents": {"tiers": [("8", "prefix"), ("raw", "prefix")], "D": 576, "Dv": 512, "H": 1},
+    "large latents": {"tiers": [("8", "4"), ("raw", "4")], "D": 576, "Dv": 512, "H": 1},
     "uneven": {"tiers": [("8", "4")], "D": 37, "Dv": 21, "G": 3, "page": 7, "holes": True},
     "channel keys": {"tiers": [("shared", "shared")], "block": 4, "page": 4, "D": 64, "Dv": 64},
     "nothing stored": {"tiers": [("8", "8")], "stored": 0, "sinks": True},
@@ -84,7 +85,7 @@ def attention_cases() -> dict[str, More]:
 def cases(*, quick: bool) -> tuple[str, ...]:
     """The names of all cases, with what they need to compile spread evenly."""
     names = list(attention_cases())
-    each = [*FURTHER_CASES, *names, *(f"{name} mass" for name in names[:8] + [*SPECIAL])]
+    each = [*FURTHER_CASES, *names, *(f"{name} mass" for name in [*names[:8], *SPECIAL])]
     return tuple(name for name in each if not quick or name in QUICK or name in FURTHER_QUICK)
 
 
@@ -161,9 +162,7 @@ def _masses(report: Report, case: str, on_host: Case, queries: int) -> None:
             ],
             default=0.0,
         ) / max(most, 1e-30)
-        seen = all(
-            torch.equal(a.cpu(), b) for a, b in zip(found.seen, expected.seen, strict=True)
-        )
+        seen = all(torch.equal(a.cpu(), b) for a, b in zip(found.seen, expected.seen, strict=True))
         report.add(
             "right",
             case=case,

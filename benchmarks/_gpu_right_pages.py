@@ -42,9 +42,8 @@ GATES: Final = {"d64": (64, 16), "d128": (128, 33)}
 
 def pages(report: "Report", name: str) -> Found:
     """Random prompts, decode steps and beams over tiers, and tokens written one by one."""
-    from triton_cases import Both, Program, form, one_store
-
     from kv_paging import Tiers, fit
+    from triton_cases import Both, Program, form, one_store
 
     kinds, dims, tokens = PAGES[name]
     forms = [form(*each, *dims) for each in kinds]
@@ -135,7 +134,6 @@ def gate(report: "Report", name: str) -> Found:
     from dataclasses import replace
 
     from gate_cases import exact, gate_of, rope_of, view_of
-
     from kv_evict import gate_triton
 
     dim, units = GATES[name]

@@ -7,7 +7,6 @@ is no yardstick. A pass that cannot be captured is timed without a graph, and it
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Final
 
 import gpu
@@ -75,10 +74,7 @@ def _torch(backend: SDPBackend | None, *, packed: bool) -> Callable[[Tokens], Pa
             for x in (given.key, given.value)
         )
         key, value = key.contiguous(), value.contiguous()
-        if packed:
-            q = given.q.view(given.batch, HEADS, GROUP, DIM)
-        else:
-            q = given.q[:, :, None]
+        q = given.q.view(given.batch, HEADS, GROUP, DIM) if packed else given.q[:, :, None]
 
         def once() -> torch.Tensor:
             found = torch.nn.functional.scaled_dot_product_attention(
@@ -276,33 +272,14 @@ def _beside(report: Report, case: str, name: str, batch: int, tokens: int) -> No
     work = {each: ours(q, position, tiers(each, length, report.device), 0) for each in ("k8v4",)}
     clock = Clock(report.device)
     with chosen():
-        try:
-            seconds, graph = clock.turns({case: once, **work}, ROUNDS), True
-        except RuntimeError as no_graph:
-            print(f"{case} is not captured: {no_graph}")
-            graph = False
-            seconds = {case: _without_graph(once), **clock.turns(work, ROUNDS)}
+        seconds = clock.turns({case: once, **work}, ROUNDS)
     report.add(
         "rival",
         way=case,
         shape=name,
         seconds=seconds[case],
         k8v4_seconds=seconds["k8v4"],
-        graph=graph,
+        graph=case not in clock.uncaptured,
         error=error,
         ok=error <= NEAR,
     )
-
-
-def _without_graph(once: Pass) -> float:
-    """Median seconds of a pass with its launches."""
-    torch.cuda.synchronize()
-    spent = []
-    for _ in range(ROUNDS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        once()
-        end.record()
-        end.synchronize()
-        spent.append(begin.elapsed_time(end) / 1e3)
-    return median(spent[2:])

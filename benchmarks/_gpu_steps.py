@@ -46,7 +46,7 @@ def counted(report: Report, case: str) -> None:
             return
     with torch.inference_mode(), chosen():
         step = (_cache if host == "cache" else _model)(report, policy)
-        for _ in range(WARM):
+        for _ in range(1 if report.quick else WARM):
             step()
         if report.device == "cpu":
             report.add("steps", case=case, host=host, policy=policy)
@@ -144,7 +144,7 @@ def _cache(report: Report, policy: str) -> Step:
     from kv_policy import CacheShape, parse
     from kv_runtime import PolicyCache
 
-    layers, prompt, dim = (1, 40, 32) if report.quick else (LAYERS, PROMPT, DIM)
+    layers, prompt, dim = (1, 20, 16) if report.quick else (LAYERS, PROMPT, DIM)
     dtype = torch.float32 if report.quick else torch.bfloat16
     shape = CacheShape(layers, HEADS, GROUP, dim, dim, dtype)
     cache = PolicyCache(parse(policy), shape, device=report.device, backend="triton")
@@ -188,13 +188,12 @@ def model_of(report: Report, of: Any) -> Any:
     """A model with random weights on the device."""
     from transformers import AutoModelForCausalLM
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if report.quick else torch.bfloat16)
-    try:
-        with torch.device(report.device):
-            return AutoModelForCausalLM.from_config(of).eval()
-    finally:
-        torch.set_default_dtype(before)
+    dtype = torch.float32 if report.quick else torch.bfloat16
+    with torch.device(report.device):
+        model = AutoModelForCausalLM.from_config(of, dtype=dtype).eval()
+    if model.dtype != dtype:
+        raise RuntimeError(f"the model is in {model.dtype}, and was to be in {dtype}")
+    return model
 
 
 def cache_for(model: Any, policy: str) -> Any:
@@ -216,7 +215,7 @@ def _model(report: Report, policy: str) -> Step:
     layers = 1 if report.quick else LAYERS
     model = model_of(report, config(layers, quick=report.quick, vocabulary=1000, **sizes))
     cache = cache_for(model, policy)
-    prompt = 40 if report.quick else PROMPT
+    prompt = 20 if report.quick else PROMPT
     token = torch.randint(0, 1000, (BATCH, prompt), device=report.device)
     held = [model(token, **passing(model, cache), use_cache=True).logits[:, -1:].argmax(-1)]
 

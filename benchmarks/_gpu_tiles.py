@@ -7,7 +7,9 @@ only if the kernels are still right with it.
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -46,11 +48,16 @@ def tile(report: Report, case: str) -> None:
             _compile(report, int(case.split()[1]))
 
 
+def _kinds(report: Report) -> Iterator[tuple[str, str, gpu_tune.Pass]]:
+    every = gpu_tune.kinds(report.device, quick=report.quick)
+    return islice(every, 1) if report.quick else every
+
+
 def _compile(report: Report, share: int) -> None:
     """Run every sixth choice once, which leaves it in Triton's cache on disk."""
     architecture = tuning.machine_of(torch.device(report.device)).architecture
     table, tried = tuning.tuned(), 0
-    for kernel, kind, once in gpu_tune.kinds(report.device, quick=report.quick):
+    for kernel, kind, once in _kinds(report):
         every = gpu_tune.choices(kernel, quick=report.quick)
         for each in every[share::COMPILING]:
             if report.left < 0:
@@ -69,7 +76,7 @@ def _choose(report: Report) -> None:
     clock, device = Clock(report.device), torch.device(report.device)
     architecture = tuning.machine_of(device).architecture
     table, decode = json.loads(json.dumps(tuning.tuned())), []
-    for kernel, kind, once in gpu_tune.kinds(report.device, quick=report.quick):
+    for kernel, kind, once in _kinds(report):
         if report.left < 5:
             report.add("left out", case=f"{kernel} {kind}", why="no time is left")
             continue
@@ -90,9 +97,7 @@ def _choose(report: Report) -> None:
                 for n in gpu_tune.PROGRAMS
             }
             found = [gpu_tune.fastest(clock, each, once)[1] for once in decode]
-            total = {
-                name: sum(one[name] / min(one.values()) for one in found) for name in each
-            }
+            total = {name: sum(one[name] / min(one.values()) for one in found) for name in each}
             best = min(total, key=total.__getitem__)
             table = each[best]
             report.add("programs", fastest=best, over_best=total)

@@ -17,16 +17,21 @@ to benchmarks/results.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
-REHEARSED: Final = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-if "--rehearse" in sys.argv:
-    os.environ.update(REHEARSED)  # triton reads it when it is imported
+# Triton reads the first when it is imported, and processes of the parts inherit them.
+os.environ.update(
+    {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if "--rehearse" in sys.argv
+    else {}
+)
 
 import _bare
 import _gpu_decode
@@ -47,17 +52,26 @@ NO_GPU: Final = (
     "there is no GPU that torch can use here; `--rehearse` tries this command without one"
 )
 NOT_REHEARSED: Final = ("vllm",)  # unless it is asked for
-FEW: Final = {"rivals": 3, "steps": 4, "generate": 3}  # cases of a rehearsal
+# Cases of a rehearsal, of the parts that are not done whole.
+REHEARSED_CASES: Final[dict[str, tuple[str, ...]]] = {
+    "tune": ("choose",),
+    "decode": ("64x16k", "skewed", "scores", "manager"),
+    "rivals": ("torch", "torch, packed"),
+    "steps": ("cache k8v4", "model kv-compress:rate=4+k8v4"),
+    "generate": ("stock", "k8v4"),
+}
+TILES_BYTES: Final = 6e9  # that a process which compiles choices of tiles needs
 
 
 def parts(*, quick: bool) -> list[Part]:
     """All parts, in order."""
     workers = 1 if quick else max(1, min(6, (os.cpu_count() or 2) - 1))
-    compiling = [f"compile {i}" for i in range(_gpu_tiles.COMPILING)]
+    room = 1 if quick else max(1, int(torch.cuda.mem_get_info()[0] / TILES_BYTES))
+    compiling = tuple(f"compile {i}" for i in range(_gpu_tiles.COMPILING))
     found = [
         Part("machine", 20, ("versions", "copy")),
         Part("right", 120, _gpu_right.cases(quick=quick), together=workers),
-        Part("tune", 50, tuple(compiling[:1] if quick else compiling), together=workers),
+        Part("tune", 50, compiling, together=min(workers, room)),
         Part("tune", 40, ("choose",)),
         Part("decode", 60, _gpu_decode.CASES),
         Part("rivals", 80, tuple(_gpu_rivals.RIVALS), alone=not quick),
@@ -67,16 +81,12 @@ def parts(*, quick: bool) -> list[Part]:
     ]
     if not quick:
         return found
-    return [
-        Part(
-            each.name,
-            each.seconds,
-            each.cases[: FEW.get(each.name)],
-            alone=each.alone,
-            needs=each.needs,
-        )
-        for each in found
-    ]
+    few = []
+    for each in found:
+        wanted = REHEARSED_CASES.get(each.name, each.cases)
+        cases = tuple(case for case in each.cases if case in wanted)
+        few += [replace(each, cases=cases)] if cases else []
+    return few
 
 
 def commit() -> str:
@@ -150,7 +160,8 @@ def main() -> int:
 
     settings = {_gpu_tiles.FILE: str(tiles), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
     until = monotonic() + 60 * given.minutes
-    runner = Runner(folder, until, quick, changed, settings | (REHEARSED if quick else {}))
+    runner = Runner(folder, until, quick, changed, settings)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends processes as Ctrl-C does
     try:
         runner.run([each for each in wanted if each.name in chosen])
     except KeyboardInterrupt:

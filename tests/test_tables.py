@@ -9,6 +9,7 @@ from tools.tables.markdown import figures, renewed, said, section, shown
 from tools.tables.page import PAGE, RESULTS, WRITERS, renew, result, tables
 
 TEXT = PAGE.read_text()
+UNMEASURED = {"gpu"}  # what no machine has measured yet
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 ONE = "\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n\n"
 SMALL = f"# Page\n\n## one\n{ONE}## two\n\n| c |\n"
@@ -33,7 +34,8 @@ def test_a_result_of_other_numbers_gives_other_tables(name: str) -> None:
 
 
 def test_every_result_has_a_writer_and_every_section_a_result() -> None:
-    assert sorted(WRITERS) == NAMES
+    assert {*WRITERS} - {*NAMES} <= UNMEASURED
+    assert {*NAMES} <= {*WRITERS}
     assert re.findall(r"^## (\w+)$", TEXT, re.MULTILINE) == NAMES
 
 

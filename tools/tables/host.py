@@ -141,6 +141,7 @@ def documents(result: Row, said: Said) -> Iterator[str]:
 WRITERS: Final = {
     "documents": documents,
     "foundation": only_figures,
+    "gpu": only_figures,
     "gpu_static": gpu_static,
     "triton_compile": triton_compile,
     "kv_compress_cost": kv_compress_cost,

@@ -34,6 +34,6 @@ def tables(page: str, name: str) -> list[str]:
 
 def renew(page: str) -> str:
     """Update all tables of a page."""
-    for name in WRITERS:
+    for name in sorted(path.stem for path in RESULTS.glob("*.json")):
         page = renewed(page, name, tables(page, name))
     return page
