@@ -1,6 +1,5 @@
 """The kernel of a gate for GPUs: a program computes the scores of some tokens of one KV head."""
 
-from contextlib import nullcontext
 from typing import Final, no_type_check
 
 import torch
@@ -9,6 +8,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton import next_power_of_2
+
+from kv_policy.interpreter import launching_on
 
 _BLOCK: Final = 32  # tokens of a program
 _STEP: Final = 16  # dimensions that it reads at a time; products of more need many registers
@@ -160,7 +161,7 @@ def gate(
     out = torch.empty(position.shape, dtype=torch.float32, device=key.device)
     if out.numel() == 0:
         return out
-    with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
+    with launching_on(key):
         gate_kernel[(triton.cdiv(tokens, _BLOCK), sequences * heads)](
             key,
             key.stride(),

@@ -21,6 +21,7 @@ from kv_attention.gpu.tiles import logits_of, queries_of
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.tokens import Attended
 from kv_policy import Observe
+from kv_policy.interpreter import launching_on
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -290,26 +291,27 @@ def mass_of_step(
         mass, seen, terms = _sums(part, batch, heads, what, done.lse.device)
         if part.width:
             block = min(1024, triton.next_power_of_2(part.width))
-            mass_of_step_kernel[(triton.cdiv(part.width, block), batch * heads)](
-                logits,
-                done.lse,
-                position.reshape(-1).contiguous(),
-                *_placed(part, place),
-                mass,
-                seen,
-                part.width,
-                batch * heads,
-                heads,
-                what.above or 0.0,
-                what.skip,
-                GROUP=group,
-                BLOCK=block,
-                MAX=what.group in ("max", "max-of-sums"),
-                MEAN=what.group == "mean",
-                TERMS=terms,
-                FAR=what.skip > int(part.paged),
-                num_warps=4,
-            )
+            with launching_on(logits):
+                mass_of_step_kernel[(triton.cdiv(part.width, block), batch * heads)](
+                    logits,
+                    done.lse,
+                    position.reshape(-1).contiguous(),
+                    *_placed(part, place),
+                    mass,
+                    seen,
+                    part.width,
+                    batch * heads,
+                    heads,
+                    what.above or 0.0,
+                    what.skip,
+                    GROUP=group,
+                    BLOCK=block,
+                    MAX=what.group in ("max", "max-of-sums"),
+                    MEAN=what.group == "mean",
+                    TERMS=terms,
+                    FAR=what.skip > int(part.paged),
+                    num_warps=4,
+                )
         found.append((mass, seen))
     return _attended(done.out, found, what)
 
@@ -346,35 +348,36 @@ def mass_of_pass(
         mass, seen, terms = _sums(part, batch, heads, what, rows.device)
         if part.width:
             form = tiling(machine, "attention_mass", part, rows.dtype)
-            mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
-                rows,
-                rows_of(rows),
-                rows.stride(3),
-                position.contiguous(),
-                lse.contiguous(),
-                part.lengths(batch * heads, rows.device),
-                part.tokens,
-                *_placed(part, place),
-                mass,
-                seen,
-                part.width,
-                queries,
-                batch * heads,
-                heads,
-                scale * LOG2E,
-                (softcap or 1.0) * LOG2E,
-                what.above or 0.0,
-                what.skip,
-                CAPPED=softcap is not None,
-                GROUP=group,
-                MODE=MODES[what.group],
-                TERMS=terms,
-                FAR=what.skip > int(part.paged),
-                ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
-                BLOCK=form.block,
-                num_warps=form.warps,
-                **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
-            )
+            with launching_on(rows):
+                mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
+                    rows,
+                    rows_of(rows),
+                    rows.stride(3),
+                    position.contiguous(),
+                    lse.contiguous(),
+                    part.lengths(batch * heads, rows.device),
+                    part.tokens,
+                    *_placed(part, place),
+                    mass,
+                    seen,
+                    part.width,
+                    queries,
+                    batch * heads,
+                    heads,
+                    scale * LOG2E,
+                    (softcap or 1.0) * LOG2E,
+                    what.above or 0.0,
+                    what.skip,
+                    CAPPED=softcap is not None,
+                    GROUP=group,
+                    MODE=MODES[what.group],
+                    TERMS=terms,
+                    FAR=what.skip > int(part.paged),
+                    ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
+                    BLOCK=form.block,
+                    num_warps=form.warps,
+                    **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
+                )
         found.append((mass, seen))
     return _attended(out, found, what)
 

@@ -1,6 +1,5 @@
 """The backend `triton` of kv-attention: kernels for GPUs, torch for unsupported passes."""
 
-from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -55,9 +54,7 @@ def attend(inputs: AttentionInputs) -> Attended:
     """
     if declined(inputs) is not None:
         return attend_in_torch(inputs)
-    q = inputs.q
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches there
-        return _attend(inputs)
+    return _attend(inputs)
 
 
 def _attend(inputs: AttentionInputs) -> Attended:

@@ -44,6 +44,7 @@ from kv_attention.gpu.tiles import (
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
+from kv_policy.interpreter import launching_on
 
 WIDEST_FRESH: Final = 256  # dimensions of the key of a token that is attended to while combining
 
@@ -376,67 +377,69 @@ def decode(
         if watched:
             kept = q.new_full((table_rows, group, part.width), -torch.inf, dtype=torch.float32)
             logits.append(kept)
-        decode_kernel[(programs,)](
-            q,
-            rows_of(q),
-            position,
-            found[i],
-            lse[i],
-            kept,
-            part.width,
-            ends[i],
-            part.lengths(table_rows, device),
-            part.tokens,
-            table_rows,
-            heads,
-            *bounds,
-            CAPPED=softcap is not None,
-            PLANAR=planar(part, part.products(q.dtype, interpreted=machine.interpreted)),
-            GROUP=group,
-            ROWS=rows,
-            BLOCK=form.block,
-            WIDE=wide,
-            WATCH=watched,
-            VALUE=part.value,
-            STAGES=form.stages,
-            num_warps=form.warps,
-            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
-        )
+        with launching_on(q):
+            decode_kernel[(programs,)](
+                q,
+                rows_of(q),
+                position,
+                found[i],
+                lse[i],
+                kept,
+                part.width,
+                ends[i],
+                part.lengths(table_rows, device),
+                part.tokens,
+                table_rows,
+                heads,
+                *bounds,
+                CAPPED=softcap is not None,
+                PLANAR=planar(part, part.products(q.dtype, interpreted=machine.interpreted)),
+                GROUP=group,
+                ROWS=rows,
+                BLOCK=form.block,
+                WIDE=wide,
+                WATCH=watched,
+                VALUE=part.value,
+                STAGES=form.stages,
+                num_warps=form.warps,
+                **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+            )
     if out is None or not out.is_contiguous() or out.dtype != q.dtype:
         out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
     if fresh is not None and watched:
         logits.append(torch.empty(table_rows, group, 1, dtype=torch.float32, device=device))
-    combine_kernel[(table_rows,)](
-        out,
-        total,
-        found,
-        lse,
-        ends,
-        position,
-        lse if sinks is None else sinks.contiguous(),
-        q,
-        rows_of(q),
-        logits[-1] if watched and logits else lse,
-        (q,) if fresh is None else fresh.tokens,
-        len(stored),
-        table_rows,
-        heads,
-        programs,
-        *bounds,
-        FRESH=fresh is not None,
-        WATCH=watched,
-        CAPPED=softcap is not None,
-        KEY=() if fresh is None else fresh.key,
-        VALUE=() if fresh is None else fresh.value,
-        WIDTH=1 if fresh is None else padded(fresh.key[1]),
-        SINKS=sinks is not None,
-        GROUP=group,
-        ROWS=rows,
-        DIM=value_dim,
-        PADDED=padded(value_dim),
-        num_warps=4,
-    )
+    with launching_on(q):
+        combine_kernel[(table_rows,)](
+            out,
+            total,
+            found,
+            lse,
+            ends,
+            position,
+            lse if sinks is None else sinks.contiguous(),
+            q,
+            rows_of(q),
+            logits[-1] if watched and logits else lse,
+            (q,) if fresh is None else fresh.tokens,
+            len(stored),
+            table_rows,
+            heads,
+            programs,
+            *bounds,
+            FRESH=fresh is not None,
+            WATCH=watched,
+            CAPPED=softcap is not None,
+            KEY=() if fresh is None else fresh.key,
+            VALUE=() if fresh is None else fresh.value,
+            WIDTH=1 if fresh is None else padded(fresh.key[1]),
+            SINKS=sinks is not None,
+            GROUP=group,
+            ROWS=rows,
+            DIM=value_dim,
+            PADDED=padded(value_dim),
+            num_warps=4,
+        )
     return Decoded(out, total, tuple(logits))
 
 
@@ -459,7 +462,8 @@ def _planned(
     wide = _wide(table_rows)
     for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
         length = part.lengths(table_rows, device)
-        plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=wide, num_warps=4)
+        with launching_on(length):
+            plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=wide, num_warps=4)
     if known is not None:
         known[blocks[0]] = ends
     return ends

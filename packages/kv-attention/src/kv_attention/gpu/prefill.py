@@ -30,6 +30,7 @@ from kv_attention.gpu.tiles import (
 )
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.partial import Partial
+from kv_policy.interpreter import launching_on
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -236,33 +237,34 @@ def attend_to_all(
         into = found.out
         if i == len(parts) - 1:
             into = torch.empty_like(found.out, dtype=q.dtype)
-        prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
-            q,
-            rows_of(q),
-            q.stride(3),
-            position,
-            found.out,
-            found.lse,
-            into,
-            found.lse,
-            part.lengths(batch * heads, q.device),
-            part.tokens,
-            found.lse if sinks is None else sinks,
-            length,
-            heads,
-            scale * LOG2E,
-            (softcap or 1.0) * LOG2E,
-            CAPPED=softcap is not None,
-            SINKS=sinks is not None and i == 0,
-            CONTINUES=i > 0,
-            GROUP=group,
-            ROWS=rows,
-            BLOCK=form.block,
-            WIDE=1024,
-            VALUE=part.value,
-            STAGES=form.stages,
-            num_warps=form.warps,
-            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
-        )
+        with launching_on(q):
+            prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
+                q,
+                rows_of(q),
+                q.stride(3),
+                position,
+                found.out,
+                found.lse,
+                into,
+                found.lse,
+                part.lengths(batch * heads, q.device),
+                part.tokens,
+                found.lse if sinks is None else sinks,
+                length,
+                heads,
+                scale * LOG2E,
+                (softcap or 1.0) * LOG2E,
+                CAPPED=softcap is not None,
+                SINKS=sinks is not None and i == 0,
+                CONTINUES=i > 0,
+                GROUP=group,
+                ROWS=rows,
+                BLOCK=form.block,
+                WIDE=1024,
+                VALUE=part.value,
+                STAGES=form.stages,
+                num_warps=form.warps,
+                **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+            )
         found = Partial(into, found.lse)
     return Partial(found.out.to(q.dtype), found.lse)

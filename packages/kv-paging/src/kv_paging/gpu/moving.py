@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import load_bits, store_bits
-from kv_paging.gpu.numbers import alignment, blocks, numbers_of, on, rows
+from kv_paging.gpu.numbers import alignment, blocks, numbers_of, rows
 from kv_paging.gpu.rows import move, page_at
 from kv_paging.gpu.writing import SCAN, table_of, total
 from kv_policy import PagedTokens
+from kv_policy.interpreter import launching_on
 
 _BYTES: Final = 4096  # of a page, copied per program
 
@@ -83,7 +84,7 @@ def compact(pages: PagedTokens, table_rows: Tensor, stay: Tensor) -> None:
     size = rows(layout)
     marks = stay.contiguous().view(torch.uint8)
     gaps = torch.empty(count, length, dtype=torch.int32, device=stay.device)
-    with on(pages.data):
+    with launching_on(pages.data):
         gaps_kernel[count, blocks(length, SCAN)](marks, length, gaps, SCAN)
         compact_kernel[count, blocks(length, size)](
             pages.data,
@@ -105,7 +106,7 @@ def copy_pages(data: Tensor, source: Tensor, target: Tensor) -> None:
     nbytes = data.shape[1]
     unit = 4 if alignment(data) % 4 == 0 and nbytes % 4 == 0 else 1
     many = _BYTES // unit
-    with on(data):
+    with launching_on(data):
         copy_kernel[len(source), blocks(nbytes, _BYTES)](
             data, data.stride(0), source.contiguous(), target.contiguous(), nbytes, unit, many
         )

@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import load_bits, store_bits
-from kv_paging.gpu.numbers import Layout, blocks, numbers_of, on, rows
+from kv_paging.gpu.numbers import Layout, blocks, numbers_of, rows
 from kv_paging.gpu.rows import beside, decode, page_at
 from kv_paging.gpu.writing import scores, table_of
 from kv_paging.table import pages_for
 from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
+from kv_policy.interpreter import launching_on
 
 SLOTS: Final = 1024  # scores per program and iteration
 _MOST_TABLE_ROWS: Final = 16
@@ -211,7 +212,7 @@ def read(pages: PagedTokens, table_rows: Tensor, slots: int, vectors: VectorName
     position = room(pages.layout.positions, torch.int64)
     key = room("keys" in vectors, *_vector(layout, 5))
     value = room("values" in vectors, *_vector(layout, 6))
-    with on(pages.data):
+    with launching_on(pages.data):
         read_kernel[(blocks(count * slots, size),)](
             *tier_of(pages),
             table_rows.contiguous(),
@@ -233,7 +234,7 @@ def rescore(pages: PagedTokens, table_rows: Tensor, score: Tensor) -> None:
     """See `PageKernels.rescore`; one launch."""
     slots = score.shape[1]
     holes = pages.holes and pages.layout.positions
-    with on(pages.data):
+    with launching_on(pages.data):
         rescore_kernel[over_page_ends(pages, table_rows, slots)](
             *tier_of(pages),
             table_rows.contiguous(),
@@ -254,7 +255,7 @@ def weakest(
     found = torch.empty(len(table_rows), dtype=torch.int64, device=pages.data.device)
     many = min(SLOTS, triton.next_power_of_2(max(slots, 1)))
     together = min(SLOTS // many, _MOST_TABLE_ROWS)
-    with on(pages.data):
+    with launching_on(pages.data):
         weakest_kernel[(blocks(len(table_rows), together),)](
             *tier_of(pages),
             table_rows.contiguous(),

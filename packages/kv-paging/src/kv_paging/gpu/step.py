@@ -17,6 +17,7 @@ from kv_paging.gpu.step_kernels import enter_kernel, give_kernel, leave_kernel
 from kv_paging.gpu.writing import SCAN, positions, scores
 from kv_paging.pool import PagePool
 from kv_paging.work import DecodeStep
+from kv_policy.interpreter import launching_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
         ring.ids.new_empty(2 * blocks),
         ring.start.new_empty(3),
     )
-    with numbers.on(data):
+    with launching_on(data):
         for part, begin in zip(parts, first, strict=True):
             leave_kernel[(numbers.blocks(part.table_rows, rows),)](
                 data,

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, on, rows
+from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, rows
 from kv_paging.gpu.rows import page_at, put
 from kv_paging.work import TokenWrite
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.interpreter import launching_on
 
 SCAN: Final = 1024  # marks per iteration of the sum
 
@@ -126,7 +127,7 @@ def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     layout, (count, length) = numbers_of(pages), tokens.keep.shape
     columns = min(rows(layout), triton.next_power_of_2(max(length, 1)))
     together = rows(layout) // columns
-    with on(pages.data):
+    with launching_on(pages.data):
         write_kernel[blocks(count, together), blocks(length, columns)](
             pages.data,
             pages.data.stride(0),
@@ -157,7 +158,7 @@ def place(
     known = numbers(layout, False, alignment(data))
     size = rows(known)
     bare = (known[0], -1, -1, *known[3:])  # without scores and positions
-    with on(data):
+    with launching_on(data):
         place_kernel[(blocks(len(page), size),)](
             data,
             data.stride(0),
