@@ -1,12 +1,10 @@
-"""Whether Triton kernels can run on this machine, and on which device; without importing triton."""
+"""Whether Triton kernels can run on this machine, determined without importing triton."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Final
 
 import torch
-from torch import Tensor
 
 LEAST: Final = (8, 0)  # compute capability: bfloat16 products and asynchronous copies
 SWITCH: Final = "TRITON_INTERPRET"  # set before the import of triton, it runs kernels without a GPU
@@ -35,12 +33,3 @@ def missing() -> str | None:
         if found < LEAST:
             return f"GPUs have at most compute capability {found[0]}.{found[1]}; kernels need 8.0"
     return None
-
-
-def launching_on(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context that launches kernels on the device of a tensor.
-
-    Triton launches on torch's current device, which is the first one unless it is changed. Every
-    launch is inside such a context.
-    """
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -14,16 +14,17 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, adjacent
 from kv_attention.gpu.decode import Decoded
 from kv_attention.gpu.prefill import read_key
-from kv_attention.gpu.tiles import logits_of, queries_of
+from kv_attention.gpu.tiles import logits_of, queries_of, query_rows
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.tokens import Attended
 from kv_policy import Observe
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on, strides_of
 
 _LOG2E = tl.constexpr(LOG2E)
+_STEP_BLOCK: Final = 1024  # tokens of a program of a decode step
 
 
 @triton.jit
@@ -49,14 +50,18 @@ def finite(lse):
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["place_row", "place_head", "width", "table_rows", "heads", "skip"],
+    do_not_specialize_on_alignment=["position", "places"],
+)
 @no_type_check
 def mass_of_step_kernel(
     logits,
     lse,
     position,
     places,
-    place_strides,
+    place_row,
+    place_head,
     mass,
     seen,
     width,
@@ -85,8 +90,8 @@ def mass_of_step_kernel(
     counts = tl.load(first, mask=inside, other=float("-inf")) > float("-inf")
     counts = counts & (at >= 0)
     if FAR:
-        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
-        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=counts, other=0)
+        mine = places + b.to(tl.int64) * place_row + h.to(tl.int64) * place_head
+        place = tl.load(mine + slot, mask=counts, other=0)
         counts = counts & (at - place >= skip)
     even = 1.0 / tl.maximum(at + 1, 1).to(tl.float32)
     for i in tl.static_range(len(TERMS)):
@@ -109,7 +114,6 @@ def mass_of_step_kernel(
 def attention_of(
     q,
     q_strides,
-    q_step,
     lse,
     r,
     b,
@@ -133,11 +137,8 @@ def attention_of(
     REST: tl.constexpr,
 ):
     """Return the attention of one head's queries to a tile of keys: [queries, BLOCK]."""
-    rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-    rows = rows + (g * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
-    level, more_level, back, whole = queries_of(
-        rows, q_strides[3], at >= 0, scale, d, KEY, AS, REST
-    )
+    rows = query_rows(q, q_strides, b, h, g, query.to(tl.int64), KEY[1])[:, None]
+    level, more_level, back, whole = queries_of(rows, at >= 0, scale, d, KEY, AS, REST)
     logits = logits_of(
         level,
         more_level,
@@ -158,18 +159,32 @@ def attention_of(
     return tl.where(sees, tl.exp2(logits - found[:, None]), 0.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "pitch",
+        "place_row",
+        "place_head",
+        "width",
+        "queries",
+        "table_rows",
+        "heads",
+        "skip",
+    ],
+    do_not_specialize_on_alignment=["position", "lse", "length", "table", "places"],
+)
 @no_type_check
 def mass_of_pass_kernel(
     q,
     q_strides,
-    q_step,
     position,
     lse,
     length,
     tokens,
+    table,
+    pitch,
     places,
-    place_strides,
+    place_row,
+    place_head,
     mass,
     seen,
     width,
@@ -207,12 +222,12 @@ def mass_of_pass_kernel(
     d = tl.arange(0, PADDED[0])
     count = tl.load(length + r)
     key, more, k_scale, k_zero, held, page, _ = read_key(
-        tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
+        tokens, table, pitch, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
     )
     nearest = tl.zeros([BLOCK], tl.int64)  # the first query position that counts for a token
     if FAR:
-        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
-        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=held, other=0)
+        mine = places + b.to(tl.int64) * place_row + h.to(tl.int64) * place_head
+        place = tl.load(mine + slot, mask=held, other=0)
         nearest = tl.maximum(place + skip, 0).to(tl.int64)
     if not PAGED:
         nearest = tl.maximum(nearest, page)
@@ -238,7 +253,6 @@ def mass_of_pass_kernel(
                         p = attention_of(
                             q,
                             q_strides,
-                            q_step,
                             lse,
                             r,
                             b,
@@ -290,9 +304,8 @@ def mass_of_step(
     for part, logits, place in zip(parts, done.logits, places, strict=True):
         mass, seen, terms = _sums(part, batch, heads, what, done.lse.device)
         if part.width:
-            block = min(1024, triton.next_power_of_2(part.width))
             with launching_on(logits):
-                mass_of_step_kernel[(triton.cdiv(part.width, block), batch * heads)](
+                mass_of_step_kernel[(triton.cdiv(part.width, _STEP_BLOCK), batch * heads)](
                     logits,
                     done.lse,
                     position.reshape(-1).contiguous(),
@@ -302,10 +315,10 @@ def mass_of_step(
                     part.width,
                     batch * heads,
                     heads,
-                    what.above or 0.0,
+                    float(what.above or 0),
                     what.skip,
                     GROUP=group,
-                    BLOCK=block,
+                    BLOCK=_STEP_BLOCK,
                     MAX=what.group in ("max", "max-of-sums"),
                     MEAN=what.group == "mean",
                     TERMS=terms,
@@ -342,6 +355,7 @@ def mass_of_pass(
         what: the observation; its `last` has been applied.
         softcap: the bound of the logits, if any.
     """
+    rows = adjacent(rows)
     batch, heads, group, queries, _ = rows.shape
     found = []
     for part, place in zip(parts, places, strict=True):
@@ -351,12 +365,13 @@ def mass_of_pass(
             with launching_on(rows):
                 mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
                     rows,
-                    rows_of(rows),
-                    rows.stride(3),
+                    strides_of(rows),
                     position.contiguous(),
                     lse.contiguous(),
                     part.lengths(batch * heads, rows.device),
                     part.tokens,
+                    part.table,
+                    part.pitch,
                     *_placed(part, place),
                     mass,
                     seen,
@@ -366,14 +381,14 @@ def mass_of_pass(
                     heads,
                     scale * LOG2E,
                     (softcap or 1.0) * LOG2E,
-                    what.above or 0.0,
+                    float(what.above or 0),
                     what.skip,
                     CAPPED=softcap is not None,
                     GROUP=group,
                     MODE=MODES[what.group],
                     TERMS=terms,
                     FAR=what.skip > int(part.paged),
-                    ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
+                    ROWS=_rows(form.queries, what.last),
                     BLOCK=form.block,
                     num_warps=form.warps,
                     **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
@@ -393,11 +408,17 @@ def _sums(
     return mass, seen, terms
 
 
-def _placed(part: PartArguments, place: Places) -> tuple[Tensor, tuple[int, ...]]:
+def _rows(most: int, last: int | None) -> int:
+    """Return the queries of a tile: no more than are observed, however many a chunk has."""
+    return most if last is None else max(16, min(most, triton.next_power_of_2(last)))
+
+
+def _placed(part: PartArguments, place: Places) -> tuple[Tensor, int, int]:
     """Return the positions of a part's tokens with their strides; unused ones are arbitrary."""
     if place is None:
-        return part.tokens[0], (0, 0, 0)
-    return place, (place.stride(0), place.stride(1) if place.shape[1] > 1 else 0, place.stride(2))
+        return part.table, 0, 0
+    place = adjacent(place)
+    return place, place.stride(0), place.stride(1) if place.shape[1] > 1 else 0
 
 
 def _attended(out: Tensor, found: Sequence[tuple[Tensor, Tensor]], what: Observe) -> Attended:

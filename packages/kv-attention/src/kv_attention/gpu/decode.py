@@ -18,7 +18,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, PartArguments, padded, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, adjacent, padded
 from kv_attention.gpu.planes import (
     bytes_of,
     logits_of_planes,
@@ -39,17 +39,19 @@ from kv_attention.gpu.tiles import (
     plain_tile,
     present,
     queries_of,
+    query_rows,
     sinks_of,
     soften,
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on, strides_of
 
+WIDE: Final = 512  # table rows per iteration of a search; one compiled kernel suits any number
 WIDEST_FRESH: Final = 256  # dimensions of the key of a token that is attended to while combining
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows"], do_not_specialize_on_alignment=["length", "ends"])
 @no_type_check
 def plan_kernel(length, ends, table_rows, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Count tiles: ends[r] is the number of tiles in table rows 0 to r."""
@@ -74,7 +76,10 @@ def table_row_of(ends, table_rows, tile, WIDE: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["width", "pitch", "table_rows", "heads"],
+    do_not_specialize_on_alignment=["position", "ends", "length", "table"],
+)
 @no_type_check
 def decode_kernel(
     q,
@@ -87,6 +92,8 @@ def decode_kernel(
     ends,
     length,
     tokens,
+    table,
+    pitch,
     table_rows,
     heads,
     scale,
@@ -131,15 +138,14 @@ def decode_kernel(
             here = tl.minimum(stop, last)
             b, h = r // heads, r % heads
             count, at = tl.load(length + r), tl.load(position + b)
-            rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-            rows = rows + g[:, None] * q_strides[2]
+            rows = query_rows(q, q_strides, b, h, g, 0, KEY[1])[:, None]
             if PLANAR:
-                up, back, whole = scale_of(rows, q_strides[3], g < GROUP, scale, KEY, PADDED[0])
-                planes = queries_by_plane(rows, q_strides[3], g < GROUP, up, KEY)
+                up, back, whole = scale_of(rows, g < GROUP, scale, KEY, PADDED[0])
+                planes = queries_by_plane(rows, g < GROUP, up, KEY)
                 sums = zeros_by_plane(ROWS, VALUE)
             else:
                 level, more_level, back, whole = queries_of(
-                    rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
+                    rows, g < GROUP, scale, d, KEY, AS[0], REST
                 )
                 sums = tl.zeros([ROWS, OUT], tl.float32)
             highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -150,8 +156,8 @@ def decode_kernel(
                 held = slot < count
                 if PAGED:
                     data, stride = tokens[0], tokens[1]
-                    mine = tokens[2] + r.to(tl.int64) * tokens[3]
-                    page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
+                    mine = table + r.to(tl.int64) * pitch
+                    page, row = pages_of(mine, slot, held, pitch, PAGE[0], PAGE[2], BLOCK)
                     held = present(tokens, page, row, held, PAGE)
                     if PLANAR:
                         key = bytes_of(data, stride, page, row, KEY)
@@ -172,7 +178,7 @@ def decode_kernel(
                             data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
                         )
                 else:
-                    place = places_of(tokens, b, slot, held)
+                    place = places_of(table, pitch, b, slot, held)
                     held = (place >= 0) & (place <= at)
                     key = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS[0])
                     more = key
@@ -227,7 +233,10 @@ def decode_kernel(
         r += 1
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pitch", "parts", "table_rows", "heads", "programs", "slots"],
+    do_not_specialize_on_alignment=["ends", "position", "table"],
+)
 @no_type_check
 def combine_kernel(
     out,
@@ -241,10 +250,13 @@ def combine_kernel(
     q_strides,
     logits,
     tokens,
+    table,
+    pitch,
     parts,
     table_rows,
     heads,
     programs,
+    slots,
     scale,
     softcap,
     FRESH: tl.constexpr,
@@ -261,7 +273,7 @@ def combine_kernel(
 ):
     """Merge the programs' results per table row, over all parts.
 
-    `ends` is [parts, table_rows]; each part has programs + rows slots. `out` is [table_rows, GROUP,
+    `ends` is [parts, table_rows]; each part has `slots`. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
     no token. With SINKS, `sinks` [heads, GROUP] take part, once per query. With FRESH, `tokens` are
     one dense token per sequence, whose key has at most WIDTH dimensions; with WATCH, `logits`
@@ -284,7 +296,7 @@ def combine_kernel(
         first, behind = start // share, (stop + share - 1) // share
         behind = tl.where((stop > start) & real, behind, first)
         for program in range(first, behind):
-            slot = (part * (programs + table_rows) + program + r).to(tl.int64) * GROUP + g
+            slot = (part * slots + program + r).to(tl.int64) * GROUP + g
             one = tl.load(lse + slot, mask=g < GROUP, other=float("-inf"))
             more = tl.load(found + slot[:, None] * DIM + d[None, :], mask=inside, other=0)
             higher = tl.maximum(highest, one)
@@ -295,13 +307,12 @@ def combine_kernel(
     if FRESH:
         b, h = r // heads, r % heads
         slot = tl.zeros([1], tl.int32)
-        place = places_of(tokens, b, slot, slot == 0)
+        place = places_of(table, pitch, b, slot, slot == 0)
         held = (place >= 0) & (place <= tl.load(position + b))
         e = tl.arange(0, WIDTH)
         key = plain_tile(tokens[0], tokens[1], b, h, slot, held, e, KEY).to(tl.float32)
         value = plain_tile(tokens[2], tokens[3], b, h, slot, held, d, VALUE).to(tl.float32)
-        rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-        rows = rows + g[:, None] * q_strides[2] + e[None, :] * q_strides[3]
+        rows = query_rows(q, q_strides, b, h, g, 0, KEY[1])[:, None] + e[None, :]
         there = (g < GROUP)[:, None] & (e < KEY[1])[None, :]
         query = tl.load(rows, mask=there, other=0).to(tl.float32)
         one = tl.sum(query * key, axis=1) * scale
@@ -360,16 +371,17 @@ def decode(
     """
     batch, heads, group, _, _ = q.shape
     table_rows, device = batch * heads, q.device
-    position = position.reshape(-1).contiguous()
+    q, position = adjacent(q), position.reshape(-1).contiguous()
+    strides = strides_of(q)
     fresh = _alone(parts)
     stored = parts if fresh is None else parts[:-1]
     programs = machine.programs
-    slots = programs + table_rows
+    slots = -(-(programs + table_rows) // 16) * 16  # so that every part begins at 16 bytes
     forms = [tiling(machine, "decode", part, q.dtype) for part in stored]
     ends = _planned(stored, [form.block for form in forms], table_rows, device)
     found = torch.empty(len(stored), slots, group, value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(len(stored), slots, group, dtype=torch.float32, device=device)
-    rows, wide = padded(group), _wide(table_rows)
+    rows = padded(group)
     bounds = scale * LOG2E, (softcap or 1.0) * LOG2E
     logits: list[Tensor] = []
     for i, (part, form) in enumerate(zip(stored, forms, strict=True)):
@@ -380,7 +392,7 @@ def decode(
         with launching_on(q):
             decode_kernel[(programs,)](
                 q,
-                rows_of(q),
+                strides,
                 position,
                 found[i],
                 lse[i],
@@ -389,6 +401,8 @@ def decode(
                 ends[i],
                 part.lengths(table_rows, device),
                 part.tokens,
+                part.table,
+                part.pitch,
                 table_rows,
                 heads,
                 *bounds,
@@ -397,7 +411,7 @@ def decode(
                 GROUP=group,
                 ROWS=rows,
                 BLOCK=form.block,
-                WIDE=wide,
+                WIDE=WIDE,
                 WATCH=watched,
                 VALUE=part.value,
                 STAGES=form.stages,
@@ -419,13 +433,16 @@ def decode(
             position,
             lse if sinks is None else sinks.contiguous(),
             q,
-            rows_of(q),
+            strides,
             logits[-1] if watched and logits else lse,
             (q,) if fresh is None else fresh.tokens,
+            position if fresh is None else fresh.table,
+            0 if fresh is None else fresh.pitch,
             len(stored),
             table_rows,
             heads,
             programs,
+            slots,
             *bounds,
             FRESH=fresh is not None,
             WATCH=watched,
@@ -459,15 +476,10 @@ def _planned(
     if known is not None and blocks[0] in known:
         return known[blocks[0]]
     ends = torch.empty(max(len(parts), 1), table_rows, dtype=torch.int32, device=device)
-    wide = _wide(table_rows)
     for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
         length = part.lengths(table_rows, device)
         with launching_on(length):
-            plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=wide, num_warps=4)
+            plan_kernel[(1,)](length, ends[i], table_rows, BLOCK=block, WIDE=WIDE, num_warps=4)
     if known is not None:
         known[blocks[0]] = ends
     return ends
-
-
-def _wide(table_rows: int) -> int:
-    return min(1024, 1 << (table_rows - 1).bit_length())

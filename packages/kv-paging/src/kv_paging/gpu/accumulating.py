@@ -16,12 +16,15 @@ from kv_paging.gpu.reading import (
     to_page_ends,
 )
 from kv_policy import PagedTokens, Running, RunningMean
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on
 
 _ALL: Final = 2**31 - 1
 
 
-@triton.jit(do_not_specialize=["number", "slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "number", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "before", "mass", "seen"],
+)
 @no_type_check
 def accumulate_kernel(
     data,

@@ -12,12 +12,12 @@ from kv_paging.gpu.numbers import alignment, blocks, numbers_of, rows
 from kv_paging.gpu.rows import move, page_at
 from kv_paging.gpu.writing import SCAN, table_of, total
 from kv_policy import PagedTokens
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on
 
 _BYTES: Final = 4096  # of a page, copied per program
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["stay"])
 @no_type_check
 def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
     """List the gaps before a table row's new end, in order."""
@@ -31,7 +31,10 @@ def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
     tl.store(gaps + which * length + rank, i, (kept == 0) & (i < end))
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(
+    do_not_specialize=["width", "length"],
+    do_not_specialize_on_alignment=["table", "table_rows", "stay"],
+)
 @no_type_check
 def compact_kernel(
     data,
@@ -65,7 +68,7 @@ def compact_kernel(
         move(source, i % tokens, target, gap % tokens, some, LAYOUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source", "target"])
 @no_type_check
 def copy_kernel(data, pitch, source, target, nbytes, UNIT: tl.constexpr, MANY: tl.constexpr):
     """Copy a part of a page."""

@@ -14,10 +14,9 @@ from kv_paging.gpu.writing import scores, table_of
 from kv_paging.table import pages_for
 from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on
 
 SLOTS: Final = 1024  # scores per program and iteration
-_MOST_TABLE_ROWS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
 
@@ -29,7 +28,10 @@ def number_at(page, row, some, OFFSET: tl.constexpr, LAYOUT: tl.constexpr):
     return load_bits(beside(page, row, OFFSET), some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows"],
+)
 @no_type_check
 def read_kernel(
     data,
@@ -115,7 +117,10 @@ def put_scores(page, row, number, some, LAYOUT: tl.constexpr):
     store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "score"],
+)
 @no_type_check
 def rescore_kernel(
     data,
@@ -142,7 +147,10 @@ def rescore_kernel(
     put_scores(page, row, number, some, LAYOUT)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "until"],
+)
 @no_type_check
 def weakest_kernel(
     data,
@@ -253,10 +261,8 @@ def weakest(
     """See `PageKernels.weakest`; one launch."""
     score = torch.empty(len(table_rows), dtype=torch.float32, device=pages.data.device)
     found = torch.empty(len(table_rows), dtype=torch.int64, device=pages.data.device)
-    many = min(SLOTS, triton.next_power_of_2(max(slots, 1)))
-    together = min(SLOTS // many, _MOST_TABLE_ROWS)
     with launching_on(pages.data):
-        weakest_kernel[(blocks(len(table_rows), together),)](
+        weakest_kernel[(len(table_rows),)](
             *tier_of(pages),
             table_rows.contiguous(),
             slots,
@@ -266,8 +272,8 @@ def weakest(
             len(table_rows),
             numbers_of(pages),
             pages.holes,
-            together,
-            many,
+            1,
+            SLOTS,
         )
     return score, found
 

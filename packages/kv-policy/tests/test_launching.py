@@ -5,7 +5,7 @@ from unittest.mock import MagicMock, patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kv_policy.interpreter import launching_on
+from kv_policy.launching import launching_on
 
 
 def test_kernels_are_launched_on_the_device_of_a_tensor() -> None:
