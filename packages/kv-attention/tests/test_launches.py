@@ -18,7 +18,7 @@ from kv_attention.gpu.tuning import Machine
 from kv_policy import Observe
 
 GPU = torch.device("meta")
-MACHINE = Machine("interpreter", 5, False)
+MACHINE = Machine("interpreter", 2, False)
 PLACED = Observe(None, skip=2)
 
 

@@ -375,9 +375,10 @@ def decode(
     strides = strides_of(q)
     fresh = _alone(parts)
     stored = parts if fresh is None else parts[:-1]
-    programs = machine.programs
-    slots = -(-(programs + table_rows) // 16) * 16  # so that every part begins at 16 bytes
     forms = [tiling(machine, "decode", part, q.dtype) for part in stored]
+    # All parts have as many, which `combine_kernel` relies on.
+    programs = machine.processors * min((form.programs for form in forms), default=1)
+    slots = -(-(programs + table_rows) // 16) * 16  # so that every part begins at 16 bytes
     ends = _planned(stored, [form.block for form in forms], table_rows, device)
     found = torch.empty(len(stored), slots, group, value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(len(stored), slots, group, dtype=torch.float32, device=device)
