@@ -222,25 +222,28 @@ def attend_to_all(
     machine: Machine,
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    before: Partial | None = None,
 ) -> Partial:
     """Compute attention over all parts; 0 and -inf for a query that is padding or sees no token.
 
-    Logits have the bound `softcap`, and `sinks` take part, if they are given. The output is in the
-    dtype of the queries, the log-sum-exp in float32.
+    Logits have the bound `softcap`, and `sinks` take part, if they are given. `before` is the
+    attention over other tokens, with which the first part is merged. The output is in the dtype of
+    the queries, the log-sum-exp in float32.
     """
     batch, heads, group, length, _ = q.shape
-    found = Partial.empty(q, value_dim)
+    found = Partial.empty(q, value_dim) if before is None else before
     q, position = adjacent(q), position.contiguous()
     if sinks is not None:
         sinks = sinks.contiguous()
-        if not parts:
+        if not parts or before is not None:
             found = found.with_sinks(sinks).only(position >= 0)
+    found = Partial(found.out.contiguous(), found.lse.contiguous())
     for i, part in enumerate(parts):
         form = tiling(machine, "prompt", part, q.dtype)
         rows = form.queries  # for short chunks, too: a smaller tile would be compiled for them
-        into = found.out
-        if i == len(parts) - 1:
-            into = torch.empty_like(found.out, dtype=q.dtype)
+        into, dtype = found.out, q.dtype if i == len(parts) - 1 else torch.float32
+        if into.dtype != dtype:
+            into = torch.empty_like(found.out, dtype=dtype)
         with launching_on(q):
             prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
                 q,
@@ -260,8 +263,8 @@ def attend_to_all(
                 scale * LOG2E,
                 (softcap or 1.0) * LOG2E,
                 CAPPED=softcap is not None,
-                SINKS=sinks is not None and i == 0,
-                CONTINUES=i > 0,
+                SINKS=sinks is not None and i == 0 and before is None,
+                CONTINUES=i > 0 or before is not None,
                 GROUP=group,
                 ROWS=rows,
                 BLOCK=form.block,
