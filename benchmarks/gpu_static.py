@@ -43,7 +43,7 @@ REQUESTS: Final = 8
 LENGTH: Final = 2000
 TOKENS: Final = 16
 DIM: Final = 128
-H100: Final = Machine("sm_90", 3 * 132, True)
+H100: Final = Machine("sm_90", 132, True)
 META: Final = torch.device("meta")
 Row = dict[str, object]
 

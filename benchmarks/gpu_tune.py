@@ -151,7 +151,6 @@ def tune(device: str, architecture: str, *, quick: bool) -> dict[str, Any]:
     clock = Clock(device)
     table = deepcopy(tuning.tuned())
     table["tiles"].pop(architecture, None)
-    decode: list[Pass] = []
     for kernel, kind, once in kinds(device, quick=quick):
         where = ("tiles", architecture, kernel, kind)
         sizes = {str(each): each for each in choices(kernel, quick=quick)}
@@ -163,15 +162,11 @@ def tune(device: str, architecture: str, *, quick: bool) -> dict[str, Any]:
         print(
             f"  slowest of {len(seconds)}: {slowest}, {1e6 * seconds[slowest]:.0f} us", flush=True
         )
-        if kernel == "decode":
-            decode.append(once)
-    if device != "cpu":
-        each = {str(n): changed(table, ("programs", architecture), n) for n in PROGRAMS}
-        found = [fastest(clock, each, once)[1] for once in decode]
-        total = {name: sum(one[name] / min(one.values()) for one in found) for name in each}
-        best = min(total, key=total.__getitem__)
-        print(f"programs for each multiprocessor: {best}", flush=True)
-        table = each[best]
+        if kernel == "decode" and device != "cpu":
+            each = {str(n): changed(table, (*where, "programs"), n) for n in PROGRAMS}
+            best, _ = fastest(clock, each, once)
+            print(f"  programs for each multiprocessor: {best}", flush=True)
+            table = each[best]
     return table
 
 

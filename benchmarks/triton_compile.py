@@ -220,7 +220,7 @@ def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callab
 
 def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, Launch]]:
     """Every launch once: kernels that do not depend on a format are named with the first."""
-    machine = Machine(f"sm_{architecture}", 3 * 132, True)
+    machine = Machine(f"sm_{architecture}", 132, True)
     known = set()
     for name, doing in work(names, machine):
         for launch in launches_of(doing):

@@ -14,7 +14,13 @@ if not torch.cuda.is_available():  # triton reads this at import
     os.environ[SWITCH] = "1"
 
 # Triton is only available for Linux.
-of_triton = ["test_plan.py", "test_triton.py", "test_widen.py"]
+of_triton = [
+    "test_launches.py",
+    "test_plan.py",
+    "test_recompilation.py",
+    "test_triton.py",
+    "test_widen.py",
+]
 collect_ignore = [] if sys.platform == "linux" else of_triton
 
 

@@ -1,28 +1,41 @@
-"""Torch's fused attention kernel for CPUs, for passes with many queries."""
+"""Torch's fused attention kernels, for passes with many queries."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention.fused import Kernel, attend_fused, fused_kernel
 from kv_attention.partial import Partial
 from kv_attention.parts import DensePart, PagedPart, block_sizes
+from kv_attention.tokens import DenseTokens
 
 
 def is_causal(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: DensePart) -> bool:
-    """Whether query i sees exactly the keys j <= i, and the kernel supports these tensors."""
-    key, value, place = part.tokens.key, part.tokens.value, part.tokens.position
+    """Whether query i sees exactly the keys j <= i, and a kernel supports these tensors.
+
+    It waits for the device unless the positions are the same tensor, see `surely_causal`.
+    """
+    place = part.tokens.position
     if (
-        q.device.type != "cpu"
-        or position.shape[1] == 1  # synchronizing would cost more than it saves
-        or key.shape != value.shape
-        or not q.dtype == key.dtype == value.dtype
-        or not q.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        position.shape[1] == 1  # synchronizing would cost more than it saves
         or position.shape != place.shape
+        or _kernel(q, part) is None
     ):
         return False
+    if place is position and part.full:
+        return True
     before = position.cummax(dim=1).values[:, :-1]
     ascending = (position[:, 1:] < 0) | (position[:, 1:] > before)
-    return torch.equal(position, place) and bool(ascending.all())
+    return bool((position == place).all() & ascending.all())
+
+
+def surely_causal(position: Int[Tensor, "B L"], tokens: DenseTokens) -> bool:
+    """Whether query i is known to see exactly the keys j <= i, without reading a tensor.
+
+    The queries are those of the tokens if the positions are the same tensor; without padding, these
+    ascend.
+    """
+    return tokens.position is position and tokens.full is True and position.shape[1] > 1
 
 
 def causal(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Partial:
@@ -37,37 +50,37 @@ def causal(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Part
         key = key.masked_fill(empty[:, None, :, None], 0)
         value = value.masked_fill(empty[:, None, :, None], 0)
         hidden = empty.repeat_interleave(q.shape[1], dim=0)
-    return _fused(q, key.flatten(0, 1), value.flatten(0, 1), hidden, True, scale)
+    kernel = _supported(q, part)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    return attend_fused(kernel, q, keys, values, hidden, scale, causal=True)
 
 
 def comes_before(
     q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: DensePart
 ) -> bool:
-    """Whether every query sees every token, and the kernel supports these tensors."""
-    key, value, place = part.tokens.key, part.tokens.value, part.tokens.position
-    if (
-        q.device.type != "cpu"
-        or position.shape[1] == 1  # synchronizing would cost more than it saves
-        or key.shape[-1] != value.shape[-1]
-        or not q.dtype == key.dtype == value.dtype
-        or not q.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    ):
-        return False
+    """Whether every query sees every token, and a kernel supports these tensors.
+
+    It waits for the device.
+    """
+    if position.shape[1] == 1 or _kernel(q, part) is None:
+        return False  # for one query, synchronizing would cost more than it saves
     last = torch.iinfo(position.dtype).max
     first = position.masked_fill(position < 0, last).amin(dim=1)
-    return bool((place.amax(dim=1) <= first).all())
+    return bool((part.tokens.position.amax(dim=1) <= first).all())
 
 
 def before(q: Float[Tensor, "B H G L D"], part: DensePart, scale: float) -> Partial:
     """Compute attention over dense tokens that every query sees; the output is as in `causal`."""
-    key, value = part.tokens.key, part.tokens.value
+    key, value, kernel = part.tokens.key, part.tokens.value, _supported(q, part)
     if part.full:
-        return _fused(q, key.flatten(0, 1), value.flatten(0, 1), None, False, scale)
+        keys, values = key.flatten(0, 1), value.flatten(0, 1)
+        return attend_fused(kernel, q, keys, values, None, scale, causal=False)
     empty = part.tokens.position < 0
     key = key.masked_fill(empty[:, None, :, None], 0)
     value = value.masked_fill(empty[:, None, :, None], 0)
     hidden = empty.repeat_interleave(q.shape[1], dim=0)
-    found = _fused(q, key.flatten(0, 1), value.flatten(0, 1), hidden, False, scale)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    found = attend_fused(kernel, q, keys, values, hidden, scale, causal=False)
     # The kernel's log-sum-exp of no token is not -inf, and its output may be NaN.
     some = (~empty).any(dim=1)[:, None, None, None]
     out = found.out.where(some[..., None], 0)
@@ -90,7 +103,7 @@ def stored(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Pa
             held = seen[:, :, 0]
             hidden = ~held.flatten(0, 1)
             key = key.only(~hidden)
-        found = _fused(q, key.rows, value.rows, hidden, False, 1.0)
+        found = attend_fused("cpu", q, key.rows, value.rows, hidden, 1.0, causal=False)
         if seen is not None:  # the kernel's log-sum-exp of no token is not -inf
             some = held.any(dim=-1)[..., None, None]
             found = Partial(found.out, found.lse.where(some, -torch.inf))
@@ -98,27 +111,11 @@ def stored(q: Float[Tensor, "B H G L D"], position: Int[Tensor, "B L"], part: Pa
     return total
 
 
-def _fused(
-    q: Float[Tensor, "B H G L D"],
-    key: Float[Tensor, "R S D"],
-    value: Float[Tensor, "R S D"],
-    hidden: Bool[Tensor, "R S"] | None,
-    causal: bool,
-    scale: float,
-) -> Partial:
-    group, length = q.shape[2:4]
-    bias = None
-    if hidden is not None:
-        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)
-        bias = bias[:, None, None].expand(-1, 1, length, -1)
-    # The query heads of a group share their key by a stride of 0, without a copy.
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.flatten(0, 1),
-        key[:, None].expand(-1, group, -1, -1),
-        value[:, None].expand(-1, group, -1, -1),
-        0.0,
-        causal,
-        attn_mask=bias,
-        scale=scale,
-    )
-    return Partial(out.view(q.shape), lse.view(q.shape[:-1]))
+def _kernel(q: Float[Tensor, "B H G L D"], part: DensePart) -> Kernel | None:
+    return fused_kernel(q, part.tokens.key, part.tokens.value, masked=not part.full)
+
+
+def _supported(q: Float[Tensor, "B H G L D"], part: DensePart) -> Kernel:
+    kernel = _kernel(q, part)
+    assert kernel is not None, "the caller has asked"
+    return kernel

@@ -16,7 +16,8 @@ from kv_attention.vectors import Vectors, read
 from kv_policy import Codec, PagedTokens
 
 _FAR: Final = 2**30  # a position after every query
-ROOM = 1 << 19  # elements of a temporary tensor: 2 MiB in float32
+ROOM = 1 << 19  # elements of a temporary tensor on a CPU: 2 MiB in float32
+_SHARE: Final = 512  # of the memory of a GPU, for a temporary: 160 MiB of 80 GiB
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,23 @@ class DensePart:
 AttentionPart: TypeAlias = PagedPart | DensePart
 
 
+def room(device: torch.device) -> int:
+    """Return the elements of a temporary tensor: in a CPU's cache, or a share of a GPU's memory.
+
+    A GPU takes few large blocks, because each launches the same kernels.
+    """
+    if device.type != "cuda":
+        return ROOM
+    return max(ROOM, torch.cuda.get_device_properties(device).total_memory // _SHARE // 4)
+
+
 def block_sizes(q: Float[Tensor, "B H G L D"], value_dim: int) -> tuple[int, int]:
-    """Return the queries and tokens per block, so that temporaries have about ROOM elements."""
+    """Return the queries and tokens per block, so that temporaries have about `room` elements."""
     sequences, heads, group, length, dim = q.shape
-    table_rows = sequences * heads
+    table_rows, most = sequences * heads, room(q.device)
     rows = group * min(length, 64)  # enough to amortize the read of a block of tokens
-    tokens = max(1, ROOM // (table_rows * max(rows, dim, value_dim)))
-    queries = max(1, ROOM // (table_rows * group * tokens))
+    tokens = max(1, most // (table_rows * max(rows, dim, value_dim)))
+    queries = max(1, most // (table_rows * group * tokens))
     return queries, tokens
 
 

@@ -38,7 +38,7 @@ def attend(inputs: AttentionInputs) -> Attended:
     """Compute attention part by part and merge; then sum the observed attention mass.
 
     Logits and sums are in float32, or in float64 if the queries are. A temporary holds about
-    `parts.ROOM` elements; the new chunk uses torch's fused kernel if it supports the input.
+    `parts.room` elements; the new chunk uses a fused kernel of torch if one supports the input.
     """
     done = forward(inputs)
     return Attended.of(attention_mass(done, what) for what in inputs.observations)

@@ -1,6 +1,5 @@
 """The kernel of a gate for GPUs: a program computes the scores of some tokens of one KV head."""
 
-from contextlib import nullcontext
 from typing import Final, no_type_check
 
 import torch
@@ -9,6 +8,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton import next_power_of_2
+
+from kv_policy.launching import launching_on, strides_of
 
 _BLOCK: Final = 32  # tokens of a program
 _STEP: Final = 16  # dimensions that it reads at a time; products of more need many registers
@@ -33,7 +34,20 @@ def cosine_and_sine(angle):
     return cosine, tl.where(((quarter & 2) == 2) != (angle < 0), -sine, sine)
 
 
-@triton.jit(do_not_specialize=["tokens", "first_head"])
+@triton.jit
+@no_type_check
+def stride_at(strides, i: tl.constexpr, DIM: tl.constexpr):
+    """Return a stride of vectors of DIM elements, from `kv_policy.launching.strides_of`."""
+    if DIM % 16:
+        return strides[i] // 16
+    else:
+        return strides[i]
+
+
+@triton.jit(
+    do_not_specialize=["place_row", "place_head", "tokens", "first_head"],
+    do_not_specialize_on_alignment=["position", "layer"],
+)
 @no_type_check
 def gate_kernel(
     key,
@@ -41,7 +55,8 @@ def gate_kernel(
     value,
     value_strides,
     position,
-    position_strides,
+    place_row,
+    place_head,
     layer,
     frequency,
     partner,
@@ -75,8 +90,8 @@ def gate_kernel(
     turn = at * 0
     if BY_LAYER:
         turn = at * DIM
-    place = position + b * position_strides[0] + h * position_strides[1]
-    place = tl.load(place + token * position_strides[2], mask=there, other=0)
+    place = position + b * place_row + h * place_head
+    place = tl.load(place + token, mask=there, other=0)
     place = tl.maximum(place, 0).to(tl.float32)
     count: tl.constexpr = 2 * DIM + VALUE + 5
     of = at * all_heads + first_head + h
@@ -89,7 +104,8 @@ def gate_kernel(
     key_square = tl.zeros([BLOCK], tl.float32)
     value_square = tl.zeros([BLOCK], tl.float32)
 
-    rows = (key + b * key_strides[0] + h * key_strides[1] + token * key_strides[2])[:, None]
+    first_key = b * stride_at(key_strides, 0, DIM) + h * stride_at(key_strides, 1, DIM)
+    rows = (key + first_key + token * stride_at(key_strides, 2, DIM))[:, None]
     for first in range(0, DIM, STEP):
         d = first + tl.arange(0, STEP)
         real = d < DIM
@@ -113,7 +129,8 @@ def gate_kernel(
         of_keys = tl.load(columns[None, :] + d[:, None] * UNITS, mask=some, other=0.0)
         hidden = tl.dot(plain, of_keys, hidden, input_precision="ieee")
 
-    rows = (value + b * value_strides[0] + h * value_strides[1] + token * value_strides[2])[:, None]
+    first_value = b * stride_at(value_strides, 0, VALUE) + h * stride_at(value_strides, 1, VALUE)
+    rows = (value + first_value + token * stride_at(value_strides, 2, VALUE))[:, None]
     for first in range(0, VALUE, STEP):
         d = first + tl.arange(0, STEP)
         real = d < VALUE
@@ -160,14 +177,16 @@ def gate(
     out = torch.empty(position.shape, dtype=torch.float32, device=key.device)
     if out.numel() == 0:
         return out
-    with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
+    position = position if position.stride(2) == 1 else position.contiguous()
+    with launching_on(key):
         gate_kernel[(triton.cdiv(tokens, _BLOCK), sequences * heads)](
             key,
-            key.stride(),
+            strides_of(key),
             value,
-            value.stride(),
+            strides_of(value),
             position,
-            position.stride(),
+            position.stride(0),
+            position.stride(1),
             layer,
             *turns,
             *weights,

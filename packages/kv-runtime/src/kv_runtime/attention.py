@@ -44,7 +44,7 @@ def attended(
     if queries < sees.shape[1]:
         sees = sees[:, -queries:]
     # Padding is only checked in prefill, where it determines the attention kernel.
-    new = DenseTokens(key, value, now.position, full=None if now.is_prefill else False)
+    new = DenseTokens(key, value, now.position, full=now.is_prefill and now.is_full)
     by_place = watch[0].skip > 1 or watch[0].gumbel is not None
     places = _places(batch, layer) if by_place or chosen is not None else None
     groups = batch.groups(layer, new, places)

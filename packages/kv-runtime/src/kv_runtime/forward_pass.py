@@ -28,6 +28,11 @@ class Pass:
         return self.position if self.reach is None else self.reach
 
     @cached_property
+    def is_full(self) -> bool:
+        """Whether no column is padding; read from the device once a pass."""
+        return bool((self.position >= 0).all())
+
+    @cached_property
     def before(self) -> Int[Tensor, " B"]:
         """Tokens of each sequence before a decode pass; -1: it has no new token."""
         if self.position.shape[1] == 1:  # so many are before the token at this position

@@ -1,4 +1,8 @@
-"""A part of the tokens as kernel arguments: tensors, strides and compile-time constants."""
+"""A part of the tokens as kernel arguments: tensors, strides and compile-time constants.
+
+What varies from step to step must not make Triton compile a kernel again, see
+`kv_policy.launching`.
+"""
 
 from dataclasses import dataclass
 from math import gcd
@@ -6,13 +10,14 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kv_attention.checks import longest_of
 from kv_attention.tokens import DenseTokens
 from kv_policy import PagedTokens, TileCounts
 from kv_policy.described import NUMBERS, described
+from kv_policy.launching import strides_of
 
 LOG2E: Final = 1.4426950408889634  # kernels compute logits in base 2
 WIDEST: Final = 512  # dimensions of a tile
@@ -26,6 +31,8 @@ class PartArguments:
 
     Attributes:
         tokens: Kernel arguments that locate the tokens, see `tiles`.
+        table: Their page table, or the positions of dense tokens, with adjacent columns.
+        pitch: Stride of the rows of `table`.
         length: Slots of each table row, [table_rows]; None: all of `width`.
         width: Upper bound of the slots per table row, if requested.
         paged: Whether the tokens are in pages.
@@ -37,6 +44,8 @@ class PartArguments:
     """
 
     tokens: tuple[Any, ...]
+    table: Tensor
+    pitch: int
     length: Int[Tensor, " R"] | None
     width: int
     paged: bool
@@ -96,7 +105,9 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
     for form in (key, value):
         fields += [form[5], 4] if form[0] == 0 else [form[4], 4 if form[0] == 1 else 2]
     return PartArguments(
-        (data, data.stride(0), table, table.shape[2]),
+        (data, data.stride(0)),
+        table,
+        table.shape[2],
         pages.length.to(torch.int32).reshape(-1).contiguous(),
         longest_of(pages) if watched else 0,
         True,
@@ -109,10 +120,12 @@ def paged_part(pages: PagedTokens, *, watched: bool) -> PartArguments:
 
 def dense_part(dense: DenseTokens) -> PartArguments:
     """Return the arguments of dense tokens."""
-    key, value, place = dense.key, dense.value, dense.position
-    tokens = (key, key.stride(), value, value.stride(), place, *place.stride())
+    key, value = adjacent(dense.key), adjacent(dense.value)
+    place = adjacent(dense.position)
+    tokens = (key, strides_of(key), value, strides_of(value))
     forms = [(PLAIN, x.shape[-1], 0, 0, 0, NUMBERS[x.dtype]) for x in (key, value)]
-    return PartArguments(tokens, None, place.shape[1], False, forms[0], forms[1])
+    width = place.shape[1]
+    return PartArguments(tokens, place, place.stride(0), None, width, False, forms[0], forms[1])
 
 
 def padded(dim: int) -> int:
@@ -128,6 +141,6 @@ def tiles_of_keys(dim: int) -> tuple[int, int]:
     return (padded(dim), 0) if dim <= WIDEST else (WIDEST, padded(dim - WIDEST))
 
 
-def rows_of(x: Float[Tensor, "B H G L D"]) -> tuple[int, ...]:
-    """Return the strides of all dimensions except the queries of a sequence."""
-    return (x.stride(0), x.stride(1), x.stride(2), x.stride(4))
+def adjacent(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is adjacent in memory, a copy if it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

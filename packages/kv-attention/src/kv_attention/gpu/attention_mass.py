@@ -14,15 +14,18 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, adjacent
 from kv_attention.gpu.decode import Decoded
 from kv_attention.gpu.prefill import read_key
-from kv_attention.gpu.tiles import logits_of, queries_of
+from kv_attention.gpu.tiles import logits_of, queries_of, query_rows
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.tokens import Attended
 from kv_policy import Observe
+from kv_policy.launching import UNIT, base_of, launching_on, strides_of
 
 _LOG2E = tl.constexpr(LOG2E)
+_UNIT = tl.constexpr(UNIT)
+_STEP_BLOCK: Final = 1024  # tokens of a program of a decode step
 
 
 @triton.jit
@@ -48,7 +51,10 @@ def finite(lse):
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_rows", "heads", "skip"],
+    do_not_specialize_on_alignment=["position"],
+)
 @no_type_check
 def mass_of_step_kernel(
     logits,
@@ -56,7 +62,6 @@ def mass_of_step_kernel(
     position,
     lengths,
     places,
-    strides,
     mass,
     seen,
     widths,
@@ -78,23 +83,26 @@ def mass_of_step_kernel(
     Arguments are of each part: `mass` is [terms, table_rows, width], `seen` [table_rows, width],
     `logits` [table_rows, GROUP, width] in base 2, undefined past the end of a table row of pages;
     but `lse` [table_rows, GROUP] is natural. With FAR, tokens count from `skip` positions before
-    the query on.
+    the query on. `lengths` are storages with offsets, `places` have strides, too; these numbers and
+    `widths` are multiplied by UNIT, see `launching`.
     """
     begin = 0
     for i in tl.static_range(PARTS):
-        blocks = (widths[i] + BLOCK - 1) // BLOCK
+        width = widths[i] // _UNIT
+        blocks = (width + BLOCK - 1) // BLOCK
         block = tl.program_id(0) - begin
         if (block >= 0) & (block < blocks):
             mass_of_block(
                 logits[i],
                 lse,
                 position,
-                lengths[i],
-                places[i],
-                strides[i],
+                lengths[i][0] + lengths[i][1] // _UNIT,
+                places[i][0] + places[i][1] // _UNIT,
+                places[i][2] // _UNIT,
+                places[i][3] // _UNIT,
                 mass[i],
                 seen[i],
-                widths[i],
+                width,
                 table_rows,
                 heads,
                 above,
@@ -119,7 +127,8 @@ def mass_of_block(
     position,
     length,
     places,
-    place_strides,
+    place_row,
+    place_head,
     mass,
     seen,
     width,
@@ -149,8 +158,8 @@ def mass_of_block(
     counts = tl.load(first, mask=held, other=float("-inf")) > float("-inf")
     counts = counts & (at >= 0)
     if FAR:
-        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
-        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=counts, other=0)
+        mine = places + b.to(tl.int64) * place_row + h.to(tl.int64) * place_head
+        place = tl.load(mine + slot, mask=counts, other=0)
         counts = counts & (at - place >= skip)
     even = 1.0 / tl.maximum(at + 1, 1).to(tl.float32)
     for i in tl.static_range(len(TERMS)):
@@ -173,7 +182,6 @@ def mass_of_block(
 def attention_of(
     q,
     q_strides,
-    q_step,
     lse,
     r,
     b,
@@ -197,11 +205,8 @@ def attention_of(
     REST: tl.constexpr,
 ):
     """Return the attention of one head's queries to a tile of keys: [queries, BLOCK]."""
-    rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-    rows = rows + (g * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
-    level, more_level, back, whole = queries_of(
-        rows, q_strides[3], at >= 0, scale, d, KEY, AS, REST
-    )
+    rows = query_rows(q, q_strides, b, h, g, query.to(tl.int64), KEY[1])[:, None]
+    level, more_level, back, whole = queries_of(rows, at >= 0, scale, d, KEY, AS, REST)
     logits = logits_of(
         level,
         more_level,
@@ -222,18 +227,32 @@ def attention_of(
     return tl.where(sees, tl.exp2(logits - found[:, None]), 0.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "pitch",
+        "place_row",
+        "place_head",
+        "width",
+        "queries",
+        "table_rows",
+        "heads",
+        "skip",
+    ],
+    do_not_specialize_on_alignment=["position", "lse", "length", "table", "places"],
+)
 @no_type_check
 def mass_of_pass_kernel(
     q,
     q_strides,
-    q_step,
     position,
     lse,
     length,
     tokens,
+    table,
+    pitch,
     places,
-    place_strides,
+    place_row,
+    place_head,
     mass,
     seen,
     width,
@@ -271,12 +290,12 @@ def mass_of_pass_kernel(
     d = tl.arange(0, PADDED[0])
     count = tl.load(length + r)
     key, more, k_scale, k_zero, held, page, _ = read_key(
-        tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
+        tokens, table, pitch, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
     )
     nearest = tl.zeros([BLOCK], tl.int64)  # the first query position that counts for a token
     if FAR:
-        mine = places + b.to(tl.int64) * place_strides[0] + h.to(tl.int64) * place_strides[1]
-        place = tl.load(mine + slot.to(tl.int64) * place_strides[2], mask=held, other=0)
+        mine = places + b.to(tl.int64) * place_row + h.to(tl.int64) * place_head
+        place = tl.load(mine + slot, mask=held, other=0)
         nearest = tl.maximum(place + skip, 0).to(tl.int64)
     if not PAGED:
         nearest = tl.maximum(nearest, page)
@@ -302,7 +321,6 @@ def mass_of_pass_kernel(
                         p = attention_of(
                             q,
                             q_strides,
-                            q_step,
                             lse,
                             r,
                             b,
@@ -357,31 +375,31 @@ def mass_of_step(
         return _attended(done.out, found, what)
     at = [_placed(parts[i], places[i]) for i in some]
     widths = [parts[i].width for i in some]
-    block = min(1024, triton.next_power_of_2(max(widths)))
-    mass_of_step_kernel[(sum(triton.cdiv(width, block) for width in widths), batch * heads)](
-        tuple(done.logits[i] for i in some),
-        done.lse,
-        position.reshape(-1).contiguous(),
-        tuple(position if (length := parts[i].length) is None else length for i in some),
-        tuple(place for place, _ in at),
-        tuple(strides for _, strides in at),
-        tuple(found[i][0] for i in some),
-        tuple(found[i][1] for i in some),
-        tuple(widths),
-        batch * heads,
-        heads,
-        what.above or 0.0,
-        what.skip,
-        PARTS=len(some),
-        GROUP=group,
-        BLOCK=block,
-        MAX=what.group in ("max", "max-of-sums"),
-        MEAN=what.group == "mean",
-        TERMS=sums[0][2],
-        PAGED=tuple(parts[i].paged for i in some),
-        FAR=tuple(what.skip > int(parts[i].paged) for i in some),
-        num_warps=4,
-    )
+    blocks = sum(triton.cdiv(width, _STEP_BLOCK) for width in widths)
+    with launching_on(done.lse):
+        mass_of_step_kernel[(blocks, batch * heads)](
+            tuple(done.logits[i] for i in some),
+            done.lse,
+            position.reshape(-1).contiguous(),
+            tuple(base_of(found[i][1] if (x := parts[i].length) is None else x) for i in some),
+            tuple((*base_of(place), UNIT * row, UNIT * head) for place, row, head in at),
+            tuple(found[i][0] for i in some),
+            tuple(found[i][1] for i in some),
+            tuple(UNIT * width for width in widths),
+            batch * heads,
+            heads,
+            float(what.above or 0),
+            what.skip,
+            PARTS=len(some),
+            GROUP=group,
+            BLOCK=_STEP_BLOCK,
+            MAX=what.group in ("max", "max-of-sums"),
+            MEAN=what.group == "mean",
+            TERMS=sums[0][2],
+            PAGED=tuple(parts[i].paged for i in some),
+            FAR=tuple(what.skip > int(parts[i].paged) for i in some),
+            num_warps=4,
+        )
     return _attended(done.out, found, what)
 
 
@@ -411,41 +429,44 @@ def mass_of_pass(
         what: the observation; its `last` has been applied.
         softcap: the bound of the logits, if any.
     """
+    rows = adjacent(rows)
     batch, heads, group, queries, _ = rows.shape
     found = []
     for part, place in zip(parts, places, strict=True):
         mass, seen, terms = _sums(part, batch, heads, what, rows.device)
         if part.width:
             form = tiling(machine, "attention_mass", part, rows.dtype)
-            mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
-                rows,
-                rows_of(rows),
-                rows.stride(3),
-                position.contiguous(),
-                lse.contiguous(),
-                part.lengths(batch * heads, rows.device),
-                part.tokens,
-                *_placed(part, place),
-                mass,
-                seen,
-                part.width,
-                queries,
-                batch * heads,
-                heads,
-                scale * LOG2E,
-                (softcap or 1.0) * LOG2E,
-                what.above or 0.0,
-                what.skip,
-                CAPPED=softcap is not None,
-                GROUP=group,
-                MODE=MODES[what.group],
-                TERMS=terms,
-                FAR=what.skip > int(part.paged),
-                ROWS=max(16, min(form.queries, triton.next_power_of_2(queries))),
-                BLOCK=form.block,
-                num_warps=form.warps,
-                **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
-            )
+            with launching_on(rows):
+                mass_of_pass_kernel[(triton.cdiv(part.width, form.block), batch * heads)](
+                    rows,
+                    strides_of(rows),
+                    position.contiguous(),
+                    lse.contiguous(),
+                    part.lengths(batch * heads, rows.device),
+                    part.tokens,
+                    part.table,
+                    part.pitch,
+                    *_placed(part, place),
+                    mass,
+                    seen,
+                    part.width,
+                    queries,
+                    batch * heads,
+                    heads,
+                    scale * LOG2E,
+                    (softcap or 1.0) * LOG2E,
+                    float(what.above or 0),
+                    what.skip,
+                    CAPPED=softcap is not None,
+                    GROUP=group,
+                    MODE=MODES[what.group],
+                    TERMS=terms,
+                    FAR=what.skip > int(part.paged),
+                    ROWS=_rows(form.queries, what.last),
+                    BLOCK=form.block,
+                    num_warps=form.warps,
+                    **part.constants(rows.dtype, interpreted=machine.interpreted, asm=machine.asm),
+                )
         found.append((mass, seen))
     return _attended(out, found, what)
 
@@ -461,11 +482,17 @@ def _sums(
     return mass, seen, terms
 
 
-def _placed(part: PartArguments, place: Places) -> tuple[Tensor, tuple[int, ...]]:
+def _rows(most: int, last: int | None) -> int:
+    """Return the queries of a tile: no more than are observed, however many a chunk has."""
+    return most if last is None else max(16, min(most, triton.next_power_of_2(last)))
+
+
+def _placed(part: PartArguments, place: Places) -> tuple[Tensor, int, int]:
     """Return the positions of a part's tokens with their strides; unused ones are arbitrary."""
     if place is None:
-        return part.tokens[0], (0, 0, 0)
-    return place, (place.stride(0), place.stride(1) if place.shape[1] > 1 else 0, place.stride(2))
+        return part.table, 0, 0
+    place = adjacent(place)
+    return place, place.stride(0), place.stride(1) if place.shape[1] > 1 else 0
 
 
 def _attended(out: Tensor, found: Sequence[tuple[Tensor, Tensor]], what: Observe) -> Attended:

@@ -1,13 +1,16 @@
 """The backend `triton` of kv-attention: kernels for GPUs, torch for unsupported passes."""
 
-from contextlib import nullcontext
 from typing import Final
 
 import torch
 
 from kv_attention.compiled import refused
+from kv_attention.flash import causal, surely_causal
+from kv_attention.fused import fused_kernel
 from kv_attention.inputs import AttentionInputs
 from kv_attention.observe import last_queries
+from kv_attention.partial import Partial
+from kv_attention.parts import DensePart
 from kv_attention.tokens import Attended
 from kv_attention.torch_backend import Forward, parts_of
 from kv_attention.torch_backend import attend as attend_in_torch
@@ -55,9 +58,7 @@ def attend(inputs: AttentionInputs) -> Attended:
     """
     if declined(inputs) is not None:
         return attend_in_torch(inputs)
-    q = inputs.q
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches there
-        return _attend(inputs)
+    return _attend(inputs)
 
 
 def _attend(inputs: AttentionInputs) -> Attended:
@@ -91,7 +92,10 @@ def _attend(inputs: AttentionInputs) -> Attended:
         )
         out, lse = step.out, step.lse[..., None]
     else:
-        found = attend_to_all(q, position, parts, inputs.value_dim, scale, machine, softcap, sinks)
+        chunk = _causal_chunk(inputs)
+        left = parts if chunk is None else parts[:-1]
+        options = softcap, sinks, chunk
+        found = attend_to_all(q, position, left, inputs.value_dim, scale, machine, *options)
         out, lse = found.out, found.lse
 
     def seen(what: Observe) -> Attended:
@@ -105,3 +109,19 @@ def _attend(inputs: AttentionInputs) -> Attended:
         return mass_of_pass(rows, at, some, out, parts, places, scale, machine, what, softcap)
 
     return Attended.of(seen(what) for what in inputs.observations)
+
+
+def _causal_chunk(inputs: AttentionInputs) -> Partial | None:
+    """Return the attention of a prompt's chunk to itself, by a fused kernel of torch; None: no one.
+
+    `attend_to_all` merges stored tokens with it. Whether a chunk with padding is causal would have
+    to be read from the device.
+    """
+    if not inputs.dense or inputs.softcap is not None:
+        return None
+    q, last = inputs.q, inputs.dense[-1]
+    if not surely_causal(inputs.position, last):
+        return None
+    if fused_kernel(q, last.key, last.value, masked=False) is None:
+        return None
+    return causal(q, DensePart.of(last, inputs.sum_dtype), inputs.scale)

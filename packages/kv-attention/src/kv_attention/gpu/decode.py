@@ -18,7 +18,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, PartArguments, padded, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, adjacent, padded
 from kv_attention.gpu.planes import (
     bytes_of,
     logits_of_planes,
@@ -39,17 +39,22 @@ from kv_attention.gpu.tiles import (
     plain_tile,
     present,
     queries_of,
+    query_rows,
     sinks_of,
     soften,
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_policy import TileCounts
+from kv_policy.launching import launching_on, strides_of
 
+WIDE: Final = 512  # table rows per iteration of a search; one compiled kernel suits any number
 WIDEST_FRESH: Final = 256  # dimensions of the key of a token that is attended to while combining
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_rows", "pitch"], do_not_specialize_on_alignment=["length", "ends"]
+)
 @no_type_check
 def plan_kernel(length, ends, table_rows, pitch, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Count tiles: ends[r] is the number of tiles in table rows 0 to r.
@@ -79,7 +84,10 @@ def table_row_of(ends, table_rows, tile, WIDE: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["width", "pitch", "table_rows", "heads"],
+    do_not_specialize_on_alignment=["position", "ends", "length", "table"],
+)
 @no_type_check
 def decode_kernel(
     q,
@@ -92,6 +100,8 @@ def decode_kernel(
     ends,
     length,
     tokens,
+    table,
+    pitch,
     table_rows,
     heads,
     scale,
@@ -136,15 +146,14 @@ def decode_kernel(
             here = tl.minimum(stop, last)
             b, h = r // heads, r % heads
             count, at = tl.load(length + r), tl.load(position + b)
-            rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-            rows = rows + g[:, None] * q_strides[2]
+            rows = query_rows(q, q_strides, b, h, g, 0, KEY[1])[:, None]
             if PLANAR:
-                up, back, whole = scale_of(rows, q_strides[3], g < GROUP, scale, KEY, PADDED[0])
-                planes = queries_by_plane(rows, q_strides[3], g < GROUP, up, KEY)
+                up, back, whole = scale_of(rows, g < GROUP, scale, KEY, PADDED[0])
+                planes = queries_by_plane(rows, g < GROUP, up, KEY)
                 sums = zeros_by_plane(ROWS, VALUE)
             else:
                 level, more_level, back, whole = queries_of(
-                    rows, q_strides[3], g < GROUP, scale, d, KEY, AS[0], REST
+                    rows, g < GROUP, scale, d, KEY, AS[0], REST
                 )
                 sums = tl.zeros([ROWS, OUT], tl.float32)
             highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -155,8 +164,8 @@ def decode_kernel(
                 held = slot < count
                 if PAGED:
                     data, stride = tokens[0], tokens[1]
-                    mine = tokens[2] + r.to(tl.int64) * tokens[3]
-                    page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
+                    mine = table + r.to(tl.int64) * pitch
+                    page, row = pages_of(mine, slot, held, pitch, PAGE[0], PAGE[2], BLOCK)
                     held = present(tokens, page, row, held, PAGE)
                     if PLANAR:
                         key = bytes_of(data, stride, page, row, KEY)
@@ -177,7 +186,7 @@ def decode_kernel(
                             data, stride, page, row, held, dv, VALUE, PAGE[3], AS[1], ASM
                         )
                 else:
-                    place = places_of(tokens, b, slot, held)
+                    place = places_of(table, pitch, b, slot, held)
                     held = (place >= 0) & (place <= at)
                     key = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS[0])
                     more = key
@@ -232,7 +241,10 @@ def decode_kernel(
         r += 1
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pitch", "table_rows", "heads", "programs", "slots"],
+    do_not_specialize_on_alignment=["ends", "position", "table"],
+)
 @no_type_check
 def combine_kernel(
     out,
@@ -246,9 +258,12 @@ def combine_kernel(
     q_strides,
     logits,
     tokens,
+    table,
+    pitch,
     table_rows,
     heads,
     programs,
+    slots,
     scale,
     softcap,
     PARTS: tl.constexpr,
@@ -266,7 +281,7 @@ def combine_kernel(
 ):
     """Merge the programs' results per table row, over all parts.
 
-    `ends` are [table_rows] of each part, with programs + rows slots. `out` is [table_rows, GROUP,
+    `ends` are [table_rows] of each part, with `slots`. `out` is [table_rows, GROUP,
     DIM], `lse_out` [table_rows, GROUP] in natural logs; 0 and -inf if the query is padding or sees
     no token. With SINKS, `sinks` [heads, GROUP] take part, once per query. With FRESH, `tokens` are
     one dense token per sequence, whose key has at most WIDTH dimensions; with WATCH, `logits`
@@ -288,7 +303,7 @@ def combine_kernel(
         first, behind = start // share, (stop + share - 1) // share
         behind = tl.where((stop > start) & real, behind, first)
         for program in range(first, behind):
-            slot = (part * (programs + table_rows) + program + r).to(tl.int64) * GROUP + g
+            slot = (part * slots + program + r).to(tl.int64) * GROUP + g
             one = tl.load(lse + slot, mask=g < GROUP, other=float("-inf"))
             more = tl.load(found + slot[:, None] * DIM + d[None, :], mask=inside, other=0)
             higher = tl.maximum(highest, one)
@@ -299,13 +314,12 @@ def combine_kernel(
     if FRESH:
         b, h = r // heads, r % heads
         slot = tl.zeros([1], tl.int32)
-        place = places_of(tokens, b, slot, slot == 0)
+        place = places_of(table, pitch, b, slot, slot == 0)
         held = (place >= 0) & (place <= tl.load(position + b))
         e = tl.arange(0, WIDTH)
         key = plain_tile(tokens[0], tokens[1], b, h, slot, held, e, KEY).to(tl.float32)
         value = plain_tile(tokens[2], tokens[3], b, h, slot, held, d, VALUE).to(tl.float32)
-        rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-        rows = rows + g[:, None] * q_strides[2] + e[None, :] * q_strides[3]
+        rows = query_rows(q, q_strides, b, h, g, 0, KEY[1])[:, None] + e[None, :]
         there = (g < GROUP)[:, None] & (e < KEY[1])[None, :]
         query = tl.load(rows, mask=there, other=0).to(tl.float32)
         one = tl.sum(query * key, axis=1) * scale
@@ -367,16 +381,18 @@ def decode(
     """
     batch, heads, group, _, _ = q.shape
     table_rows, device = batch * heads, q.device
-    position = position.reshape(-1).contiguous()
+    q, position = adjacent(q), position.reshape(-1).contiguous()
+    strides = strides_of(q)
     fresh = _alone(parts)
     stored = parts if fresh is None else parts[:-1]
-    programs = machine.programs
-    slots = programs + table_rows
     forms = [tiling(machine, "decode", part, q.dtype) for part in stored]
+    # All parts have as many, which `combine_kernel` relies on.
+    programs = machine.processors * min((form.programs for form in forms), default=1)
+    slots = -(-(programs + table_rows) // 16) * 16  # so that every part begins at 16 bytes
     ends = _planned(stored, [form.block for form in forms], table_rows, device)
     found = torch.empty(len(stored), slots, group, value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(len(stored), slots, group, dtype=torch.float32, device=device)
-    rows, wide = padded(group), _wide(table_rows)
+    rows = padded(group)
     bounds = scale * LOG2E, (softcap or 1.0) * LOG2E
     logits: list[Tensor] = []
     for i, (part, form) in enumerate(zip(stored, forms, strict=True)):
@@ -384,67 +400,74 @@ def decode(
         if watched:
             kept = q.new_empty((table_rows, group, part.width), dtype=torch.float32)
             logits.append(kept)
-        decode_kernel[(programs,)](
-            q,
-            rows_of(q),
-            position,
-            found[i],
-            lse[i],
-            kept,
-            part.width,
-            ends[i],
-            part.lengths(table_rows, device),
-            part.tokens,
-            table_rows,
-            heads,
-            *bounds,
-            CAPPED=softcap is not None,
-            PLANAR=planar(part, part.products(q.dtype, interpreted=machine.interpreted)),
-            GROUP=group,
-            ROWS=rows,
-            BLOCK=form.block,
-            WIDE=wide,
-            WATCH=watched,
-            VALUE=part.value,
-            STAGES=form.stages,
-            num_warps=form.warps,
-            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
-        )
+        with launching_on(q):
+            decode_kernel[(programs,)](
+                q,
+                strides,
+                position,
+                found[i],
+                lse[i],
+                kept,
+                part.width,
+                ends[i],
+                part.lengths(table_rows, device),
+                part.tokens,
+                part.table,
+                part.pitch,
+                table_rows,
+                heads,
+                *bounds,
+                CAPPED=softcap is not None,
+                PLANAR=planar(part, part.products(q.dtype, interpreted=machine.interpreted)),
+                GROUP=group,
+                ROWS=rows,
+                BLOCK=form.block,
+                WIDE=WIDE,
+                WATCH=watched,
+                VALUE=part.value,
+                STAGES=form.stages,
+                num_warps=form.warps,
+                **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+            )
     if out is None or not out.is_contiguous() or out.dtype != q.dtype:
         out = torch.empty(batch, heads, group, 1, value_dim, dtype=q.dtype, device=device)
     total = torch.empty(batch, heads, group, dtype=torch.float32, device=device)
     if fresh is not None and watched:
         logits.append(torch.empty(table_rows, group, 1, dtype=torch.float32, device=device))
-    combine_kernel[(table_rows,)](
-        out,
-        total,
-        found,
-        lse,
-        ends or (position,),
-        position,
-        lse if sinks is None else sinks.contiguous(),
-        q,
-        rows_of(q),
-        logits[-1] if watched and logits else lse,
-        (q,) if fresh is None else fresh.tokens,
-        table_rows,
-        heads,
-        programs,
-        *bounds,
-        PARTS=len(stored),
-        FRESH=fresh is not None,
-        WATCH=watched,
-        CAPPED=softcap is not None,
-        KEY=() if fresh is None else fresh.key,
-        VALUE=() if fresh is None else fresh.value,
-        WIDTH=1 if fresh is None else padded(fresh.key[1]),
-        SINKS=sinks is not None,
-        GROUP=group,
-        ROWS=rows,
-        DIM=value_dim,
-        PADDED=padded(value_dim),
-        num_warps=4,
-    )
+    with launching_on(q):
+        combine_kernel[(table_rows,)](
+            out,
+            total,
+            found,
+            lse,
+            ends or (position,),
+            position,
+            lse if sinks is None else sinks.contiguous(),
+            q,
+            strides,
+            logits[-1] if watched and logits else lse,
+            (q,) if fresh is None else fresh.tokens,
+            position if fresh is None else fresh.table,
+            0 if fresh is None else fresh.pitch,
+            table_rows,
+            heads,
+            programs,
+            slots,
+            *bounds,
+            PARTS=len(stored),
+            FRESH=fresh is not None,
+            WATCH=watched,
+            CAPPED=softcap is not None,
+            KEY=() if fresh is None else fresh.key,
+            VALUE=() if fresh is None else fresh.value,
+            WIDTH=1 if fresh is None else padded(fresh.key[1]),
+            SINKS=sinks is not None,
+            GROUP=group,
+            ROWS=rows,
+            DIM=value_dim,
+            PADDED=padded(value_dim),
+            num_warps=4,
+        )
     return Decoded(out, total, tuple(logits))
 
 
@@ -475,17 +498,8 @@ def _counted(length: Int[Tensor, "N R"], block: int) -> Int[Tensor, "N R"]:
     """Count the tiles of all layers, whose counts begin at multiples of 16 bytes."""
     layers, table_rows = length.shape
     ends = length.new_empty(layers, -(-table_rows // 4) * 4)
-    plan_kernel[(layers,)](
-        length,
-        ends,
-        table_rows,
-        ends.stride(0),
-        BLOCK=block,
-        WIDE=_wide(table_rows),
-        num_warps=4,
-    )
+    with launching_on(length):
+        plan_kernel[(layers,)](
+            length, ends, table_rows, ends.stride(0), BLOCK=block, WIDE=WIDE, num_warps=4
+        )
     return ends[:, :table_rows]
-
-
-def _wide(table_rows: int) -> int:
-    return min(1024, 1 << (table_rows - 1).bit_length())

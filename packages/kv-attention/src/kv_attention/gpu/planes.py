@@ -68,14 +68,14 @@ def plane_of(raw, PLANE: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def scale_of(rows, step, asked, scale, KEY: tl.constexpr, PADDED: tl.constexpr):
+def scale_of(rows, asked, scale, KEY: tl.constexpr, PADDED: tl.constexpr):
     """Return the factor that normalizes queries, its inverse and their sums, as in `queries_of`.
 
     The last two include `scale`.
     """
     d = tl.arange(0, PADDED)
     there = asked[:, None] & (d < KEY[1])[None, :]
-    plain = tl.load(rows + d[None, :] * step, mask=there, other=0).to(tl.float32)
+    plain = tl.load(rows + d[None, :], mask=there, other=0).to(tl.float32)
     largest = tl.max(tl.abs(plain * unshift(d, KEY)[None, :]), axis=1)
     up, down = factors_of(largest)
     return up, down * scale, tl.sum(plain, axis=1) * scale
@@ -83,22 +83,22 @@ def scale_of(rows, step, asked, scale, KEY: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def query_plane(rows, step, asked, up, PLANE: tl.constexpr, KEY: tl.constexpr):
+def query_plane(rows, asked, up, PLANE: tl.constexpr, KEY: tl.constexpr):
     """Load the dimensions of queries that belong to a plane, scaled by `up` and 2**-shift."""
     BYTES: tl.constexpr = KEY[1] * KEY[2] // 8
     DOWN: tl.constexpr = 2 ** (PLANE * KEY[2])
     d = PLANE * BYTES + tl.arange(0, BYTES)
-    plain = tl.load(rows + d[None, :] * step, mask=asked[:, None], other=0).to(tl.float32)
+    plain = tl.load(rows + d[None, :], mask=asked[:, None], other=0).to(tl.float32)
     return (plain * up[:, None] / DOWN).to(tl.float16)
 
 
 @triton.jit
 @no_type_check
-def queries_by_plane(rows, step, asked, up, KEY: tl.constexpr):
+def queries_by_plane(rows, asked, up, KEY: tl.constexpr):
     """Load queries by plane: a tuple of 8 / bits tiles."""
-    found = (query_plane(rows, step, asked, up, 0, KEY),)
+    found = (query_plane(rows, asked, up, 0, KEY),)
     for i in tl.static_range(1, 8 // KEY[2]):
-        found += (query_plane(rows, step, asked, up, i, KEY),)
+        found += (query_plane(rows, asked, up, i, KEY),)
     return found
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kv_attention.gpu.arguments import LOG2E, PartArguments, rows_of
+from kv_attention.gpu.arguments import LOG2E, PartArguments, adjacent
 from kv_attention.gpu.reading import paged_tile, pages_of, unshift
 from kv_attention.gpu.tiles import (
     boost_of,
@@ -24,12 +24,14 @@ from kv_attention.gpu.tiles import (
     plain_tile,
     present,
     queries_of,
+    query_rows,
     sinks_of,
     soften,
     weighed,
 )
 from kv_attention.gpu.tuning import Machine, tiling
 from kv_attention.partial import Partial
+from kv_policy.launching import launching_on, strides_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -38,6 +40,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 @no_type_check
 def read_key(
     tokens,
+    table,
+    pitch,
     r,
     b,
     h,
@@ -59,8 +63,8 @@ def read_key(
     """
     held = slot < count
     if PAGED:
-        mine = tokens[2] + r.to(tl.int64) * tokens[3]
-        page, row = pages_of(mine, slot, held, tokens[3], PAGE[0], PAGE[2], BLOCK)
+        mine = table + r.to(tl.int64) * pitch
+        page, row = pages_of(mine, slot, held, pitch, PAGE[0], PAGE[2], BLOCK)
         held = present(tokens, page, row, held, PAGE)
         tile, scale, zero = paged_tile(
             tokens[0], tokens[1], page, row, held, d, KEY, PAGE[3], AS, ASM
@@ -71,7 +75,7 @@ def read_key(
             more, _, _ = paged_tile(tokens[0], tokens[1], page, row, held, e, KEY, PAGE[3], AS, ASM)
         return tile, more, scale, zero, held, page, row
     else:  # code after a return is still compiled
-        place = places_of(tokens, b, slot, held).to(tl.int64)
+        place = places_of(table, pitch, b, slot, held).to(tl.int64)
         held = place >= 0
         tile = plain_tile(tokens[0], tokens[1], b, h, slot, held, d, KEY).to(AS)
         more = tile
@@ -84,22 +88,24 @@ def read_key(
 
 @triton.jit
 @no_type_check
-def behind(tokens, b, width, latest, WIDE: tl.constexpr):
+def behind(table, pitch, b, width, latest, WIDE: tl.constexpr):
     """Return the end of the dense tokens that a query at position `latest` may see."""
     last = tl.zeros((), tl.int32)
     for first in range(0, width, WIDE):
         slot = first + tl.arange(0, WIDE)
-        place = places_of(tokens, b, slot, slot < width)
+        place = places_of(table, pitch, b, slot, slot < width)
         last = tl.maximum(last, tl.max(tl.where((place >= 0) & (place <= latest), slot + 1, 0), 0))
     return last
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pitch", "queries", "heads"],
+    do_not_specialize_on_alignment=["position", "length", "table"],
+)
 @no_type_check
 def prompt_kernel(
     q,
     q_strides,
-    q_step,
     position,
     before,
     before_lse,
@@ -107,6 +113,8 @@ def prompt_kernel(
     lse,
     length,
     tokens,
+    table,
+    pitch,
     sinks,
     queries,
     heads,
@@ -145,11 +153,8 @@ def prompt_kernel(
     real = query < queries
     d, dv = tl.arange(0, PADDED[0]), tl.arange(0, PADDED[1])
     at = tl.load(position + b.to(tl.int64) * queries + query, mask=real, other=-1)
-    rows = q + (b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1])
-    rows = rows + (g.to(tl.int64) * q_strides[2] + query.to(tl.int64) * q_step)[:, None]
-    level, more_level, back, whole = queries_of(
-        rows, q_strides[3], at >= 0, scale, d, KEY, AS[0], REST
-    )
+    rows = query_rows(q, q_strides, b, h, g.to(tl.int64), query.to(tl.int64), KEY[1])[:, None]
+    level, more_level, back, whole = queries_of(rows, at >= 0, scale, d, KEY, AS[0], REST)
     mine = (r.to(tl.int64) * GROUP + g) * queries + query
     place_out = mine[:, None] * VALUE[1] + dv[None, :]
     inside = real[:, None] & (dv < VALUE[1])[None, :]
@@ -167,12 +172,12 @@ def prompt_kernel(
             highest, weight = sinks_of(sinks, h * GROUP + g, at >= 0)
     count = tl.load(length + r)
     if not PAGED:
-        count = behind(tokens, b, count, tl.max(at, 0), WIDE)
+        count = behind(table, pitch, b, count, tl.max(at, 0), WIDE)
     count = tl.where(tl.max(at, 0) >= 0, count, 0)
     for i in tl.range(0, (count + BLOCK - 1) // BLOCK, num_stages=STAGES):
         slot = i * BLOCK + tl.arange(0, BLOCK)
         key, more, k_scale, k_zero, held, page, row = read_key(
-            tokens, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
+            tokens, table, pitch, r, b, h, slot, count, d, PAGED, KEY, PAGE, BLOCK, AS[0], REST, ASM
         )
         sees = held[None, :] & (at >= 0)[:, None]
         if PAGED:
@@ -217,52 +222,57 @@ def attend_to_all(
     machine: Machine,
     softcap: float | None = None,
     sinks: Float[Tensor, "H G"] | None = None,
+    before: Partial | None = None,
 ) -> Partial:
     """Compute attention over all parts; 0 and -inf for a query that is padding or sees no token.
 
-    Logits have the bound `softcap`, and `sinks` take part, if they are given. The output is in the
-    dtype of the queries, the log-sum-exp in float32.
+    Logits have the bound `softcap`, and `sinks` take part, if they are given. `before` is the
+    attention over other tokens, with which the first part is merged. The output is in the dtype of
+    the queries, the log-sum-exp in float32.
     """
     batch, heads, group, length, _ = q.shape
-    found = Partial.empty(q, value_dim)
-    position = position.contiguous()
+    found = Partial.empty(q, value_dim) if before is None else before
+    q, position = adjacent(q), position.contiguous()
     if sinks is not None:
         sinks = sinks.contiguous()
-        if not parts:
+        if not parts or before is not None:
             found = found.with_sinks(sinks).only(position >= 0)
+    found = Partial(found.out.contiguous(), found.lse.contiguous())
     for i, part in enumerate(parts):
         form = tiling(machine, "prompt", part, q.dtype)
-        rows = max(16, min(form.queries, triton.next_power_of_2(group * length)))
-        into = found.out
-        if i == len(parts) - 1:
-            into = torch.empty_like(found.out, dtype=q.dtype)
-        prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
-            q,
-            rows_of(q),
-            q.stride(3),
-            position,
-            found.out,
-            found.lse,
-            into,
-            found.lse,
-            part.lengths(batch * heads, q.device),
-            part.tokens,
-            found.lse if sinks is None else sinks,
-            length,
-            heads,
-            scale * LOG2E,
-            (softcap or 1.0) * LOG2E,
-            CAPPED=softcap is not None,
-            SINKS=sinks is not None and i == 0,
-            CONTINUES=i > 0,
-            GROUP=group,
-            ROWS=rows,
-            BLOCK=form.block,
-            WIDE=1024,
-            VALUE=part.value,
-            STAGES=form.stages,
-            num_warps=form.warps,
-            **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
-        )
+        rows = form.queries  # for short chunks, too: a smaller tile would be compiled for them
+        into, dtype = found.out, q.dtype if i == len(parts) - 1 else torch.float32
+        if into.dtype != dtype:
+            into = torch.empty_like(found.out, dtype=dtype)
+        with launching_on(q):
+            prompt_kernel[(triton.cdiv(group * length, rows), batch * heads)](
+                q,
+                strides_of(q),
+                position,
+                found.out,
+                found.lse,
+                into,
+                found.lse,
+                part.lengths(batch * heads, q.device),
+                part.tokens,
+                part.table,
+                part.pitch,
+                found.lse if sinks is None else sinks,
+                length,
+                heads,
+                scale * LOG2E,
+                (softcap or 1.0) * LOG2E,
+                CAPPED=softcap is not None,
+                SINKS=sinks is not None and i == 0 and before is None,
+                CONTINUES=i > 0 or before is not None,
+                GROUP=group,
+                ROWS=rows,
+                BLOCK=form.block,
+                WIDE=1024,
+                VALUE=part.value,
+                STAGES=form.stages,
+                num_warps=form.warps,
+                **part.constants(q.dtype, interpreted=machine.interpreted, asm=machine.asm),
+            )
         found = Partial(into, found.lse)
     return Partial(found.out.to(q.dtype), found.lse)

@@ -1,7 +1,8 @@
 """Attention's operations on a tile of paged or dense tokens.
 
-TOKENS are a program's arguments of a part. In pages: bytes, stride of a page, page table and its
-columns. Dense: keys, values and positions with their strides.
+TOKENS are a program's arguments of a part. In pages: bytes and stride of a page. Dense: keys and
+values, each with strides. `table` is the page table, or the positions of dense tokens, with a pitch
+of rows.
 """
 
 from typing import no_type_check
@@ -10,6 +11,16 @@ import triton
 import triton.language as tl
 
 from kv_attention.gpu.reading import unshift, word32
+
+
+@triton.jit
+@no_type_check
+def stride_at(strides, i: tl.constexpr, DIM: tl.constexpr):
+    """Return a stride of vectors of DIM elements, from `kv_policy.launching.strides_of`."""
+    if DIM % 16:
+        return strides[i] // 16
+    else:
+        return strides[i]
 
 
 @triton.jit
@@ -32,9 +43,7 @@ def factors_of(largest):
 
 @triton.jit
 @no_type_check
-def queries_of(
-    rows, step, asked, scale, d, KEY: tl.constexpr, AS: tl.constexpr, REST: tl.constexpr
-):
+def queries_of(rows, asked, scale, d, KEY: tl.constexpr, AS: tl.constexpr, REST: tl.constexpr):
     """Load queries, `rows` [rows, 1] by address, for products with keys in the type AS.
 
     Returns them normalized, the dimensions of a second tile of REST ones (if there are none, the
@@ -42,14 +51,14 @@ def queries_of(
     elements; the last two include `scale`.
     """
     there = asked[:, None] & (d < KEY[1])[None, :]
-    plain = tl.load(rows + d[None, :] * step, mask=there, other=0).to(tl.float32)
+    plain = tl.load(rows + d[None, :], mask=there, other=0).to(tl.float32)
     level = plain * unshift(d, KEY)[None, :]
     whole, largest = tl.sum(plain, axis=1), tl.max(tl.abs(level), axis=1)
     more = level
     if REST:
         e = d.shape[0] + tl.arange(0, REST)
         there = asked[:, None] & (e < KEY[1])[None, :]
-        plain = tl.load(rows + e[None, :] * step, mask=there, other=0).to(tl.float32)
+        plain = tl.load(rows + e[None, :], mask=there, other=0).to(tl.float32)
         more = plain * unshift(e, KEY)[None, :]
         whole += tl.sum(plain, axis=1)
         largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
@@ -100,10 +109,9 @@ def present(tokens, page, row, held, PAGE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def places_of(tokens, b, slot, inside):
+def places_of(table, pitch, b, slot, inside):
     """Load positions of dense tokens; -1 for empty slots."""
-    at = tokens[4] + b.to(tl.int64) * tokens[5] + slot.to(tl.int64) * tokens[6]
-    return tl.load(at, mask=inside, other=-1)
+    return tl.load(table + b.to(tl.int64) * pitch + slot, mask=inside, other=-1)
 
 
 @triton.jit
@@ -111,9 +119,20 @@ def places_of(tokens, b, slot, inside):
 def plain_tile(base, strides, b, h, slot, held, d, FORM: tl.constexpr):
     """Load rows of a dense tensor, in its dtype."""
     there = held[:, None] & (d < FORM[1])[None, :]
-    table_row = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    at = slot.to(tl.int64)[:, None] * strides[2] + d.to(tl.int64)[None, :] * strides[3]
+    table_row = b.to(tl.int64) * stride_at(strides, 0, FORM[1])
+    table_row += h.to(tl.int64) * stride_at(strides, 1, FORM[1])
+    at = slot.to(tl.int64)[:, None] * stride_at(strides, 2, FORM[1]) + d[None, :]
     return tl.load(base + (table_row + at), mask=there, other=0)
+
+
+@triton.jit
+@no_type_check
+def query_rows(q, strides, b, h, g, query, DIM: tl.constexpr):
+    """Return the addresses of queries of one KV head, by index in the group and number."""
+    first = b.to(tl.int64) * stride_at(strides, 0, DIM) + h.to(tl.int64) * stride_at(
+        strides, 1, DIM
+    )
+    return q + (first + g * stride_at(strides, 2, DIM) + query * stride_at(strides, 3, DIM))
 
 
 @triton.jit

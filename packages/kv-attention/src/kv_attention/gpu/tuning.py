@@ -1,11 +1,17 @@
-"""Tile sizes and program counts, tuned per architecture and class of tokens."""
+"""Tile sizes and program counts, tuned per architecture and class of tokens.
+
+A decode step has as many programs as the device holds at once, and shares the tiles out among them:
+with fewer, processors wait for memory, and with more, the last ones begin when others end. A
+multiprocessor holds a program for each share of its 65,536 registers and of its shared memory, so
+the number follows from what the compiler made of the kernel (`resident`).
+"""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -15,13 +21,15 @@ from kv_attention.gpu.arguments import PartArguments, padded
 from kv_attention.gpu.planes import planar
 from kv_attention.gpu.tiles import soften
 
+REGISTERS: Final = 65_536  # of a multiprocessor
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The device that runs the kernels."""
 
     architecture: str  # such as sm_90, or "interpreter"
-    programs: int  # number of programs of a decode step
+    processors: int  # multiprocessors
     asm: bool  # whether PTX is supported
 
     @property
@@ -38,19 +46,18 @@ class Tiling:
     warps: int
     stages: int  # pipelined loads of a loop
     queries: int = 64  # rows of a tile of queries in prefill
+    programs: int = 1  # of a decode step that a multiprocessor holds at once
 
 
 @cache
 def machine_of(device: torch.device) -> Machine:
     """Return the properties of a device."""
     if not isinstance(soften, triton.JITFunction):
-        return Machine("interpreter", 5, False)
+        return Machine("interpreter", 2, False)
     about = torch.cuda.get_device_properties(device)
     name = f"sm_{about.major}{about.minor}"
-    programs = tuned()["programs"]
-    per_processor = int(programs.get(name, programs["default"]))
     asm = torch.version.hip is None
-    return Machine(name, per_processor * about.multi_processor_count, asm)
+    return Machine(name, about.multi_processor_count, asm)
 
 
 def tiling(machine: Machine, kernel: str, part: PartArguments, q: torch.dtype) -> Tiling:
@@ -68,12 +75,16 @@ def classes(part: PartArguments, q: torch.dtype, *, interpreted: bool) -> Iterat
 
     Addresses of vectors whose length is not a power of two need registers, and products in float32
     several times those of other dtypes, so these classes have smaller tiles. Those of more than 256
-    dimensions need twice the shared memory, and codes that are multiplied by plane less.
+    dimensions need twice the shared memory, and codes that are multiplied by plane less. Those of
+    more than 128 need more registers.
     """
     yield "default"
     if planar(part, part.products(q, interpreted=interpreted)):
         yield "planar"
+        yield class_of(part).replace("pages", "planar")
     sizes = [padded(form[1]) for form in (part.key, part.value)]
+    if 128 < max(sizes) <= 256:
+        yield "long"
     if sizes != [part.key[1], part.value[1]]:
         yield "uneven"
     if max(sizes) > 256:
@@ -96,7 +107,22 @@ def class_of(part: PartArguments) -> str:
 def tuned() -> Any:
     """Read the results of `benchmarks/gpu_tune.py`.
 
-    `programs` are those of a decode step per multiprocessor, by architecture; `tiles` are fields of
-    `Tiling` by architecture, kernel and one of `classes`.
+    `tiles` are fields of `Tiling` by architecture, kernel and one of `classes`.
     """
     return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())
+
+
+def resident(registers: int, shared: int, warps: int, most_shared: int) -> int:
+    """Return the programs that a multiprocessor holds at once.
+
+    >>> resident(registers=167, shared=33_792, warps=4, most_shared=233_472)
+    3
+
+    Args:
+        registers: of a thread, at most 255.
+        shared: bytes of shared memory of a program; the device needs 1,024 more.
+        warps: of a program, of 32 threads each.
+        most_shared: bytes of shared memory of a multiprocessor.
+    """
+    whole = 8 * -(-registers // 8)  # registers are given out to a warp in units of 256
+    return min(REGISTERS // (32 * warps * whole), most_shared // (shared + 1024))

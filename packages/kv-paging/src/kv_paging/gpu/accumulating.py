@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_paging.gpu.numbers import numbers_of, on
+from kv_paging.gpu.numbers import numbers_of
 from kv_paging.gpu.reading import (
     SLOTS,
     number_at,
@@ -16,11 +16,15 @@ from kv_paging.gpu.reading import (
     to_page_ends,
 )
 from kv_policy import PagedTokens, Running, RunningMean
+from kv_policy.launching import launching_on
 
 _ALL: Final = 2**31 - 1
 
 
-@triton.jit(do_not_specialize=["number", "slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "number", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "before", "mass", "seen"],
+)
 @no_type_check
 def accumulate_kernel(
     data,
@@ -82,7 +86,7 @@ def accumulate(
 ) -> None:
     """See `PageKernels.accumulate`; one launch."""
     slots = mass.shape[1]
-    with on(pages.data):
+    with launching_on(pages.data):
         accumulate_kernel[over_page_ends(pages, table_rows, slots)](
             *tier_of(pages),
             table_rows.contiguous(),

@@ -8,15 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import load_bits, store_bits
-from kv_paging.gpu.numbers import alignment, blocks, numbers_of, on, rows
+from kv_paging.gpu.numbers import alignment, blocks, numbers_of, rows
 from kv_paging.gpu.rows import move, page_at
 from kv_paging.gpu.writing import SCAN, table_of, total
 from kv_policy import PagedTokens
+from kv_policy.launching import launching_on
 
 _BYTES: Final = 4096  # of a page, copied per program
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["stay"])
 @no_type_check
 def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
     """List the gaps before a table row's new end, in order."""
@@ -30,7 +31,10 @@ def gaps_kernel(stay, length, gaps, MANY: tl.constexpr):
     tl.store(gaps + which * length + rank, i, (kept == 0) & (i < end))
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(
+    do_not_specialize=["width", "length"],
+    do_not_specialize_on_alignment=["table", "table_rows", "stay"],
+)
 @no_type_check
 def compact_kernel(
     data,
@@ -64,7 +68,7 @@ def compact_kernel(
         move(source, i % tokens, target, gap % tokens, some, LAYOUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source", "target"])
 @no_type_check
 def copy_kernel(data, pitch, source, target, nbytes, UNIT: tl.constexpr, MANY: tl.constexpr):
     """Copy a part of a page."""
@@ -83,7 +87,7 @@ def compact(pages: PagedTokens, table_rows: Tensor, stay: Tensor) -> None:
     size = rows(layout)
     marks = stay.contiguous().view(torch.uint8)
     gaps = torch.empty(count, length, dtype=torch.int32, device=stay.device)
-    with on(pages.data):
+    with launching_on(pages.data):
         gaps_kernel[count, blocks(length, SCAN)](marks, length, gaps, SCAN)
         compact_kernel[count, blocks(length, size)](
             pages.data,
@@ -105,7 +109,7 @@ def copy_pages(data: Tensor, source: Tensor, target: Tensor) -> None:
     nbytes = data.shape[1]
     unit = 4 if alignment(data) % 4 == 0 and nbytes % 4 == 0 else 1
     many = _BYTES // unit
-    with on(data):
+    with launching_on(data):
         copy_kernel[len(source), blocks(nbytes, _BYTES)](
             data, data.stride(0), source.contiguous(), target.contiguous(), nbytes, unit, many
         )

@@ -1,11 +1,9 @@
 """A page layout as nested tuples of numbers, the compile-time constants of kernels."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from math import gcd
 from typing import Final, TypeAlias
 
-import torch
 from torch import Tensor
 
 from kv_policy import PagedTokens, PageLayout
@@ -58,11 +56,6 @@ def table_rows(*layouts: Layout) -> int:
 def knows(*vectors: Tensor) -> bool:
     """Whether kernels support vectors of these dtypes."""
     return all(x.dtype in NUMBERS for x in vectors)
-
-
-def on(data: Tensor) -> AbstractContextManager[object]:
-    """Return a context that launches kernels on the device of `data`."""
-    return torch.cuda.device(data.device) if data.is_cuda else nullcontext()
 
 
 def blocks(count: int, size: int) -> int:

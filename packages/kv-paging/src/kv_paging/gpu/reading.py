@@ -8,15 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import load_bits, store_bits
-from kv_paging.gpu.numbers import Layout, blocks, numbers_of, on, rows
+from kv_paging.gpu.numbers import Layout, blocks, numbers_of, rows
 from kv_paging.gpu.rows import beside, decode, page_at
 from kv_paging.gpu.writing import scores, table_of
 from kv_paging.table import pages_for
 from kv_paging.tokens import Stored, VectorNames
 from kv_policy import PagedTokens
+from kv_policy.launching import launching_on
 
 SLOTS: Final = 1024  # scores per program and iteration
-_MOST_TABLE_ROWS: Final = 16
 _DTYPES: Final = (torch.float32, torch.float32, torch.float16, torch.bfloat16)  # by kind
 
 
@@ -28,7 +28,10 @@ def number_at(page, row, some, OFFSET: tl.constexpr, LAYOUT: tl.constexpr):
     return load_bits(beside(page, row, OFFSET), some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows"],
+)
 @no_type_check
 def read_kernel(
     data,
@@ -117,7 +120,10 @@ def put_scores(page, row, number, some, LAYOUT: tl.constexpr):
     store_bits(beside(page, row, LAYOUT[1]), bits, some, 4, aligned)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "score"],
+)
 @no_type_check
 def rescore_kernel(
     data,
@@ -144,7 +150,10 @@ def rescore_kernel(
     put_scores(page, row, number, some, LAYOUT)
 
 
-@triton.jit(do_not_specialize=["slots", "count"])
+@triton.jit(
+    do_not_specialize=["width", "slots", "count"],
+    do_not_specialize_on_alignment=["table", "lengths", "table_rows", "until"],
+)
 @no_type_check
 def weakest_kernel(
     data,
@@ -220,7 +229,7 @@ def read(
     position = room(pages.layout.positions, torch.int64)
     key = room("keys" in vectors, *_vector(layout, 5))
     value = room("values" in vectors, *_vector(layout, 6))
-    with on(pages.data):
+    with launching_on(pages.data):
         read_kernel[(blocks(count * slots, size),)](
             *tier_of(pages),
             table_rows.contiguous(),
@@ -243,7 +252,7 @@ def rescore(pages: PagedTokens, table_rows: Tensor, score: Tensor) -> None:
     """See `PageKernels.rescore`; one launch."""
     slots = score.shape[1]
     holes = pages.holes and pages.layout.positions
-    with on(pages.data):
+    with launching_on(pages.data):
         rescore_kernel[over_page_ends(pages, table_rows, slots)](
             *tier_of(pages),
             table_rows.contiguous(),
@@ -262,10 +271,8 @@ def weakest(
     """See `PageKernels.weakest`; one launch."""
     score = torch.empty(len(table_rows), dtype=torch.float32, device=pages.data.device)
     found = torch.empty(len(table_rows), dtype=torch.int64, device=pages.data.device)
-    many = min(SLOTS, triton.next_power_of_2(max(slots, 1)))
-    together = min(SLOTS // many, _MOST_TABLE_ROWS)
-    with on(pages.data):
-        weakest_kernel[(blocks(len(table_rows), together),)](
+    with launching_on(pages.data):
+        weakest_kernel[(len(table_rows),)](
             *tier_of(pages),
             table_rows.contiguous(),
             slots,
@@ -275,8 +282,8 @@ def weakest(
             len(table_rows),
             numbers_of(pages),
             pages.holes,
-            together,
-            many,
+            1,
+            SLOTS,
         )
     return score, found
 

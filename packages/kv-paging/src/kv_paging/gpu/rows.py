@@ -11,6 +11,16 @@ from kv_paging.gpu.codes import decode_codes, encode_codes
 
 @triton.jit
 @no_type_check
+def stride_at(strides, i: tl.constexpr, HALF: tl.constexpr):
+    """Return a stride of vectors, from `kv_policy.launching.strides_of`."""
+    if HALF[1] % 16:
+        return strides[i] // 16
+    else:
+        return strides[i]
+
+
+@triton.jit
+@no_type_check
 def entry_of(table, width, table_row, column, LAYOUT: tl.constexpr):
     """Return the address of a table row's page id; columns may be counted from the right."""
     row = table + table_row.to(tl.int64) * width

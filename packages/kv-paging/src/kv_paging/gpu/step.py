@@ -17,11 +17,15 @@ from kv_paging.gpu.step_kernels import enter_kernel, give_kernel, leave_kernel
 from kv_paging.gpu.writing import SCAN, positions, scores
 from kv_paging.pool import PagePool
 from kv_paging.work import DecodeStep
+from kv_policy.launching import UNIT, launching_on, strides_of
 
 
 @dataclass(frozen=True, slots=True)
 class TierArguments:
-    """The table rows of one kind as kernel arguments, with the moves of the step."""
+    """The table rows of one kind as kernel arguments, with the moves of the step.
+
+    Widths of tables are multiplied by `UNIT`.
+    """
 
     tables: tuple[Tensor, ...]
     widths: tuple[int, ...]
@@ -44,7 +48,7 @@ class TierArguments:
         count, room = len(key), torch.empty_like
         return cls(
             tuple(pages.table[:, 0] for pages in work.tiers),
-            tuple(pages.table.shape[-1] for pages in work.tiers),
+            tuple(UNIT * pages.table.shape[-1] for pages in work.tiers),
             tuple(pages.length[:, 0] for pages in work.tiers),
             tuple(numbers.numbers_of(pages) for pages in work.tiers),
             (choice.candidate.contiguous(), choice.victim.contiguous(), choice.target.contiguous()),
@@ -96,7 +100,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
         ring.ids.new_empty(2 * blocks),
         ring.start.new_empty(3),
     )
-    with numbers.on(data):
+    with launching_on(data):
         for part, begin in zip(parts, first, strict=True):
             leave_kernel[(numbers.blocks(part.table_rows, rows),)](
                 data,
@@ -104,7 +108,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
                 part.tables,
                 part.widths,
                 part.lengths,
-                part.choice,
+                *part.choice,
                 part.place,
                 part.table_rows,
                 part.kept,
@@ -138,14 +142,14 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
                 part.tables,
                 part.widths,
                 part.lengths,
-                part.choice,
+                *part.choice,
                 part.place,
                 part.table_rows,
                 part.kept,
                 part.key,
-                part.key.stride(),
+                strides_of(part.key),
                 part.value,
-                part.value.stride(),
+                strides_of(part.value),
                 part.score,
                 part.position,
                 ring.ids,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kv_paging.gpu.bits import load_bits
-from kv_paging.gpu.rows import beside, decode, entry_of, move, page_at, put
+from kv_paging.gpu.rows import beside, decode, entry_of, move, page_at, put, stride_at
 from kv_paging.gpu.writing import total
 
 
@@ -119,7 +119,10 @@ def leave_tier(
     tl.store(takes + taker + every, tl.sum(begun.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "first"],
+    do_not_specialize_on_alignment=["candidate", "victim", "target", "place"],
+)
 @no_type_check
 def leave_kernel(
     data,
@@ -127,7 +130,9 @@ def leave_kernel(
     tables,
     widths,
     lengths,
-    choice,
+    candidate,
+    victim,
+    target,
     place,
     count,
     kept,
@@ -145,9 +150,9 @@ def leave_kernel(
             data,
             pitch,
             tables[tier],
-            widths[tier],
+            widths[tier] // 16,
             lengths[tier],
-            choice,
+            (candidate, victim, target),
             place,
             count,
             kept,
@@ -163,7 +168,7 @@ def leave_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nbytes", "size"])
 @no_type_check
 def give_kernel(
     data,
@@ -286,10 +291,10 @@ def enter_tier(
             where % tokens,
             some,
             key,
-            wide * key_strides[0],
+            wide * stride_at(key_strides, 0, LAYOUT[5]),
             key_strides[1],
             value,
-            wide * value_strides[0],
+            wide * stride_at(value_strides, 0, LAYOUT[6]),
             value_strides[1],
             score,
             position,
@@ -301,7 +306,17 @@ def enter_tier(
     tl.store(lengths + table_row, entry + enters.to(tl.int32), here)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "size", "first"],
+    do_not_specialize_on_alignment=[
+        "candidate",
+        "victim",
+        "target",
+        "place",
+        "score",
+        "position",
+    ],
+)
 @no_type_check
 def enter_kernel(
     data,
@@ -309,7 +324,9 @@ def enter_kernel(
     tables,
     widths,
     lengths,
-    choice,
+    candidate,
+    victim,
+    target,
     place,
     count,
     kept,
@@ -340,9 +357,9 @@ def enter_kernel(
             data,
             pitch,
             tables[tier],
-            widths[tier],
+            widths[tier] // 16,
             lengths[tier],
-            choice,
+            (candidate, victim, target),
             place,
             count,
             kept,

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, on, rows
-from kv_paging.gpu.rows import page_at, put
+from kv_paging.gpu.numbers import alignment, blocks, numbers, numbers_of, rows
+from kv_paging.gpu.rows import page_at, put, stride_at
 from kv_paging.work import TokenWrite
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.launching import launching_on, strides_of
 
 SCAN: Final = 1024  # marks per iteration of the sum
 
@@ -26,7 +27,10 @@ def total(numbers, end, MANY: tl.constexpr):
     return tl.sum(found, 0)
 
 
-@triton.jit(do_not_specialize=["length", "count"])
+@triton.jit(
+    do_not_specialize=["width", "length", "count"],
+    do_not_specialize_on_alignment=["table", "table_rows", "start", "keep", "score", "position"],
+)
 @no_type_check
 def write_kernel(
     data,
@@ -70,10 +74,11 @@ def write_kernel(
         slot % tokens,
         some,
         key,
-        which * key_strides[0] + wide * key_strides[1],
+        which * stride_at(key_strides, 0, LAYOUT[5]) + wide * stride_at(key_strides, 1, LAYOUT[5]),
         key_strides[2],
         value,
-        which * value_strides[0] + wide * value_strides[1],
+        which * stride_at(value_strides, 0, LAYOUT[6])
+        + wide * stride_at(value_strides, 1, LAYOUT[6]),
         value_strides[2],
         score,
         position,
@@ -83,7 +88,7 @@ def write_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["page", "row"])
 @no_type_check
 def place_kernel(
     data,
@@ -108,10 +113,10 @@ def place_kernel(
         tl.load(row + i, some, other=0),
         some,
         key,
-        wide * key_strides[0],
+        wide * stride_at(key_strides, 0, LAYOUT[5]),
         key_strides[1],
         value,
-        wide * value_strides[0],
+        wide * stride_at(value_strides, 0, LAYOUT[6]),
         value_strides[1],
         None,
         None,
@@ -124,9 +129,9 @@ def place_kernel(
 def write(pages: PagedTokens, tokens: TokenWrite) -> None:
     """See `PageKernels.write`; one launch."""
     layout, (count, length) = numbers_of(pages), tokens.keep.shape
-    columns = min(rows(layout), triton.next_power_of_2(max(length, 1)))
+    columns = 1 if length == 1 else rows(layout)  # two kernels: of steps, and of prompts
     together = rows(layout) // columns
-    with on(pages.data):
+    with launching_on(pages.data):
         write_kernel[blocks(count, together), blocks(length, columns)](
             pages.data,
             pages.data.stride(0),
@@ -137,9 +142,9 @@ def write(pages: PagedTokens, tokens: TokenWrite) -> None:
             tokens.keep.contiguous().view(torch.uint8),
             length,
             tokens.key.detach(),
-            tokens.key.stride(),
+            strides_of(tokens.key),
             tokens.value.detach(),
-            tokens.value.stride(),
+            strides_of(tokens.value),
             scores(tokens.score),
             positions(tokens.position),
             count,
@@ -157,7 +162,7 @@ def place(
     known = numbers(layout, False, alignment(data))
     size = rows(known)
     bare = (known[0], -1, -1, *known[3:])  # without scores and positions
-    with on(data):
+    with launching_on(data):
         place_kernel[(blocks(len(page), size),)](
             data,
             data.stride(0),
@@ -165,9 +170,9 @@ def place(
             row.contiguous(),
             len(page),
             key.detach(),
-            key.stride(),
+            strides_of(key),
             value.detach(),
-            value.stride(),
+            strides_of(value),
             bare,
             size,
         )
