@@ -211,6 +211,21 @@ def test_what_cannot_be_folded_is_refused_and_nothing_changes(make) -> None:
         Fold(opt(), Turned("9", "9", together=2))
 
 
+def test_of_a_basis_that_shifts_keys_only_values_are_folded(make) -> None:
+    basis, ids = Turned("8", "8", shifted=True), torch.randint(3, 101, (2, 19))
+    model = make()
+    full = logits(model, DynamicCache(), ids)
+    torch.testing.assert_close(
+        logits(model, CompressedCache(model, basis), ids), full, rtol=1e-4, atol=1e-5
+    )
+    with Fold(model, basis) as fold:
+        assert fold.state.what == {"values"}
+        found = logits(model, CompressedCache(model, basis), ids)
+    torch.testing.assert_close(found, full, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="subtracts the mean key of each head, which is not"):
+        Fold(opt(), basis)
+
+
 def test_keys_alone_cannot_be_folded_behind_a_rotary_embedding(make) -> None:
     class KeysOnly(Turned):
         def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
