@@ -13,7 +13,7 @@ from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
 from kv_paging.ragged_store import PerHeadRankStore
 from kv_paging.rank_groups import RankGroups
-from kv_paging.saved_rows import SavedRows, restore_rows, saved_rows
+from kv_paging.saved import SavedRows, restore_rows, saved_rows
 from kv_paging.store import TokenStore, read_slots, write_slots
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames

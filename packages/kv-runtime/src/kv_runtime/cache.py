@@ -31,6 +31,7 @@ from kv_runtime.retain.selected import KeepSelected
 from kv_runtime.saved import (
     CacheFacts,
     CacheState,
+    expect_facts,
     expect_state,
     fill,
     name_of,
@@ -579,7 +580,7 @@ class PolicyCache:
             raise ValueError(
                 "a state is restored in an empty cache with a pool of its own; create a new cache"
             )
-        checks.check_state(self.policy, self.layout, self.bases, state.facts)
+        expect_facts(self.policy, self.layout, self.bases, state.facts)
         expect_state(self.layout, state)
         sequences = state.facts.sequences
         plans = plans_of(self.layout, self.selector, state)

@@ -6,10 +6,8 @@ from typing import NoReturn
 from torch import Tensor
 
 from kv_policy import Budget, CacheShape, KVPolicy, LayerBasis, Replay, complete
-from kv_runtime.bases import Bases, Folded
+from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
-from kv_runtime.layout import Layout
-from kv_runtime.saved import CacheFacts, name_of, sizes_of
 from kv_runtime.shared_layer import SharedLayer
 
 
@@ -62,34 +60,6 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
             f"{policy} projects keys and values by a basis each, but this model has latent "
             "attention (MLA), whose token is one vector that is both: it is stored once, as the "
             "model computes it; use a policy without a basis, such as snapkv or k8v4"
-        )
-
-
-def check_state(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: CacheFacts) -> None:
-    """Raise if a state is not of a cache with this policy, these sizes and this basis.
-
-    Raises:
-        ValueError: it is of another policy, another shape or dtype, or another basis.
-    """
-    if facts.policy != str(policy):
-        raise ValueError(f"it is of the policy {facts.policy}, not of {policy}; use that policy")
-    here = (*sizes_of(layout.shape), name_of(layout.shape.dtype))
-    if (*facts.sizes, facts.dtype) != here:
-        words = "layers, KV heads, dimensions of keys and of values, and dtype"
-        raise ValueError(
-            f"it is of another model: {words} are {(*facts.sizes, facts.dtype)}, but here {here}"
-        )
-    folded = () if bases is None else tuple(sorted(bases.folded))
-    if facts.folded != folded:
-        raise ValueError(
-            f"the basis was folded into the model's {' and '.join(facts.folded) or 'nothing'} when "
-            f"it was saved, but is into {' and '.join(folded) or 'nothing'} here; use "
-            "kv_transformers.Fold as it was used then"
-        )
-    if facts.basis != (None if bases is None else bases.digest()):
-        raise ValueError(
-            f"the calibration of {policy} has changed since it was saved; use the file of then, or "
-            "compress again"
         )
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kv_paging import SavedRows, restore_rows, saved_rows
-from kv_policy import Budget, CacheShape, CompleteSelector, PageLayout
+from kv_policy import Budget, CacheShape, CompleteSelector, KVPolicy, PageLayout
+from kv_runtime.bases import Bases
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
 from kv_runtime.retain.plans import Plans, TurnCounts
@@ -98,6 +99,34 @@ def tensors_of(batch: Batch, plans: Plans | None) -> dict[str, Tensor]:
         last = {"budget": plans.budget, "thresholds": plans.thresholds}
         found |= {f"plan.{name}": _copied(x) for name, x in last.items() if x is not None}
     return found
+
+
+def expect_facts(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: CacheFacts) -> None:
+    """Raise if a state is not of a cache with this policy, these sizes and this basis.
+
+    Raises:
+        ValueError: it is of another policy, another shape or dtype, or another basis.
+    """
+    if facts.policy != str(policy):
+        raise ValueError(f"it is of the policy {facts.policy}, not of {policy}; use that policy")
+    here = (*sizes_of(layout.shape), name_of(layout.shape.dtype))
+    if (*facts.sizes, facts.dtype) != here:
+        words = "layers, KV heads, dimensions of keys and of values, and dtype"
+        raise ValueError(
+            f"it is of another model: {words} are {(*facts.sizes, facts.dtype)}, but here {here}"
+        )
+    folded = () if bases is None else tuple(sorted(bases.folded))
+    if facts.folded != folded:
+        raise ValueError(
+            f"the basis was folded into the model's {' and '.join(facts.folded) or 'nothing'} when "
+            f"it was saved, but is into {' and '.join(folded) or 'nothing'} here; use "
+            "kv_transformers.Fold as it was used then"
+        )
+    if facts.basis != (None if bases is None else bases.digest()):
+        raise ValueError(
+            f"the calibration of {policy} has changed since it was saved; use the file of then, or "
+            "compress again"
+        )
 
 
 def expect_state(layout: Layout, state: CacheState) -> None:
