@@ -1,5 +1,6 @@
 """The figures of a run on a GPU, and which of them fall short of what is asked."""
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -30,7 +31,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Compute all figures for which there are rows."""
     found: dict[str, float] = {}
     for part in (_right, _decode, _others, _steps, _whole):
-        found |= {name: float(value) for name, value in part(rows)}
+        try:
+            found |= {name: float(value) for name, value in part(rows)}
+        except Exception:  # rows are kept even where no figure can be made of them
+            traceback.print_exc()
     return found
 
 
@@ -62,7 +66,7 @@ def _right(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
 
 
 def _decode(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
-    shapes = {row["shape"]: {} for row in of(rows, "decode")}  # type: dict[str, dict[str, float]]
+    shapes: dict[str, dict[str, float]] = {row["shape"]: {} for row in of(rows, "decode")}
     for row in of(rows, "decode"):
         shapes[row["shape"]][row["way"]] = row["seconds"]
     fastest = {
@@ -78,9 +82,10 @@ def _decode(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
         shares = {row["shape"]: row["share"] for row in of(rows, "decode", way=way)}
         yield from _most(f"{way}_share", shares)
         if way != "bf16":
-            ratios = {s: least / shapes[s][way] for s, least in fastest.items()}
+            there = [shape for shape in fastest if way in shapes[shape]]
+            ratios = {s: fastest[s] / shapes[s][way] for s in there}
             yield from _most(f"{way}_vs_bf16", ratios)
-            own = {s: shapes[s]["bf16"] / shapes[s][way] for s in fastest}
+            own = {s: shapes[s]["bf16"] / shapes[s][way] for s in there}
             yield from _most(f"{way}_vs_own_bf16", own)
     if fastest:
         yield from _most("bf16_vs_fastest", {s: x / shapes[s]["bf16"] for s, x in fastest.items()})

@@ -20,6 +20,7 @@ from _gpu_child import Report
 from gpu import Clock
 
 from kv_attention.gpu import tuning
+from kv_policy.files import write_whole
 
 FILE: Final = "KV_GPU_TILES"
 COMPILING: Final = 6  # processes
@@ -109,7 +110,7 @@ def _choose(report: Report) -> None:
     if wrong:
         report.add("failed", what="tiles", error=f"wrong with these tiles: {wrong}")
     elif os.environ.get(FILE):
-        Path(os.environ[FILE]).write_text(f"{json.dumps(table, indent=2)}\n")
+        write_whole(Path(os.environ[FILE]), f"{json.dumps(table, indent=2)}\n".encode())
     report.add("chosen", used=not wrong, table=table["tiles"].get(architecture))
 
 

@@ -61,6 +61,7 @@ def _engine(report: Report, folder: Path, kind: str, way: str) -> Any:
         of = config(2, quick=report.quick, hidden=128, inner=128, vocabulary=1000)
     else:
         of = config(LAYERS, quick=False, hidden=4096, inner=14_336, vocabulary=32_000)
+    of.head_dim = max(of.head_dim, 64)  # stock vLLM has kernels for it on every device
     of.architectures = ["LlamaForCausalLM"]
     of.save_pretrained(folder)
     room = {"kv_cache_memory_bytes": 1 << 26} if report.quick else {"gpu_memory_utilization": 0.7}
