@@ -1,11 +1,13 @@
-"""Kernels are launched on the device of their tensors, which is `meta` here."""
+"""Kernels are launched on the device of their tensors, which is `meta` here, and few are."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
@@ -65,3 +67,39 @@ def test_every_kernel_is_launched_there(L: int) -> None:
     step = {"plan_kernel", "decode_kernel", "combine_kernel", "mass_of_step_kernel"}
     assert names == (step if L == 1 else {"prompt_kernel", "mass_of_pass_kernel"})
     assert {device for _, device in found} == {GPU}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("last", [4, 32])
+def test_an_observed_chunk_reads_keys_once_more_for_its_last_queries(case, last: int) -> None:
+    """One launch for each part of the tokens, over `last` of all queries, and little in torch."""
+    c = case(5, L=64, D=16, Dv=16, stored=20, known=True, tiers=[("8", "4"), ("4", "2")])
+    rows: list[int] = []
+
+    def observed(q, *given):
+        rows.append(q.shape[3])
+        return mass_of_pass(q, *given)
+
+    counts = {}
+    for count in (0, last):
+        with (
+            patch("kv_attention.gpu.attention_mass.mass_of_pass", observed),
+            patch("kv_attention.gpu.backend.attention_mass_in_torch", side_effect=AssertionError),
+            launched() as found,
+            Operations() as operations,
+        ):
+            c.attend(Observe(count), "triton")
+        counts[count] = Counter(name for name, _ in found), operations.count
+    kernels, more = counts[last][0] - counts[0][0], counts[last][1] - counts[0][1]
+    assert rows == [last]
+    assert kernels == {"mass_of_pass_kernel": 3}
+    assert more <= 45  # most are views, and the rest a few launches over the last queries
