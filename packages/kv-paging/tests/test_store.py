@@ -172,7 +172,8 @@ def test_two_tiers_share_a_pool() -> None:
 def test_tables_are_small_and_counted() -> None:
     some = make(sequences=1)
     fill(some, 4 * 100)
-    assert some.table_bytes == 4 * some.table.numel() + 4 * 4
+    lengths_and_ids = (4 + 8) * 4
+    assert some.table_bytes == 4 * some.table.numel() + lengths_and_ids
     assert some.table.shape[-1] < 100 * 9 / 8 + 1
 
 

@@ -150,9 +150,10 @@ class HeadPages:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of page tables and lengths; a shared table is counted by its left store."""
+        """Bytes of page tables, lengths and ids; a shared table is counted by its left store."""
         own = 0 if self._table.reverse else self._table.nbytes
-        return own + self._length.numel() * self._length.itemsize
+        tiles = [] if self._tiles is None else self._tiles.counted.values()
+        return own + sum(x.numel() * x.itemsize for x in (self._length, self._ids, *tiles))
 
     def pages(self) -> Int[Tensor, " n"]:
         """Return the ids of all pages held by the table rows; for `PagePool.check`."""
