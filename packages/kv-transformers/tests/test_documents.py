@@ -287,7 +287,7 @@ def test_an_interrupted_write_leaves_the_former_file(model, book, tmp_path, monk
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_a_flipped_byte_or_a_cut_is_always_noticed(model, book, place, bits, cut) -> None:
     data = bytearray(book.read_bytes())
     at = int(place * len(data))
@@ -314,7 +314,7 @@ def resealed(book: Path, name: str, change: Any, *, fact: bool = False) -> Path:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_a_forged_file_is_refused_or_harmless(model, book, data) -> None:
     _, tensors = tensor_files.read_advised(book, document.FORMAT, document._ADVICE)
     name = data.draw(st.sampled_from(sorted(tensors)))
