@@ -129,6 +129,7 @@ def scored(cell: Row, digits: int) -> str:
 
 
 WRITERS: Final = {
+    "rotation_errors": only_figures,
     "gate": gate,
     "kv_compress_quality": kv_compress_quality,
     "leankv_quality": leankv_quality,
