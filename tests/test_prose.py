@@ -25,6 +25,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: (%))?(?![\w%]|\.\d)")
 # Of a section or a page: what was not measured, with what it is.
 STATED = {
     "gate": {"95 %": "what intervals are of"},
+    "rotation": {"95 %": "what intervals are of"},
     "peers": {"95 %": "what intervals are of", "78 %": "of policies", "88 %": "of policies"},
     "vllm_nll": {"95 %": "what intervals are of"},
     "vllm_quality": {"95 %": "what intervals are of"},

@@ -15,7 +15,7 @@ from tools.drawing import INK, MARK, OTHER, band, box, frame, heat, line, svg, w
 ROOT: Final = Path(__file__).parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
 IMAGES: Final = ROOT / "docs" / "images"
-SOURCES: Final = ("vllm_capacity", "vllm_quality", "method_figures")
+SOURCES: Final = ("vllm_capacity", "vllm_quality", "method_figures", "rotation_errors")
 START: Final = IMAGES / "start.svg"
 METHODS: Final = IMAGES / "methods"
 # The configurations on the first page: the name in the results, and in the picture.
@@ -195,6 +195,28 @@ def formats(rows: Sequence[Row]) -> str:
     return svg(660, 26 + 34 * len(rows), "Bytes and errors of the codes of formats", parts)
 
 
+def rotated(rows: Sequence[Row]) -> str:
+    """Draw the errors of attention under formats, without a rotation and with each kind of it."""
+    names = {
+        "plain": "no rotation",
+        "hadamard": "hadamard",
+        "centred": "hadamard:file=F",
+        "pair": "with pair=true",
+    }
+    shown = [row for row in rows if row["basis"] in names]
+    most = max(row["error"] for row in shown)
+    parts = [words(165, 16, "relative error of attention outputs")]
+    for i, row in enumerate(shown):
+        y = 26 + 22 * i
+        colour = MARK if row["basis"] == "plain" else OTHER
+        parts += [
+            words(0, y + 13, row["format"]),
+            words(150, y + 13, names[row["basis"]], "end"),
+            *_error(row["error"], most, y + 3, colour),
+        ]
+    return svg(660, 30 + 22 * len(shown), "Errors of attention by rotation", parts)
+
+
 def _error(error: float | None, most: float, y: float, colour: str) -> list[str]:
     if error is None:
         return []
@@ -224,6 +246,7 @@ def pictures() -> dict[Path, str]:
         if row["kind"] in _DRAW:
             drawn[METHODS / f"{row['method']}.svg"] = _DRAW[row["kind"]](row)
     drawn[METHODS / "formats.svg"] = formats([row for row in rows if row["kind"] == "format"])
+    drawn[METHODS / "hadamard.svg"] = rotated(result("rotation_errors")["rows"])
     return drawn
 
 

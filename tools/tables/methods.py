@@ -128,7 +128,26 @@ def scored(cell: Row, digits: int) -> str:
     return f"{cell['mean']:.{digits}f} ({low} to {high})"
 
 
+def rotation(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the rise of each variant with its interval."""
+    yield markdown.figures(result, said)
+    lines = (
+        (
+            f"`{row['format']}`",
+            f"`{row['policy']}`",
+            f"{row['rise']:.4f}",
+            f"{row['interval'][0]:.4f} to {row['interval'][1]:.4f}",
+            f"{row['vector_bytes']:,}",
+        )
+        for row in result["rows"]
+        if row["kind"] == "rise"
+    )
+    yield table(("format", "policy", "nats over `raw`", "interval", "bytes of vectors"), lines)
+
+
 WRITERS: Final = {
+    "rotation": rotation,
+    "rotation_errors": only_figures,
     "gate": gate,
     "kv_compress_quality": kv_compress_quality,
     "leankv_quality": leankv_quality,

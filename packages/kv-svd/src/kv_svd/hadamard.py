@@ -26,8 +26,8 @@ class Hadamard(Part):
 
     Each coordinate is a mean of all dimensions, so a channel of outliers no longer sets the scale
     of a token. The matrix is the same for all heads, and needs no calibration: a Hadamard matrix,
-    or the densest one of the head's width (`kv_svd.orthogonal`). Random signs, as in QuaRot, make
-    errors no smaller here.
+    or the densest one of the head's width (`kv_svd.orthogonal`). Random signs, as in QuaRot,
+    hardly change the error, so there are none.
 
     With a file, the mean key of each head is subtracted first. This changes all logits of a query
     by the same number, which softmax does not notice. `pair` maps keys and queries, and values and
