@@ -226,6 +226,20 @@ def test_of_a_basis_that_shifts_keys_only_values_are_folded(make) -> None:
         Fold(opt(), basis)
 
 
+@pytest.mark.parametrize("what", ["a soft cap", "attention sinks"])
+def test_shifted_keys_that_softmax_notices_are_refused_with_the_cache(
+    make, what, monkeypatch
+) -> None:
+    model = make()
+    if what == "a soft cap":
+        monkeypatch.setattr(model.config, "attn_logit_softcapping", 30.0, raising=False)
+    else:
+        model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(6))
+    with pytest.raises(UnsupportedModelError, match=f"subtracts the mean key .* have {what}"):
+        CompressedCache(model, Turned("8", "8", shifted=True))
+    CompressedCache(model, Turned("8", "8"))
+
+
 def test_keys_alone_cannot_be_folded_behind_a_rotary_embedding(make) -> None:
     class KeysOnly(Turned):
         def bind(self, layer: int, shape: CacheShape) -> LayerBasis:

@@ -75,7 +75,7 @@ def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(EntryPoint, "load", load)
     said = " ".join(run("policies").stdout.split())
     assert "broken: the policy 'raw' of kv-policy cannot be loaded: ImportError: libmiss" in said
-    assert "Keys in 8 bits, values in 4." in said
+    assert "Keys in {1,2,4,8} bits, values in {1,2,4,8}." in said
     assert "'raw' of kv-policy cannot be loaded" in refused("policies", "raw")
     assert "'raw' of kv-policy cannot be loaded" in refused("generate", "--policy", "raw", "a")
     assert "unknown policy" not in run("policies", "SnapKV").output

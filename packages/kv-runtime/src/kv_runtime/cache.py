@@ -283,7 +283,7 @@ class PolicyCache:
         checks.check_reader(self._shared, query.shape[3], now.whole.position.shape[1])
         check_softmax(query, softcap, sinks)
         if self.bases is not None:
-            checks.check_shift(self.policy, self.bases.layer(layer), softcap, sinks)
+            checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
         checks.check_prefix(self.shape, key, value)
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kv_policy import Budget, CacheShape, KVPolicy, LayerBasis, Replay, complete
+from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
 from kv_runtime.shared_layer import SharedLayer
@@ -64,14 +64,14 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
 
 
 def check_shift(
-    policy: object, basis: LayerBasis, softcap: float | None, sinks: Tensor | None
+    policy: object, key: HeadBasis | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    """Raise if a basis shifts keys, and softmax notices the number that moves all logits.
+    """Raise if the basis of keys shifts them, and softmax notices the number that moves all logits.
 
     Raises:
         ValueError: logits have a bound, or sinks, which a constant does not move along.
     """
-    if basis.key is None or basis.key.shift is None:
+    if key is None or key.shift is None:
         return
     if softcap is not None or sinks is not None:
         what = "attention sinks" if softcap is None else "a soft cap"

@@ -239,7 +239,7 @@ class SlotLayer:
         Raises:
             ValueError: keys are shifted, and logits have a bound or sinks.
         """
-        check_shift("the policy", self.basis, self.softcap, self.sinks)
+        check_shift("the policy", self.basis.key, self.softcap, self.sinks)
 
     def forward(
         self,

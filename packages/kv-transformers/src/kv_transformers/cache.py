@@ -26,7 +26,12 @@ from kv_transformers.pass_columns import PassColumns
 from kv_transformers.replay import Attention, GroupedAttention, Replayer
 from kv_transformers.rotary import with_ropes
 from kv_transformers.softmax import Softmax
-from kv_transformers.support import cache_shape, expect_only_stored, expect_order
+from kv_transformers.support import (
+    cache_shape,
+    expect_only_stored,
+    expect_order,
+    expect_shift_unnoticed,
+)
 from kv_transformers.switch import install
 
 if TYPE_CHECKING:
@@ -93,6 +98,8 @@ class CompressedCache(AttendingCache):
             folded=frozenset() if self._fold is None else self._fold.what,
             replays=True,
         )
+        if self.runtime.bases is not None and self.runtime.bases.shifted:
+            expect_shift_unnoticed(model, self.policy)
         if self.runtime.replay is not None:
             expect_only_stored(model, self.policy)
         self._replayer = Replayer.of(self.policy, self.runtime.replay, tokenizer)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OUTPUT: Final = ("o_proj", "out_proj", "dense")  # names of output projections in transformers
 SCALES: Final = ("_scale", "_zero_point")  # parameters of quantizers that attention does not use
+SOFTCAP: Final = "attn_logit_softcapping"  # of configurations, whose modules pass it on
 SINKS: Final = "sinks"  # of attention modules, which pass them to the attention function
 OWN_MASK: Final = "_prepare_decoder_attention_mask"  # of decoders that make 4D masks themselves
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules find their function
@@ -95,6 +96,23 @@ def stored_shape(model: "PreTrainedModel") -> CacheShape:
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
         value_in_key=size.latent is not None,
     )
+
+
+def expect_shift_unnoticed(model: "PreTrainedModel", policy: KVPolicy) -> None:
+    """Raise if softmax notices a constant that a basis subtracts from all keys of a head.
+
+    Raises:
+        UnsupportedModelError: the logits of a layer have a bound, or sinks.
+    """
+    config = model.config.get_text_config(decoder=True)
+    capped = getattr(config, SOFTCAP, None) is not None
+    if capped or any(getattr(each, SINKS, None) is not None for each in model.modules()):
+        what = "a soft cap" if capped else "attention sinks"
+        raise UnsupportedModelError(
+            f"{policy} subtracts the mean key of each head, which changes the attention of "
+            f"{type(model).__name__}, whose layers have {what}; use a basis without means, such as "
+            "hadamard without a file"
+        )
 
 
 def expect_only_stored(model: "PreTrainedModel", policy: KVPolicy) -> None:

@@ -210,7 +210,7 @@ class BilledPages:
             ValueError: the basis shifts keys, and the layer's logits have a bound or sinks.
         """
         if self.policy.basis is not None:
-            check_shift(self.policy, self.policy.basis.bind(index, self.shape), softcap, sinks)
+            check_shift(self.policy, self.policy.basis.bind(index, self.shape).key, softcap, sinks)
         return PageLayer(index, softcap, None if sinks is None else sinks.flatten())
 
     def __str__(self) -> str:
