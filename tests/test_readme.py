@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+from kv_serve.cli import ORDER
+from kv_serve.cli.joined import PACKAGES
 from tools.pages import blocks
 
 ROOT = Path(__file__).parent.parent
@@ -37,16 +39,22 @@ def listed(name: str) -> list[str]:
 
 def test_clone_demo_tests_and_serve() -> None:
     found = commands()
-    assert [words[:4] for words in found] == [
+    assert [words[:4] for words in found[:5]] == [
         ["git", "clone", "REPOSITORY", "kv-cache"],
         ["cd", "kv-cache"],
         ["python", "-m", "nox", "-s"],
         ["python", "-m", "nox", "-s"],
         ["python", "-m", "nox", "-s"],
     ]
-    named = [words[4] for words in found[2:]]
+    named = [words[4] for words in found[2:5]]
     assert named == ["demo", "tests", "serve"]
     assert {*named} <= {*sessions()}
+
+
+def test_the_other_commands_are_those_of_kv_serve() -> None:
+    found = commands()[5:]
+    assert {words[0] for words in found} == {"kv-serve"}
+    assert {words[1] for words in found} <= {*ORDER, *PACKAGES}
 
 
 def test_the_first_two_set_up_all_that_they_need() -> None:

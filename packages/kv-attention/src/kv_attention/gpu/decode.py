@@ -219,8 +219,8 @@ def decode_kernel(
                 found_here = tl.where(held[None, :], found_here, float("-inf"))
                 if WATCH:
                     there = (g < GROUP)[:, None] & (slot < width)[None, :]
-                    into = logits + (r.to(tl.int64) * GROUP + g)[:, None] * width + slot[None, :]
-                    tl.store(into, found_here, mask=there)
+                    first = logits + r.to(tl.int64) * GROUP * width
+                    tl.store(first + (g[:, None] * width + slot[None, :]), found_here, mask=there)
                 p, shrink, highest, weight = soften(found_here, highest, weight)
                 shift = shift * shrink + tl.sum(p * v_zero[None, :], axis=1)
                 if PLANAR:

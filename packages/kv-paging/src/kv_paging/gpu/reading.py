@@ -56,10 +56,11 @@ def read_kernel(
     tokens: tl.constexpr = LAYOUT[0]
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = place < count.to(tl.int64) * slots
+    which = (place // slots).to(tl.int32)
     slot = (place % slots).to(tl.int32)
     if start is not None:
-        slot += tl.load(start + place // slots, there, other=0).to(tl.int32)
-    table_row = tl.load(table_rows + place // slots, there, other=0)
+        slot += tl.load(start + which, there, other=0).to(tl.int32)
+    table_row = tl.load(table_rows + which, there, other=0)
     some = there & (slot < tl.load(lengths + table_row, there, other=0))
     page = page_at(data, pitch, table, width, table_row, slot // tokens, some, LAYOUT)
     row = slot % tokens
