@@ -58,7 +58,7 @@ class Size:
     rounds: int
 
 
-FULL: Final = Size(24, 256, 128, 8192, 1024, 30)
+FULL: Final = Size(48, 256, 128, 8192, 1024, 30)
 QUICK: Final = Size(2, 24, 8, 512, 32, 2)
 
 
