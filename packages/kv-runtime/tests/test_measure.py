@@ -208,7 +208,13 @@ def test_a_later_count_replaces_an_earlier_one_and_plans_add_up() -> None:
         "tokens_dropped": 7,
         "bytes_saved": 950,
     }
-    assert joined.gauges() == later.gauges()
+    ratios = {name: SOME.gauges()[name] for name in ("kv_bytes_per_token", "compression_ratio")}
+    assert joined.gauges() == later.gauges() | ratios  # of when memory was last held
+    assert later.then(SOME).gauges() == SOME.gauges()
+    assert joined.then(later).gauges() == joined.gauges()
+    assert {**ratios, "kv_bytes_per_token": pytest.approx(2 * ratios["kv_bytes_per_token"])} == {
+        name: joined.beside(joined).gauges()[name] for name in ratios
+    }
 
 
 def test_there_is_no_ratio_of_nothing() -> None:

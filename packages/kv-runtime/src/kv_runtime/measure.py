@@ -32,6 +32,8 @@ class Measured:
     seconds: float  # spent in planning
     dropped: int = 0  # tokens evicted since the last measurement, summed over layers and KV heads
     saved: int = 0  # bytes saved since then, see `Meter`
+    # Tokens computed, bytes held and uncompressed bytes of an earlier measurement with memory held.
+    before: tuple[int, int, int] = (0, 0, 0)
 
     def beside(self, other: "Measured") -> "Measured":
         """Add a worker with other heads, but the same requests and plans."""
@@ -47,12 +49,21 @@ class Measured:
             seconds=max(self.seconds, other.seconds),
             dropped=self.dropped + other.dropped,
             saved=self.saved + other.saved,
+            before=(
+                max(self.before[0], other.before[0]),
+                self.before[1] + other.before[1],
+                self.before[2] + other.before[2],
+            ),
         )
 
     def then(self, later: "Measured") -> "Measured":
-        """Combine with a later measurement: gauges are replaced, counters are summed."""
+        """Combine with a later measurement: gauges are replaced, counters are summed.
+
+        Ratios are those of the last of the two with memory held.
+        """
         return replace(
             later,
+            before=self._held(),
             plans=self.plans + later.plans,
             seconds=self.seconds + later.seconds,
             dropped=self.dropped + later.dropped,
@@ -60,19 +71,22 @@ class Measured:
         )
 
     def gauges(self) -> dict[str, int | float]:
-        """Return the gauges by name; ratios only if memory is held."""
+        """Return the gauges by name; ratios only if memory is or was held."""
         sums: dict[str, int | float] = {
             "tokens_computed": self.computed,
             "tokens_kept": self.kept / self.table_rows,
             "pages_used": self.pages_used,
             "pages_free": self.pages_free,
         }
-        if not self.computed or not self.held_bytes:
+        computed, held, full = self._held()
+        if not computed or not held:
             return sums
-        return sums | {
-            "kv_bytes_per_token": self.held_bytes / self.computed,
-            "compression_ratio": self.full_bytes / self.held_bytes,
-        }
+        return sums | {"kv_bytes_per_token": held / computed, "compression_ratio": full / held}
+
+    def _held(self) -> tuple[int, int, int]:
+        """Return tokens computed, bytes held and uncompressed bytes, when memory was last held."""
+        now = self.computed, self.held_bytes, self.full_bytes
+        return now if self.computed and self.held_bytes else self.before
 
     def counters(self) -> dict[str, int | float]:
         """Return the counters since the last measurement, by name."""
