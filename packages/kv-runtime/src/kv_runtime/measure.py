@@ -32,8 +32,10 @@ class Measured:
     seconds: float  # spent in planning
     dropped: int = 0  # tokens evicted since the last measurement, summed over layers and KV heads
     saved: int = 0  # bytes saved since then, see `Meter`
-    # Tokens computed, bytes held and uncompressed bytes of an earlier measurement with memory held.
-    before: tuple[int, int, int] = (0, 0, 0)
+    # Of an earlier measurement with memory held, after which none is:
+    earlier_computed: int = 0
+    earlier_held_bytes: int = 0
+    earlier_full_bytes: int = 0
 
     def beside(self, other: "Measured") -> "Measured":
         """Add a worker with other heads, but the same requests and plans."""
@@ -49,11 +51,9 @@ class Measured:
             seconds=max(self.seconds, other.seconds),
             dropped=self.dropped + other.dropped,
             saved=self.saved + other.saved,
-            before=(
-                max(self.before[0], other.before[0]),
-                self.before[1] + other.before[1],
-                self.before[2] + other.before[2],
-            ),
+            earlier_computed=max(self.earlier_computed, other.earlier_computed),
+            earlier_held_bytes=self.earlier_held_bytes + other.earlier_held_bytes,
+            earlier_full_bytes=self.earlier_full_bytes + other.earlier_full_bytes,
         )
 
     def then(self, later: "Measured") -> "Measured":
@@ -61,9 +61,12 @@ class Measured:
 
         Ratios are those of the last of the two with memory held.
         """
+        computed, held, full = self._held()
         return replace(
             later,
-            before=self._held(),
+            earlier_computed=computed,
+            earlier_held_bytes=held,
+            earlier_full_bytes=full,
             plans=self.plans + later.plans,
             seconds=self.seconds + later.seconds,
             dropped=self.dropped + later.dropped,
@@ -85,8 +88,9 @@ class Measured:
 
     def _held(self) -> tuple[int, int, int]:
         """Return tokens computed, bytes held and uncompressed bytes, when memory was last held."""
-        now = self.computed, self.held_bytes, self.full_bytes
-        return now if self.computed and self.held_bytes else self.before
+        if self.computed and self.held_bytes:
+            return self.computed, self.held_bytes, self.full_bytes
+        return self.earlier_computed, self.earlier_held_bytes, self.earlier_full_bytes
 
     def counters(self) -> dict[str, int | float]:
         """Return the counters since the last measurement, by name."""

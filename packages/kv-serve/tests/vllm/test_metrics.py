@@ -58,6 +58,8 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
         "tokens_kept": 0,
         "pages_used": 0,
         "pages_free": 10,
+        "kv_bytes_per_token": 15,  # of when memory was last held
+        "compression_ratio": 4,
         "compression_passes": 2,
         "compression_seconds": 1,
         "tokens_dropped": 12,
