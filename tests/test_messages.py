@@ -23,7 +23,7 @@ from tools.parsing import reach, read_command
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 INSTALLING = ROOT / "packages/kv-policy/src/kv_policy/installing.py"
 # What a file is or comes from, which nobody is told to type.
-NOUNS = {"eval", "eval --json", "inspect"}
+NOUNS = {"compress", "eval", "eval --json", "inspect"}
 SPOKEN_OF = re.compile(r" (again|writes|wrote)\b")  # behind a command that was typed before
 
 

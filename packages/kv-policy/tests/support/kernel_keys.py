@@ -11,10 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 Keys = Mapping[str, set[str]]
 
@@ -22,6 +18,9 @@ Keys = Mapping[str, set[str]]
 @contextmanager
 def compiled_keys() -> Iterator[Keys]:
     """Collect, by kernel, what it would be compiled for; launch nothing."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
     found: defaultdict[str, set[str]] = defaultdict(set)
 
     def note(kernel: Any, *given: Any, grid: object, warmup: bool, **named: Any) -> None:
@@ -33,12 +32,18 @@ def compiled_keys() -> Iterator[Keys]:
 
 def key_of(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> str:
     """Return the key of a launch."""
+    from triton.runtime.jit import compute_cache_key
+
     _, special, options = _binder(kernel)(*given, debug=False, **named)
     return str(compute_cache_key({}, special, options))
 
 
 @cache
 def _binder(kernel: Any) -> Callable[..., tuple[Any, Any, Any]]:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
     # In the interpreter, a kernel only has the arguments of its decorator.
     compiled = (
         kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)

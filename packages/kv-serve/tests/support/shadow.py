@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime.interpreter import GridExecutor
 
 import kv_runtime.slots
 from kv_runtime import DecodeBuffers
@@ -54,6 +53,8 @@ class Shadow:
 
     def _repeat(self, builder: Any, given: Any) -> None:
         """Make the metadata of a step, and attend in a layer."""
+        from triton.runtime.interpreter import GridExecutor
+
         from kv_serve.vllm.shape import attention_layers
 
         copied = 0

@@ -28,7 +28,7 @@ FORMAT: Final = "kv-transformers document 1"
 _IDS: Final = "ids"
 _AGAIN: Final = "compress the document again"
 _ADVICE: Final = Advice(
-    "write one with `kv-serve compress` or CompressedCache.save",
+    "write one with `kv-serve compress MODEL TEXT --out FILE` or CompressedCache.save",
     "name a file that `kv-serve compress` or CompressedCache.save wrote",
     _AGAIN,
 )
