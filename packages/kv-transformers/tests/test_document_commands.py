@@ -60,7 +60,7 @@ def test_what_a_document_cannot_be_asked_with_is_refused(folder, book, tmp_path)
     assert "`full` is none" in refused(*tail, "--policy", "full")
     assert "compressed as the begin of a chat" in refused(*tail, "--raw")
     missing = refused("generate", "--document", tmp_path / "none.kv", "Who?")
-    assert "does not exist; write one with `kv-serve compress`" in missing
+    assert "does not exist; write one with `kv-serve compress MODEL TEXT --out FILE`" in missing
     assert "supports 1,024 in total" in refused(*tail, "--max-new-tokens", 2000)
 
 

@@ -259,7 +259,7 @@ def test_a_fixed_pool_that_is_too_small_is_exhausted(model, book) -> None:
 
 
 def test_no_file_and_other_files_are_refused(model, tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"does not exist.*`kv-serve compress`"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist.*`kv-serve compress MODEL"):
         CompressedCache.load(model, tmp_path / "book.kv")
     tensor_files.write(tmp_path / "a.kv", "kv-svd statistics 1", "{}", {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="has no 'kv-transformers document 1', but 'kv-svd"):
