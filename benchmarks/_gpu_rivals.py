@@ -152,28 +152,33 @@ def _flashinfer(given: Tokens) -> Pass:
     return found
 
 
+def _varlen(given: Tokens, out: torch.Tensor) -> dict[str, Any]:
+    """Arguments that vLLM's kernels of paged attention share: one query per sequence."""
+    begins = torch.arange(given.batch + 1, dtype=torch.int32, device=given.q.device)
+    return {
+        "q": given.q,
+        "k": given.key,
+        "v": given.value,
+        "out": out,
+        "cu_seqlens_q": begins,
+        "max_seqlen_q": 1,
+        "seqused_k": given.length,
+        "max_seqlen_k": given.tokens,
+        "softmax_scale": SCALE,
+        "causal": True,
+        "block_table": given.table,
+    }
+
+
 def _vllm_flash(given: Tokens) -> Pass:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    begins = torch.arange(given.batch + 1, dtype=torch.int32, device=given.q.device)
-    length, out, version = given.length, torch.empty_like(given.q), get_flash_attn_version()
+    out, version = torch.empty_like(given.q), get_flash_attn_version()
+    arguments = _varlen(given, out)
 
     def once() -> torch.Tensor:
-        flash_attn_varlen_func(
-            q=given.q,
-            k=given.key,
-            v=given.value,
-            out=out,
-            cu_seqlens_q=begins,
-            max_seqlen_q=1,
-            seqused_k=length,
-            max_seqlen_k=given.tokens,
-            softmax_scale=SCALE,
-            causal=True,
-            block_table=given.table,
-            fa_version=version,
-        )
+        flash_attn_varlen_func(**arguments, fa_version=version)
         return out
 
     return once
@@ -183,8 +188,8 @@ def _vllm_triton(given: Tokens) -> Pass:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, heads = given.q.device, HEADS * GROUP
-    begins = torch.arange(given.batch + 1, dtype=torch.int32, device=device)
-    length, out = given.length, torch.empty_like(given.q)
+    out = torch.empty_like(given.q)
+    arguments = _varlen(given, out)
     segments, most = 16, 128 // HEADS  # as vLLM's backend sets them
     memory: dict[str, Any] = {}
     if given.batch <= most:
@@ -199,18 +204,8 @@ def _vllm_triton(given: Tokens) -> Pass:
 
     def once() -> torch.Tensor:
         unified_attention(
-            q=given.q,
-            k=given.key,
-            v=given.value,
-            out=out,
-            cu_seqlens_q=begins,
-            max_seqlen_q=1,
-            seqused_k=length,
-            max_seqlen_k=given.tokens,
-            softmax_scale=SCALE,
-            causal=True,
+            **arguments,
             window_size=(-1, -1),
-            block_table=given.table,
             softcap=0.0,
             q_descale=None,
             k_descale=None,

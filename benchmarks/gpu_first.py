@@ -51,7 +51,7 @@ WORK: Final = _bare.ROOT / "build" / "gpu_first"  # for logs, and a result that 
 NO_GPU: Final = (
     "there is no GPU that torch can use here; `--rehearse` tries this command without one"
 )
-NOT_REHEARSED: Final = ("vllm",)  # unless it is asked for
+NOT_REHEARSED: Final = ("vllm",)  # unless `--only` names it
 # Cases of a rehearsal, of the parts that are not done whole.
 REHEARSED_CASES: Final[dict[str, tuple[str, ...]]] = {
     "tune": ("choose",),

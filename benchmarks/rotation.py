@@ -1,7 +1,7 @@
 """What a rotation before the codec saves: SmolLM2-135M reads held-out text from quantized caches.
 
-Prompts are cut from Python's help topics, and the text goes on token by token over the cache, as
-in decoding: all windows in a batch, each token attends to stored tokens in their formats and to
+Windows are of Python's help topics. A prompt is prefilled, and the tokens after it are decoded one
+at a time, all windows in a batch: each token attends to stored tokens in their formats and to
 itself.
 `rise` is the increase of nats per token over `raw` in the same windows, with the interval of its
 mean; the ratio is that of two means of rises. Statistics for centred keys and for the pair are of

@@ -9,12 +9,26 @@ import torch
 pytest.importorskip("triton", reason="triton is available for Linux only")
 
 from kv_attention.gpu.arguments import PartArguments, paged_part
-from kv_attention.gpu.tuning import Machine, resident, tiling
+from kv_attention.gpu.tuning import Machine, tiling
 from kv_policy import CacheShape, PagedTokens, PageLayout, parse
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "triton_compile.json"
+REGISTERS = 65_536  # of a multiprocessor
 MOST_SHARED = {"sm_80": 164 * 1024, "sm_90": 228 * 1024}  # bytes of a multiprocessor
 NAMES = ("bf16", "fp16", *(f"k{key}v{value}" for key in (8, 4, 2, 1) for value in (8, 4, 2, 1)))
+
+
+def resident(registers: int, shared: int, warps: int, most_shared: int) -> int:
+    """Return the programs that a multiprocessor holds at once.
+
+    Args:
+        registers: of a thread, at most 255.
+        shared: bytes of shared memory of a program; the device needs 1,024 more.
+        warps: of a program, of 32 threads each.
+        most_shared: bytes of shared memory of a multiprocessor.
+    """
+    whole = 8 * -(-registers // 8)  # registers are allocated to a warp in units of 256
+    return min(REGISTERS // (32 * warps * whole), most_shared // (shared + 1024))
 
 
 def pages(name: str) -> PartArguments:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -36,9 +37,8 @@ def launched() -> Iterator[list[tuple[str, torch.device | None]]]:
         yield
         current.pop()
 
-    def run(kernel: object, *given: object, **named: object) -> None:
-        name = kernel.fn.__name__  # type: ignore[attr-defined]
-        found.append((name, current[-1] if current else None))
+    def run(kernel: Any, *given: object, **named: object) -> None:
+        found.append((kernel.fn.__name__, current[-1] if current else None))
 
     with ExitStack() as stack:
         for module in ("decode", "prefill", "attention_mass"):

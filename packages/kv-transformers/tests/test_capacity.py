@@ -1,6 +1,5 @@
 """Capacities by a configuration alone are those of caches and engines."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from kv_transformers.models.config import weightless_model
 
 SMALL = {"vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def saved(folder: Path, **more: object) -> str:
@@ -70,22 +68,6 @@ def test_requests_that_fit_do_fit_and_one_more_does_not(context, kept, more, oth
 
     assert count == 0 or needed(count) <= room
     assert needed(count + 1) > room
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "spec", ["k8v4", "k4v2", "leankv", "kv-compress:rate=4", "kv-compress:rate=8+k8v4"]
-)
-def test_factors_are_those_that_vllm_reported(spec) -> None:
-    path = RESULTS / "vllm_capacity.json"
-    if not path.exists():
-        pytest.skip("the repository's results are not here")
-    name = "tokens_" + command.re.sub(r"\W+", "_", spec)
-    stated = json.loads(path.read_text())["summary"][name]
-    memory = ModelMemory.of(weightless_model())
-    context = 8192
-    factor = memory.stock(context).token_bytes / memory.under(parse(spec), context).token_bytes
-    assert factor == pytest.approx(stated, rel=2e-3)
 
 
 def test_windows_and_states_are_told_apart_from_what_a_policy_stores(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Steps of an engine over slots, without the engine: requests whose tokens come in pieces."""
+"""Steps of an engine over slots, without the engine: chunked prefill and decode of requests."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
 
 class Engine:
-    """Requests whose tokens come in pieces, over blocks handed out in a strange order."""
+    """Requests in steps of some tokens each, over blocks in random order."""
 
     def __init__(
         self,

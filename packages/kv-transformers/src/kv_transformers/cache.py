@@ -435,7 +435,7 @@ class CompressedCache(AttendingCache):
         backend: str = AUTO,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
     ) -> "CompressedCache":
-        """Create a cache that goes on where the saved one was.
+        """Create a cache with the tokens of a saved one.
 
         The next pass computes what it would have with the saved cache: bit for bit with the same
         page size, backend and device. The attribute `document` has the ids of the file.

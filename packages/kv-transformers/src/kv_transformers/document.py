@@ -35,7 +35,7 @@ _ADVICE: Final = Advice(
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of a document's file: model, state, and how the text goes on."""
+    """The header of a document's file: the model, the state, and whether its text begins a chat."""
 
     model: str  # display name
     fingerprint: str  # of its weights, settings and tokenizer

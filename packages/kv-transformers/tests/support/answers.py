@@ -64,7 +64,7 @@ def expect_beams(model: PreTrainedModel) -> None:
 
 
 def expect_copies(model: PreTrainedModel) -> None:
-    """Raise unless a copy goes on as what it is a copy of, and a cleared cache as a new one."""
+    """Raise unless a copy answers as its original does, and a cleared cache as a new one."""
     cache = CompressedCache(model, "snapkv:budget=12,window=4+k8v4:window=3")
     first = answered(model, cache)
     copied = deepcopy(cache)

@@ -2,8 +2,8 @@
 
 A decode step has as many programs as the device holds at once, and shares the tiles out among them:
 with fewer, processors wait for memory, and with more, the last ones begin when others end. A
-multiprocessor holds a program for each share of its 65,536 registers and of its shared memory, so
-the number follows from what the compiler made of the kernel (`resident`).
+multiprocessor holds a program for each share of its registers and of its shared memory, so the
+number follows from what the compiler made of the kernel.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
@@ -20,8 +20,6 @@ import triton.language as tl
 from kv_attention.gpu.arguments import PartArguments, padded
 from kv_attention.gpu.planes import planar
 from kv_attention.gpu.tiles import soften
-
-REGISTERS: Final = 65_536  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +108,3 @@ def tuned() -> Any:
     `tiles` are fields of `Tiling` by architecture, kernel and one of `classes`.
     """
     return json.loads(files("kv_attention.gpu").joinpath("tuned.json").read_text())
-
-
-def resident(registers: int, shared: int, warps: int, most_shared: int) -> int:
-    """Return the programs that a multiprocessor holds at once.
-
-    >>> resident(registers=167, shared=33_792, warps=4, most_shared=233_472)
-    3
-
-    Args:
-        registers: of a thread, at most 255.
-        shared: bytes of shared memory of a program; the device needs 1,024 more.
-        warps: of a program, of 32 threads each.
-        most_shared: bytes of shared memory of a multiprocessor.
-    """
-    whole = 8 * -(-registers // 8)  # registers are given out to a warp in units of 256
-    return min(REGISTERS // (32 * warps * whole), most_shared // (shared + 1024))

@@ -20,6 +20,7 @@ from kv_transformers.cli.options import (
     expect_backend,
     load_model,
     reading_policy,
+    sampling,
 )
 from kv_transformers.cli.prompts import longest
 from kv_transformers.cli.streaming import TimedStreamer
@@ -74,9 +75,7 @@ def chat(
     with refusing(ValueError):
         make(loaded.model, spec)  # so that a policy that does not fit is refused at once
     talk = Conversation(loaded, partial(make, loaded.model, spec))
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    options = {"max_new_tokens": max_new_tokens, **(sampling or greedy)}
+    options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     remark(f"{loaded.name} under {spec}; /help lists commands")
     for line in _lines():
         if not line.startswith("/"):

@@ -19,6 +19,7 @@ from kv_transformers.cli.options import (
     expect_backend,
     load_model,
     reading_policy,
+    sampling,
 )
 from kv_transformers.cli.prompts import in_chat, longest, read_prompt
 from kv_transformers.cli.streaming import TimedStreamer
@@ -115,8 +116,6 @@ def _stream(
 
     torch.manual_seed(seed)
     generator: Any = loaded.model  # its type hints require a subclass of BaseStreamer
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     try:
         generator.generate(
             tokens,
@@ -124,7 +123,7 @@ def _stream(
             **passing(generator, cache),
             max_new_tokens=new,
             streamer=streamer,
-            **(sampling or greedy),
+            **sampling(temperature),
         )
     except KeyboardInterrupt:
         print(flush=True)

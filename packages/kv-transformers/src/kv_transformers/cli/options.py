@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,6 +70,13 @@ def reading_policy(model: str | None) -> Iterator[None]:
         refuse(error.advice(model))
     except ValueError as error:
         refuse(str(error))
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """Return the options of `generate` for a sampling temperature; 0 is greedy decoding."""
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature}
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 def expect_backend(name: str) -> None:

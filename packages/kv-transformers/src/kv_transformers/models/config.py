@@ -19,7 +19,8 @@ def weightless_model(
     Args:
         name: as for `resolve_model`, or the path of a `config.json`. Of a hub model only the
             configuration is downloaded.
-        dtype: `auto` (as the configuration says), `bfloat16`, `float16` or `float32`.
+        dtype: `auto` (as the configuration says, or bfloat16 if it does not), `bfloat16`, `float16`
+            or `float32`.
         progress: called with each step; None: silent.
 
     Raises:
