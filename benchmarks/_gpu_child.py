@@ -65,7 +65,7 @@ class Report:
         """Keep an error as a row, and go on; an unusable device ends the process."""
         try:
             yield
-        except Exception as error:  # anything may fail on a machine nobody has seen
+        except Exception as error:  # anything may fail on an unknown machine
             self.failed(what, error)
             if isinstance(error, OUT_OF_MEMORY):
                 free()
@@ -115,7 +115,7 @@ def free() -> None:
 
 
 def usable(device: str) -> bool:
-    """Whether the device still does what it is told."""
+    """Whether the device still computes."""
     if device == "cpu":
         return True
     try:

@@ -17,7 +17,7 @@ RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
 FEW = Turned("622256", "133341")  # two layers have a kind in common, one has heads of one kind only
 PAIRED = Turned("425", "35", paired=True)
 TOGETHER = Turned("75", "46", together=2)
-SHIFTED = Turned("6", "5", paired=True, shifted=True)  # attention notices no shift, nor should it
+SHIFTED = Turned("6", "5", paired=True, shifted=True)  # attention is invariant to a shift
 PAIRED_WHOLE = replace(SHIFTED, shifted=False)
 NAMES = (
     "streaming",
@@ -62,7 +62,7 @@ def test_other_bases_beside_a_selector(basis: Turned) -> None:
 @pytest.mark.parametrize(
     ("more", "what"), [({"softcap": 3.0}, "a soft cap"), ({"sinks": None}, "attention sinks")]
 )
-def test_shifted_keys_are_refused_where_softmax_notices_them(
+def test_shifted_keys_are_refused_where_attention_changes(
     more: dict[str, float | None], what: str
 ) -> None:
     more = {"sinks": torch.zeros(3, 2, 2)} if "sinks" in more else more

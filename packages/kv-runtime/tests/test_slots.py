@@ -79,7 +79,7 @@ def test_under_a_basis_tokens_are_stored_and_seen_as_coordinates(
 @pytest.mark.parametrize(
     ("more", "what"), [((3.0, None), "a soft cap"), ((None, torch.zeros(2, 3)), "attention sinks")]
 )
-def test_a_shift_that_softmax_notices_is_refused(
+def test_a_shift_that_changes_attention_is_refused(
     more: tuple[float | None, Tensor | None], what: str
 ) -> None:
     SlotLayer(form("k8v8"), SCALE, "torch", *more, maps("rotations"))

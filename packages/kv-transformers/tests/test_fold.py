@@ -227,7 +227,7 @@ def test_of_a_basis_that_shifts_keys_only_values_are_folded(make) -> None:
 
 
 @pytest.mark.parametrize("what", ["a soft cap", "attention sinks"])
-def test_shifted_keys_that_softmax_notices_are_refused_with_the_cache(
+def test_shifted_keys_that_change_attention_are_refused_with_the_cache(
     make, what, monkeypatch
 ) -> None:
     model = make()

@@ -24,7 +24,7 @@ def fused_kernel(
     *,
     masked: bool,
 ) -> Kernel | None:
-    """Return the kernel that takes these tensors, with a mask of keys or without; None: no one.
+    """Return the kernel that takes these tensors, with a mask of keys or without, if there is one.
 
     It neither reads tensors nor waits for the device.
     """
@@ -75,8 +75,8 @@ def attend_fused(
 ) -> Partial:
     """Compute attention by a kernel that takes these tensors; the output is in the dtype of `q`.
 
-    `hidden` marks keys that nobody sees; the result of a query that sees no key is undefined. With
-    `causal`, query i sees the keys j <= i.
+    `hidden` marks keys that no query sees; the result of a query that sees no key is undefined.
+    With `causal`, query i sees the keys j <= i.
     """
     group, length = q.shape[2:4]
     rows = q.flatten(0, 1)
@@ -103,7 +103,7 @@ def attend_fused(
 
 
 def _bias(hidden: Bool[Tensor, "R S"], dtype: torch.dtype) -> Float[Tensor, "R 1 1 S"]:
-    """Return -inf where nobody sees a key, else 0, in rows that a kernel's loads are aligned to."""
+    """Return -inf where no query sees a key, else 0, in rows that suit aligned loads."""
     count = hidden.shape[1]
     room = hidden.new_zeros((len(hidden), -(-count // _LANES) * _LANES), dtype=dtype)
     return room[:, :count].masked_fill_(hidden, -torch.inf)[:, None, None]

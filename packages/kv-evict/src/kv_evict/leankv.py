@@ -216,7 +216,7 @@ class LeanKV(Selecting):
             level = level.masked_fill(level >= self.tiers, DROP)
             enters = enters.clamp(max=self.tiers - 1)
         tier, target = level[0], level[1:].gather(0, enters)[0]
-        # Nobody is below DROP, so a candidate that is pruned moves nobody.
+        # No tier is below DROP, so a pruned candidate moves no token.
         return Step(tier, tier.masked_fill(target <= tier, NOBODY), target)
 
     def _below(self, view: PlanView) -> list[Tensor]:

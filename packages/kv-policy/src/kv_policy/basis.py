@@ -21,8 +21,8 @@ class HeadBasis:
     vectors, a stored vector is the sum of their coordinates, and their GQA groups merge into one.
 
     A `shift` is subtracted from vectors before they are mapped. Subtracted from all keys of a head,
-    it changes the logits of a query by one number, which softmax does not notice; with a soft cap
-    or sinks it does.
+    it changes the logits of a query by one number, to which softmax is invariant, but not with
+    a soft cap or sinks.
 
     Maps that are one matrix for all heads, expanded over them, take one product for all.
     """

@@ -57,7 +57,7 @@ def checked_backend(
     page_tokens: int,
     cache: Callable[..., Cache],
 ) -> str:
-    """Return the name of the backend for a cache, after a self-check if nobody named it.
+    """Return the name of the backend for a cache, after a self-check unless it is named.
 
     A `Backend.self_checked` that `auto` chooses is compared with torch, once for the same use in a
     process. If it fails, the logger `kv_runtime` reports how, and torch is used. `cache` creates

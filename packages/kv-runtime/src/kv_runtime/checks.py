@@ -66,7 +66,7 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
 def check_shift(
     policy: object, key: HeadBasis | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    """Raise if the basis of keys shifts them, and softmax notices the number that moves all logits.
+    """Raise if the basis of keys shifts them, and attention changes with a shift of all logits.
 
     Raises:
         ValueError: logits have a bound, or sinks, which a constant does not move along.

@@ -2,7 +2,7 @@
 
 This is the one list of what a cache keeps between passes: slots of every store, raw windows, counts
 of tokens and columns, and the state of plans. `PolicyCache.state` and `PolicyCache.restore` use it.
-A state may come from a file that nobody vouches for: everything is compared with the shape of the
+A state may come from an untrusted file: everything is compared with the shape of the
 cache before memory is allocated for it.
 """
 

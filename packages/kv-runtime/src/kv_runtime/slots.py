@@ -234,7 +234,7 @@ class SlotLayer:
     basis: LayerBasis = field(default_factory=LayerBasis, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that the softmax does not notice a shift of the basis.
+        """Check that attention is invariant to a shift of the basis.
 
         Raises:
             ValueError: keys are shifted, and logits have a bound or sinks.

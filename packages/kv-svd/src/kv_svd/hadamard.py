@@ -30,7 +30,7 @@ class Hadamard(Part):
     hardly change the error, so there are none.
 
     With a file, the mean key of each head is subtracted first. This changes all logits of a query
-    by the same number, which softmax does not notice. `pair` maps keys and queries, and values and
+    by the same number, to which softmax is invariant. `pair` maps keys and queries, and values and
     the output projection, by the pair of `kq-svd` at full rank before the rotation.
     """
 

@@ -30,7 +30,7 @@ from kv_transformers.support import (
     cache_shape,
     expect_only_stored,
     expect_order,
-    expect_shift_unnoticed,
+    expect_shift_invariant,
 )
 from kv_transformers.switch import install
 
@@ -99,7 +99,7 @@ class CompressedCache(AttendingCache):
             replays=True,
         )
         if self.runtime.bases is not None and self.runtime.bases.shifted:
-            expect_shift_unnoticed(model, self.policy)
+            expect_shift_invariant(model, self.policy)
         if self.runtime.replay is not None:
             expect_only_stored(model, self.policy)
         self._replayer = Replayer.of(self.policy, self.runtime.replay, tokenizer)

@@ -98,8 +98,8 @@ def stored_shape(model: "PreTrainedModel") -> CacheShape:
     )
 
 
-def expect_shift_unnoticed(model: "PreTrainedModel", policy: KVPolicy) -> None:
-    """Raise if softmax notices a constant that a basis subtracts from all keys of a head.
+def expect_shift_invariant(model: "PreTrainedModel", policy: KVPolicy) -> None:
+    """Raise if attention changes with a constant that a basis subtracts from all keys of a head.
 
     Raises:
         UnsupportedModelError: the logits of a layer have a bound, or sinks.

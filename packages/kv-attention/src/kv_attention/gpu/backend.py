@@ -112,7 +112,7 @@ def _attend(inputs: AttentionInputs) -> Attended:
 
 
 def _causal_chunk(inputs: AttentionInputs) -> Partial | None:
-    """Return the attention of a prompt's chunk to itself, by a fused kernel of torch; None: no one.
+    """Return the attention of a prompt's chunk to itself, if a fused kernel of torch takes it.
 
     `attend_to_all` merges stored tokens with it. Whether a chunk with padding is causal would have
     to be read from the device.

@@ -52,7 +52,7 @@ def score(
     layers = slice(first, first + len(observed))
     what = selector, layers, shape if selector.scores_once else batch.shape
     key, value = observed[0].key, observed[0].value
-    if selector.reads & {"keys", "values"}:  # otherwise nobody reads them
+    if selector.reads & {"keys", "values"}:  # otherwise they are not read
         key, value = _rows([o.key for o in observed]), _rows([o.value for o in observed])
     queries = None
     if "queries" in selector.reads:
