@@ -26,7 +26,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kv_policy import KVPolicy, Rope
-from kv_runtime import Outermost, RequestRows, Serving, SlotStep, needs_rotation
+from kv_runtime import Outermost, RequestRows, Serving, SlotLayer, SlotStep, needs_rotation
+from kv_serve.vllm.buffers import hold_basis
 from kv_serve.vllm.config import UnservableError, check_dtype, served_policy
 from kv_serve.vllm.rotation import find_ropes
 from kv_serve.vllm.served import UnderPolicy
@@ -241,6 +242,8 @@ class PagedImpl(UnderPolicy, LayerImpl):
             )
         self.index = index
         self.layer = self.attention(layer.attn_backend, index)
+        if isinstance(self.layer, SlotLayer):
+            hold_basis(layer, self.layer.basis)
 
     def attend(
         self,
