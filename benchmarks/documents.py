@@ -5,6 +5,9 @@ at once, and each cache is written to a file. Loading includes the fingerprint o
 checksums of every byte, and all checks. Seconds are processor time of the thread; loading is the
 median of several. Bytes held are all of the cache, tables and free slots included. Logits are those
 of a question and of generated tokens after it, compared bit for bit with the saved cache's.
+
+A loaded document is then repeated for 16 questions at once, and its bytes are counted again, before
+the questions are read and after each has been answered.
 """
 
 import argparse
@@ -32,18 +35,40 @@ POLICIES = (
     "kv-compress:keep=25%+k8v4",
     "h2o:budget=1024+k8v4:keys=channel,window=128",
 )
-QUESTION, STEPS = 16, 4
+QUESTION, STEPS, QUESTIONS = 16, 4, 16
 Row = dict[str, object]
 
 
-def answers(loaded: LoadedModel, cache: CompressedCache) -> Tensor:
-    """Return the logits of a question and of some tokens after it."""
-    model, found = loaded.model, []
-    begin = torch.randint(9, 999, (1, QUESTION), generator=torch.Generator().manual_seed(2))
+def answers(loaded: LoadedModel, cache: CompressedCache, questions: int = 1) -> Tensor:
+    """Return the logits of questions and of some tokens after each."""
+    model, found, shape = loaded.model, [], (questions, QUESTION)
+    begin = torch.randint(9, 999, shape, generator=torch.Generator().manual_seed(2))
     for step in range(STEPS + 1):
         fresh = begin if step == 0 else found[-1][:, -1:].argmax(-1)
         found.append(model(fresh, **passing(model, cache)).logits)
     return torch.cat(found, 1)
+
+
+def together(loaded: LoadedModel, path: Path) -> Row:
+    """Return the bytes of a document that is asked many questions at once, over those of one."""
+    many = CompressedCache.load(loaded.model, path)
+    one = own_bytes(many)
+    began = time.thread_time()
+    many.batch_repeat_interleave(QUESTIONS)
+    seconds, before = time.thread_time() - began, own_bytes(many)
+    answers(loaded, many, QUESTIONS)
+    return {
+        "questions": QUESTIONS,
+        "repeat_s": seconds,
+        "repeated_over_one": before / one,
+        "answered_over_one": own_bytes(many) / one,
+    }
+
+
+def own_bytes(cache: CompressedCache) -> int:
+    """Return the bytes of a cache; its basis belongs to the policy."""
+    report = cache.memory()
+    return report.total_bytes - report.basis_bytes
 
 
 def rows(loaded: LoadedModel, ids: Tensor, rounds: int, folder: Path) -> Iterator[Row]:
@@ -66,9 +91,8 @@ def rows(loaded: LoadedModel, ids: Tensor, rounds: int, folder: Path) -> Iterato
             began = time.thread_time()
             found = CompressedCache.load(model, path, ids=ids)
             seconds.append(time.thread_time() - began)
-        report, size = cache.memory(), path.stat().st_size
+        report, size, held = cache.memory(), path.stat().st_size, own_bytes(cache)
         exact = torch.equal(answers(loaded, found), answers(loaded, cache))
-        held = report.total_bytes - report.basis_bytes
         yield {
             "policy": str(cache.policy),
             "tokens": ids.shape[1],
@@ -82,7 +106,7 @@ def rows(loaded: LoadedModel, ids: Tensor, rounds: int, folder: Path) -> Iterato
             "file_over_held": size / held,
             "file_over_full": size / report.full_bytes,
             "identical": exact,
-        }
+        } | together(loaded, path)
 
 
 def main() -> None:
@@ -104,6 +128,10 @@ def main() -> None:
         "load_over_prefill_8k_k8v4": float(str(found[0]["load_over_prefill"])),
         "file_over_held": max(float(str(row["file_over_held"])) for row in found),
         "file_over_full_k8v4": float(str(found[0]["file_over_full"])),
+        "sharers_hold_once": float(str(found[0]["repeated_over_one"])),
+        "sharers_answered": float(str(found[0]["answered_over_one"])),
+        "sharers_hold_once_snapkv": float(str(found[3]["repeated_over_one"])),
+        "sharers_answered_snapkv": float(str(found[3]["answered_over_one"])),
         "identical": sum(bool(row["identical"]) for row in found) / len(found),
     }
     for name, value in summary.items():

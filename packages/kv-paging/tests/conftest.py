@@ -190,7 +190,7 @@ class World:
         """Select beams: some sequences continue twice, others not at all."""
         source = torch.randint(0, self.shape[1], (self.shape[1],), generator=self.random)
         ids = self.tiers.table_rows().view(self.shape)[:, source].flatten().tolist()
-        self.tiers.select(source)
+        self.tiers.select(source, share=self.below(3) > 0)
         self.held = [[list(tier[i]) for i in ids] for tier in self.held]
 
     def step(self) -> None:
@@ -236,6 +236,15 @@ class World:
         self.tiers.step(kinds + tier, kinds + NOBODY, kinds + DROP, place, *tokens)
         for table_row, token in enumerate(self.named(*tokens)):
             self.held[tier][table_row].append(self.rounded(tier, token))
+
+    def grow(self) -> None:
+        """Append a token to the first tier of some table rows."""
+        some = torch.rand(math.prod(self.shape), generator=self.random) < 0.7
+        tokens = self.tokens(self.tiers.table_rows())
+        self.tiers.grow(some, *tokens)
+        for table_row, token in enumerate(self.named(*tokens)):
+            if some[table_row]:
+                self.held[0][table_row].append(self.rounded(0, token))
 
     def leave(self, tier: int, place: Tensor) -> None:
         """Evict the weakest token of each table row's tier."""
@@ -293,7 +302,11 @@ class World:
 
     def program(self, prompts: int, operations: int) -> None:
         """Run prompts, then random operations, with checks after each; finally free all pages."""
-        steps = ("prompt", *(["step"] * 5), "rescore", "accumulate", "select", "clear", "trim")
+        steps = (
+            *("prompt", "rescore", "accumulate", "select", "select", "clear", "trim"),
+            *(["step"] * 5),
+            *(["grow"] * 3),
+        )
         for _ in range(prompts):
             self.prompt()
         for _ in range(operations):

@@ -117,6 +117,13 @@ class Shared:
             leaves = leaves.where(leaves < ways, NOBODY)
             self.act(batch, "step", enters, leaves, to.where(to < ways, DROP), *self.tokens(*lead))
 
+    def grow(self) -> None:
+        batch = self.some()
+        lead = (LAYERS, len(self.batches[batch][1]), HEADS)
+        if lead[1]:
+            some = torch.rand(lead, generator=self.random) < 0.7
+            self.act(batch, "grow", some, *self.tokens(*lead))
+
     def join(self) -> None:
         mine, other = self.some(), self.some()
         if mine != other:
@@ -131,7 +138,7 @@ class Shared:
         tiers, done = self.batches[batch]
         if done:
             source = torch.randint(0, len(done), (1 + self.below(3),), generator=self.random)
-            tiers.select(source)
+            tiers.select(source, share=self.below(3) > 0)
             self.batches[batch] = (tiers, [list(done[i]) for i in source.tolist()])
 
     def clear(self) -> None:
@@ -173,6 +180,8 @@ def _do(tiers: Tiers | PerHeadRankTiers, name: str, args: list[Tensor]) -> None:
     if name == "append":
         tier, keep, key, value, score, place = args
         tiers.append(int(tier[0]), tiers.table_rows(), key, value, keep, score, place)
+    elif name == "grow":
+        tiers.grow(*args)
     else:
         *choice, key, value, score, place = args
         enters, leaves, to = (x.to(torch.uint8) for x in choice)
@@ -192,7 +201,10 @@ def _held(store: TokenStore, sequence: int) -> list[list[list[int]]]:
     return found
 
 
-STEPS = ("begin", "append", "append", "step", "step", "step", "join", "select", "clear", "release")
+STEPS = (
+    *("begin", "append", "append", "step", "step", "step", "grow", "grow"),
+    *("join", "select", "select", "clear", "release"),
+)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -21,6 +21,7 @@ from transformers import (
 from alone import POLICIES, left, sharp_model
 from kv_paging import PoolExhausted
 from kv_policy import Budget, tensor_files
+from kv_runtime.memory import PARTS
 from kv_transformers import CompressedCache, document
 from kv_transformers.cache_argument import passing
 from latent_models import EXPERTS, SIZES, drawn
@@ -62,10 +63,12 @@ def compressed(model: PreTrainedModel, policy: str, **options: Any) -> Compresse
     return cache
 
 
-def answers(model: PreTrainedModel, cache: CompressedCache) -> Tensor:
+def answers(
+    model: PreTrainedModel, cache: CompressedCache, begin: Tensor = IDS, held: Tensor = MASK
+) -> Tensor:
     """Return the logits of a turn of different lengths and of three tokens after it."""
-    ids = torch.cat((IDS, MORE * TURN, MORE[:, :3]), 1)
-    mask = torch.cat((MASK, TURN, torch.ones(3, 3, dtype=torch.bool)), 1)
+    ids = torch.cat((begin, MORE * TURN, MORE[:, :3]), 1)
+    mask = torch.cat((held, TURN, torch.ones(3, 3, dtype=torch.bool)), 1)
     first = MASK.shape[1]
     turn = read(model, cache, ids, mask, first, first + 5)
     steps = [read(model, cache, ids, mask, i, i + 1) for i in range(first + 5, first + 8)]
@@ -107,6 +110,27 @@ def test_a_chat_goes_on_over_a_loaded_document(model, tmp_path) -> None:
         want = model.generate(**given, **passing(model, cache))
         assert torch.equal(model.generate(**given, **passing(model, loaded)), want)
         ids = want
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@torch.no_grad()
+def test_repeated_sequences_hold_pages_once_and_answer_as_copies_do(model, policy) -> None:
+    """Questions of different lengths, then tokens; copies are made when pages are written to."""
+    joint, apart = compressed(model, policy), compressed(model, policy)
+    one = joint.memory()
+    grows = joint.runtime._keeper.grows
+    apart.runtime._keeper.grows = False  # so that every sequence gets copies
+    source = torch.tensor([0, 0, 2])
+    for cache in (joint, apart):
+        cache.batch_select_indices(source)
+    held = joint.memory()
+    if grows and one.pages_used:
+        assert held.pages_used < apart.memory().pages_used
+    assert held.total_bytes == sum(getattr(held, part) for part in PARTS)
+    given = IDS[source], MASK[source]
+    assert torch.equal(answers(model, joint, *given), answers(model, apart, *given))
+    assert torch.equal(joint.memory().tokens, apart.memory().tokens)
+    joint.runtime.batch.tiers.check()
 
 
 @torch.no_grad()

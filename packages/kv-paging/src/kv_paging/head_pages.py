@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_shape, expect_within
 from kv_paging.kernels import select_page_kernels
+from kv_paging.owners import repeated
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
 from kv_policy import PageLayout, TileCounts
@@ -146,7 +147,12 @@ class HeadPages:
     @property
     def pages_used(self) -> int:
         """Pages held by the table rows; synchronizes with the device."""
-        return int(self._pages_for(self._length).sum())
+        return int(self._pages_for(self._length).sum()) - self.pages_repeated
+
+    @property
+    def pages_repeated(self) -> int:
+        """Pages of table rows that other rows hold, too; each counts once less than its rows."""
+        return len(repeated(self.pages())) if self.pool.shares else 0
 
     @property
     def table_bytes(self) -> int:
@@ -158,6 +164,32 @@ class HeadPages:
     def pages(self) -> Int[Tensor, " n"]:
         """Return the ids of all pages held by the table rows; for `PagePool.check`."""
         return self._table.within(self.held_pages())
+
+    def own(self, some: Bool[Tensor, " S"] | None = None) -> None:
+        """Copy pages that several table rows hold, so that each row can be written to.
+
+        Synchronizes with the device if the pool shares pages.
+
+        Args:
+            some: the rows to write to; None: all.
+
+        Raises:
+            PoolExhausted: too few pages for the copies; nothing has changed.
+        """
+        if not self.pool.shares:
+            return
+        count = self.held_pages()
+        if some is not None:
+            count = count * some
+        row, column = spread(torch.zeros_like(count), count, int(count.sum()))
+        source = self._table.lookup(row, column)
+        again = self.pool.to_copy(source).nonzero()[:, 0]
+        row, column, source = row[again], column[again], source[again]
+        pages = self.pool.allocate(len(again))
+        self.kernels.copy_pages(self.pool.data, source, pages)
+        self._table.enter(row, column, pages)
+        self.pool.release(source)
+        self.pool.settle_owners()
 
     def held_pages(self) -> Int[Tensor, " S"]:
         """Return the number of pages of each table row."""
@@ -231,6 +263,7 @@ class HeadPages:
 
     def cut(self, length: Int[Tensor, "N B H"]) -> None:
         """Truncate every table row to at most its first `length` slots."""
+        self.own()  # the last page is written to again
         before = self._length.flatten().long()
         after = before.minimum(length.flatten().long())
         lost = (self._pages_for(before) - self._pages_for(after)).sum()
@@ -334,9 +367,9 @@ class HeadPages:
         self._longest = 0
         self._note_change()
 
-    def _copy(self, count: Tensor, total: int) -> None:
-        """Replace the pages of each table row by copies of its first `count` pages."""
-        table_row, column = spread(torch.zeros_like(count), count, total)
+    def _copy(self, first: Tensor, count: Tensor, total: int) -> None:
+        """Replace `count` pages of each table row, from column `first`, by copies."""
+        table_row, column = spread(first, count, total)
         pages = self.pool.allocate(total)
         source = self._table.lookup(table_row, column)
         self.kernels.copy_pages(self.pool.data, source, pages)
@@ -438,12 +471,15 @@ def release_all(stores: Sequence[HeadPages]) -> None:
         store._empty()
 
 
-def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
+def select_all(
+    stores: Sequence[HeadPages], source: Int[Tensor, " B2"], shared: Sequence[HeadPages] = ()
+) -> None:
     """Replace the sequences by source[0], source[1], ... in all stores over one pool, or in none.
 
     The stores have the same sequences, but may differ in layers and heads. The first occurrence of
     a sequence keeps its pages, further ones get copies of them, and sequences not named release
-    theirs. The number of sequences becomes B2.
+    theirs. In `shared` stores, further occurrences hold the same full pages and copy the last one
+    only, which they append to. The number of sequences becomes B2.
 
     Raises:
         PoolExhausted: too few pages for the copies, including those released.
@@ -456,21 +492,35 @@ def select_all(stores: Sequence[HeadPages], source: Int[Tensor, " B2"]) -> None:
     expect_within("sequence", source, sequences - 1)
     order = torch.arange(source.shape[0], device=source.device)
     again = (source[:, None] == source).int().argmax(1) < order
-    gone = torch.ones(sequences, dtype=torch.bool, device=source.device)
-    gone[source] = False
+    left_out = torch.ones(sequences, dtype=torch.bool, device=source.device)
+    left_out[source] = False
     held = [store.held_pages().view(store.length.shape) for store in stores]
-    lost = [(each * gone[:, None]).flatten() for each in held]
-    copied = [(each[:, source] * again[:, None]).flatten() for each in held]
-    known = torch.stack([each.sum() for each in (*lost, *copied)]).tolist()
-    back, needed = known[: len(stores)], known[len(stores) :]
-    pool.reserve(sum(needed) - sum(back))  # the only step that can fail
-    for store, count, total in zip(stores, lost, back, strict=True):
-        pool.release(store._table.within(count, total))
+    full = [
+        store.length.long() // store.layout.tokens
+        if any(store is each for each in shared)
+        else torch.zeros_like(pages)
+        for store, pages in zip(stores, held, strict=True)
+    ]
+    lost = [(each * left_out[:, None]).flatten() for each in held]
+    kept = [(each[:, source] * again[:, None]).flatten() for each in full]
+    every = [(each[:, source] * again[:, None]).flatten() for each in held]
+    copied = [each - first for each, first in zip(every, kept, strict=True)]
+    known = torch.stack([each.sum() for each in (*lost, *kept, *copied)]).tolist()
+    back, joint, needed = (known[i * len(stores) :][: len(stores)] for i in range(3))
+    gone = [
+        store._table.within(count, total)
+        for store, count, total in zip(stores, lost, back, strict=True)
+    ]
+    pool.reserve(sum(needed) - sum(map(pool.freed_by, gone)))  # the only step that can fail
+    for pages in gone:
+        pool.release(pages)
     for store in stores:
         rows = store.table_rows().view(store.length.shape)[:, source].flatten()
         store._reorder(rows, source)
-    for store, count, total in zip(stores, copied, needed, strict=True):
-        store._copy(count, total)
+    for store, first, more, count, total in zip(stores, kept, joint, copied, needed, strict=True):
+        if more:
+            pool.share(store._table.within(first, more))
+        store._copy(first, count, total)
 
 
 def move_together(pool: PagePool, stores: Sequence[HeadPages], free: int) -> None:

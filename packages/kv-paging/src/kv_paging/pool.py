@@ -9,6 +9,7 @@ from torch import Tensor
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
 from kv_paging.free_list import FreeList, moved_out, together
 from kv_paging.moves import copy_pages
+from kv_paging.owners import Owners
 
 _POISON = 0xFF  # as float16, bfloat16 or float32 these bytes are NaN
 
@@ -25,6 +26,9 @@ class PagePool:
     synchronize; `allocate` and `release` are for a number known to the host. The host reads the
     true number, and synchronizes, in `free`, `used` and `check`, and in `allocate`, `reserve` and
     `ensure` if the lower bound is below the requested number.
+
+    Several table rows may hold a page that none of them writes to (`share`); `release` then counts
+    them, and synchronizes.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class PagePool:
         self._data = torch.zeros(1, page_bytes, dtype=torch.uint8, device=device)
         none = torch.zeros((), dtype=torch.long, device=device)
         self.ring = FreeList.of(none[None], 0, none)
+        self._owners: Owners | None = None  # None: no page has several
         self._least = 0
         self._promises = 0
         self._grow(pages, 0)
@@ -143,8 +148,41 @@ class PagePool:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes besides the pages: the free list with its ends, and the scratch page."""
-        return self.page_bytes + self.ring.nbytes
+        """Bytes besides the pages: free list with its ends, scratch page, and counts of owners."""
+        owners = 0 if self._owners is None else self._owners.nbytes
+        return self.page_bytes + self.ring.nbytes + owners
+
+    @property
+    def shares(self) -> bool:
+        """Whether a page may have several owners."""
+        return self._owners is not None
+
+    def share(self, pages: Int[Tensor, " n"]) -> None:
+        """Count a further owner for each page named, which nobody writes to while it has several.
+
+        Each owner releases it once.
+        """
+        if self._owners is None:
+            self._owners = Owners.of(self.capacity, self.device)
+        self._owners.add(pages)
+
+    def freed_by(self, pages: Int[Tensor, " n"]) -> int:
+        """Return how many pages are free after `release`; synchronizes if the pool shares some."""
+        return len(pages) if self._owners is None else self._owners.freed_by(pages)
+
+    def to_copy(self, pages: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        """Return which pages named must be copied, so that each is written to by one owner alone.
+
+        If all owners name a page, the first keeps it.
+        """
+        if self._owners is None:
+            return torch.zeros_like(pages, dtype=torch.bool)
+        return self._owners.to_copy(pages)
+
+    def settle_owners(self) -> None:
+        """Count no owners any more if no page has several; synchronizes with the device."""
+        if self._owners is not None and not self._owners.more.any():
+            self._owners = None
 
     def allocate(self, count: int) -> Int[Tensor, " count"]:
         """Allocate `count` pages and return their ids, in the order in which they were freed.
@@ -167,11 +205,15 @@ class PagePool:
         return pages
 
     def release(self, pages: Int[Tensor, " n"]) -> None:
-        """Release pages, each held and named once. `check` detects violations.
+        """Release pages, each named once for every owner that gives it up.
+
+        `check` detects violations.
 
         Raises:
             ValueError: more pages than can be held.
         """
+        if self._owners is not None:
+            pages = self._owners.drop(pages)
         count, most = pages.shape[0], self.capacity - self._least
         if count > most:
             raise ValueError(f"{count} pages are released and only {most} are held")
@@ -245,7 +287,7 @@ class PagePool:
         While pages are copied to the smaller memory, both exist. Synchronizes with the device.
 
         Args:
-            held: the pages in all tables over this pool, each once, in any order.
+            held: the pages in all tables over this pool, in any order.
             free: number of pages that remain free, or all free pages if these are fewer.
 
         Returns:
@@ -260,6 +302,8 @@ class PagePool:
         if free < 0:
             raise ValueError(f"{free} pages cannot stay free; use 0 or more")
         self.check(held)
+        if self._owners is not None:
+            held = self._owners.once(held.long())
         new = min(held.shape[0] + free, self.capacity)
         if new == self.capacity:
             return torch.arange(new + 1, device=self.device)
@@ -267,6 +311,8 @@ class PagePool:
         copy_pages(self._data, plan.source, plan.target)
         # The page after the remaining ones becomes the scratch page.
         self._data, self._least = self._data[: new + 1].clone(), len(plan.free)
+        if self._owners is not None:
+            self._owners = self._owners.moved(plan.ids, new)
         count = torch.full_like(self.ring.count, self._least)
         self.ring = FreeList.of(plan.free, new, count)
         self._promises += 1
@@ -290,18 +336,23 @@ class PagePool:
         """
         plan = moved_out(self.ring.first(self._look()), pages.long(), self.capacity)
         copy_pages(self._data, plan.source, plan.target)
+        if self._owners is not None:
+            self._owners = self._owners.moved(plan.ids, self.capacity)
         self._least = len(plan.free)
         count = torch.full_like(self.ring.count, self._least)
         self.ring = FreeList.of(plan.free, self.capacity, count)
         return plan.ids if len(plan.source) else None
 
     def check(self, held: Int[Tensor, " n"]) -> None:
-        """Check that free and held pages (those in all tables) are all pages, each once.
+        """Check that free and held pages (those in all tables) are all pages.
 
         Raises:
-            RuntimeError: a page is missing or occurs twice.
+            RuntimeError: a page is missing, or occurs more often than it has owners.
         """
-        expect_each_once(self.ring.first(self.free), held.long().to(self.device), self.capacity)
+        held = held.long().to(self.device)
+        if self._owners is not None:
+            held = self._owners.once(held)
+        expect_each_once(self.ring.first(self.free), held, self.capacity)
 
     def _look(self) -> int:
         """Read the number of free pages, including those reserved and not allocated yet."""
@@ -323,6 +374,8 @@ class PagePool:
             data[old:] = _POISON
         # Copy the range of free ids to 0: the old one may wrap at the old capacity.
         more_ids = torch.arange(old, new, device=self.device)
+        if self._owners is not None:
+            self._owners = self._owners.moved(torch.arange(old, device=self.device), new)
         ids = torch.cat((self.ring.first(free), more_ids))
         self._data, self.ring = data, FreeList.of(ids, new, self.ring.count + more)
         self._least = free + more

@@ -88,6 +88,11 @@ class PerHeadRankTiers(Sequences):
         return sum(tiers.pages_used for tiers in self.each)
 
     @property
+    def pages_held(self) -> int:
+        """Pages of each table row, added up, as `Tiers`."""
+        return sum(tiers.pages_held for tiers in self.each)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of page tables and lengths."""
         return sum(tiers.table_bytes for tiers in self.each)
@@ -137,14 +142,16 @@ class PerHeadRankTiers(Sequences):
                     None if position is None else position[place],
                 )
 
-    def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
-        """Replace the sequences by source[0], source[1], ... in all stores, or in none.
+    def select(
+        self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = (), *, share: bool = False
+    ) -> None:
+        """Replace the sequences by source[0], source[1], ..., as `Tiers.select`.
 
         Raises:
             PoolExhausted: too few pages for the copies, including those released.
             ValueError: a sequence does not exist, or none is named.
         """
-        super().select(source, also)
+        super().select(source, also, share=share)
         self.kinds.sequences = len(source)
 
     def join(self, other: Sequences) -> None:
@@ -206,7 +213,7 @@ class PerHeadRankTiers(Sequences):
             self.kinds.by_table_row([place for _, place in found]),
         )
 
-    def step(
+    def _step(
         self,
         candidate: UInt8[Tensor, " S"],
         victim: UInt8[Tensor, " S"],
@@ -217,12 +224,6 @@ class PerHeadRankTiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Insert one token into each table row and evict or move one, as `Tiers`.
-
-        Raises:
-            PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
-            ValueError: shapes do not match, or scores or positions are missing or not stored here.
-        """
         works = []
         for i, tiers in enumerate(self.each):
             own, form = self.kinds.rows(i), tiers.parts[0].layout.format

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.head_pages import HeadPages, move_together, release_all, rename, select_all
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
+from kv_policy import DROP, NOBODY
 
 
 class Sequences(ABC):
@@ -21,6 +22,11 @@ class Sequences(ABC):
 
     pool: PagePool
     _room: PageReservation
+
+    @property
+    @abstractmethod
+    def tiers(self) -> int:
+        """K."""
 
     @property
     @abstractmethod
@@ -39,14 +45,99 @@ class Sequences(ABC):
         """
         self.pool.check(self.pages())
 
-    def select(self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = ()) -> None:
+    def select(
+        self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = (), *, share: bool = False
+    ) -> None:
         """Replace the sequences by source[0], source[1], ... in all stores, or in none.
+
+        With `share`, a sequence named again holds the same full pages of the tiers, which are
+        copied when tokens in them change: when one is evicted, moved or scored. Tokens can be
+        appended meanwhile, with `append` or `grow`. Without, and in `also`, its pages are copied.
 
         Raises:
             PoolExhausted: too few pages for the copies, including those released.
             ValueError: a sequence does not exist, or none is named.
         """
-        select_all((*self.parts, *also), source)
+        select_all((*self.parts, *also), source, self.parts if share else ())
+
+    def own(self) -> None:
+        """Copy the pages that several sequences hold; see `HeadPages.own`.
+
+        Raises:
+            PoolExhausted: too few pages for the copies.
+        """
+        for store in self.parts:
+            store.own()
+
+    def step(
+        self,
+        candidate: UInt8[Tensor, " S"],
+        victim: UInt8[Tensor, " S"],
+        target: UInt8[Tensor, " S"],
+        place: Int[Tensor, "K S"],
+        key: Float[Tensor, "S D"],
+        value: Float[Tensor, "S Dv"],
+        score: Float[Tensor, " S"] | None = None,
+        position: Int[Tensor, " S"] | None = None,
+    ) -> None:
+        """Insert one token into each table row, and evict or move one to a later tier.
+
+        A victim that moves is decoded from its tier and encoded again. A candidate of the victim's
+        tier takes its slot; otherwise the tier's last token does, and an emptied page is released
+        before any is allocated. Each tier allocates at most a page per row, or two if a page holds
+        one token.
+
+        Args:
+            candidate: tier of the new token, or DROP.
+            victim: tier whose weakest token moves, or NOBODY; nothing moves if `place` is -1.
+            target: a later tier than the victim's, or DROP.
+            place: the places returned by `weakest`.
+            key: of the new token.
+            value: of the new token.
+            score: of the new token, if pages store scores.
+            position: of the new token, if pages store positions.
+
+        Raises:
+            PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
+        """
+        self.own()
+        self._step(candidate, victim, target, place, key, value, score, position)
+
+    def grow(
+        self,
+        some: Bool[Tensor, " S"],
+        key: Float[Tensor, "S D"],
+        value: Float[Tensor, "S Dv"],
+        score: Float[Tensor, " S"] | None = None,
+        position: Int[Tensor, " S"] | None = None,
+    ) -> None:
+        """Append one token to the first tier of each marked table row, and evict none, as `step`.
+
+        Pages that several sequences hold remain theirs.
+
+        Raises:
+            PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
+            ValueError: shapes do not match, or scores or positions are missing or not stored here.
+        """
+        first = torch.zeros_like(some, dtype=torch.uint8)
+        nowhere = some.new_full((self.tiers, len(some)), -1, dtype=torch.long)
+        candidate, nobody, drop = first.masked_fill(~some, DROP), first + NOBODY, first + DROP
+        self._step(candidate, nobody, drop, nowhere, key, value, score, position)
+
+    @abstractmethod
+    def _step(
+        self,
+        candidate: UInt8[Tensor, " S"],
+        victim: UInt8[Tensor, " S"],
+        target: UInt8[Tensor, " S"],
+        place: Int[Tensor, "K S"],
+        key: Float[Tensor, "S D"],
+        value: Float[Tensor, "S Dv"],
+        score: Float[Tensor, " S"] | None = None,
+        position: Int[Tensor, " S"] | None = None,
+    ) -> None:
+        """Apply a step; no row that loses a token holds a page of others."""
 
     def join(self, other: "Sequences") -> None:
         """Append the sequences of other tiers over the pool, in every layer.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
@@ -81,6 +82,7 @@ class TokenStore(HeadPages):
         table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
         expect_cover("score", score.shape[1], longest)
+        self.own(self._marked(table_rows, length > 0))
         self.kernels.rescore(self.whole(), table_rows, score[:, :longest])
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
@@ -101,6 +103,7 @@ class TokenStore(HeadPages):
         table_rows = self.table_rows(layers)
         expect_shape("score", score, table_rows.shape[0], None)
         expect_cover("score", score.shape[1], self.longest)
+        self.own(self._marked(table_rows, torch.ones_like(table_rows, dtype=torch.bool)))
         self.kernels.rescore(self.whole(), table_rows, score[:, : self.longest])
 
     def accumulate_layers(
@@ -135,6 +138,7 @@ class TokenStore(HeadPages):
             expect_shape(name, x, table_rows.shape[0], None)
             expect_cover(name, x.shape[1], longest)
         expect_shape("before", before, table_rows.shape[0])
+        self.own(self._marked(table_rows, before >= 0))
         mine = mass[:, :longest], seen[:, :longest]
         places = () if position is None else (position[:, :longest],)
         self.kernels.accumulate(self.whole(), table_rows, before, *mine, running, *places)
@@ -244,6 +248,7 @@ class TokenStore(HeadPages):
         self.expect_tokens(key, value, score, position, table_rows.shape[0])
         table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
+        self.own(self._marked(table_rows, slot >= 0))
         tokens = TokenWrite(
             table_rows,
             slot,
@@ -270,6 +275,7 @@ class TokenStore(HeadPages):
         total, longest = self._agree_slots(
             wrong, slot, length, freed, self._longest_if(table_rows, after)
         )
+        self.own(self._marked(table_rows, slot >= 0))
         chosen = (slot >= 0).nonzero()[:, 0]
         move(
             self.pool.data,
@@ -320,6 +326,12 @@ class TokenStore(HeadPages):
             longest=self.longest,
             tiles=tiles,
         )
+
+    def _marked(self, table_rows: Tensor, some: Tensor) -> Tensor:
+        """Return which of all table rows are marked among those named."""
+        mark = torch.zeros(self._length.numel(), dtype=torch.bool, device=self.pool.device)
+        mark[table_rows] = some
+        return mark
 
     def _fetch(self, table_rows: Tensor, slot: Tensor) -> Stored:
         block = self.layout.format.block
@@ -378,6 +390,7 @@ class TokenStore(HeadPages):
             wrong, most(length), freed, self._longest_if(table_rows, after)
         )
         expect_cover("keep", stay.shape[1] * block, longest)
+        self.own(self._marked(table_rows, after < length))
         self.kernels.compact(self.whole(), table_rows, stay)
         self._shorten(table_rows, length, after, total, remains)
         return total
@@ -429,6 +442,7 @@ def write_slots(
         score: of the tokens; None keeps the stored scores.
         position: of the tokens; None keeps the stored positions.
     """
+    store.own()
     beside = (score is not None, position is not None)
     whole = beside == (store.layout.scores, store.layout.positions)
     # The kernels in torch list the marked ones, for which a device would be waited for.

@@ -109,6 +109,11 @@ class Tiers(Sequences):
     @property
     def pages_used(self) -> int:
         """Pages held by the tiers; synchronizes with the device."""
+        return self.pages_held - sum(store.pages_repeated for store in self.stores)
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of each table row, added up: those of several rows count as often."""
         return int(torch.stack([store.held_pages().sum() for store in self.stores]).sum())
 
     @property
@@ -205,7 +210,7 @@ class Tiers(Sequences):
         found = [member.weakest_all(until) for member in self._members]
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
 
-    def step(
+    def _step(
         self,
         candidate: UInt8[Tensor, " S"],
         victim: UInt8[Tensor, " S"],
@@ -216,27 +221,6 @@ class Tiers(Sequences):
         score: Float[Tensor, " S"] | None = None,
         position: Int[Tensor, " S"] | None = None,
     ) -> None:
-        """Insert one token into each table row, and evict or move one to a later tier.
-
-        A victim that moves is decoded from its tier and encoded again. A candidate of the victim's
-        tier takes its slot; otherwise the tier's last token does, and an emptied page is released
-        before any is allocated. Each tier allocates at most a page per row, or two if a page holds
-        one token.
-
-        Args:
-            candidate: tier of the new token, or DROP.
-            victim: tier whose weakest token moves, or NOBODY; nothing moves if `place` is -1.
-            target: a later tier than the victim's, or DROP.
-            place: the places returned by `weakest`.
-            key: of the new token.
-            value: of the new token.
-            score: of the new token, if pages store scores.
-            position: of the new token, if pages store positions.
-
-        Raises:
-            PoolExhausted: the pool is fixed and has too few pages; nothing has changed.
-            ValueError: shapes do not match, or scores or positions are missing or not stored here.
-        """
         chosen, token = Placement(candidate, victim, target), NewTokens(key, value, score, position)
         self.expect_step(chosen, place, token)
         if self.in_blocks:

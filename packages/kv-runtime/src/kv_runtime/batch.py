@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import PagePool, PerHeadRankStore, PerHeadRankTiers, Tiers, TokenStore
-from kv_policy import DROP, NOBODY, CacheShape, KVPolicy, PagedTokens
+from kv_policy import CacheShape, KVPolicy, PagedTokens
 from kv_runtime.columns import Columns
 from kv_runtime.forward_pass import Pass, flat, grid
 from kv_runtime.heads import head_groups
@@ -196,18 +196,8 @@ class Batch:
         position: Int[Tensor, " S"],
     ) -> None:
         """Append one token per head to the first tier, unless its position is -1."""
-        absent = position < 0
-        kinds = torch.zeros_like(position, dtype=torch.uint8)
-        self.tiers.step(
-            candidate=kinds.masked_fill(absent, DROP),
-            victim=kinds + NOBODY,
-            target=kinds + DROP,
-            place=position.new_full((self.tiers.tiers, len(position)), -1),
-            key=key,
-            value=value,
-            score=score,
-            position=position if self.tiers.parts[0].layout.positions else None,
-        )
+        stored = position if self.tiers.parts[0].layout.positions else None
+        self.tiers.grow(position >= 0, key, value, score, stored)
 
     def reserve(self, tokens: Int[Tensor, " B"], spare: int = 0) -> None:
         """Reserve the pages for `tokens` tokens per head, once for all layers.
@@ -224,7 +214,7 @@ class Batch:
         if self.pool.grows:
             tokens = tokens + spare
         per_head = -(-tokens[:, None, None] // self.page_tokens[0])
-        self.pool.reserve(max(0, int(per_head.sum()) - self.tiers.pages_used))
+        self.pool.reserve(max(0, int(per_head.sum()) - self.tiers.pages_held))
 
     def settle(self) -> None:
         """Free the pages that only a prompt needed, unless the pool is fixed or shared."""
@@ -244,14 +234,16 @@ class Batch:
         if self.record is not None:
             self.record.append(now.position >= 0)
 
-    def select(self, source: Int[Tensor, " B2"]) -> None:
+    def select(self, source: Int[Tensor, " B2"], *, share: bool = False) -> None:
         """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets.
+
+        With `share`, a sequence named again holds the same pages; see `Tiers.select`.
 
         Raises:
             kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
             ValueError: a sequence does not exist, or `source` is empty; see `release`.
         """
-        self.tiers.select(source, also=self._beside)
+        self.tiers.select(source, also=self._beside, share=share)
         if self.window is not None:
             self.window.reorder(source)
         if self.record is not None:

@@ -491,10 +491,13 @@ class PolicyCache:
         return [] if self.batch is None else self._keeper.compress(self.batch, pages)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
-        """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets."""
+        """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets.
+
+        A sequence named again holds the same pages if the policy only appends generated tokens.
+        """
         if self.batch is not None:
             source = to_device(source, self.device)
-            self.batch.select(source)
+            self.batch.select(source, share=self._keeper.grows)
             self._keeper.select(source)
 
     @property

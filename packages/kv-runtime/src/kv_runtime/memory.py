@@ -36,7 +36,8 @@ class MemoryReport:
 
     It prints as a table, also in a notebook.
 
-    With a shared pool, used pages are the cache's own, and free pages are those of the pool.
+    With a shared pool, used pages are the cache's own, and free pages are those of the pool. A page
+    that several sequences hold is counted once, and its tokens for each of them.
     """
 
     vector_bytes: int  # keys and values with their scales, for tokens in pages
@@ -67,7 +68,9 @@ class MemoryReport:
         record_bytes: int = 0,
     ) -> "MemoryReport":
         """Count the memory; the host synchronizes with the device."""
-        each = [(int(store.live.sum()), store.layout) for store in tiers.parts]
+        each = [
+            (int(x.live.sum()) - x.pages_repeated * x.layout.tokens, x.layout) for x in tiers.parts
+        ]
         tokens, page, used = tiers.counts().sum(0), pool.page_bytes, tiers.pages_used
         if window is not None:
             filled = (window.position >= 0).sum(-1)

@@ -65,6 +65,7 @@ class KeepSelected:
         self.selector: CompleteSelector = self._careful or selector
         self.shape, self.budgets = shape, budgets
         self.tally = tally
+        self.grows = selector.decode == "grow"  # generated tokens are appended between plans
         self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, last resolved
