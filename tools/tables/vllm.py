@@ -223,6 +223,18 @@ def vllm_throughput(result: Row, said: Said) -> Iterator[str]:
     yield table((*SERVED, "while requests waited"), lines)
 
 
+def vllm_gate(result: Row, said: Said) -> Iterator[str]:
+    """Yield what fits, and how the same requests were served."""
+    yield markdown.figures(result, said)
+    sizes = {row["way"]: row for row in result["rows"] if row["kind"] == "size"}
+    named = {way: f"stock, `{way}`" if way in OWN else f"`{sizes[way]['policy']}`" for way in sizes}
+    lines = (
+        (named[way], f"{sizes[way]['tokens']:,}", *served(way, rounds)[1:])
+        for way, rounds in by_way(result["rows"], "served").items()
+    )
+    yield table(("cache", "tokens that fit", *SERVED[1:]), lines)
+
+
 def vllm_trace(result: Row, said: Said) -> Iterator[str]:
     """Yield how requests of a trace were served."""
     yield markdown.figures(result, said)
@@ -324,6 +336,7 @@ def cell_share(cell: Row | None) -> str:
 WRITERS: Final = {
     "hybrid_quality": hybrid_quality,
     "vllm_capacity": vllm_capacity,
+    "vllm_gate": vllm_gate,
     "vllm_loaded": vllm_loaded,
     "vllm_models": vllm_models,
     "vllm_nll": vllm_nll,
