@@ -125,13 +125,18 @@ def documents(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and the file of each policy."""
     yield markdown.figures(result, said)
     yield table(
-        ("policy", "file over bytes held", "over an uncompressed cache", "loading over prefill"),
+        (
+            *("policy", "file over bytes held", "over an uncompressed cache"),
+            *("loading over prefill", "for 16 questions", "answered"),
+        ),
         (
             (
                 f"`{row['policy']}`",
                 f"{row['file_over_held']:.4f}",
                 f"{row['file_over_full']:.4f}",
                 f"{row['load_over_prefill']:.4f}",
+                f"{row['repeated_over_one']:.2f}",
+                f"{row['answered_over_one']:.2f}",
             )
             for row in result["rows"]
         ),
