@@ -33,6 +33,7 @@ POLICIES = (
     "k4v2:window=128",
     "snapkv:budget=1024+k8v4",
     "kv-compress:keep=25%+k8v4",
+    "gate:file=smollm2-135m,keep=25%,recent=64+k8v4",
     "h2o:budget=1024+k8v4:keys=channel,window=128",
 )
 QUESTION, STEPS, QUESTIONS = 16, 4, 16
@@ -130,7 +131,7 @@ def main() -> None:
         "file_over_full_k8v4": float(str(found[0]["file_over_full"])),
         "sharers_hold_once": float(str(found[0]["repeated_over_one"])),
         "sharers_answered": float(str(found[0]["answered_over_one"])),
-        "sharers_hold_once_snapkv": float(str(found[3]["repeated_over_one"])),
+        "sharers_answered_gate": float(str(found[5]["answered_over_one"])),
         "sharers_answered_snapkv": float(str(found[3]["answered_over_one"])),
         "identical": sum(bool(row["identical"]) for row in found) / len(found),
     }

@@ -63,7 +63,7 @@ class BlockStore(TokenStore):
         expect_cover("keep", keep.shape[1], longest)
         stay = present(self.whole(), table_rows, longest)
         gone = stay & ~keep[:, :longest]
-        self.own(self._marked(table_rows, gone.any(1)))
+        self.own(table_rows, gone)
         stay = stay & keep[:, :longest]
         self._make_holes(table_rows, gone)
         block = self.layout.format.block

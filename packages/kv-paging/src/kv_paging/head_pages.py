@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_paging.checks import expect_shape, expect_within
 from kv_paging.kernels import select_page_kernels
@@ -165,23 +166,35 @@ class HeadPages:
         """Return the ids of all pages held by the table rows; for `PagePool.check`."""
         return self._table.within(self.held_pages())
 
-    def own(self, some: Bool[Tensor, " S"] | None = None) -> None:
-        """Copy pages that several table rows hold, so that each row can be written to.
+    def own(
+        self,
+        table_rows: Int[Tensor, " S"] | None = None,
+        slots: Bool[Tensor, "S L"] | None = None,
+    ) -> None:
+        """Copy pages that several table rows hold, so that each row can write to its own.
 
         Synchronizes with the device if the pool shares pages.
 
         Args:
-            some: the rows to write to; None: all.
+            table_rows: the rows that write; None: all.
+            slots: the slots that they write; None: all of theirs.
 
         Raises:
             PoolExhausted: too few pages for the copies; nothing has changed.
         """
         if not self.pool.shares:
             return
-        count = self.held_pages()
-        if some is not None:
-            count = count * some
-        row, column = spread(torch.zeros_like(count), count, int(count.sum()))
+        held = self.held_pages()
+        rows = self.table_rows() if table_rows is None else table_rows
+        if slots is None:
+            count = held[rows]
+            row, column = spread(torch.zeros_like(count), count, int(count.sum()))
+        else:
+            tokens = self.layout.tokens
+            whole = pad(slots, (0, -slots.shape[1] % tokens)).view(len(slots), -1, tokens).any(-1)
+            inside = torch.arange(whole.shape[1], device=whole.device) < held[rows][:, None]
+            row, column = (whole & inside).nonzero().unbind(1)
+        row = rows[row]
         source = self._table.lookup(row, column)
         again = self.pool.to_copy(source).nonzero()[:, 0]
         row, column, source = row[again], column[again], source[again]
@@ -189,7 +202,6 @@ class HeadPages:
         self.kernels.copy_pages(self.pool.data, source, pages)
         self._table.enter(row, column, pages)
         self.pool.release(source)
-        self.pool.settle_owners()
 
     def held_pages(self) -> Int[Tensor, " S"]:
         """Return the number of pages of each table row."""

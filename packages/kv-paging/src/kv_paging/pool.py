@@ -179,11 +179,6 @@ class PagePool:
             return torch.zeros_like(pages, dtype=torch.bool)
         return self._owners.to_copy(pages)
 
-    def settle_owners(self) -> None:
-        """Count no owners any more if no page has several; synchronizes with the device."""
-        if self._owners is not None and not self._owners.more.any():
-            self._owners = None
-
     def allocate(self, count: int) -> Int[Tensor, " count"]:
         """Allocate `count` pages and return their ids, in the order in which they were freed.
 
@@ -214,6 +209,7 @@ class PagePool:
         """
         if self._owners is not None:
             pages = self._owners.drop(pages)
+            self._owners = self._owners if self._owners.more.any() else None
         count, most = pages.shape[0], self.capacity - self._least
         if count > most:
             raise ValueError(f"{count} pages are released and only {most} are held")

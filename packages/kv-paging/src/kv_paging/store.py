@@ -82,7 +82,7 @@ class TokenStore(HeadPages):
         table_rows, length, wrong = self._named(table_rows)
         (longest,) = self._agree(wrong, most(length))
         expect_cover("score", score.shape[1], longest)
-        self.own(self._marked(table_rows, length > 0))
+        self.own(table_rows)
         self.kernels.rescore(self.whole(), table_rows, score[:, :longest])
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
@@ -103,7 +103,7 @@ class TokenStore(HeadPages):
         table_rows = self.table_rows(layers)
         expect_shape("score", score, table_rows.shape[0], None)
         expect_cover("score", score.shape[1], self.longest)
-        self.own(self._marked(table_rows, torch.ones_like(table_rows, dtype=torch.bool)))
+        self.own(table_rows)
         self.kernels.rescore(self.whole(), table_rows, score[:, : self.longest])
 
     def accumulate_layers(
@@ -138,7 +138,7 @@ class TokenStore(HeadPages):
             expect_shape(name, x, table_rows.shape[0], None)
             expect_cover(name, x.shape[1], longest)
         expect_shape("before", before, table_rows.shape[0])
-        self.own(self._marked(table_rows, before >= 0))
+        self.own(table_rows[before >= 0])
         mine = mass[:, :longest], seen[:, :longest]
         places = () if position is None else (position[:, :longest],)
         self.kernels.accumulate(self.whole(), table_rows, before, *mine, running, *places)
@@ -248,7 +248,7 @@ class TokenStore(HeadPages):
         self.expect_tokens(key, value, score, position, table_rows.shape[0])
         table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
-        self.own(self._marked(table_rows, slot >= 0))
+        self.own(table_rows, _at(slot, self.longest))
         tokens = TokenWrite(
             table_rows,
             slot,
@@ -275,7 +275,7 @@ class TokenStore(HeadPages):
         total, longest = self._agree_slots(
             wrong, slot, length, freed, self._longest_if(table_rows, after)
         )
-        self.own(self._marked(table_rows, slot >= 0))
+        self.own(table_rows, _at(slot, self.longest))
         chosen = (slot >= 0).nonzero()[:, 0]
         move(
             self.pool.data,
@@ -326,12 +326,6 @@ class TokenStore(HeadPages):
             longest=self.longest,
             tiles=tiles,
         )
-
-    def _marked(self, table_rows: Tensor, some: Tensor) -> Tensor:
-        """Return which of all table rows are marked among those named."""
-        mark = torch.zeros(self._length.numel(), dtype=torch.bool, device=self.pool.device)
-        mark[table_rows] = some
-        return mark
 
     def _fetch(self, table_rows: Tensor, slot: Tensor) -> Stored:
         block = self.layout.format.block
@@ -390,7 +384,8 @@ class TokenStore(HeadPages):
             wrong, most(length), freed, self._longest_if(table_rows, after)
         )
         expect_cover("keep", stay.shape[1] * block, longest)
-        self.own(self._marked(table_rows, after < length))
+        ends = torch.arange(stay.shape[1], device=stay.device) < stay.sum(1, keepdim=True)
+        self.own(table_rows, (ends & ~stay).repeat_interleave(block, 1))  # the gaps that are filled
         self.kernels.compact(self.whole(), table_rows, stay)
         self._shorten(table_rows, length, after, total, remains)
         return total
@@ -442,7 +437,7 @@ def write_slots(
         score: of the tokens; None keeps the stored scores.
         position: of the tokens; None keeps the stored positions.
     """
-    store.own()
+    store.own(table_rows)
     beside = (score is not None, position is not None)
     whole = beside == (store.layout.scores, store.layout.positions)
     # The kernels in torch list the marked ones, for which a device would be waited for.
@@ -461,6 +456,11 @@ def write_slots(
         None if score is None else score.flatten(),
         None if position is None else position.flatten(),
     )
+
+
+def _at(slot: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:
+    """Return which of the slots is named for each row; none for -1."""
+    return torch.arange(slots, device=slot.device) == slot[:, None]
 
 
 def most(length: Int[Tensor, " S"]) -> Int[Tensor, ""]:
