@@ -54,7 +54,7 @@ Row = dict[str, object]
 # percentage of the bytes.
 COLUMNS: Final = {25: (1080, 1420), 12: (520, 672), 6: (250, 320), 3: (120, 144)}
 CHANNEL: Final = "k4v4:keys=channel"
-LONG_TIMES: Final = 4  # of 2,000 tokens, while the gate was fitted on texts of 900
+LONG_TIMES: Final = 2  # of 2,000 tokens, while the gate was fitted on texts of 900
 SHARE: Final = 0.3  # of the tokens of other texts that a threshold keeps, beside the newest 64
 OTHERS: Final = ("kv-compress", "snapkv", "expected-attention", "kvzip")
 
