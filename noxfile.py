@@ -47,7 +47,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
-SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-runtime")
+SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-evict", "kv-runtime", "kv-transformers")
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # source file lines that cause a warning, and an error
 # As users run it: an installed wheel does not check shapes. `tests` has checked all of them.
@@ -273,9 +273,10 @@ def models(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests, which repeat others at scale, then those inside vLLM."""
-    wanted = ["kv-eval[cpu]", "kv-attention[triton]"]
-    install(session, *editable(wanted), groups=("test",), own="kv-eval")
-    pytest(session, *(f"packages/{name}/tests" for name in SLOW), "-m", "slow")
+    wanted = ["kv-eval[cpu]", "kv-attention[triton]", "kv-evict[triton]", "kv-paging[triton]"]
+    install(session, *editable(wanted), groups=("test", "model"), own="kv-eval")
+    folders = (f"packages/{name}/tests" for name in SLOW)
+    pytest(session, *folders, "tests/test_gpu_first.py", "-m", "slow")
     session.notify("vllm", ("-m", "slow"))
 
 

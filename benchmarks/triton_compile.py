@@ -57,7 +57,7 @@ FORMATS = (*PLAIN, *(f"k{key}v{value}" for key in BITS for value in BITS), GROUP
 PAGED = (*PLAIN, "k8v4", "k4v2", "k2v1", "k1v8", GROUPED)
 Wanted = dict[int, tuple[str, ...]]  # formats by architecture
 EVERYTHING: Wanted = {80: FORMATS, 90: FORMATS}
-QUICK: Wanted = {80: ("k8v4",), 90: ("k8v4", "k4v2", *PLAIN, GROUPED)}
+QUICK: Wanted = {80: ("k4v2",), 90: ("k8v4", "bf16", GROUPED)}
 WATCHED = {
     "last": Observe(last=32),
     "all": Observe(None, "max", power=2, skip=64),

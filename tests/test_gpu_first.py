@@ -195,7 +195,13 @@ REHEARSALS = {
 
 
 @without_triton
-@pytest.mark.parametrize("names", REHEARSALS.values(), ids=REHEARSALS)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, id=name, marks=() if name == "right" else pytest.mark.slow)
+        for name, names in REHEARSALS.items()
+    ],
+)
 def test_a_rehearsal_runs_every_part(names: list[str], tmp_path: Path) -> None:
     done = command("--rehearse", "--minutes", "60", "--work", str(tmp_path), "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr

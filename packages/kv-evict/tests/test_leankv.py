@@ -326,6 +326,7 @@ def simulate(steps: int, t_low: float, lifetime: float) -> tuple[Tensor, Tensor]
     return torch.tensor(counts), torch.tensor(lengths)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("lifetime", [40.0, 1e9])
 @pytest.mark.parametrize("t_low", [0.0, 0.01])
 def test_a_long_generation_neither_drains_nor_floods_a_tier(t_low: float, lifetime: float) -> None:

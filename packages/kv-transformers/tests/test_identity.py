@@ -38,6 +38,7 @@ class Windowed(Part):
 POLICIES = ["raw", Windowed(5), Windowed(1), Windowed(64)]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_greedy_tokens_of_a_ragged_batch(name, policy, make, batch, compressed) -> None:

@@ -232,6 +232,7 @@ POLICIES = {
 
 
 @few
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @torch.no_grad()
 def test_selectors_keep_the_counts_that_they_say(name, policy) -> None:
