@@ -291,8 +291,7 @@ class PagePool:
         plan = moved_out(self.ring.first(self._look()), pages.long(), self.capacity)
         copy_pages(self._data, plan.source, plan.target)
         self._least = len(plan.free)
-        count = torch.full_like(self.ring.count, self._least)
-        self.ring = FreeList.of(plan.free, self.capacity, count)
+        self.ring.set(plan.free)
         return plan.ids if len(plan.source) else None
 
     def check(self, held: Int[Tensor, " n"]) -> None:
