@@ -128,6 +128,7 @@ def engine(policy: str, layers: int) -> Counter[str]:
     def run(vectors: list[list[torch.Tensor]], rows: RequestRows) -> None:
         for layer, given in enumerate(vectors):
             batch.attend(layer, rows, *given, torch.empty_like(given[0]))
+        batch.end()
 
     for at in range(STEPS + 1):
         count, done = (PROMPT, 0) if at == 0 else (1, PROMPT + at - 1)

@@ -25,6 +25,7 @@ class Engine:
 
     policy: KVPolicy
     readers: int = 0  # further layers that attend to the keys and values of each layer
+    fixed: int = 0  # requests with memory of fixed addresses; 0: the memory changes its place
     batch: RequestBatch = field(init=False)
     told: dict[str, Exception] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMPTS, 0))
@@ -35,6 +36,8 @@ class Engine:
         pool = PagePool.over(memory, poison=True)
         empty = PolicyCache(self.policy, SHAPE, backend="torch", pool=pool, careful=True)
         self.pool, self.batch = pool, RequestBatch(empty, SCALE, self.told.__setitem__)
+        if self.fixed:
+            self.batch.fix(self.fixed, 40)
         draw = torch.Generator().manual_seed(2)
         sizes = (HEADS, SHAPE.key_dim), (SHAPE.kv_heads, SHAPE.key_dim)
         sizes = (*sizes, (SHAPE.kv_heads, SHAPE.value_dim))
@@ -60,6 +63,7 @@ class Engine:
             for left in range(self.readers, -1, -1):
                 outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
                 self.batch.attend(layer, rows, *given, outs[-1], more=left > 0)
+        self.batch.end()
         whole = torch.stack(outs)
         return {name: whole[:, start[i] : start[i + 1]] for i, name in enumerate(names)}
 
@@ -84,11 +88,12 @@ class Engine:
             done += count
 
 
+@pytest.mark.parametrize("fixed", [0, 4])
 @pytest.mark.parametrize(("text", "readers"), [*((text, 0) for text in POLICIES), (POLICIES[2], 2)])
 def test_requests_see_what_they_would_alone_and_give_all_pages_back(
-    text: str, readers: int
+    text: str, readers: int, fixed: int
 ) -> None:
-    engine = Engine(parse(text), readers)
+    engine = Engine(parse(text), readers, fixed)
     alone = {name: engine.alone(name) for name in PROMPTS}
     for names in ("a", "ab", "abc", "bca", "cab", "ab", "abc"):
         for name, found in engine.step(*names).items():
@@ -105,8 +110,9 @@ def test_requests_see_what_they_would_alone_and_give_all_pages_back(
     assert not engine.batch.serials
 
 
-def test_a_request_that_is_refused_fails_alone() -> None:
-    engine = Engine(parse("k8v4"))
+@pytest.mark.parametrize("fixed", [0, 3])
+def test_a_request_that_is_refused_fails_alone(fixed: int) -> None:
+    engine = Engine(parse("k8v4"), fixed=fixed)
     expected = next(engine.alone("a"))
     assert not engine.step("b", refused="it asks for too much")["b"].any()
     assert str(engine.told["b"]) == "it asks for too much"
@@ -118,20 +124,22 @@ def test_a_request_that_is_refused_fails_alone() -> None:
     assert not engine.batch.failed
 
 
-def test_a_budget_of_a_request_is_its_own() -> None:
-    engine = Engine(parse("streaming:budget=9"))
-    for _ in range(3):
+@pytest.mark.parametrize("fixed", [0, 3])
+def test_a_budget_of_a_request_is_its_own(fixed: int) -> None:
+    engine = Engine(parse("streaming:budget=9"), fixed=fixed)
+    for _ in range(5):
         engine.step("a", budget=Budget(15))
     kept = engine.batch.held(kept=True)["a"].kept
-    other = Engine(parse("streaming:budget=9"))
-    for _ in range(3):
+    other = Engine(parse("streaming:budget=9"), fixed=fixed)
+    for _ in range(5):
         other.step("a")
     less = other.batch.held(kept=True)["a"].kept
     assert (kept, less) == (15 * SHAPE.layers * SHAPE.kv_heads, 9 * SHAPE.layers * SHAPE.kv_heads)
 
 
+@pytest.mark.parametrize("fixed", [0, 3])
 def test_what_a_policy_fails_about_while_decoding_ends_that_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fixed: int
 ) -> None:
     unwanted = torch.empty(0)
     score = Knorm.score
@@ -143,7 +151,7 @@ def test_what_a_policy_fails_about_while_decoding_ends_that_request_alone(
         return score(self, view)
 
     monkeypatch.setattr(Knorm, "score", failing)
-    engine = Engine(parse("knorm:budget=12"))
+    engine = Engine(parse("knorm:budget=12"), fixed=fixed)
     alone = engine.alone("b")
     for names in ("a", "ab", "ab"):
         if "b" in engine.step(*names):

@@ -87,6 +87,7 @@ def test_a_decode_step_and_the_count_of_its_pages(
     def attend(rows: RequestRows, query: torch.Tensor, key: torch.Tensor) -> Any:
         for layer in range(SHAPE.layers):
             batch.attend(layer, rows, query, key, key, torch.empty_like(query))
+        batch.end()
         return batch.counted(kept=True)
 
     run(PROMPTS, (0, 0))

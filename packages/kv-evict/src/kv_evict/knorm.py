@@ -26,6 +26,7 @@ class Knorm(Evictor):
     source: ClassVar[str] = "Devoto et al., 2024, https://arxiv.org/abs/2406.11430"
     reads = frozenset({"keys"})
     decode = "step"  # each generated token evicts another once the budget is full
+    decodes_on_device = True
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Return minus the norm of the key."""

@@ -29,6 +29,7 @@ class Streaming(Evictor):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, Xiao et al., 2023, https://arxiv.org/abs/2309.17453"
     decode = "step"  # each generated token evicts the oldest that is not a sink
+    decodes_on_device = True
 
     sinks: Annotated[int, Meta(ge=0, description="first tokens of a sequence, always kept")] = 4
     chunks: Annotated[

@@ -1,7 +1,14 @@
 """A pool of fixed-size byte pages, and a table row of pages per sequence, layer and KV head."""
 
 from kv_paging.checks import PoolExhausted
-from kv_paging.head_pages import expect_joined, join_all, release_all, select_all
+from kv_paging.head_pages import (
+    adopt_all,
+    clear_all,
+    expect_joined,
+    join_all,
+    release_all,
+    select_all,
+)
 from kv_paging.kernels import (
     PageKernels,
     can_capture_pages,
@@ -37,7 +44,9 @@ __all__ = [
     "TokenStore",
     "TokenWrite",
     "VectorNames",
+    "adopt_all",
     "can_capture_pages",
+    "clear_all",
     "expect_joined",
     "fit",
     "join_all",

@@ -14,8 +14,7 @@ class FreeList:
     """Free page ids in a ring buffer: allocated at its start, released at its end.
 
     `ids` has an entry for each of P pages, and one more as a target for masked writes. All state is
-    on the device, without synchronization. Native steps allocate and release pages by changing
-    these tensors in place.
+    on the device, without synchronization, and changes in place: a captured step has its addresses.
     """
 
     ids: Int[Tensor, " P1"]
@@ -41,14 +40,20 @@ class FreeList:
 
     def skip(self, count: int | Int[Tensor, ""]) -> None:
         """Allocate the first `count` pages."""
-        self.start = (self.start + count) % self._size
-        self.count = self.count - count
+        self.start.add_(count).remainder_(self._size)
+        self.count.sub_(count)
 
     def add(self, pages: Int[Tensor, " n"]) -> None:
         """Release pages."""
         places = self._places(self.start + self.count, len(pages))
         self.ids[places] = pages.to(self.ids.dtype)
-        self.count = self.count + len(pages)
+        self.count.add_(len(pages))
+
+    def set(self, pages: Int[Tensor, " n"]) -> None:
+        """Let these be the free pages, in order."""
+        self.ids[: len(pages)] = pages.to(self.ids.dtype)
+        self.start.zero_()
+        self.count.fill_(len(pages))
 
     def take(self, wanted: Bool[Tensor, " S"]) -> Int[Tensor, " S"]:
         """Allocate a page for each marked row; the others get the number of pages as their id."""
@@ -62,7 +67,7 @@ class FreeList:
         rank = back.long().cumsum(0)
         place = (self.start + self.count + rank - 1) % self._size
         self.ids[place.where(back, len(self.ids) - 1)] = pages.to(self.ids.dtype)
-        self.count = self.count + rank[-1]
+        self.count.add_(rank[-1])
 
     @property
     def _size(self) -> int:

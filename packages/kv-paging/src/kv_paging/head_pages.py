@@ -371,6 +371,17 @@ class HeadPages:
         self._note_change()
         other._empty()
 
+    def _adopt(self, sequence: int, other: "HeadPages") -> None:
+        """Let an empty sequence have the pages of the other's only one, in place."""
+        longest, lead = max(self.longest, other.longest), self._length.shape
+        if not self._table.reverse:  # the right side changes with the left
+            left = other.held_pages() if self._facing else None
+            self._table.adopt(sequence, other._table, (lead[0], lead[1], lead[2]), left)
+        self._length[:, sequence] = other._length[:, 0]
+        self._longest = longest
+        self._note_change()
+        other._empty()
+
     def _empty(self) -> None:
         """Remove all sequences; their pages are free, or belong to other stores."""
         if not self._table.reverse:
@@ -424,6 +435,40 @@ def join_all(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
     expect_joined(mine, theirs)
     for store, other in zip(mine, theirs, strict=True):
         store._join(other)
+
+
+def adopt_all(sequence: int, mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:
+    """Let an empty sequence have the pages of the only sequence of `theirs`, store by store.
+
+    Pages only change their owner. Tables and lengths change in place, without synchronizing with
+    the device; the columns of tables suffice.
+
+    Raises:
+        ValueError: as `expect_joined`; nothing has changed.
+    """
+    expect_joined(mine, theirs)
+    for store, other in zip(mine, theirs, strict=True):
+        store._adopt(sequence, other)
+
+
+def clear_all(stores: Sequence[HeadPages], sequences: Int[Tensor, " n"]) -> None:
+    """Release the pages of some sequences in all stores over one pool; these remain, empty.
+
+    Lengths change in place. Synchronizes with the device once.
+
+    Args:
+        stores: the stores.
+        sequences: which, each named once.
+    """
+    rows = [s.table_rows().view(s.length.shape)[:, sequences].flatten() for s in stores]
+    held = [store.held_pages()[each] for store, each in zip(stores, rows, strict=True)]
+    totals = torch.stack([each.sum() for each in held]).tolist()
+    for store, mine, count, total in zip(stores, rows, held, totals, strict=True):
+        row, column = spread(torch.zeros_like(count), count, total)
+        store.pool.release(store.page_table.lookup(mine[row], column))
+    for store in stores:
+        store.length[:, sequences] = 0
+        store._note_change()
 
 
 def expect_joined(mine: Sequence[HeadPages], theirs: Sequence[HeadPages]) -> None:

@@ -335,8 +335,7 @@ class PagePool:
         if self._owners is not None:
             self._owners = self._owners.moved(plan.ids, self.capacity)
         self._least = len(plan.free)
-        count = torch.full_like(self.ring.count, self._least)
-        self.ring = FreeList.of(plan.free, self.capacity, count)
+        self.ring.set(plan.free)
         return plan.ids if len(plan.source) else None
 
     def check(self, held: Int[Tensor, " n"]) -> None:

@@ -160,15 +160,29 @@ class PerHeadRankTiers(Sequences):
         Raises:
             ValueError: another pool, other layouts, or heads of other kinds; nothing has changed.
         """
+        self._expect_kinds(other)
+        super().join(other)
+        if isinstance(other, PerHeadRankTiers):
+            self.kinds.sequences += other.kinds.sequences
+            other.kinds.sequences = 0
+
+    def adopt(self, sequence: int, other: Sequences) -> None:
+        """Let an empty sequence have the pages of the only one of other tiers, as `Tiers.adopt`.
+
+        Raises:
+            ValueError: as `join`; nothing has changed.
+        """
+        self._expect_kinds(other)
+        super().adopt(sequence, other)
+        if isinstance(other, PerHeadRankTiers):
+            other.kinds.sequences = 0
+
+    def _expect_kinds(self, other: Sequences) -> None:
         if isinstance(other, PerHeadRankTiers) and self.kinds.heads_of != other.kinds.heads_of:
             raise ValueError(
                 f"heads of the kinds {other.kinds.heads_of} cannot join heads of the kinds "
                 f"{self.kinds.heads_of}; both sides need the same"
             )
-        super().join(other)
-        if isinstance(other, PerHeadRankTiers):
-            self.kinds.sequences += other.kinds.sequences
-            other.kinds.sequences = 0
 
     def release(self) -> None:
         """Release all sequences, as `Tiers.release`."""

@@ -1,13 +1,20 @@
 """Operations on whole sequences of tiers: select, join and release."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_paging.head_pages import HeadPages, move_together, release_all, rename, select_all
+from kv_paging.head_pages import (
+    HeadPages,
+    clear_all,
+    move_together,
+    release_all,
+    rename,
+    select_all,
+)
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
@@ -148,11 +155,50 @@ class Sequences(ABC):
         Raises:
             ValueError: another pool, other layouts, or other layers or heads; nothing has changed.
         """
+        self._expect_type(other)
+        self._room.join(other._room)
+
+    def _expect_type(self, other: "Sequences") -> None:
         if type(self) is not type(other):
             raise ValueError(
                 f"{type(other).__name__} cannot join {type(self).__name__}; both need one type"
             )
-        self._room.join(other._room)
+
+    def fix(self, tokens: int) -> None:
+        """Let tables and lengths stay where they are, for table rows of up to `tokens` tokens.
+
+        Sequences then begin and end by `adopt` and `clear_in_place`, and `prepare` is called before
+        each step. A step changes nothing but numbers in place, so it can be captured.
+        """
+        self._room.fix(tokens)
+
+    def prepare(self, grows: Callable[[], Bool[Tensor, " B"]], sequences: int) -> None:
+        """Reserve the pages of the next step; reads from the device as `Tiers.step` does.
+
+        Args:
+            grows: returns which sequences get a token; called only if pages may be short.
+            sequences: at least as many as there are.
+
+        Raises:
+            PoolExhausted: a fixed pool may have too few pages; nothing has changed.
+            ValueError: the tables are too narrow for the tokens of a row.
+        """
+        self._room.before_step(grows, sequences)
+
+    def adopt(self, sequence: int, other: "Sequences") -> None:
+        """Let an empty sequence have the pages of the only one of other tiers over the pool.
+
+        All changes are in place. The other tiers have no sequence afterwards.
+
+        Raises:
+            ValueError: as `join`; nothing has changed.
+        """
+        self._expect_type(other)
+        self._room.adopt(sequence, other._room)
+
+    def clear_in_place(self, sequences: Int[Tensor, " n"], also: Sequence[HeadPages] = ()) -> None:
+        """Release the pages of sequences, which remain, empty; synchronizes once."""
+        clear_all((*self.parts, *also), sequences)
 
     def release(self) -> None:
         """Release all sequences with all their pages; synchronizes once.

@@ -131,6 +131,34 @@ class PageTable:
         self._shared.ids = torch.cat(both, 1).flatten(0, 1)
         other._shared.ids = other.ids[:0]
 
+    def adopt(
+        self,
+        sequence: int,
+        other: "PageTable",
+        lead: tuple[int, int, int],
+        left: Int[Tensor, " others"] | None,
+    ) -> None:
+        """Replace a sequence's rows by those of a table of one sequence, in place.
+
+        The columns that are in use fit.
+
+        Args:
+            sequence: its number.
+            other: a table of as many layers and heads, which has no rows afterwards.
+            lead: layers, sequences and heads of this table.
+            left: of the other table, as in `widen`.
+        """
+        layers, _, heads = lead
+        width, ids = self.width, other.ids
+        if other.width < width:
+            ids = _beside(ids, ids.new_zeros(len(ids), width - other.width), left)
+        elif other.width > width:
+            first, last = ids[:, :width], ids[:, -width:]
+            column = torch.arange(width, device=ids.device)
+            ids = first if left is None else first.where(column < left[:, None], last)
+        self.ids.view(*lead, width)[:, sequence] = ids.reshape(layers, heads, width)
+        other._shared.ids = other.ids[:0]
+
     def block(self, table_rows: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
         """Return the first `columns` page ids of table rows, including stale ones; all exist."""
         if self.reverse:
@@ -176,7 +204,7 @@ class PageTable:
 
     def rename(self, ids: Int[Tensor, " P1"]) -> None:
         """Replace page id i by ids[i], on both sides; stale entries, too, remain valid ids."""
-        self._shared.ids = ids[self.ids.long()].to(self.ids.dtype)
+        self.ids.copy_(ids[self.ids.long()])
 
     def _place(self, column: Tensor) -> Tensor:
         return self.width - 1 - column if self.reverse else column

@@ -13,6 +13,7 @@ from kv_policy.optional import (
     Adjusting,
     Budgeted,
     Decoding,
+    DecodingOnDevice,
     Observing,
     PlanningChunks,
     Protecting,
@@ -87,6 +88,9 @@ class CompleteSelector:
                 f"{type(selector).__name__} has decode='step' but no step(view); define it, "
                 "or set decode='grow'"
             )
+        idle = self.decode == "grow" and not (self.scores_once or self.observe.generated)
+        declared = isinstance(selector, DecodingOnDevice) and selector.decodes_on_device
+        self.decodes_on_device = idle or declared
         adjust = selector.adjust if isinstance(selector, Adjusting) else None
         self.adjust = adjust if self.observe != Observe() else None
         if self.adjust is not None and not self.scores_once:

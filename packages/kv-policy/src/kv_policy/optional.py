@@ -225,6 +225,23 @@ class Decoding(Protocol):
 
 
 @runtime_checkable
+class DecodingOnDevice(Protocol):
+    """Decides about generated tokens without the host."""
+
+    @property
+    def decodes_on_device(self) -> bool:
+        """Whether `score`, `recent_tokens` and `step` only launch work in a decode step.
+
+        They then read no tensor's numbers on the host, and depend on nothing but the numbers in
+        their view: not on earlier calls, nor on how many there were. So a host may capture them in
+        a CUDA graph, and launch them again for other tokens. By default it is true where a host
+        calls none of them: generated tokens grow the cache, and neither they nor their queries are
+        scored.
+        """
+        ...
+
+
+@runtime_checkable
 class Windowing(Protocol):
     """Protects the newest tokens from being victims of a step."""
 

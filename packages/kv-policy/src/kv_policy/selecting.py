@@ -87,6 +87,11 @@ class Selecting(Part):
         return "grow"
 
     @property
+    def decodes_on_device(self) -> bool:
+        """Generated tokens may be scored and placed on the host."""
+        return False
+
+    @property
     def replan(self) -> Replan:
         """After prompts only."""
         return Replan()

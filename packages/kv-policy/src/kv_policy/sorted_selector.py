@@ -105,6 +105,11 @@ class SortedSelector:
         return self._sorter.decode
 
     @property
+    def decodes_on_device(self) -> bool:
+        """Whether both do."""
+        return self._evictor.decodes_on_device and self._sorter.decodes_on_device
+
+    @property
     def replan(self) -> Replan:
         """The evictor's."""
         return self._evictor.replan

@@ -22,6 +22,7 @@ from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_basis, check_budgets, check_shift
 from kv_runtime.decode_buffers import DecodeBuffers, captures
 from kv_runtime.expanded import Expanded
+from kv_runtime.fixed_rows import captures_pages, fixed_bytes
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
 from kv_runtime.layout import Layout
 from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
@@ -82,6 +83,7 @@ __all__ = [
     "TurnCounts",
     "backend_for",
     "captures",
+    "captures_pages",
     "check_basis",
     "check_budgets",
     "check_shift",
@@ -91,6 +93,7 @@ __all__ = [
     "find_rope",
     "fit_block",
     "fit_page",
+    "fixed_bytes",
     "growing_kind",
     "held_by",
     "holding",

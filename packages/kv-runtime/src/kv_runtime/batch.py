@@ -1,16 +1,17 @@
 """The storage of one batch: pool, tiers, raw window and token counts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import DenseTokens, HeadGroup
 from kv_paging import PagePool, PerHeadRankStore, PerHeadRankTiers, Tiers, TokenStore
 from kv_policy import CacheShape, KVPolicy, PagedTokens
 from kv_runtime.columns import Columns
+from kv_runtime.copies import to_device
 from kv_runtime.forward_pass import Pass, flat, grid
 from kv_runtime.heads import head_groups
 from kv_runtime.layout import Layout
@@ -35,6 +36,7 @@ class Batch:
     started: bool = field(default=False)  # every sequence has at least one token
     shares: bool = field(default=False)  # the pool is shared with other batches
     record: Columns | None = field(default=None)  # which columns hold tokens; None: not recorded
+    vacant: set[int] = field(default_factory=set)  # sequences of no request, which have no tokens
 
     @classmethod
     def allocate(
@@ -47,6 +49,8 @@ class Batch:
         kernels: str | None = None,
         pool: PagePool | None = None,
         window_in_pages: bool = False,
+        *,
+        vacant: bool = False,
     ) -> "Batch":
         """Allocate the storage of a batch.
 
@@ -59,6 +63,7 @@ class Batch:
             kernels: page kernels of a private pool.
             pool: a pool shared with other batches, instead of a private one.
             window_in_pages: whether the raw window is in the pool, too.
+            vacant: whether the sequences are of no request until others replace them by `adopt`.
 
         Raises:
             kv_paging.PoolExhausted: a fixed pool is too small for the raw window.
@@ -76,10 +81,13 @@ class Batch:
             layout=layout,
             pool=pool,
             tiers=tiers,
-            window=layout.raw_window(tiers, sequences, device, scores, window_in_pages),
+            window=layout.raw_window(
+                tiers, sequences, device, scores, window_in_pages, vacant=vacant
+            ),
             seen=torch.zeros(sequences, dtype=torch.long, device=device),
             shares=shares,
             record=None if shares else Columns(sequences, device),
+            vacant=set(range(sequences)) if vacant else set(),
         )
 
     @property
@@ -159,7 +167,8 @@ class Batch:
     @property
     def a_page_each(self) -> int:
         """Number of pages if each head of each layer and sequence has one."""
-        return len(self.seen) * self.shape.layers * self.shape.kv_heads
+        sequences = len(self.seen) - len(self.vacant)
+        return sequences * self.shape.layers * self.shape.kv_heads
 
     def table_rows(
         self, layers: slice = _ALL, sequences: Int[Tensor, " D"] | slice = _ALL
@@ -223,16 +232,80 @@ class Batch:
         if pool.grows and not self.shares and pool.free > pool.used // 64 + table_rows:
             self.tiers.trim(also=self._beside)
 
-    def end(self, now: Pass) -> None:
-        """Update the counts after a finished pass."""
+    def advance(self, now: Pass) -> None:
+        """Update positions and the tokens seen after a pass, in place and without the host."""
         if self.window is not None:
             self.window.advance(now.position, now.total)
+        self.seen.copy_(now.total)
+
+    def count(self, now: Pass) -> None:
+        """Update what the host counts after a finished pass; it waits after prompts."""
         if now.is_prefill or not self.started:
             self.started = bool((now.total > 0).all())
-        self.seen = now.total
         self.columns += now.position.shape[1]
         if self.record is not None:
             self.record.append(now.position >= 0)
+
+    def fix(self, tokens: int) -> None:
+        """Let the state of sequences stay where it is, for sequences of up to `tokens` tokens.
+
+        Sequences then begin and end by `adopt` and `clear`, and `prepare` is called before each
+        step, which may be captured.
+        """
+        self.tiers.fix(tokens)
+        self.columns, self.started = 1, True
+
+    def prepare(self, row: Int[Tensor, " B"]) -> None:
+        """Reserve the pages of the next step, for the sequences whose `row` is not negative.
+
+        Raises:
+            kv_paging.PoolExhausted: the pool may have too few pages; nothing has changed.
+            ValueError: a sequence is longer than was fixed.
+        """
+
+        def grows() -> Bool[Tensor, " B"]:  # a token leaves a full window
+            return (row >= 0) & (self.seen >= self.window_size)
+
+        self.tiers.prepare(grows, len(self.seen) - len(self.vacant))
+        if self.window is not None:
+            self.window.forget_tiles()
+
+    def take_any_length(self) -> None:
+        """Let the next step launch what is launched for sequences of any length, as is captured.
+
+        The bounds of lengths are exact again after `prepare`.
+        """
+        for store in self.tiers.parts:
+            store.set_longest(store.page_table.width * store.layout.tokens)
+        if self.window is not None:
+            self.window.forget_tiles()
+
+    def adopt(self, sequence: int, other: "Batch") -> None:
+        """Let the only sequence of a batch over the same pool take the place of a vacant one.
+
+        All changes are in place, and the other batch is empty afterwards.
+
+        Raises:
+            ValueError: as `join`; nothing has changed.
+        """
+        self.layout.expect_same(other.layout)
+        if self.window is not None and other.window is not None:
+            self.window.expect_join(other.window)
+        self.tiers.adopt(sequence, other.tiers)
+        if self.window is not None and other.window is not None:
+            self.window.adopt(sequence, other.window)
+        self.seen[sequence] = other.seen[0]
+        self.vacant.discard(sequence)
+        other._forget()
+
+    def clear(self, sequences: Collection[int]) -> None:
+        """Free the pages of sequences, which are vacant then; synchronizes once."""
+        rows = to_device(torch.tensor([*sequences]), self.seen.device)
+        self.tiers.clear_in_place(rows, also=self._beside)
+        if self.window is not None:
+            self.window.clear(rows)
+        self.seen[rows] = 0
+        self.vacant.update(sequences)
 
     def select(self, source: Int[Tensor, " B2"], *, share: bool = False) -> None:
         """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets.

@@ -5,7 +5,7 @@ reads stored pages in place, the raw window and the new tokens; then the new tok
 the policy. No uncompressed copy of stored tokens is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy, deepcopy
 
 import torch
@@ -150,6 +150,7 @@ class PolicyCache:
         self._keeper: KeepAll | KeepSelected = KeepAll()
         self._pass: Forward | None = None
         self._next_layer = 0
+        self._counted = True  # whether the last layer of this pass counts it
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
@@ -178,6 +179,7 @@ class PolicyCache:
         prompt: bool | None = None,
         more: bool = False,
         reach: Int[Tensor, "B L"] | None = None,
+        counted: bool = True,
     ) -> None:
         """Start a pass over new columns; `valid` is False where a column is padding.
 
@@ -189,6 +191,8 @@ class PolicyCache:
                 unless the selector plans chunks.
             reach: the last column of the pass that each query sees, for prefixes and pictures whose
                 tokens see each other; None: its own.
+            counted: whether the last layer counts the pass and plans what is due; otherwise the
+                engine calls `count` after it.
 
         Raises:
             ValueError: there are no columns, or the batch size differs from before.
@@ -204,6 +208,7 @@ class PolicyCache:
             valid, batch.seen, started=batch.started, prompt=prompt, more=more, reach=reach
         )
         self._begin(batch, now)
+        self._counted = counted
         for follower in self._followers:
             follower._begin(follower.batch or follower._allocate(sequences), now)
 
@@ -215,7 +220,7 @@ class PolicyCache:
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
 
-    def _allocate(self, sequences: int) -> Batch:
+    def _allocate(self, sequences: int, *, vacant: bool = False) -> Batch:
         budgets = checks.shared_out(self._budgets, sequences)
         selector = self.selector
         self._keeper = (
@@ -233,6 +238,7 @@ class PolicyCache:
             kernels,
             pool=self._pool,
             window_in_pages=self._pool is not None,
+            vacant=vacant,
         )
 
     def attend(
@@ -403,9 +409,75 @@ class PolicyCache:
         # Prompts were scored with the tokens stored at that time, so they are finished first.
         for part in reversed(now.parts):
             keeper.finish(batch, part.now, replayed)
-        batch.end(now.whole)
+        batch.advance(now.whole)
+        batch.count(now.whole)
         self._pass = self._waiting = None
-        keeper.after(batch)
+        if self._counted:
+            stepped = [part.now.rows for part in now.parts if not part.now.is_prefill]
+            keeper.after(batch, stepped[0] if stepped else ())
+
+    def count(self) -> None:
+        """Count a decode pass of all sequences, and plan those that are due."""
+        if self.batch is not None:
+            self._keeper.after(self.batch, None)
+
+    def fix(self, sequences: int, tokens: int) -> None:
+        """Allocate memory for decoding requests, which stays where it is.
+
+        All sequences are vacant: without a token, which a step must not give them. Requests take
+        their places by `adopt`, until `clear`, and `prepare` precedes each pass. What such a pass
+        launches depends on no request, so it can be captured and launched again.
+
+        Args:
+            sequences: the most requests.
+            tokens: the most tokens of a request.
+
+        Raises:
+            ValueError: the cache holds tokens, or has a pool of its own.
+        """
+        if self.batch is not None or self._pool is None:
+            raise ValueError("memory of an empty cache over a shared pool can be fixed, no other")
+        self.batch = self._allocate(sequences, vacant=True)
+        self.batch.fix(tokens)
+        self._keeper.fix(self.batch)
+
+    def adopt(self, sequence: int, other: "PolicyCache") -> None:
+        """Let the only sequence of another cache take the place of a vacant one, in place.
+
+        Raises:
+            ValueError: as `join`; nothing has changed.
+        """
+        if self.batch is None or other.batch is None or other._goes_on:
+            raise ValueError("only a sequence with a finished prompt can take a vacant place")
+        self.batch.adopt(sequence, other.batch)  # raises before anything has changed
+        self._keeper.adopt(sequence, other._keeper)
+        other.reset()
+
+    def clear(self, sequences: Collection[int]) -> None:
+        """Free sequences, which are vacant then, and drop an unfinished pass."""
+        self._pass = self._shared = None
+        self._keeper.abandon()
+        if self.batch is not None and sequences:
+            self.batch.clear(sequences)
+            self._keeper.clear(sequences)
+
+    def prepare(self, row: Int[Tensor, " B"]) -> None:
+        """Reserve pages for the next step of a cache with fixed memory.
+
+        Args:
+            row: a number of 0 or more for each sequence that gets a token.
+
+        Raises:
+            kv_paging.PoolExhausted: the pool may have too few pages; nothing has changed.
+            ValueError: a sequence is longer than its memory.
+        """
+        if self.batch is not None:
+            self.batch.prepare(row)
+
+    def take_any_length(self) -> None:
+        """Let the next pass launch what is launched for sequences of any length."""
+        assert self.batch is not None, "it is fixed"
+        self.batch.take_any_length()
 
     @property
     def waiting(self) -> Pass | None:

@@ -128,8 +128,12 @@ class Layout:
         device: torch.device,
         scores: bool,
         in_pages: bool = False,
+        *,
+        vacant: bool = False,
     ) -> Window | None:
         """Create an empty raw window, if the policy has one; in separate memory or the tiers' pool.
+
+        With `vacant`, sequences of a window in pages have none yet, as for `PagedWindow`.
 
         Raises:
             kv_paging.PoolExhausted: the pool has too few pages for it and cannot grow.
@@ -139,7 +143,8 @@ class Layout:
 
         def rings(shape: CacheShape) -> RingBuffer:
             if in_pages:
-                return PagedWindow(tiers.pool, shape, sequences, self.window, scores)
+                size = self.window
+                return PagedWindow(tiers.pool, shape, sequences, size, scores, vacant=vacant)
             return RawWindow(shape, sequences, self.window, device, scores)
 
         if not isinstance(tiers, PerHeadRankTiers):

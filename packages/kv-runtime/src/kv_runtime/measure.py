@@ -188,7 +188,7 @@ class Meter:
 class HeldCopy:
     """What requests hold after a step, on its way to the host."""
 
-    names: tuple[str, ...]  # of the requests
+    names: tuple[str, ...]  # of the requests; "" where a sequence is of none
     numbers: HostCopy | None  # fields of `RequestHeld`, by request; None: there are no requests
 
     @classmethod
@@ -201,7 +201,8 @@ class HeldCopy:
         if self.numbers is None:
             return {}
         rows = self.numbers.read().tolist()
-        return {name: RequestHeld(*row) for name, row in zip(self.names, rows, strict=True)}
+        each = zip(self.names, rows, strict=True)
+        return {name: RequestHeld(*row) for name, row in each if name}
 
 
 def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_paging import PoolExhausted
 from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
+from kv_runtime.fixed_rows import FixedRows
 from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
 from kv_runtime.token_rows import TokenRows
 
@@ -43,14 +46,25 @@ class RequestRows:
 
     key: tuple[int, ...]  # each request's key in `RequestBatch.begin`
     start: tuple[int, ...]  # each request's first row, then the number of rows
+    captured: bool = False  # of no request: a forward pass of decoding requests is captured
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        """The rows of each request, by its key."""
+        counts = (end - begin for begin, end in pairwise(self.start))
+        return dict(zip(self.key, counts, strict=True))
 
 
 @dataclass(slots=True)
 class RequestBatch:
     """The caches of all requests of a worker: one per prefill, and one for all decoding requests.
 
-    A step calls `begin` once, `attend` for every layer in order, and then reads `held` and
-    `failed`. An error in one request, for example in a policy, ends only that request.
+    A step calls `begin` once, `open` if its rows are known before the forward pass, `attend` for
+    every layer in order, and `end`; then it reads `held` and `failed`. An error in one request, for
+    example in a policy, ends only that request.
+
+    After `fix` a forward pass of decoding requests may be captured: `capture` in place of `attend`.
+    Where it is launched again, a step calls `begin`, `open` and `end` alone.
 
     Attributes:
         empty: a cache without sequences, over the shared pool.
@@ -58,10 +72,12 @@ class RequestBatch:
         tell: called with the request and the error when a request fails.
         prefills: caches of requests with an unfinished prompt.
         decoding: the cache of all other requests; None: no request decodes.
-        names: the requests of the sequences of `decoding`.
+        names: the requests of the sequences of `decoding`; "" where one is of no request.
         serials: serials of all current requests.
         attended: whether the tokens of the step went through all layers, or there are none.
         failed: serials of failed requests that have not been freed.
+        replayed: whether a captured step was launched in place of the layers, as far as the host
+            knows: none has attended, and all could.
     """
 
     empty: PolicyCache
@@ -71,12 +87,17 @@ class RequestBatch:
     decoding: PolicyCache | None = None
     names: list[str] = field(default_factory=list)
     _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the current step
-    _parts: list[TokenRows] = field(default_factory=list)  # of the current step
-    _lost: list[slice | Tensor] = field(default_factory=list)  # rows of failed requests
+    _parts: list[TokenRows | FixedRows] = field(default_factory=list)  # of the current step
+    _lost: list[slice | Tensor | int] = field(default_factory=list)  # rows of failed requests
     _more: bool = False  # a layer of the model will read the keys of the last one
     attended: bool = True
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    replayed: bool = False
+    _fixed: FixedRows | None = None  # None: the memory of decoding requests changes its place
+    _opened: bool = False  # the rows of the current step are known
+    _begun: bool = False  # a layer has attended in the current step
+    _stepped: bool = False  # requests decode in the current step
 
     def begin(self, steps: Mapping[int, RequestStep], gone: Iterable[str]) -> None:
         """Begin a step, and free the requests that ended or restart.
@@ -86,6 +107,7 @@ class RequestBatch:
             gone: requests that finished, were cancelled or preempted.
         """
         self._steps, self._parts, self._lost, self._more = steps, [], [], False
+        self._opened = self._begun = self._stepped = self.replayed = False
         self.attended = not steps
         again = (step.request for step in steps.values() if step.computed == 0)
         self._drop({*gone, *again})
@@ -130,18 +152,118 @@ class RequestBatch:
         layer of the model will attend to the same keys and values, as in `PolicyCache.attend`.
         """
         if layer == 0 and not self._more:
-            self._open(rows)
+            self.open(rows)
+            self._begun = True
+            for part in self._parts:
+                if isinstance(part, FixedRows):
+                    self._attempt(part, part.begin)
         self._more = more
-        whole = self._parts
-        for part in whole:
-            try:
-                part.attend(layer, query, key, value, self.scale, output, softcap, sinks, more=more)
-            except Exception as error:
-                self._lose(part, error)
+        given = layer, query, key, value, self.scale, output, softcap, sinks
+        for part in self._parts:
+            self._attempt(part, partial(part.attend, *given, more=more))
         if layer == self.empty.shape.layers - 1 and not more:
-            self._close()
+            self.attended = True
         for row in self._lost:
             output[row] = 0
+
+    def open(self, rows: RequestRows) -> None:
+        """Open the rows of the step, once, and reserve what its forward pass needs.
+
+        Raises:
+            RuntimeError: the step did not begin with these requests.
+        """
+        if not self._opened:
+            self._opened = True
+            self._open(rows)
+
+    def are_of_step(self, rows: RequestRows) -> bool:
+        """Whether the step began with the requests of these rows."""
+        return rows.tokens == {key: step.tokens for key, step in self._steps.items()}
+
+    def end(self) -> None:
+        """End the step after its forward pass: plan what is due, and let read prompts decode.
+
+        A forward pass of decoding requests that no layer has attended in was launched as a graph.
+        """
+        self.replayed = not self._begun and not self.attended and self._replays
+        if not (self.attended or self.replayed):
+            return
+        self.attended = True
+        if self._stepped and self.decoding is not None:
+            try:
+                self.decoding.count()
+            except Exception as error:
+                self._fail(self.decoding, error)
+        self._stepped = False
+        self._expel()
+        self._let_decode()
+
+    def fix(self, requests: int, tokens: int) -> None:
+        """Let decoding requests have memory of fixed addresses; called before each `capture`.
+
+        The first call allocates it, before there are requests. The others only end the last step.
+
+        Args:
+            requests: the most requests.
+            tokens: the most tokens of a request.
+
+        Raises:
+            ValueError: requests decode already.
+        """
+        if self._fixed is not None:
+            self._fixed.fill([-1] * len(self.names))
+            return
+        if self.decoding is not None:
+            raise ValueError("requests decode already; fix their memory before the first")
+        self.decoding = self.empty.another()
+        self.decoding.fix(requests, tokens)
+        self.names = [""] * requests
+        self._fixed = FixedRows.of(self.decoding, requests)
+
+    def capture(
+        self,
+        layer: int,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        output: Float[Tensor, "m Q Dv"],
+        softcap: float | None = None,
+        sinks: Float[Tensor, " Q"] | None = None,
+        *,
+        more: bool = False,
+    ) -> None:
+        """Launch, between steps, what `attend` launches for m tokens of requests that decode.
+
+        Nothing is stored, as all tokens are padding. Launched again in a step, after `open`, it
+        does what the step's `attend` would. Layers are called in order.
+
+        Raises:
+            ValueError: there are more tokens than requests have memory, or none has.
+        """
+        rows = self._fixed
+        if rows is None or len(query) > len(self.names):
+            raise ValueError(
+                f"a step of {len(query)} tokens is captured, and memory is fixed for "
+                f"{0 if rows is None else len(self.names)} requests"
+            )
+        if layer == 0 and not self._more:
+            rows.cache.take_any_length()
+            rows.begin()
+        self._more = more
+        rows.attend(layer, query, key, value, self.scale, output, softcap, sinks, more=more)
+
+    @property
+    def _replays(self) -> bool:
+        """Whether all tokens of the step are of requests that decode, over fixed memory."""
+        steps = self._steps.values()
+        one_each = all(step.tokens == 1 and not step.is_prefill for step in steps)
+        return self._opened and self._fixed is not None and one_each
+
+    def _attempt(self, part: TokenRows | FixedRows, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._lose(part, error)
 
     def held(self, *, kept: bool) -> dict[str, RequestHeld]:
         """Return the pages and tokens of every request that holds pages.
@@ -161,13 +283,10 @@ class RequestBatch:
         return HeldCopy.of([name for names, _ in held for name in names], numbers)
 
     def _open(self, rows: RequestRows) -> None:
-        counts = [end - begin for begin, end in pairwise(rows.start)]
-        if dict(zip(rows.key, counts, strict=True)) != {
-            k: s.tokens for k, s in self._steps.items()
-        }:
+        if not self.are_of_step(rows):
             raise RuntimeError(
-                f"a step has rows of the requests {dict(zip(rows.key, counts, strict=True))}, by "
-                f"key and tokens, but began with {dict(self._steps)}"
+                f"a step has rows of the requests {rows.tokens}, by key and tokens, but began with "
+                f"{dict(self._steps)}"
             )
         found: dict[str, int] = {}
         for i, key in enumerate(rows.key):
@@ -178,11 +297,41 @@ class RequestBatch:
                 self._prefill(step, begin, end)
             else:
                 found[step.request] = begin
-        if found:
-            assert self.decoding is not None, "a decoding request has been prefilled"
-            row = [found.get(name, -1) for name in self.names]
+        assert found.keys() <= {*self.names}, "a decoding request has been prefilled"
+        if self._fixed is not None:
+            self._prepare(self._fixed, found)
+        row = [found.get(name, -1) for name in self.names]
+        self._stepped = any(each >= 0 for each in row)
+        if self._stepped:
+            assert self.decoding is not None, "it has the sequences of these names"
+            if self._fixed is not None and self._replays:
+                self._parts = [*self._parts, self._fixed]
+                return
             part = TokenRows.one_each(self.decoding, row, self.empty.device)
             self._begin(part, prompt=False, more=False)
+
+    def _prepare(self, rows: FixedRows, found: Mapping[str, int]) -> None:
+        """Fill the rows of decoding requests, and reserve the pages of their step."""
+
+        def fill() -> None:
+            rows.fill([found.get(name, -1) for name in self.names])
+
+        fill()
+        if not found:
+            return
+        try:
+            try:
+                rows.cache.prepare(rows.row)
+            except PoolExhausted:
+                if not self.compress():
+                    raise
+                fill()  # a policy may have raised for some
+                rows.cache.prepare(rows.row)
+        except Exception as error:
+            self._fail(rows.cache, error)
+            fill()
+        left = {*self.names}
+        self._lost += [row for name, row in found.items() if name not in left]
 
     def _prefill(self, step: RequestStep, begin: int, end: int) -> None:
         """Begin the forward pass of a prompt or of a chunk."""
@@ -202,26 +351,26 @@ class RequestBatch:
 
     def _begin(self, part: TokenRows, *, prompt: bool, more: bool) -> None:
         self._parts = [*self._parts, part]
-        try:
-            part.begin(prompt=prompt, more=more)
-        except Exception as error:
-            self._lose(part, error)
+        self._attempt(part, partial(part.begin, prompt=prompt, more=more))
 
-    def _close(self) -> None:
+    def _let_decode(self) -> None:
         """Join requests with a finished prefill to the decoding ones."""
-        self.attended = True
-        self._expel()
         for step in self._steps.values():
             whole = step.is_prefill and not step.is_partial_prefill
             if whole and step.request in self.prefills:
                 cache = self.prefills.pop(step.request)
+                if self._fixed is not None:
+                    place = self.names.index("")
+                    self._fixed.cache.adopt(place, cache)
+                    self.names[place] = step.request
+                    continue
                 self.names.append(step.request)
                 if self.decoding is None:
                     self.decoding = cache
                 else:
                     self.decoding.join(cache)
 
-    def _lose(self, part: TokenRows, error: Exception) -> None:
+    def _lose(self, part: TokenRows | FixedRows, error: Exception) -> None:
         """Fail the requests of a part, in any layer."""
         self._parts = [each for each in self._parts if each is not part]
         self._lost.append(part.target)
@@ -233,7 +382,11 @@ class RequestBatch:
             raise error  # the device is unusable
         names = self.names if cache is self.decoding else []
         for name in [*names, *(name for name, each in self.prefills.items() if each is cache)]:
-            self._note(name, error)
+            if name:
+                self._note(name, error)
+        if cache is self.decoding and self._fixed is not None:
+            self._vacate({name for name in names if name})
+            return
         cache.release()
         if cache is self.decoding:
             self.decoding, self.names = None, []
@@ -242,6 +395,7 @@ class RequestBatch:
     def _expel(self) -> None:
         """Fail the decoding requests for which a policy raised."""
         errors = {} if self.decoding is None else self.decoding.failures()
+        errors = {i: error for i, error in errors.items() if self.names[i]}
         for i, error in errors.items():
             self._note(self.names[i], error)
         if errors:
@@ -261,6 +415,10 @@ class RequestBatch:
 
     def _let_go(self, gone: Collection[str]) -> None:
         """Free decoding requests."""
+        if self._fixed is not None:
+            if not {*gone}.isdisjoint(self.names):
+                self._vacate(gone)
+            return
         kept = [i for i, name in enumerate(self.names) if name not in gone]
         if self.decoding is None or len(kept) == len(self.names):
             return
@@ -270,3 +428,9 @@ class RequestBatch:
         else:
             self.decoding.release()
             self.decoding = None
+
+    def _vacate(self, gone: Collection[str]) -> None:
+        """Free decoding requests with fixed memory."""
+        assert self._fixed is not None, "memory is fixed"
+        self._fixed.cache.clear([i for i, name in enumerate(self.names) if name and name in gone])
+        self.names = ["" if name in gone else name for name in self.names]

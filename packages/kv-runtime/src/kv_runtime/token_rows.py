@@ -55,8 +55,8 @@ class TokenRows:
         return cls(cache, real, these, None, these)
 
     def begin(self, *, prompt: bool, more: bool) -> None:
-        """Begin the forward pass of the step."""
-        self.cache.begin(self.real, prompt=prompt, more=more)
+        """Begin the forward pass of the step, which `PolicyCache.count` ends if it is decode."""
+        self.cache.begin(self.real, prompt=prompt, more=more, counted=prompt)
 
     def attend(
         self,

@@ -6,6 +6,7 @@ Needs vLLM, so only tests in a folder named vllm can import it.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Final
 
@@ -103,6 +104,7 @@ class Engine:
     blocks: int
     block_tokens: int = 16
     late: bool = False  # reports arrive after the next step is scheduled
+    fixed: int = 0  # requests that decode in memory of fixed addresses; 0: it changes its place
     seed: int = 0
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
@@ -137,6 +139,8 @@ class Engine:
         kept = {"page_tokens": self.block_tokens, "backend": "torch", "pool": pool}
         empty = PolicyCache(self.policy, self.shape, careful=True, **kept)
         self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool, self.memory)
+        if self.fixed:
+            self.worker.fix(self.fixed, 1000)
         self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
@@ -274,6 +278,7 @@ class Engine:
             self.moves += bool(
                 torch.isin(self.memory.pages(orders.changes.leaving), self._pages()).any()
             )
+            self.worker.rows = self._rows(orders)  # which vLLM builds before
             self.worker.begin(orders)
             self.memory.data[self._pages_of(self.held_by_others)] = FOREIGN
             for name in self.worker.compressed:
@@ -286,11 +291,11 @@ class Engine:
         return reports
 
     def _attend(self, orders: StepMetadata) -> None:
-        brought, start = [], [0]
-        for step in orders.requests.values():
-            brought.append(self.turns[step.request].tokens(step.tokens, self.shape))
-            start.append(start[-1] + step.tokens)
-        rows = RequestRows(tuple(orders.requests), tuple(start))
+        steps, rows = orders.requests.values(), self._rows(orders)
+        brought, start = (
+            [self.turns[x.request].tokens(x.tokens, self.shape) for x in steps],
+            rows.start,
+        )
         wanted = [
             self._alone(step, each)
             for step, each in zip(orders.requests.values(), brought, strict=True)
@@ -311,6 +316,10 @@ class Engine:
             asked.computed += step.tokens
             if asked.computed == asked.num_tokens:
                 asked.num_tokens += 1  # one is generated
+
+    def _rows(self, orders: StepMetadata) -> RequestRows:
+        counts = [step.tokens for step in orders.requests.values()]
+        return RequestRows(tuple(orders.requests), (0, *accumulate(counts)))
 
     def _alone(
         self, step: RequestStep, brought: Sequence[tuple[Tensor, ...]]
@@ -364,6 +373,7 @@ class Engine:
             name: pages
             for names, batch in self._batches()
             for name, pages in zip(names, batch.pages_used().tolist(), strict=True)
+            if name
         }
 
     def _check_pages(self, reports: WorkerReport, orders: StepMetadata) -> None:

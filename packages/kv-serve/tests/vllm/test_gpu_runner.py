@@ -14,12 +14,21 @@ from transformed import by_transformers
 
 COUNT = 5
 POLICIES = ("k8v4", "kv-compress:rate=2,floor=8+k8v4")
+GRAPHS = {"graphs": "FULL_AND_PIECEWISE", "async": True}
 SLOW = ("raw", "snapkv:budget=16,window=4+k8v4", "leankv", "zack:file={},rate=0.4")
 PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(n)] for i, n in enumerate((33, 21))]
 Found = dict[str, dict[str, list[object]]]
 
 
-def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool, **more: object) -> Found:
+def run(
+    folder: Path,
+    model: str,
+    policies: dict[str, str],
+    *,
+    v2: bool,
+    options: dict[str, object] | None = None,
+    **more: object,
+) -> Found:
     """Let an engine for each policy answer the prompts, in a process of its own."""
     target = folder / "found.json"
     asked = {
@@ -50,6 +59,7 @@ def run(folder: Path, model: str, policies: dict[str, str], *, v2: bool, **more:
         "support": str(Path(launches.__file__).parent),
         **more,
     }
+    asked["options"] |= options or {}
     command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
     done = subprocess.run(
         command, env={**os.environ}, text=True, capture_output=True, timeout=900, check=False
@@ -93,15 +103,60 @@ def test_decode_steps_over_slots_are_graphs_and_wait_for_nothing(
 
     Launches of decode steps are captured before the first request, and repeated with the requests'
     tokens and padding. Each step is made again where what a GPU has cannot be read, and copies from
-    the host that would wait raise. Pages keep their state in Python, so their steps are no graphs.
+    the host that would wait raise.
     """
-    policies = {"k8v4": "k8v4", "pages": POLICIES[1]}
-    more = {"graphs": "FULL_AND_PIECEWISE", "async": True, "watch": ["k8v4"]}
-    found = run(tmp_path, weights, policies, v2=True, **more)
+    policies = {"k8v4": "k8v4"}
+    found = run(tmp_path, weights, policies, v2=True, **GRAPHS, watch=["k8v4"])
     check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
-    assert {each["scheduler"] for each in found.values()} == {"AsyncScheduler"}
-    slots, pages = found["k8v4"], found["pages"]
-    assert (slots["graphs"], pages["graphs"]) == ("FULL_DECODE_ONLY", "NONE")
+    slots = found["k8v4"]
+    assert (slots["scheduler"], slots["graphs"]) == ("AsyncScheduler", "FULL_DECODE_ONLY")
     assert slots["replayed"] == [4] * 2 * (COUNT - 1)  # two requests, and padding
     decoding, prompts = [[1, 1, 0, 0], 0], [[len(each) for each in reversed(PROMPTS)], 0]
     assert slots["steps"] == [prompts, *[decoding] * (COUNT - 1)] * 2  # 0 tensors are copied
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        POLICIES[1:],
+        pytest.param(
+            ("k8v4:window=8", "streaming:budget=16+k8v4", "zack:file={},rate=0.4"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["some", "others"],
+)
+def test_decode_steps_over_pages_are_graphs(
+    tmp_path: Path, weights: str, statistics: str, texts: tuple[str, ...]
+) -> None:
+    """No layer of the model is called in them; requests begin and end between."""
+    policies = {each: each.format(statistics) for each in texts}
+    found = run(tmp_path, weights, policies, v2=True, **GRAPHS)
+    check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
+    for each in found.values():
+        assert (each["scheduler"], each["graphs"]) == ("AsyncScheduler", "FULL_DECODE_ONLY")
+        assert each["replayed"] == [4] * 2 * (COUNT - 1)
+
+
+def test_a_prompt_that_ends_with_a_chunk_of_one_token_is_in_no_graph(
+    tmp_path: Path, weights: str
+) -> None:
+    """Which vLLM would launch for it, as for a generated token."""
+    policies = {"pages": "k8v4:window=64"}  # all that a chunk attends to is as it was computed
+    options = {"max_num_batched_tokens": len(PROMPTS[0]) - 1}
+    found = run(
+        tmp_path, weights, policies, v2=True, **GRAPHS, options=options, prompts=PROMPTS[:1]
+    )
+    wanted = by_transformers(weights, policies["pages"], PROMPTS[:1], COUNT)
+    assert found["pages"]["answers"] == [wanted, wanted]
+    assert found["pages"]["replayed"] == [1] * 2 * (COUNT - 1)
+
+
+@pytest.mark.slow
+def test_policies_that_observe_generated_queries_are_in_no_graph(
+    tmp_path: Path, weights: str
+) -> None:
+    policies = {"leankv": "leankv"}
+    found = run(tmp_path, weights, policies, v2=True, **GRAPHS)
+    check(found, weights, policies, "vllm.v1.worker.gpu.model_runner")
+    assert (found["leankv"]["graphs"], found["leankv"]["replayed"]) == ("NONE", [])

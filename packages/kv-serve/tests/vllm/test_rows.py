@@ -1,6 +1,7 @@
 """Which rows of a step's tensors are whose, read from the device only where requests begin."""
 
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -66,3 +67,33 @@ def test_an_index_given_anew_is_read_again(builder: "RowsBuilder") -> None:
 def test_runners_without_an_index_are_read_in_each_step(builder: "RowsBuilder") -> None:
     for first in ([7, 4], [4, 7]):
         assert builder.build(0, metadata(first, None)).key == tuple(first)
+
+
+def test_requests_that_pad_a_graph_are_omitted(builder: "RowsBuilder") -> None:
+    given = metadata([7, 4, 9, 9], [0, 1], begun=(0, 1))
+    given.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2])
+    rows = builder.build(0, given)
+    assert (rows.key, rows.start, rows.captured) == ((7, 4), (0, 1, 2), False)
+
+
+def test_the_worker_gets_the_rows_before_its_step_and_fixes_memory_where_one_is_captured(
+    builder: "RowsBuilder", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_serve.vllm import rows
+
+    connector = MagicMock()
+    monkeypatch.setattr(rows, "connector_of_worker", lambda: connector)
+    connector.expect.assert_not_called()
+    built = builder.build(0, metadata([7, 4], [0, 1], begun=(0, 1)))
+    connector.expect.assert_called_once_with(built)
+    builder.vllm_config = MagicMock()
+    builder.vllm_config.scheduler_config.max_num_seqs = 3
+    builder.vllm_config.model_config.max_model_len = 50
+    builder.connector = None
+    captured = builder.build_for_cudagraph_capture(metadata([7], [0]))
+    assert (captured.key, captured.captured) == ((), True)
+    connector.worker.fix.assert_called_once_with(3, 50)
+    # A dummy run, in which the connector is disabled, launches the graph for no request.
+    monkeypatch.setattr(rows, "connector_of_worker", lambda: None)
+    builder.build_for_cudagraph_capture(metadata([7], [0]))
+    assert connector.worker.fix.call_count == 2

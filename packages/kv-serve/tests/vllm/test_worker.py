@@ -113,6 +113,40 @@ def test_every_request_sees_and_holds_what_it_would_alone(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        COMPRESS,
+        "leankv:window=4",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("k8v4:window=8", "streaming:budget=24")
+        ),
+    ],
+)
+def test_requests_decode_in_memory_of_fixed_addresses(
+    engine_class: "type[Engine]", text: str
+) -> None:
+    """They join and end in place, in any order, and no tensor of their state is replaced."""
+    engine = room(engine_class, parse(text), 100, late=True, fixed=8)
+    batch = engine.worker.requests.decoding.batch
+    assert batch is not None
+
+    def addresses() -> list[int]:
+        ring, window = batch.pool.ring, batch.window
+        held = [batch.seen, ring.ids, ring.start, ring.count]
+        held += [x for store in batch.tiers.parts for x in (store.length, store.table)]
+        if window is not None:
+            held += [window.position, *(x for s in window.stores for x in (s.length, s.table))]
+        return [x.data_ptr() for x in held]
+
+    before = addresses()
+    soak(engine, 7, 50, random.Random(0))
+    assert engine.preemptions
+    assert addresses() == before
+    assert batch.vacant == set(range(8))
+
+
+@pytest.mark.parametrize(
     ("text", "late"),
     [
         (COMPRESS, True),
@@ -176,6 +210,22 @@ def test_a_step_whose_tokens_did_not_reach_all_layers_raises(
     )
     monkeypatch.setattr("torch.testing.assert_close", lambda *_: None)
     engine.ask("a", 20)
+    with pytest.raises(RuntimeError, match="did not reach all layers under the policy"):
+        engine.step()
+
+
+def test_a_graph_that_was_not_launched_raises_a_step_later(
+    engine_class: "type[Engine]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the tokens computed tell, counted on the device."""
+    engine = engine_class(parse("raw"), SHAPE, 40, fixed=2)
+    engine.ask("a", 20)
+    engine.step(chunk=10**6)
+    monkeypatch.setattr(type(engine.worker), "attend", lambda _, layer, *given: given[-1].zero_())
+    monkeypatch.setattr("torch.testing.assert_close", lambda *_: None)
+    while not engine.worker.requests.names[0]:
+        engine.step(chunk=10**6)
+    engine.step()
     with pytest.raises(RuntimeError, match="did not reach all layers under the policy"):
         engine.step()
 

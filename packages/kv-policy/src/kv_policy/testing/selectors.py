@@ -22,6 +22,7 @@ from kv_policy.contract import (
 from kv_policy.lifecycle import Observe, Replan, Replay
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
+from kv_policy.testing.launches import reading_raises
 from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.running import check_running
 from kv_policy.testing.views import (
@@ -51,6 +52,23 @@ def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
     if selector.decode == "step":
         for seed in range(5):
             _check_step(selector, able, shape, seed)
+    if selector.decodes_on_device:
+        _check_on_device(selector, shape, arriving)
+
+
+def _check_on_device(selector: CompleteSelector, shape: CacheShape, arriving: DrawnTokens) -> None:
+    """Check that what a decode step calls reads nothing on the host."""
+    reads = "reads numbers on the host, though decodes_on_device is True"
+    generated = selector.observe.generated or selector.scores_once
+    if generated or selector.decode == "step":
+        view = arriving.layer(0) if "queries" in selector.reads else arriving.stacked()
+        with reading_raises():
+            works(f"score {reads}", selector.score, view)
+    if selector.decode == "step":
+        step = decoding_step(selector, shape, 0)
+        with reading_raises():
+            works(f"recent_tokens {reads}", selector.recent_tokens, step.budget)
+            works(f"step {reads}", selector.step, step)
 
 
 def _check_answers(selector: CompleteSelector) -> None:

@@ -25,7 +25,7 @@ def resolved(
     """
     own, least = selector.budget, max(1, selector.protected)
     if own is None:
-        return total
+        return total.clone()
     if budgets is None:
         return own.resolve(total, token_bytes, least)
     rows = [

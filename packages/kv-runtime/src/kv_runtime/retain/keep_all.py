@@ -1,6 +1,6 @@
 """Storage without a selector: tokens move through the raw window to the only tier."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -60,8 +60,21 @@ class KeepAll:
         where = position[None, :, None].expand(key.shape[:-1])
         batch.grow(key.flatten(0, 3), value.flatten(0, 3), None, where.flatten())
 
-    def after(self, batch: Batch) -> None:
+    def after(self, batch: Batch, stepped: tuple[int, ...] | None) -> None:
         """Do nothing: there are no plans."""
+
+    def fix(self, batch: Batch) -> None:
+        """Do nothing: there is no state per sequence."""
+
+    def adopt(self, sequence: int, other: object) -> None:
+        """Do nothing: there is no state per sequence."""
+
+    def clear(self, sequences: Collection[int]) -> None:
+        """Do nothing: there is no state per sequence."""
+
+    def abandon(self) -> None:
+        """Drop the tokens of an unfinished decode pass."""
+        self._waiting = []
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Do nothing: there is no state per sequence."""

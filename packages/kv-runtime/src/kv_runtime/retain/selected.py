@@ -1,6 +1,6 @@
 """Storage with a selector: score and plan tokens, move them between tiers, and evict them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +18,7 @@ from kv_runtime.retain.apply import enter, restack
 from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
+from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.planning import Scored, plan_layers
 from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
@@ -166,13 +167,20 @@ class KeepSelected:
         self._score_step(batch, now)
         steps, self._steps = self._steps, []
         self._decode(batch, now, steps)
-        self._turns.step(len(batch.seen), now.rows)
 
-    def after(self, batch: Batch) -> None:
-        """Plan the due sequences among those that decoded in this pass."""
-        if self._stepped == () or not self._turns.waiting:
+    def after(self, batch: Batch, stepped: tuple[int, ...] | None) -> None:
+        """Count a pass, and plan those that are due of the sequences that decoded in it.
+
+        Args:
+            batch: the batch.
+            stepped: these sequences; None: all.
+        """
+        if stepped == ():
             return
-        due = self._turns.next(batch.sizes(), among=self._stepped)
+        self._turns.step(len(batch.seen), stepped)
+        if not self._turns.waiting:
+            return
+        due = self._turns.next(batch.sizes(), among=stepped)
         if due:
             self._again(batch, due)
             if batch.pool.free > batch.pool.used:  # a delayed plan of a prompt freed most pages
@@ -206,6 +214,43 @@ class KeepSelected:
             own = self.budgets or (None,) * len(mine[0])
             self.budgets = own + (other.budgets or (None,) * len(theirs[0]))
         self._turns.join(other._turns)
+
+    def fix(self, batch: Batch) -> None:
+        """Begin with vacant sequences, whose state stays where it is."""
+        self._turns.fix(len(batch.seen))
+        self._budget = torch.zeros_like(batch.seen)
+        lead = (self.selector.tiers, *batch.stores[0].length.shape)
+        self._thresholds = torch.zeros(lead, device=batch.seen.device)
+
+    def adopt(self, sequence: int, other: "KeepAll | KeepSelected") -> None:
+        """Let the only sequence of another batch take the place of a vacant one, in place."""
+        assert isinstance(other, KeepSelected), "both have the same policy"
+        assert self._budget is not None, "it is fixed"
+        assert self._thresholds is not None, "they are fixed"
+        assert other._budget is not None, "budgets are resolved in the prefill"
+        self._budget[sequence] = other._budget[0]
+        if other._thresholds is not None:
+            self._thresholds[:, :, sequence] = other._thresholds[:, :, 0]
+        self._set_budget(sequence, None if other.budgets is None else other.budgets[0])
+        self._turns.adopt(sequence, other._turns)
+
+    def clear(self, sequences: Collection[int]) -> None:
+        """Let sequences be vacant."""
+        for i in sequences:
+            self._set_budget(i, None)
+        self._turns.clear(sequences)
+
+    def _set_budget(self, sequence: int, budget: Budget | None) -> None:
+        if self.budgets is None and budget is None:
+            return
+        assert self._budget is not None, "it is fixed"
+        own = [*(self.budgets or (None,) * len(self._budget))]
+        own[sequence] = budget
+        self.budgets = None if own.count(None) == len(own) else tuple(own)
+
+    def abandon(self) -> None:
+        """Drop the tokens of an unfinished decode pass."""
+        self._steps, self._observed, self._fresh = [], [], []
 
     def _again(self, batch: Batch, sequences: list[int]) -> None:
         """Plan the stored tokens of sequences again, by their stored scores or `rescore`."""
@@ -372,12 +417,15 @@ class KeepSelected:
         self, batch: Batch, total: Int[Tensor, " B"], planned: list[int]
     ) -> Int[Tensor, " B"]:
         """Resolve the budgets of planned sequences, and of all on the first call."""
-        found, old = self._resolve(batch, total), self._budget
-        if old is not None and len(planned) < len(found):
+        found = self._resolve(batch, total)
+        if self._budget is None:
+            self._budget = found
+        elif len(planned) < len(found):
             rows = torch.tensor(planned, dtype=torch.long, device=found.device)
-            found = old.index_copy(0, rows, found[rows])
-        self._budget = found
-        return found
+            self._budget.index_copy_(0, rows, found[rows])
+        else:
+            self._budget.copy_(found)
+        return self._budget
 
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)

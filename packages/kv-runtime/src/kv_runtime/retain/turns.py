@@ -21,6 +21,7 @@ class Turns:
         self._steps: list[int] = []  # decode passes of each since it became due
         self._passes = 0
         self._tokens = 0  # tokens generated since all became due, over the batch
+        self._vacant: set[int] = set()  # sequences of no request, which are never due
 
     @property
     def waiting(self) -> bool:
@@ -38,7 +39,7 @@ class Turns:
     def step(self, sequences: int, rows: Sequence[int] | None = None) -> None:
         """Count a decode pass of some sequences, all if None."""
         self._passes += 1
-        mine = range(sequences) if rows is None else rows
+        mine = [i for i in range(sequences) if i not in self._vacant] if rows is None else rows
         self._tokens += len(mine)
         for i in mine:
             self._steps[i] += 1
@@ -51,8 +52,9 @@ class Turns:
     def _let(self, rows: Iterable[int]) -> None:
         """Mark sequences as due."""
         for i in rows:
-            self._due[i], self._steps[i] = True, 0
-        if all(self._due):
+            if i not in self._vacant:
+                self._due[i], self._steps[i] = True, 0
+        if sum(self._due) == len(self._due) - len(self._vacant):
             self._tokens = 0
 
     def next(
@@ -116,6 +118,24 @@ class Turns:
         self._steps += [max(self._steps, default=0)] * len(other._steps)
         self._planned += [min(at, 1) * self._passes for at in other._planned]
         self._due += other._due
+
+    def fix(self, sequences: int) -> None:
+        """Begin with vacant sequences only."""
+        self._planned, self._steps = [0] * sequences, [0] * sequences
+        self._due, self._vacant = [False] * sequences, set(range(sequences))
+
+    def adopt(self, sequence: int, other: "Turns") -> None:
+        """Let the only sequence of another batch take the place of a vacant one, as `join`."""
+        self._steps[sequence] = max(self._steps)
+        self._planned[sequence] = min(other._planned[0], 1) * self._passes
+        self._due[sequence] = other._due[0]
+        self._vacant.discard(sequence)
+
+    def clear(self, sequences: Iterable[int]) -> None:
+        """Let sequences be vacant."""
+        for i in sequences:
+            self._planned[i], self._due[i], self._steps[i] = 0, False, 0
+            self._vacant.add(i)
 
     def select(self, source: Sequence[int]) -> None:
         """Reorder sequences to source[0], source[1], ..."""

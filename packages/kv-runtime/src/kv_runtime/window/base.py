@@ -177,6 +177,22 @@ class Window(ABC):
         """
 
     @abstractmethod
+    def adopt(self, sequence: int, other: "Window") -> None:
+        """Replace an empty sequence by the only one of another window, in place; it has none then.
+
+        Raises:
+            ValueError: as `expect_join`.
+        """
+
+    @abstractmethod
+    def clear(self, sequences: Int[Tensor, " n"]) -> None:
+        """Do the part of emptying sequences outside `stores`, in place."""
+
+    @abstractmethod
+    def forget_tiles(self) -> None:
+        """Let the next attention count tiles again: a captured step has changed lengths."""
+
+    @abstractmethod
     def release(self) -> None:
         """Remove all sequences."""
 
@@ -227,6 +243,20 @@ class RingBuffer(Window):
         """Set the positions of the slots; a sequence fills its first slots first."""
         self._position = position
         self._filled = (position >= 0).sum(1, dtype=torch.int32)
+        self.forget_tiles()
+
+    def _renew(self) -> None:
+        """Count the filled slots after positions have changed in place."""
+        self._filled.copy_((self._position >= 0).sum(1, dtype=torch.int32))
+        self.forget_tiles()
+
+    def clear(self, sequences: Int[Tensor, " n"]) -> None:
+        """Empty the slots of sequences, in place."""
+        self._position[sequences] = -1
+        self._renew()
+
+    def forget_tiles(self) -> None:
+        """Do nothing: the slots have no tiles."""
 
     def _hold_newest(self, seen: Int[Tensor, " B"]) -> None:
         """Set the positions of the slots after `seen` tokens of each sequence."""
@@ -255,7 +285,8 @@ class RingBuffer(Window):
         if position.shape[1] == 1:  # the newest token stays
             slot = position.clamp(min=0) % self.size
             kept = self.position.gather(1, slot)
-            self._hold(self.position.scatter(1, slot, position.where(position >= 0, kept)))
+            self._position.scatter_(1, slot, position.where(position >= 0, kept))
+            self._renew()
             return
         slot = torch.where(self.stays(position, total), position % self.size, self.size)
         spill = torch.cat([self.position, self.position.new_zeros(len(position), 1)], 1)

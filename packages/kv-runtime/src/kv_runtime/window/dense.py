@@ -172,6 +172,20 @@ class RawWindow(RingBuffer):
             self.score = torch.cat((self.score, other.score), 1)
         other.release()
 
+    def adopt(self, sequence: int, other: Window) -> None:
+        """Replace an empty sequence by the only one of another window, as `Window.adopt`.
+
+        Raises:
+            ValueError: its type, size or shape differs; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, RawWindow)  # checked by expect_join
+        for name, x in self.tensors().items():
+            x[:, sequence] = other.tensors()[name][:, 0]
+        self._position[sequence] = other._position[0]
+        self._renew()
+        other.release()
+
     def expect_join(self, other: Window) -> None:
         """Raise if `join` would.
 

@@ -15,6 +15,7 @@ from kv_paging import (
     Stored,
     TokenStore,
     VectorNames,
+    adopt_all,
     expect_joined,
     join_all,
     read_slots,
@@ -38,18 +39,37 @@ class PagedWindow(RingBuffer):
     """
 
     def __init__(
-        self, pool: PagePool, shape: CacheShape, sequences: int, size: int, scores: bool
+        self,
+        pool: PagePool,
+        shape: CacheShape,
+        sequences: int,
+        size: int,
+        scores: bool,
+        *,
+        vacant: bool = False,
     ) -> None:
-        """Create empty ring buffers; `scores`: whether each token has a float32 score.
+        """Create empty ring buffers.
+
+        Args:
+            pool: the pool.
+            shape: the shape of the vectors.
+            sequences: B.
+            size: W.
+            scores: whether each token has a float32 score.
+            vacant: whether sequences have no pages until others replace them by `adopt`.
 
         Raises:
             kv_paging.PoolExhausted: the pool has too few pages and cannot grow.
             ValueError: a page is smaller than one raw token.
         """
+        self._tiles: dict[int, TileCounts] = {}  # of all table rows, by heads of a sequence
         super().__init__(sequences, size, pool.device)
         self._shape = shape
         layout = PageLayout.fitted(tier_formats(Raw(), shape)[0], pool.page_bytes, scores)
         self._store = TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
+        if vacant:
+            self._store.widen(-(-size // layout.tokens))
+            return
         table_rows = self._store.table_rows()
         rows = len(table_rows), size
         nothing = torch.zeros(1, 1, 1, dtype=shape.dtype, device=pool.device)
@@ -94,9 +114,9 @@ class PagedWindow(RingBuffer):
         tiles = self._tiles[heads]
         return replace(every, length=tiles.length.view_as(every.length), tiles=tiles)
 
-    def _hold(self, position: Int[Tensor, "B W"]) -> None:
-        super()._hold(position)
-        self._tiles: dict[int, TileCounts] = {}  # of all table rows, by heads of a sequence
+    def forget_tiles(self) -> None:
+        """Let the next attention count tiles again."""
+        self._tiles = {}
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
         """Return the keys of layers, by slot."""
@@ -229,6 +249,19 @@ class PagedWindow(RingBuffer):
         assert isinstance(other, PagedWindow)  # checked by expect_join
         join_all(self.stores, other.stores)
         self._hold(torch.cat((self.position, other.position)))
+        other._hold(other.position[:0])
+
+    def adopt(self, sequence: int, other: Window) -> None:
+        """Replace an empty sequence by the only one of another window, with its pages.
+
+        Raises:
+            ValueError: its type, size, shape or pool differs; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, PagedWindow)  # checked by expect_join
+        adopt_all(sequence, self.stores, other.stores)
+        self._position[sequence] = other._position[0]
+        self._renew()
         other._hold(other.position[:0])
 
     def expect_join(self, other: Window) -> None:

@@ -176,6 +176,27 @@ class RaggedWindow(Window):
         for mine, theirs in zip(self.members, other.members, strict=True):
             mine.join(theirs)
 
+    def adopt(self, sequence: int, other: Window) -> None:
+        """Replace an empty sequence by the only one of another window, as `Window.adopt`.
+
+        Raises:
+            ValueError: its type, size, shape or pool differs; nothing has changed.
+        """
+        self.expect_join(other)
+        assert isinstance(other, RaggedWindow)  # checked by expect_join
+        for mine, theirs in zip(self.members, other.members, strict=True):
+            mine.adopt(sequence, theirs)
+
+    def clear(self, sequences: Int[Tensor, " n"]) -> None:
+        """Do the part of emptying sequences outside `stores`, in place."""
+        for member in self.members:
+            member.clear(sequences)
+
+    def forget_tiles(self) -> None:
+        """Let the next attention count tiles again."""
+        for member in self.members:
+            member.forget_tiles()
+
     def expect_join(self, other: Window) -> None:
         """Raise if `join` would.
 

@@ -77,8 +77,13 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         """Whether a step has begun and not ended."""
         return self._worker is not None and self._worker.metadata is not None
 
+    def expect(self, rows: RequestRows) -> None:
+        """Keep the rows that vLLM has built for the step that begins next."""
+        if self._worker is not None:
+            self._worker.rows = rows
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step."""
+        """Begin a step; vLLM has built its metadata, and calls this before it launches a graph."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         self.worker.begin(connector_metadata)
@@ -107,7 +112,9 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         """Do nothing: nothing is saved."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: nothing is saved."""
+        """End the forward pass, which may have been a graph; vLLM calls this first after it."""
+        if self.in_step:
+            self.worker.finish()
 
     # The scheduler's side.
 
@@ -236,12 +243,25 @@ class PageLayer:
         Without a step of the connector the output is zero: vLLM runs the model on made-up tokens
         while it profiles, warms up and captures graphs, before its connector exists or while it is
         disabled. A step whose tokens did not come here is an error at its end.
+
+        Where vLLM captures a decode step, what is launched is for any step.
         """
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        assert connector is None or isinstance(connector, PagesConnector), "ours is configured"
+        connector = connector_of_worker()
+        if connector is not None and step.captured:
+            connector.worker.capture(
+                self.index, query, key, value, output, self.softcap, self.sinks, more=more
+            )
+            return
         if connector is None or not connector.in_step:
             output.zero_()
             return
         connector.worker.attend(
             self.index, step, query, key, value, output, self.softcap, self.sinks, more=more
         )
+
+
+def connector_of_worker() -> PagesConnector | None:
+    """Return the connector of this process's worker; None before it exists or while disabled."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    assert connector is None or isinstance(connector, PagesConnector), "ours is configured"
+    return connector

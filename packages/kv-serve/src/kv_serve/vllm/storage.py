@@ -134,7 +134,7 @@ class BilledPages:
         given = self.config.cache_config.block_size
         if spec.block_size != given:
             cells = self.shape.layers * spec.num_kv_heads
-            share = -(-self._layout(BLOCK_TOKENS).token_bytes // cells)
+            share = -(-self.layout(BLOCK_TOKENS).token_bytes // cells)
             return replace(spec, dtype=torch.uint8, state_content_bytes=share)
         if given not in self._made:  # equal for all layers
             self._made[given] = self._beside(spec, kept)
@@ -151,7 +151,7 @@ class BilledPages:
         """Return a spec with blocks of whole pages, about as large as those of other layers."""
         self._check_others(kept)
         tokens, wanted = spec.block_size, self.block_tokens or BLOCK_TOKENS
-        sizes = {n: self._layout(n).page_bytes for n in range(max(1, wanted // 2), 2 * wanted + 1)}
+        sizes = {n: self.layout(n).page_bytes for n in range(max(1, wanted // 2), 2 * wanted + 1)}
         most = max(each.page_size_bytes for each in kept.values())
         page_tokens, nbytes = fit_page(sizes, wanted, most)
         account = self._account(tokens, page_tokens)
@@ -177,7 +177,8 @@ class BilledPages:
                 f"not served beside them {wrong}"
             )
 
-    def _layout(self, page_tokens: int, shape: CacheShape | None = None) -> Layout:
+    def layout(self, page_tokens: int, shape: CacheShape | None = None) -> Layout:
+        """Return the pages of this device, or of a shard of the heads, of `page_tokens` tokens."""
         shape = shape or self.shape
         basis = self.policy.basis
         bases = None if basis is None else Bases.of(basis, shape, torch.device("cpu"))
@@ -186,7 +187,7 @@ class BilledPages:
     def _account(self, block_tokens: int, page_tokens: int) -> Account:
         firsts = {*first_heads(self.config), self.shape.first_head}
         shapes = [replace(self.shape, first_head=first) for first in firsts]
-        layouts = [self._layout(page_tokens, shape) for shape in shapes]
+        layouts = [self.layout(page_tokens, shape) for shape in shapes]
         account, *others = {Account.of(each, block_tokens, page_tokens) for each in layouts}
         if others:
             raise UnservableError(
@@ -215,7 +216,7 @@ class BilledPages:
 
     def __str__(self) -> str:
         """Describe the storage for the log."""
-        layout = self._layout(self.block_tokens or BLOCK_TOKENS)
+        layout = self.layout(self.block_tokens or BLOCK_TOKENS)
         each = layout.token_bytes / sum(map(len, layout.kind))
         return f"at most {each:g} bytes per kept token and KV head in place of {self.full}"
 

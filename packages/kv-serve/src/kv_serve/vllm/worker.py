@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import Final
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -19,6 +20,10 @@ from kv_serve.vllm.names import POISON
 from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
 
 logger = init_logger("vllm.kv_serve")
+_MADE_UP: Final = (
+    "vLLM ended a step whose tokens did not reach all layers under the policy, so its output is "
+    "wrong; please report this with vLLM's version and options"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class _Ended:
     held: HeldCopy
     serials: Mapping[str, int]  # of all requests
     read: bool  # whether a prefill finished
+    replayed: bool  # whether a captured step was launched, as far as the host knows
 
 
 @dataclass(slots=True)
@@ -45,6 +51,8 @@ class Worker:
     meter: Meter | None = None  # None: metrics are not reported
     metadata: StepMetadata | None = None  # of the current step
     compressed: set[str] = field(default_factory=set)  # at the start of the step
+    rows: RequestRows | None = None  # that vLLM built last, for the next step
+    computed: bool = False  # the forward pass of the step has ended
     unreported: _Ended | None = None  # the step before
 
     @classmethod
@@ -70,8 +78,12 @@ class Worker:
         return cls(RequestBatch(empty, layer.impl.scale, _tell), pool, memory, meter)
 
     def begin(self, metadata: StepMetadata) -> None:
-        """Begin a step: free requests that ended, compress if blocks are short, and move pages."""
-        self.metadata, changes = metadata, metadata.changes
+        """Begin a step: free requests that ended, compress if blocks are short, and move pages.
+
+        If vLLM has built the step's rows, they are opened, since a graph may be launched next, in
+        which no layer is called.
+        """
+        self.metadata, changes, self.computed = metadata, metadata.changes, False
         self.requests.begin(metadata.requests, metadata.gone)
         if changes.left:
             self._withdraw(self.memory.pages(changes.left))
@@ -80,6 +92,9 @@ class Worker:
         self.compressed = self.requests.compress() if metadata.short else set()
         if changes.leaving:
             self._withdraw(self.memory.pages(changes.leaving))
+        rows, self.rows = self.rows, None
+        if rows is not None and self.requests.are_of_step(rows):
+            self.requests.open(rows)
 
     def _withdraw(self, pages: Int[Tensor, " n"]) -> None:
         ids = self.pool.withdraw(pages)
@@ -105,6 +120,38 @@ class Worker:
         assert self.metadata is not None, "begin is called before a forward pass"
         self.requests.attend(layer, rows, query, key, value, output, softcap, sinks, more=more)
 
+    def fix(self, requests: int, tokens: int) -> None:
+        """Let decoding requests have memory of fixed addresses, as `RequestBatch.fix`."""
+        self.requests.fix(requests, tokens)
+
+    def capture(
+        self,
+        layer: int,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        output: Float[Tensor, "m Q Dv"],
+        softcap: float | None = None,
+        sinks: Float[Tensor, " Q"] | None = None,
+        *,
+        more: bool = False,
+    ) -> None:
+        """Launch a layer's part of a decode step that is captured, as `RequestBatch.capture`."""
+        self.requests.capture(layer, query, key, value, output, softcap, sinks, more=more)
+
+    def finish(self) -> None:
+        """End the forward pass of the step, before failures and pages are reported.
+
+        Raises:
+            RuntimeError: the step's tokens did not reach all layers.
+        """
+        if self.computed:
+            return
+        self.computed = True
+        self.requests.end()
+        if not self.requests.attended:
+            raise RuntimeError(_MADE_UP)
+
     def failures(self) -> list[int]:
         """Return the serials of failed requests, until they are freed."""
         return [*self.requests.failed.values()]
@@ -115,13 +162,9 @@ class Worker:
         A step's pages are counted on the device, behind its forward pass, which the host does not
         wait for. A step without tokens has none, so it is reported with the one before.
         """
+        self.finish()
         metadata, self.metadata = self.metadata, None
         assert metadata is not None, "begin is called before end"
-        if not self.requests.attended:
-            raise RuntimeError(
-                "vLLM ended a step whose tokens did not reach all layers under the policy, so its "
-                "output is wrong; please report this with vLLM's version and options"
-            )
         steps = metadata.requests.values()
         ended = _Ended(
             metadata,
@@ -129,6 +172,7 @@ class Worker:
             self.requests.counted(kept=self.meter is not None),
             dict(self.requests.serials),
             any(step.is_prefill and not step.is_partial_prefill for step in steps),
+            self.requests.replayed,
         )
         found = [] if self.unreported is None else [self._report(self.unreported)]
         self.unreported = ended
@@ -139,8 +183,17 @@ class Worker:
         return replace(reduce(WorkerReport.then, found, first), begun=metadata.step)
 
     def _report(self, ended: _Ended) -> WorkerReport:
-        """Return the report on a step, after waiting for the device to end it."""
+        """Return the report on a step, after waiting for the device to end it.
+
+        Raises:
+            RuntimeError: no captured step was launched, though no layer was called.
+        """
         held = ended.held.read()
+        if ended.replayed:
+            for step in ended.metadata.requests.values():
+                mine = held.get(step.request)
+                if mine is not None and mine.computed != step.computed + step.tokens:
+                    raise RuntimeError(_MADE_UP)
         told = {
             name: RequestPages(each.pages, each.computed)
             for name, each in held.items()
