@@ -14,6 +14,7 @@ from pathlib import Path
 
 import _result
 import torch
+from _heads import head_scores
 from _zack import statistics
 from rich.console import Console
 from torch import Tensor
@@ -36,10 +37,12 @@ BUDGET = (
     "pyramidkv",
     "pyramidinfer",
     "zigzagkv",
+    "prefixkv",
     "ada-snapkv",
     "ada-pyramidkv",
     "cake",
     "chunkkv",
+    "kvcrush",
     "kv-compress",
     "kvzip",
     "expected-attention",
@@ -56,13 +59,29 @@ BUDGET = (
 LAG = "lagkv:budget=256,lag=32"  # in chunks of 128, both ends alone would take 259
 GATE = "gate:file=smollm2-135m,budget=256"
 TWICE = ("kvzip:budget=256",)  # these read the text a second time, so each reads it alone
-SELECTORS = (*(f"{name}:budget=256" for name in BUDGET), LAG, GATE, "fastgen", "leankv", *TWICE)
+# FILE: the scores of heads. Windows are shorter than by default, for a text of 1,024 tokens.
+ROLES = (
+    "headkv:file=FILE,budget=256",
+    "simlayerkv:recent=128",
+    "razor:file=FILE,recent=128,part=0.0",
+    "duo:file=FILE,sinks=16,recent=128",
+)
+SELECTORS = (
+    *(f"{name}:budget=256" for name in BUDGET),
+    LAG,
+    GATE,
+    *ROLES,
+    "fastgen",
+    "leankv",
+    *TWICE,
+)
 BASES = ("zack", "svd-kv", "kq-svd", "palu")
 CODECS = {
     "8 bits": "k8v8",
     "4 bits": "k4v4",
     "4 bits, group=32": "k4v4:group=32",
     "4 bits, channel": "k4v4:keys=channel",
+    "3 bits": "k3v3",
     "2 bits": "k2v2",
     "2 bits, group=32": "k2v2:group=32",
     "2 bits, channel": "k2v2:keys=channel",
@@ -117,7 +136,7 @@ def selected(spec: str, cache: CompressedCache, length: int) -> Row:
     return {
         "kind": "kept",
         "method": name,
-        "policy": spec,
+        "policy": spec.replace("file=FILE,", ""),
         "counted": "tokens raw or in k8v4" if name == "leankv" else "tokens that stay",
         "tokens": length,
         "bin": BIN,
@@ -239,9 +258,14 @@ def _text(row: Tensor) -> str:
 def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
     """Run all methods, one after the other."""
     prompt = prompt_of(loaded, tokens)
-    caches = {
-        spec: CompressedCache(loaded.model, spec, tokenizer=loaded.tokenizer) for spec in SELECTORS
-    }
+    heads = folder / "heads.safetensors"
+    head_scores(loaded, heads)
+
+    def cache(spec: str) -> CompressedCache:
+        text = spec.replace("FILE", str(heads))
+        return CompressedCache(loaded.model, text, tokenizer=loaded.tokenizer)
+
+    caches = {spec: cache(spec) for spec in SELECTORS}
     read_prompt(loaded.model, [*caches.values()], prompt)  # one attention for most of them
     yield from (selected(spec, cache, tokens) for spec, cache in caches.items())
     file = folder / "found.safetensors"
@@ -249,9 +273,9 @@ def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
         CONSOLE.print(f"{done:,} tokens read for bases")
     seen, shape = Seen(), cache_shape(loaded.model)
     with torch.no_grad():
-        cache = CollectingCache(loaded.model, seen)
+        collecting = CollectingCache(loaded.model, seen)
         loaded.model.base_model(
-            input_ids=prompt, **passing(loaded.model.base_model, cache), use_cache=True
+            input_ids=prompt, **passing(loaded.model.base_model, collecting), use_cache=True
         )
         weights = list(output_projections(loaded.model, shape))
         for name in BASES:

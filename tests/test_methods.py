@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from kv_evict.heads_calibration import HeadsCalibration
 from kv_policy import CacheShape, Calibrated, installed, load, parse
 from kv_svd import Calibration
 from tools.methods import CITING, FOLDER, INTEGER, PLAIN, ROOT, ours, page_of, written
@@ -27,7 +28,7 @@ def examples(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the file that examples name, of a made-up model with four KV heads."""
+    """A folder with the files that examples name, of a made-up model with four KV heads."""
     folder = tmp_path_factory.mktemp("calibrated")
     draw = torch.Generator().manual_seed(0)
     shape = CacheShape(layers=1, kv_heads=4, group=2, key_dim=64, value_dim=64)
@@ -35,7 +36,11 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     query = torch.randn(1, 4, 2, 400, 64, generator=draw)
     key, value = torch.randn(2, 1, 4, 400, 64, generator=draw)
     found.see(0, query, key, value)
-    found.write(folder / "found.safetensors", Calibrated("made up", "0123456789abcdef", "-", "-"))
+    facts = Calibrated("made up", "0123456789abcdef", "-", "-")
+    found.write(folder / "found.safetensors", facts)
+    heads = HeadsCalibration(shape, 200)
+    heads.see(0, query, key, value)
+    heads.write(folder / "heads.safetensors", facts)
     return folder
 
 
@@ -62,7 +67,7 @@ def test_a_table_that_went_stale_is_noticed() -> None:
 
 def test_formats_that_share_a_page_share_what_it_says() -> None:
     kinds = {name for name in installed() if INTEGER.fullmatch(name)}
-    assert len(kinds) == 16
+    assert len(kinds) == 25
     for name in kinds:
         assert (load(name).parameters(), load(name).source) == (
             load("k8v4").parameters(),

@@ -41,6 +41,7 @@ STATED = {
     "docs/methods/leankv.md": {"0.001": "a parameter"},
     "docs/methods/expected-attention.md": {"0.01": "a parameter of kvpress"},
     "docs/methods/zigzagkv.md": {"0.5": "a default"},
+    "docs/methods/headkv.md": {"1.005": "a parameter of the authors"},
     "docs/methods/index.md": {"80 %": "how pictures are drawn"},
     "docs/tutorials/serve.md": {"0.92": "vLLM's default"},
     "packages/kv-evict/README.md": {"0.001": "a parameter"},

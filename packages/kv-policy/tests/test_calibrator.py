@@ -4,7 +4,13 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from kv_policy import BrokenPolicyError, calibrator, load_calibrator, registry
+from kv_policy import (
+    BrokenPolicyError,
+    calibrator,
+    load_calibrator,
+    load_head_calibrator,
+    registry,
+)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
@@ -47,3 +53,18 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_calibrator("mine")
     with pytest.raises(BrokenPolicyError, match="CALIBRATION is not callable"):
         load_calibrator("number")
+
+
+def test_calibrators_of_heads_have_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        calibrator.HEAD_CALIBRATION: [
+            EntryPoint("heads", "kv_policy.shape:CacheShape", calibrator.HEAD_CALIBRATION),
+            EntryPoint("number", "kv_policy.calibrator:CALIBRATION", calibrator.HEAD_CALIBRATION),
+        ]
+    }
+    monkeypatch.setattr(registry, "entry_points", lambda group: made.get(group, []))
+    assert load_head_calibrator("heads").__name__ == "CacheShape"
+    with pytest.raises(BrokenPolicyError, match=r"factory of a kv_policy\.HeadCalibrator"):
+        load_head_calibrator("number")
+    with pytest.raises(ValueError, match="unknown calibration 'heads'; choose one of: none"):
+        load_calibrator("heads")

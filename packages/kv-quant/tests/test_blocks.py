@@ -9,7 +9,7 @@ from kv_policy import Codec, TokenFormat
 from kv_policy.testing import check_codec
 from kv_quant import LIMIT, ChannelCodec, IntegerCodec, RowsCodec, reference
 
-BITS = (8, 4, 2, 1)
+BITS = (8, 4, 3, 2, 1)
 FLOATS = st.one_of(
     st.floats(width=32),  # including NaN, infinities, denormals and -0.0
     st.floats(-100, 100, width=32),
@@ -40,8 +40,8 @@ def test_bytes_and_vectors_are_those_of_the_oracle(case):
     assert back.dtype == torch.float32
     assert back.shape == x.shape
     for row, vectors, block in zip(data.tolist(), x.double().tolist(), back.tolist(), strict=True):
-        assert bytes(row).hex() == reference.encode(codec.layout, vectors).hex()
-        assert block == reference.decode(codec.layout, bytes(row), codec.block)
+        assert bytes(row).hex() == reference.encode(codec.planes, vectors).hex()
+        assert block == reference.decode(codec.planes, bytes(row), codec.block)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -49,7 +49,7 @@ def test_many_normal_blocks_agree_with_the_oracle(bits):
     codec = ChannelCodec(17, bits, 5)
     x = torch.randn(40, 5, 17).bfloat16() * torch.logspace(-3, 2, 40).bfloat16()[:, None, None]
     rows = zip(codec.encode(x).tolist(), x.double().tolist(), strict=True)
-    assert all(bytes(row) == reference.encode(codec.layout, block) for row, block in rows)
+    assert all(bytes(row) == reference.encode(codec.planes, block) for row, block in rows)
 
 
 @given(cases())
@@ -123,8 +123,8 @@ def test_impossible_sizes_are_refused():
     for make in (lambda: ChannelCodec(5, 4, 0), lambda: RowsCodec(IntegerCodec(5, 4), 0)):
         with pytest.raises(ValueError, match="block is 0; use at least 1 token per block"):
             make()
-    with pytest.raises(ValueError, match="bits is 3"):
-        ChannelCodec(5, 3, 4)
+    with pytest.raises(ValueError, match="bits is 5"):
+        ChannelCodec(5, 5, 4)
     with pytest.raises(ValueError, match="dim is 0"):
         ChannelCodec(0, 4, 4)
 

@@ -5,9 +5,9 @@ import torch
 
 from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
 from kv_policy.testing import check_policy
-from kv_quant import ChannelCodec, IntegerCodec, IntegerFormat, RowsCodec, formats
+from kv_quant import ChannelCodec, CodebookCodec, IntegerCodec, IntegerFormat, RowsCodec, formats
 
-BITS = (8, 4, 2, 1)
+BITS = (8, 4, 3, 2, 1)
 PAIRS = [(key, value) for key in BITS for value in BITS]
 INTEGER = {f"k{key}v{value}": getattr(formats, f"K{key}V{value}") for key, value in PAIRS}
 RAW = {"bf16": formats.BF16, "fp16": formats.FP16, "fp32": formats.FP32}
@@ -35,6 +35,17 @@ GOLDEN = {
     "k1v4": "28 8044 00be | 77f006 6736 00c0",
     "k1v2": "28 8044 00be | 3604 0040 00c0",
     "k1v1": "28 8044 00be | 10 0046 00c0",
+    # By hand, k3: 4.5 / 7 rounds up to 0.64306640625, 3925; the codes are 0 3 3 7 2 7, whose low
+    # two bits are in 2c 3f and whose high ones in 28.
+    "k8v3": "006371ff4ef1 8524 00be | 3f0c10 dc3a 00c0",
+    "k4v3": "f056e7 cd34 00be | 3f0c10 dc3a 00c0",
+    "k3v8": "2c3f28 2539 00be | 7f006a75ff 0726 00c0",
+    "k3v4": "2c3f28 2539 00be | 77f006 6736 00c0",
+    "k3v3": "2c3f28 2539 00be | 3f0c10 dc3a 00c0",
+    "k3v2": "2c3f28 2539 00be | 3604 0040 00c0",
+    "k3v1": "2c3f28 2539 00be | 10 0046 00c0",
+    "k2v3": "143d 003e 00be | 3f0c10 dc3a 00c0",
+    "k1v3": "28 8044 00be | 3f0c10 dc3a 00c0",
     "bf16": "c0bf803e003f404000be3040 | 803f00c0003f403f8040",
     "fp16": "00be00340038004200b08041 | 003c00c00038003a0044",
     "fp32": "0000c0bf0000803e0000003f00004040000000be00003040"
@@ -49,6 +60,7 @@ GOLDEN_GROUPS = {
 }
 
 BYTES_AT_64 = {"k8v8": 136, "k8v4": 104, "k4v8": 104, "k4v4": 72, "k4v2": 56, "k4v1": 48}
+BYTES_AT_64 |= {"k4v3": 64, "k3v3": 56, "k4v4:levels=normal": 68, "k3v3:levels=normal": 52}
 BYTES_AT_64 |= {"k2v2": 40, "k1v1": 24, "bf16": 256, "fp16": 256, "fp32": 512}
 
 
@@ -106,6 +118,16 @@ def test_keys_per_channel_come_in_blocks(name):
     assert tier.block == 8
 
 
+@pytest.mark.parametrize("name", ["k4v4", "k4v3", "k3v3", "k2v1"])
+def test_levels_of_a_codebook_are_for_keys_and_values(name):
+    part = parse(f"{name}:levels=normal")
+    (tier,) = part.formats.bind(shape(64, 48))
+    assert tier.key == CodebookCodec(64, int(name[1]))
+    assert tier.value == CodebookCodec(48, int(name[3]))
+    assert part.capabilities.shares_prefixes
+    assert str(part) == f"{name}:levels=normal"
+
+
 def test_bytes_of_a_token_with_keys_per_channel():
     (tier,) = parse("k4v4:keys=channel").formats.bind(shape())
     assert tier.nbytes == 32 * 76
@@ -120,6 +142,10 @@ def test_bytes_of_a_token_with_keys_per_channel():
         formats.K1V8(group=7),
         formats.K4V4(keys="channel"),
         formats.K2V1(group=5, window=3, keys="channel", block=3),
+        formats.K3V3(group=7),
+        formats.K3V3(keys="channel", block=5),
+        formats.K4V4(levels="normal"),
+        formats.K3V2(levels="normal", window=4),
     ],
 )
 def test_the_contract_holds(policy):
@@ -154,6 +180,10 @@ def test_parameters_in_text():
         ("k8v4:group=-3", "k8v4: group=-3 is refused"),
         ("k8v4:group=half", "k8v4: group=half is refused"),
         ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window, keys, block"),
+        ("k4v4:levels=odd", "k4v4: levels=odd is refused"),
+        ("k8v4:levels=normal", "there are codebooks of 4, 3, 2 and 1 bits, and none of 8"),
+        ("k4v4:levels=normal,group=8", "levels=normal is refused with keys=token and group=8"),
+        ("k4v4:levels=normal,keys=channel", "levels=normal is refused with keys=channel"),
         ("k8v4:keys=head", "k8v4: keys=head is refused"),
         ("k8v4:keys=channel,block=1", "k8v4: block=1 is refused"),
         ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token have no block"),

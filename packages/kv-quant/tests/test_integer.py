@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kv_policy.testing import check_codec
 from kv_quant import LIMIT, IntegerCodec, reference
 
-BITS = (8, 4, 2, 1)
+BITS = (8, 4, 3, 2, 1)
 FLOATS = st.one_of(
     st.floats(width=32),  # including NaN, infinities, denormals and -0.0
     st.floats(-100, 100, width=32),
@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_oracle(case):
     assert data.dtype == torch.uint8
     assert data.shape == (len(x), sum(codec.parts))
     for row, vector in zip(data, x[:, 0].double().tolist(), strict=True):
-        assert bytes(row.tolist()).hex() == reference.encode(codec.layout, [vector]).hex()
+        assert bytes(row.tolist()).hex() == reference.encode(codec.planes, [vector]).hex()
 
 
 @given(cases())
@@ -55,7 +55,7 @@ def test_decoding_is_that_of_the_oracle(case):
     assert back.dtype == torch.float32
     assert back.shape == x.shape
     for row, vector in zip(data, back[:, 0].tolist(), strict=True):
-        assert [vector] == reference.decode(codec.layout, bytes(row.tolist()))
+        assert [vector] == reference.decode(codec.planes, bytes(row.tolist()))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -64,7 +64,7 @@ def test_many_normal_vectors_agree_with_the_oracle(bits, group):
     codec = IntegerCodec(64, bits, group)
     x = normal(50, 64, torch.bfloat16) * torch.logspace(-3, 2, 50).bfloat16()[:, None, None]
     rows = zip(codec.encode(x).tolist(), x[:, 0].double().tolist(), strict=True)
-    assert all(bytes(row) == reference.encode(codec.layout, [vector]) for row, vector in rows)
+    assert all(bytes(row) == reference.encode(codec.planes, [vector]) for row, vector in rows)
 
 
 @given(cases())
@@ -208,6 +208,30 @@ def test_inputs_and_bytes_may_be_slices():
     assert torch.equal(codec.decode(page[3:].view(4, -1)[:1]), codec.decode(data)[:1])
 
 
+@given(st.integers(1, 300), st.sampled_from(BITS), st.integers(0, 40))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_codes_take_their_bits_and_less_than_a_byte_more_per_plane(dim, bits, group):
+    codec = IntegerCodec(dim, bits, group)
+    planes = 2 if bits == 3 else 1
+    spare = 8 * codec.parts[0] - dim * bits
+    assert 0 <= spare < 8 * planes
+    assert dim % 8 or spare == 0
+    assert codec.parts[1] == 4 * -(-dim // (group or dim))
+    places = [codec.planes.place(d, bit) for d in range(dim) for bit in range(bits)]
+    assert len(set(places)) == len(places)
+    assert all(byte < codec.parts[0] and bit < 8 for byte, bit in places)
+
+
+def test_kernels_read_all_codes_but_those_of_3_bits():
+    assert [IntegerCodec(64, bits).layout is None for bits in BITS] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_no_vectors():
     codec = IntegerCodec(5, 4, group=2)
     data = codec.encode(torch.empty(0, 1, 5))
@@ -234,7 +258,7 @@ def test_smaller_groups_are_closer():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((64, 3, 0), "bits is 3; an integer code has 8, 4, 2 or 1"),
+        ((64, 5, 0), "bits is 5; an integer code has 8, 4, 3, 2 or 1"),
         ((0, 4, 0), "dim is 0; a vector has at least 1 element"),
         ((64, 4, -1), "group is -1; use elements per scale, or 0 for all"),
     ],

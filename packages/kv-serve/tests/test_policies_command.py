@@ -22,7 +22,7 @@ def test_every_policy_is_under_the_heading_of_what_it_supplies() -> None:
     formats, selectors, both, bases = (
         {line.split()[0] for line in x.splitlines() if line} for x in parts
     )
-    assert {"raw", "bf16", "k{1,2,4,8}v{1,2,4,8}"} <= formats
+    assert {"raw", "bf16", "k{1,2,3,4,8}v{1,2,3,4,8}"} <= formats
     assert {"snapkv", "kv-compress", "gate"} <= selectors
     assert both == {"leankv"}
     assert {"zack", "palu"} <= bases

@@ -14,6 +14,7 @@ OWN = {
     "scissorhands": "recent=2",
     "streaming": "sinks=2",
     "lagkv": "sinks=1,lag=3",
+    "simlayerkv": "threshold=0.3,sinks=1,recent=4",
 }
 
 

@@ -45,8 +45,8 @@ def test_policies_lists_each_with_what_it_does_and_its_source() -> None:
     result = run("policies")
     assert result.exit_code == 0
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
-    assert {"k{1,2,4,8}v{1,2,4,8}", "snapkv", "streaming", "raw"} <= set(lines)
-    assert "Keys in {1,2,4,8} bits, values in {1,2,4,8}." in lines["k{1,2,4,8}v{1,2,4,8}"]
+    assert {"k{1,2,3,4,8}v{1,2,3,4,8}", "snapkv", "streaming", "raw"} <= set(lines)
+    assert "Keys in {1,2,3,4,8} bits, values in {1,2,3,4,8}." in lines["k{1,2,3,4,8}v{1,2,3,4,8}"]
     assert "SnapKV, Li et al., 2024" in lines["snapkv"]
 
 
@@ -75,7 +75,7 @@ def test_a_broken_package_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(EntryPoint, "load", load)
     said = " ".join(run("policies").stdout.split())
     assert "broken: the policy 'raw' of kv-policy cannot be loaded: ImportError: libmiss" in said
-    assert "Keys in {1,2,4,8} bits, values in {1,2,4,8}." in said
+    assert "Keys in {1,2,3,4,8} bits, values in {1,2,3,4,8}." in said
     assert "'raw' of kv-policy cannot be loaded" in refused("policies", "raw")
     assert "'raw' of kv-policy cannot be loaded" in refused("generate", "--policy", "raw", "a")
     assert "unknown policy" not in run("policies", "SnapKV").output

@@ -14,6 +14,7 @@ from kv_policy.shape import CacheShape
 
 CALIBRATION: Final = "kv_calibration"  # entry point group of calibrator factories
 SCORE_CALIBRATION: Final = "kv_score_calibration"  # entry point group of score calibrators
+HEAD_CALIBRATION: Final = "kv_head_calibration"  # entry point group of head calibrators
 
 
 class NotCalibratedError(ValueError):
@@ -195,6 +196,37 @@ class StartsScoreCalibrator(Protocol):
         ...
 
 
+@runtime_checkable
+class HeadCalibrator(Resumable, Protocol):
+    """Scores KV heads on passes of random tokens that repeat with a period."""
+
+    def scores(self) -> Mapping[str, Float[Tensor, "N H"]]:
+        """Return the scores of all heads so far, by kind.
+
+        Raises:
+            ValueError: no tokens were accumulated.
+        """
+        ...
+
+    def write(self, path: Path, facts: Calibrated) -> None:
+        """Write the scores atomically."""
+        ...
+
+
+@runtime_checkable
+class StartsHeadCalibrator(Protocol):
+    """The factory that a package registers in the entry point group `kv_head_calibration`."""
+
+    def __call__(self, shape: CacheShape, period: int) -> HeadCalibrator:
+        """Return an empty calibrator.
+
+        Args:
+            shape: the model's cache.
+            period: tokens after which a pass repeats; before the first, it may have fewer others.
+        """
+        ...
+
+
 def load_calibrator(name: str) -> StartsCalibrator:
     """Import the calibrator factory with this name.
 
@@ -218,6 +250,19 @@ def load_score_calibrator(name: str) -> StartsScoreCalibrator:
     start, owner = _registered(SCORE_CALIBRATION, name)
     if not isinstance(start, StartsScoreCalibrator):
         raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.ScoreCalibrator")
+    return start
+
+
+def load_head_calibrator(name: str) -> StartsHeadCalibrator:
+    """Import the head calibrator factory with this name.
+
+    Raises:
+        ValueError: the name is not installed.
+        BrokenPolicyError: two packages claim the name, or its package cannot be imported.
+    """
+    start, owner = _registered(HEAD_CALIBRATION, name)
+    if not isinstance(start, StartsHeadCalibrator):
+        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.HeadCalibrator")
     return start
 
 

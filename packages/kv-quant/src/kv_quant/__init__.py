@@ -2,7 +2,15 @@
 
 from kv_quant.affine import LIMIT
 from kv_quant.blocks import ChannelCodec, RowsCodec
+from kv_quant.codebook import CodebookCodec
 from kv_quant.formats import IntegerFormat
 from kv_quant.integer import IntegerCodec
 
-__all__ = ["LIMIT", "ChannelCodec", "IntegerCodec", "IntegerFormat", "RowsCodec"]
+__all__ = [
+    "LIMIT",
+    "ChannelCodec",
+    "CodebookCodec",
+    "IntegerCodec",
+    "IntegerFormat",
+    "RowsCodec",
+]

@@ -7,8 +7,7 @@ from jaxtyping import Float, Float16, Float32, Float64, UInt8
 from torch import Tensor
 
 from kv_policy import BitLayout
-
-BITS: Final = (8, 4, 2, 1)
+from kv_quant.planes import WIDTHS, Planes
 
 # Half of the largest float16. The span of a vector inside +-LIMIT is a float16 too, so even a 1-bit
 # scale cannot overflow, nor can a decoded value that is cast to float16.
@@ -44,8 +43,31 @@ def error(
     return inside + (x.double() - inner).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def pack(codes: UInt8[Tensor, "n D"], layout: BitLayout) -> UInt8[Tensor, "n stride"]:
-    """Pack the codes of each vector into bytes of this layout."""
+def pack(codes: UInt8[Tensor, "n D"], planes: Planes) -> UInt8[Tensor, "n stride"]:
+    """Pack the codes of each vector into bytes."""
+    each = planes.each
+    if len(each) == 1:
+        return _pack(codes, each[0])
+    packed, low = [], 0
+    for plane in each:
+        packed.append(_pack((codes >> low) & (2**plane.bits - 1), plane))
+        low += plane.bits
+    return torch.cat(packed, dim=1)
+
+
+def unpack(packed: UInt8[Tensor, "n stride"], planes: Planes) -> Float32[Tensor, "n D"]:
+    """Unpack the codes of each vector."""
+    first, *others = planes.each
+    codes = _unpack(packed[:, : first.stride], first)
+    start, low = first.stride, first.bits
+    for plane in others:
+        part = _unpack(packed[:, start : start + plane.stride], plane)
+        codes.add_(part, alpha=2**low)
+        start, low = start + plane.stride, low + plane.bits
+    return codes
+
+
+def _pack(codes: UInt8[Tensor, "n D"], layout: BitLayout) -> UInt8[Tensor, "n stride"]:
     stride = layout.stride
     packed = codes[:, :stride].clone()
     for plane in range(1, 8 // layout.bits):
@@ -54,8 +76,7 @@ def pack(codes: UInt8[Tensor, "n D"], layout: BitLayout) -> UInt8[Tensor, "n str
     return packed
 
 
-def unpack(packed: UInt8[Tensor, "n stride"], layout: BitLayout) -> Float32[Tensor, "n D"]:
-    """Unpack the codes of each vector."""
+def _unpack(packed: UInt8[Tensor, "n stride"], layout: BitLayout) -> Float32[Tensor, "n D"]:
     stride, mask = layout.stride, 2**layout.bits - 1
     codes = packed.new_empty((packed.shape[0], layout.dim), dtype=torch.float32)
     for plane in range(8 // layout.bits):
@@ -70,8 +91,8 @@ def check_size(dim: int, bits: int) -> None:
     Raises:
         ValueError: `dim` or `bits` is not supported.
     """
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits}; an integer code has 8, 4, 2 or 1 bits")
+    if bits not in WIDTHS:
+        raise ValueError(f"bits is {bits}; an integer code has 8, 4, 3, 2 or 1 bits")
     if dim < 1:
         raise ValueError(f"dim is {dim}; a vector has at least 1 element")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from kv_policy import BitLayout
 from kv_quant.affine import affine, check_size, clean, error, pack, unpack
 from kv_quant.integer import IntegerCodec
+from kv_quant.planes import Planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class ChannelCodec:
 
     Args:
         dim: D, elements of a vector, 1 or more.
-        bits: of one code: 8, 4, 2 or 1.
+        bits: of one code: 8, 4, 3, 2 or 1.
         block: S, tokens encoded together, 1 or more.
     """
 
@@ -38,14 +39,19 @@ class ChannelCodec:
         _check_block(self.block)
 
     @property
-    def layout(self) -> BitLayout:
+    def planes(self) -> Planes:
         """Position of each code, scale and zero."""
-        return BitLayout(self.dim, self.bits, 1, tokens=self.block)
+        return Planes(self.dim, self.bits, 1, tokens=self.block)
+
+    @property
+    def layout(self) -> BitLayout | None:
+        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
+        return self.planes.layout
 
     @property
     def parts(self) -> tuple[int, int]:
         """Bytes of a block's codes, and of its scales and zeros."""
-        return self.layout.parts
+        return self.planes.parts
 
     def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:
         """Encode blocks into codes, scales and zeros in this layout.
@@ -58,7 +64,7 @@ class ChannelCodec:
         scale, zero = self._affine(inner)
         divisor = scale.float().masked_fill(scale == 0, torch.inf)  # a flat channel gets codes 0
         codes = inner.sub_(zero.float()[:, None]).div_(divisor[:, None]).round_()
-        packed = pack(codes.to(torch.uint8).flatten(0, 1), self.layout).view(len(x), self.parts[0])
+        packed = pack(codes.to(torch.uint8).flatten(0, 1), self.planes).view(len(x), self.parts[0])
         return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n S D"]:
@@ -71,8 +77,9 @@ class ChannelCodec:
         split = self.parts[0]
         meta = data[:, split:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         scale, zero = meta.view(torch.float16).float()[:, None].chunk(2, dim=2)
-        rows = data[:, :split].reshape(len(data) * self.block, self.layout.stride)
-        codes = unpack(rows, self.layout).view(len(data), self.block, self.dim)
+        planes = self.planes
+        rows = data[:, :split].reshape(len(data) * self.block, planes.stride)
+        codes = unpack(rows, planes).view(len(data), self.block, self.dim)
         return codes.mul_(scale).add_(zero)
 
     def bound(self, x: Float[Tensor, "n S D"]) -> Float[Tensor, "n S D"]:
@@ -111,8 +118,13 @@ class RowsCodec:
         return self.each.dim
 
     @property
-    def layout(self) -> BitLayout:
+    def planes(self) -> Planes:
         """Position of each code, scale and zero of a vector."""
+        return self.each.planes
+
+    @property
+    def layout(self) -> BitLayout | None:
+        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
         return self.each.layout
 
     @property

@@ -1,4 +1,4 @@
-"""The formats by name: keys and values in 8, 4, 2 or 1 bits each, or in floating point."""
+"""The formats by name: keys and values in 8, 4, 3, 2 or 1 bits each, or in floating point."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from kv_policy import CacheShape, Capabilities, Formats, Part, TokenFormat, Uncompressed
 from kv_quant.blocks import ChannelCodec, RowsCodec
+from kv_quant.codebook import LEVELS, CodebookCodec
 from kv_quant.integer import IntegerCodec
 
 BLOCK: Final = 32  # the group of tokens in KIVI
@@ -20,12 +21,15 @@ class IntegerFormat(Part):
     Every token of every KV head is encoded independently, with its own scale and zero, so tokens
     can be stored, moved and dropped one by one. With `keys=channel` this holds for values only;
     keys stay raw until a block is complete, and have a scale and a zero per channel of the block,
-    as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750).
+    as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750). With `levels=normal` codes
+    stand for the levels of a codebook for rotated coordinates, and a vector has its norm in place
+    of a scale and a zero, as in TurboQuant (Zandieh et al., 2025, https://arxiv.org/abs/2504.19874).
     """
 
     source: ClassVar[str] = (
         "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2; keys=channel: KIVI, "
-        "Liu et al., 2024, https://arxiv.org/abs/2402.02750"
+        "Liu et al., 2024, https://arxiv.org/abs/2402.02750; levels=normal: TurboQuant, Zandieh et "
+        "al., 2025, https://arxiv.org/abs/2504.19874"
     )
     key_bits: ClassVar[int]
     value_bits: ClassVar[int]
@@ -48,6 +52,10 @@ class IntegerFormat(Part):
     block: Annotated[
         int, Meta(ge=2, description="tokens whose keys share scales, with keys=channel")
     ] = BLOCK
+    levels: Annotated[
+        Literal["even", "normal"],
+        Meta(description="what codes stand for: even steps, or levels for rotated coordinates"),
+    ] = "even"
 
     def __init_subclass__(cls, bits: tuple[int, int]) -> None:
         """Name the format after the bits of its keys and values."""
@@ -67,6 +75,26 @@ class IntegerFormat(Part):
                 f"{self.name}: block={self.block} is refused: keys with a scale per token have no "
                 "block; remove it, or set keys=channel"
             )
+        if self.levels == "normal":
+            self._expect_vectors()
+
+    def _expect_vectors(self) -> None:
+        """Check that a codebook can be used.
+
+        Raises:
+            ValueError: 8 bits, keys per channel, or groups.
+        """
+        for bits in (self.key_bits, self.value_bits):
+            if bits not in LEVELS:
+                raise ValueError(
+                    f"{self.name}: levels=normal is refused: there are codebooks of 4, 3, 2 and 1 "
+                    f"bits, and none of {bits}; use such a format, or levels=even"
+                )
+        if self.keys != "token" or self.group:
+            raise ValueError(
+                f"{self.name}: levels=normal is refused with keys={self.keys} and group="
+                f"{self.group}: a codebook has one scale per token; remove them, or levels=normal"
+            )
 
     @property
     def formats(self) -> Formats:
@@ -84,6 +112,15 @@ class IntegerFormat(Part):
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Return the codecs for keys and values of this shape."""
+        if self.levels == "normal":
+            codebooks = (
+                CodebookCodec(dim, bits)
+                for dim, bits in (
+                    (shape.key_dim, self.key_bits),
+                    (shape.value_dim, self.value_bits),
+                )
+            )
+            return (TokenFormat(*codebooks),)
         value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
         if self.keys == "token":
             key = IntegerCodec(shape.key_dim, self.key_bits, self.group)
@@ -100,6 +137,11 @@ class K8V8(IntegerFormat, bits=(8, 8)):
 @dataclass(frozen=True)
 class K8V4(IntegerFormat, bits=(8, 4)):
     """Keys in 8 bits, values in 4."""
+
+
+@dataclass(frozen=True)
+class K8V3(IntegerFormat, bits=(8, 3)):
+    """Keys in 8 bits, values in 3."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +165,11 @@ class K4V4(IntegerFormat, bits=(4, 4)):
 
 
 @dataclass(frozen=True)
+class K4V3(IntegerFormat, bits=(4, 3)):
+    """Keys in 4 bits, values in 3."""
+
+
+@dataclass(frozen=True)
 class K4V2(IntegerFormat, bits=(4, 2)):
     """Keys in 4 bits, values in 2."""
 
@@ -133,6 +180,31 @@ class K4V1(IntegerFormat, bits=(4, 1)):
 
 
 @dataclass(frozen=True)
+class K3V8(IntegerFormat, bits=(3, 8)):
+    """Keys in 3 bits, values in 8."""
+
+
+@dataclass(frozen=True)
+class K3V4(IntegerFormat, bits=(3, 4)):
+    """Keys in 3 bits, values in 4."""
+
+
+@dataclass(frozen=True)
+class K3V3(IntegerFormat, bits=(3, 3)):
+    """Keys in 3 bits, values in 3."""
+
+
+@dataclass(frozen=True)
+class K3V2(IntegerFormat, bits=(3, 2)):
+    """Keys in 3 bits, values in 2."""
+
+
+@dataclass(frozen=True)
+class K3V1(IntegerFormat, bits=(3, 1)):
+    """Keys in 3 bits, values in 1."""
+
+
+@dataclass(frozen=True)
 class K2V8(IntegerFormat, bits=(2, 8)):
     """Keys in 2 bits, values in 8."""
 
@@ -140,6 +212,11 @@ class K2V8(IntegerFormat, bits=(2, 8)):
 @dataclass(frozen=True)
 class K2V4(IntegerFormat, bits=(2, 4)):
     """Keys in 2 bits, values in 4."""
+
+
+@dataclass(frozen=True)
+class K2V3(IntegerFormat, bits=(2, 3)):
+    """Keys in 2 bits, values in 3."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +237,11 @@ class K1V8(IntegerFormat, bits=(1, 8)):
 @dataclass(frozen=True)
 class K1V4(IntegerFormat, bits=(1, 4)):
     """Keys in 1 bit, values in 4."""
+
+
+@dataclass(frozen=True)
+class K1V3(IntegerFormat, bits=(1, 3)):
+    """Keys in 1 bit, values in 3."""
 
 
 @dataclass(frozen=True)

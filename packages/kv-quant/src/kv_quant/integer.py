@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_policy import BitLayout
 from kv_quant.affine import affine, check_size, clean, error, pack, unpack
+from kv_quant.planes import Planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class IntegerCodec:
 
     Args:
         dim: D, elements of a vector, 1 or more.
-        bits: of one code: 8, 4, 2 or 1.
+        bits: of one code: 8, 4, 3, 2 or 1.
         group: elements that share a scale and a zero; the last group may be smaller. 0: all.
     """
 
@@ -43,14 +44,19 @@ class IntegerCodec:
             raise ValueError(f"group is {self.group}; use elements per scale, or 0 for all")
 
     @property
-    def layout(self) -> BitLayout:
+    def planes(self) -> Planes:
         """Position of each code, scale and zero."""
-        return BitLayout(self.dim, self.bits, self.group or self.dim)
+        return Planes(self.dim, self.bits, self.group or self.dim)
+
+    @property
+    def layout(self) -> BitLayout | None:
+        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
+        return self.planes.layout
 
     @property
     def parts(self) -> tuple[int, int]:
         """Bytes of codes, and of scales and zeros."""
-        return self.layout.parts
+        return self.planes.parts
 
     def encode(self, x: Float[Tensor, "n 1 D"]) -> UInt8[Tensor, "n N"]:
         """Encode vectors into codes, scales and zeros in this layout.
@@ -64,7 +70,7 @@ class IntegerCodec:
         scale, zero = self._affine(inner)
         divisor = scale.float().masked_fill(scale == 0, torch.inf)  # a flat group gets codes 0
         codes = (inner - self._spread(zero.float())).div_(self._spread(divisor)).round_()
-        packed = pack(codes.to(torch.uint8), self.layout)
+        packed = pack(codes.to(torch.uint8), self.planes)
         return torch.cat([packed, scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
 
     def decode(self, data: UInt8[Tensor, "n N"]) -> Float32[Tensor, "n 1 D"]:
@@ -73,13 +79,13 @@ class IntegerCodec:
         Raises:
             ValueError: the rows do not have `sum(parts)` bytes.
         """
-        layout = self.layout
-        stride, size = layout.stride, sum(layout.parts)
+        planes = self.planes
+        stride, size = planes.stride, sum(planes.parts)
         if data.shape[1] != size:
             raise ValueError(f"a row has {data.shape[1]} bytes; a vector of this codec has {size}")
         meta = data[:, stride:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         scale, zero = meta.view(torch.float16).float().chunk(2, dim=1)
-        codes = unpack(data[:, :stride], layout)
+        codes = unpack(data[:, :stride], planes)
         return codes.mul_(self._spread(scale)).add_(self._spread(zero))[:, None]
 
     def bound(self, x: Float[Tensor, "n 1 D"]) -> Float[Tensor, "n 1 D"]:
@@ -95,13 +101,13 @@ class IntegerCodec:
     def _affine(
         self, x: Float32[Tensor, "n D"]
     ) -> tuple[Float16[Tensor, "n groups"], Float16[Tensor, "n groups"]]:
-        layout = self.layout
-        short = layout.groups * layout.group - self.dim
-        if layout.groups == 1:
+        planes = self.planes
+        short = planes.groups * planes.group - self.dim
+        if planes.groups == 1:
             grouped = x[:, None]
         else:  # padding with an element of the last group keeps its least and greatest
             filled = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1) if short else x
-            grouped = filled.view(-1, layout.groups, layout.group)
+            grouped = filled.view(-1, planes.groups, planes.group)
         return affine(grouped.amin(dim=-1), grouped.amax(dim=-1), self.bits)
 
     def _spread(self, per_group: Tensor) -> Tensor:

@@ -7,50 +7,78 @@ the tests compare both byte by byte.
 import math
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
-from kv_policy import BitLayout
+from kv_quant.planes import Planes
 
 LIMIT: Final = 65504 / 2
 
 
-def encode(layout: BitLayout, vectors: Sequence[Sequence[float]]) -> bytes:
+def encode(planes: Planes, vectors: Sequence[Sequence[float]]) -> bytes:
     """Encode a block of vectors: rows of codes, then records of metadata."""
-    records = len(vectors) // layout.tokens
-    codes = bytearray(len(vectors) * layout.stride)
-    meta = bytearray(records * layout.parts[1])
+    records = len(vectors) // planes.tokens
+    codes = bytearray(len(vectors) * planes.stride)
+    meta = bytearray(records * planes.parts[1])
     for record in range(records):
-        tokens = range(record * layout.tokens, (record + 1) * layout.tokens)
-        at = record * layout.parts[1]
-        for group in range(layout.groups):
-            dims = range(group * layout.group, min((group + 1) * layout.group, layout.dim))
+        tokens = range(record * planes.tokens, (record + 1) * planes.tokens)
+        at = record * planes.parts[1]
+        for group in range(planes.groups):
+            dims = range(group * planes.group, min((group + 1) * planes.group, planes.dim))
             clean = {(t, d): _clean(vectors[t][d]) for t in tokens for d in dims}
-            scale, zero = _affine(list(clean.values()), 2**layout.bits - 1)
-            struct.pack_into("<e", meta, at + layout.scale_offset + 2 * group, scale)
-            struct.pack_into("<e", meta, at + layout.zero_offset + 2 * group, zero)
+            scale, zero = _affine(list(clean.values()), 2**planes.bits - 1)
+            struct.pack_into("<e", meta, at + 2 * group, scale)
+            struct.pack_into("<e", meta, at + 2 * (planes.groups + group), zero)
             for (t, d), x in clean.items():
                 code = round(_float32(_float32(x - zero) / scale)) if scale else 0
-                byte, start = layout.place(d)
-                for bit in range(layout.bits):
-                    codes[t * layout.stride + byte] |= (code >> bit & 1) << (start + bit)
+                _set(codes, t * planes.stride, planes, d, code)
     return bytes(codes + meta)
 
 
-def decode(layout: BitLayout, data: bytes, count: int = 1) -> list[list[float]]:
+def decode(planes: Planes, data: bytes, count: int = 1) -> list[list[float]]:
     """Decode a block of `count` vectors to float32 numbers."""
-    meta, vectors = data[count * layout.stride :], []
+    meta, vectors = data[count * planes.stride :], []
     for t in range(count):
-        vector, at = [], t // layout.tokens * layout.parts[1]
-        for d in range(layout.dim):
-            byte, start = layout.place(d)
-            stored = data[t * layout.stride + byte]
-            code = sum((stored >> (start + bit) & 1) << bit for bit in range(layout.bits))
-            group = at + 2 * (d // layout.group)
-            (scale,) = struct.unpack_from("<e", meta, layout.scale_offset + group)
-            (zero,) = struct.unpack_from("<e", meta, layout.zero_offset + group)
+        vector, at = [], t // planes.tokens * planes.parts[1]
+        for d in range(planes.dim):
+            code = _get(data, t * planes.stride, planes, d)
+            group = at + 2 * (d // planes.group)
+            (scale,) = struct.unpack_from("<e", meta, group)
+            (zero,) = struct.unpack_from("<e", meta, 2 * planes.groups + group)
             vector.append(_float32(code * scale + zero))
         vectors.append(vector)
     return vectors
+
+
+def encode_levels(planes: Planes, levels: Sequence[float], vector: Sequence[float]) -> bytes:
+    """Encode a vector by a codebook: codes of the nearest levels, then the root mean square."""
+    clean = [_clean(x) for x in vector]
+    mean = math.fsum(x * x for x in clean) / len(clean)
+    size = struct.pack("<e", _float32(math.sqrt(mean)))
+    (scale,) = struct.unpack("<e", size)
+    bounds = [_float32((a + b) / 2) for a, b in pairwise(levels)]
+    codes = bytearray(planes.stride)
+    for d, x in enumerate(clean):
+        at = _float32(x / scale) if scale else 0.0
+        _set(codes, 0, planes, d, sum(bound < at for bound in bounds))
+    return bytes(codes) + size
+
+
+def decode_levels(planes: Planes, levels: Sequence[float], data: bytes) -> list[float]:
+    """Decode a vector to float32 numbers: the level of each code times the root mean square."""
+    (scale,) = struct.unpack_from("<e", data, planes.stride)
+    return [_float32(_float32(levels[_get(data, 0, planes, d)]) * scale) for d in range(planes.dim)]
+
+
+def _set(codes: bytearray, start: int, planes: Planes, d: int, code: int) -> None:
+    for bit in range(planes.bits):
+        byte, at = planes.place(d, bit)
+        codes[start + byte] |= (code >> bit & 1) << at
+
+
+def _get(codes: bytes, start: int, planes: Planes, d: int) -> int:
+    places = (planes.place(d, bit) for bit in range(planes.bits))
+    return sum((codes[start + byte] >> at & 1) << bit for bit, (byte, at) in enumerate(places))
 
 
 def _clean(x: float) -> float:

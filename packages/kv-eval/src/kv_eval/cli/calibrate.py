@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_eval.cli.calibrate_gate import gate
+from kv_eval.cli.calibrate_heads import heads
 from kv_eval.cli.calibrate_zack import zack
 from kv_eval.cli.eval import Task
 from kv_eval.cli.shares import share
@@ -50,6 +51,7 @@ def _start() -> None:
 
 
 app.command("gate")(gate)
+app.command("heads")(heads)
 app.command("zack")(zack)
 
 
