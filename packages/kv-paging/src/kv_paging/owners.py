@@ -33,7 +33,7 @@ class Owners:
         Synchronizes with the device.
         """
         self.more.index_add_(0, pages, pages.new_full(pages.shape, -1, dtype=torch.int32))
-        free = pages[self.more[pages] < 0].unique()
+        free: Tensor = pages[self.more[pages] < 0].unique()
         self.more[free] = 0
         return free
 

@@ -24,7 +24,7 @@ class _Functions(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in WAITS:
