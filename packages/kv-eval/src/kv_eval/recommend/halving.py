@@ -133,17 +133,17 @@ class Halving:
     def complete_next(self, run: RunWindows, journal: Journal) -> Iterator[Finished]:
         """Choose the next best policy after `run`, and let it read as many windows as the best.
 
-        First come the policies that are left, then those that left last, with at least 8 windows.
-        `complete` grows by the policy, unless there is none.
+        First come the policies that are left, then those that left last. `complete` grows by the
+        policy, unless there is none.
         """
         arm = next((arm for arm in self._order(journal) if arm not in self.complete), None)
         if arm is None:
             return
         starts = [0, *(each for each in self.rounds if each < self.read)]
         for start, until in zip(starts, [*starts[1:], self.read], strict=True):
-            known = journal.get(arm.policy, TASK, SETTING, until - 1) is not None
-            self.spent += 0 if known else until - start
-            yield from run([FULL, arm.policy], range(start, until))
+            if journal.get(arm.policy, TASK, SETTING, until - 1) is None:
+                self.spent += until - start
+                yield from run([FULL, arm.policy], range(start, until))
         self.complete += (arm,)
 
     def finalists(self, journal: Journal) -> list[Standing]:
@@ -162,8 +162,7 @@ class Halving:
         """
         read = [each for each in self.arms if journal.get(each.policy, TASK, SETTING, 0)]
         found = [standing(journal, arm) for arm in read]
-        some = [each for each in found if each.windows >= LEAST or each.arm in self.alive]
-        return [each.arm for each in sorted(some, key=self._preference)]
+        return [each.arm for each in sorted(found, key=self._preference)]
 
     def _preference(self, found: Standing) -> tuple[int, bool, float, float, str]:
         good = (

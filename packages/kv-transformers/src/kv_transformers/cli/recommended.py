@@ -61,9 +61,7 @@ def asked(wish: "Wish") -> str:
 def recommended(policy: str, capacity: "Capacity", stock: "Capacity", wish: "Wish") -> None:
     """Print a policy and its bytes."""
     if policy == FULL:
-        line(
-            "Use no policy: the uncompressed cache fits, and none that is smaller loses as little."
-        )
+        line("Use no policy: the uncompressed cache fits, and nothing smaller loses as little.")
     else:
         line(f"Use:    {policy}", bold=True)
     factor = stock.token_bytes / capacity.token_bytes
