@@ -1,10 +1,14 @@
 """The figures that `kv-serve recommend` goes by are those of results."""
 
 import copy
+import tomllib
 
 import pytest
 
+from kv_eval.cli.recommend import search
+from kv_transformers.search import GROUP, PACKAGE
 from tools import measured
+from tools.workspace import ROOT
 
 
 def test_the_shipped_file_is_what_the_results_say() -> None:
@@ -23,6 +27,12 @@ def test_other_results_give_another_file(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(measured, "result", other)
     assert measured.PATH.read_bytes() != measured.written()
+
+
+def test_the_search_is_the_entry_point_that_the_command_looks_for() -> None:
+    project = tomllib.loads((ROOT / "packages" / PACKAGE / "pyproject.toml").read_text())["project"]
+    found = project["entry-points"][GROUP]
+    assert found == {"policies": f"{search.__module__}:{search.__qualname__}"}
 
 
 def test_windows_of_a_result_of_our_own_are_compared_with_the_full_cache() -> None:

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kv_transformers.cli.console import INTERRUPTED, progress, refuse, refusing, remark, writing
+from kv_transformers.cli.console import (
+    INTERRUPTED,
+    err,
+    progress,
+    refuse,
+    refusing,
+    remark,
+    writing,
+)
 from kv_transformers.cli.options import Dtype, caches_by, expect_backend, load_model, reading_policy
 
 if TYPE_CHECKING:
@@ -40,7 +48,7 @@ def search(options: "SearchOptions") -> None:
     expect_backend(options.backend)
     loaded = load_model(options.model, Dtype(options.dtype), options.device)
     make, served = caches_by(loaded, options.backend)
-    with refusing(ValueError):
+    with refusing(ValueError), err().status("checking which policies fit"):
         fit, every = fitting(loaded, specs, options.wish, make)
     if not fit:
         refuse(smallest(every, len(specs), options.wish))
