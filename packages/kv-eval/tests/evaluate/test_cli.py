@@ -225,14 +225,18 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     ]
     for row in rows:
         change = ("change_interval",) if row["policy"] != "full" else ()
+        apart = ("divergence", "divergence_interval", "divergence_tail")
+        apart = apart if change and row["task"] == "nll" else ()
         assert list(row) == [
             *("policy", "task", "setting", "length", "samples", "seed", "score", "full_score"),
-            *("score_interval", *change, "kv_bytes", "full_bytes", "seconds"),
+            *("score_interval", *change, *apart, "kv_bytes", "full_bytes", "seconds"),
         ]
         assert (row["length"], row["samples"], row["seed"]) == (200, 2, 5)
         assert row["seconds"] > 0
     assert [p.name for p in path.parent.iterdir()] == ["out.json"]
     assert result.stdout.count("\n") == len(rows) + 1
+    assert " KL 99.9 % " in result.stdout.splitlines()[0]
+    assert "KL" not in run(*command_without_nats(options, tmp_path)).stdout
     repeated = tmp_path / "again.json"
     several = ("--policy", "snapkv:budget=64,window=16+k8v4", "--policy", "full")
     result = run("eval", *options, *several, "--task", "nll", "--json", repeated)
@@ -240,6 +244,11 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
     scores = {r["policy"]: r["score"] for r in rows if r["task"] == "nll"}
     for row in json.loads(repeated.read_text())["rows"]:
         assert row["score"] == scores[row["policy"]]
+
+
+def command_without_nats(options: tuple[object, ...], folder: Path) -> tuple[object, ...]:
+    path = folder / "without.json"
+    return ("eval", *options, "--policy", "full", "--task", "agreement", "--json", path)
 
 
 def test_eval_attends_by_the_backend_that_is_named(

@@ -195,6 +195,22 @@ def test_tables_can_be_sorted(one: Node) -> None:
         assert shown == kinds
 
 
+def test_divergences_are_shown_where_they_were_measured() -> None:
+    far = {"divergence": 0.0312, "divergence_tail": 0.75, "divergence_interval": (0.02, 0.04)}
+    nll = tree(page([source(MAIN[0], MAIN[4], row("k8v4", 2.75, 400, **NLL, **far))]))
+    needle, table, *_ = nll.all("table")
+    assert "KL" not in needle.text
+    heads = [head.text for head in table.all("th")]
+    place = heads.index("KL")
+    assert heads[place : place + 2] == ["KL", "KL 99.9 %"]
+    assert [cells[place : place + 2] for cells in body(table)] == [
+        ["\N{EN DASH}"] * 2,
+        ["0.0312", "0.7500"],
+    ]
+    mark = marks(charts(nll, "quality")[1])["k8v4"]
+    assert "KL 0.0312 nats from full" in mark["data-facts"].split("\n")
+
+
 def test_a_wide_table_scrolls_in_a_box_that_has_the_focus(one: Node) -> None:
     boxes = list(one.all("div", class_="scroll"))
     assert len(boxes) == len(list(one.all("table"))) == 3

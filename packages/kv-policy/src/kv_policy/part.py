@@ -38,6 +38,7 @@ class Part:
     source: ClassVar[str] = ""
     amounts: ClassVar[tuple[str, ...]] = ()  # parameters that `keep` can replace
     amount_of: ClassVar[str] = "tokens seen"  # the whole that `keep` is a share of
+    variants: ClassVar[tuple[str, ...]] = ("",)  # parameters that a search tries, as text, or none
 
     def __post_init__(self) -> None:
         """Check every parameter against its annotation.
@@ -85,6 +86,12 @@ class Part:
     def fitted_to(self) -> str | None:
         """Fingerprint of the model this part was calibrated with; None: it fits any model."""
         return None
+
+    @classmethod
+    def facets(cls) -> tuple[str, ...]:
+        """Return which of `selector`, `formats` and `basis` the class supplies."""
+        every = ("selector", "formats", "basis")
+        return tuple(each for each in every if getattr(cls, each) is not getattr(Part, each))
 
     @classmethod
     def keeping(cls, share: Budget) -> dict[str, Any]:

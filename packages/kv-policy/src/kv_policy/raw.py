@@ -50,6 +50,7 @@ class Uncompressed(Part):
     """Base of formats that store keys and values as floating-point numbers."""
 
     dtype: ClassVar[torch.dtype | None] = None  # None: the model's own
+    variants: ClassVar[tuple[str, ...]] = ()  # not searched: it saves nothing by itself
     tiers = 1
     window = 0  # tokens are raw already
 

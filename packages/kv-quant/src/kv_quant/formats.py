@@ -31,6 +31,7 @@ class IntegerFormat(Part):
         "Liu et al., 2024, https://arxiv.org/abs/2402.02750; levels=normal: TurboQuant, Zandieh et "
         "al., 2025, https://arxiv.org/abs/2504.19874"
     )
+    variants: ClassVar[tuple[str, ...]] = ()  # not searched, unless a subclass says so
     key_bits: ClassVar[int]
     value_bits: ClassVar[int]
     tiers = 1
@@ -133,10 +134,14 @@ class IntegerFormat(Part):
 class K8V8(IntegerFormat, bits=(8, 8)):
     """Keys in 8 bits, values in 8."""
 
+    variants: ClassVar[tuple[str, ...]] = ("",)
+
 
 @dataclass(frozen=True)
 class K8V4(IntegerFormat, bits=(8, 4)):
     """Keys in 8 bits, values in 4."""
+
+    variants: ClassVar[tuple[str, ...]] = ("",)
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,8 @@ class K4V8(IntegerFormat, bits=(4, 8)):
 class K4V4(IntegerFormat, bits=(4, 4)):
     """Keys in 4 bits, values in 4."""
 
+    variants: ClassVar[tuple[str, ...]] = ("", "window=64", "keys=channel")
+
 
 @dataclass(frozen=True)
 class K4V3(IntegerFormat, bits=(4, 3)):
@@ -172,6 +179,8 @@ class K4V3(IntegerFormat, bits=(4, 3)):
 @dataclass(frozen=True)
 class K4V2(IntegerFormat, bits=(4, 2)):
     """Keys in 4 bits, values in 2."""
+
+    variants: ClassVar[tuple[str, ...]] = ("window=64", "keys=channel,block=64")
 
 
 @dataclass(frozen=True)

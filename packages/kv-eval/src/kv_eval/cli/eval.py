@@ -77,8 +77,9 @@ def evaluate(
             help="needle: find one number hidden in a text. multikey: one of four. passkey: one in "
             "a text that repeats itself. variable-tracking: which variables got a value through "
             "others. common-words: the ten most frequent words of a list. nll: nats per token of a "
-            "true continuation. agreement: share of greedy tokens equal to the full cache's. May "
-            "be repeated."
+            "true continuation, and in transformers how far next-token distributions are from the "
+            "full cache's (Kullback-Leibler divergence). agreement: share of tokens equal to "
+            "the full cache's. May be repeated."
         ),
     ] = None,
     model: ModelOption = None,

@@ -110,7 +110,9 @@ def _show(rows: "Sequence[Row]") -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("policy", "task", "setting"):
         table.add_column(name)
-    for name in ("score", "95 %", "full", "KV bytes", "of full", "seconds"):
+    apart = any(row.divergence is not None for row in rows)
+    more = ("KL", "KL 99.9 %") if apart else ()
+    for name in ("score", "95 %", "full", *more, "KV bytes", "of full", "seconds"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -120,11 +122,16 @@ def _show(rows: "Sequence[Row]") -> None:
             f"{row.score:.3f}",
             _interval(row.score_interval),
             f"{row.full_score:.3f}",
+            *((_number(row.divergence), _number(row.divergence_tail)) if apart else ()),
             f"{row.kv_bytes:,.0f}",
             f"{row.kv_bytes / row.full_bytes:.3f}",
             f"{row.seconds:.1f}",
         )
     out().print(table)
+
+
+def _number(of: float | None) -> str:
+    return "" if of is None else f"{of:.4f}"
 
 
 def _interval(of: tuple[float, float] | None) -> str:

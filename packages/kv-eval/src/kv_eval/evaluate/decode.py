@@ -1,6 +1,6 @@
 """Running a model with a cache: prefill, greedy decoding, and log-likelihoods."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,24 +50,21 @@ def answer(
     return tuple(_until(row, ends) for row in torch.stack(steps, -1).tolist())
 
 
-def nats(
+def forced(
     model: "PreTrainedModel",
     cache: "Cache",
     logits: Float[Tensor, "B V"],
     targets: Int[Tensor, "B L"],
-) -> Float[Tensor, " B"]:
-    """Return each sequence's mean negative log-likelihood of its targets, in nats per token.
+) -> Iterator[Float[Tensor, "B V"]]:
+    """Yield the logits that predict each target, from those after the cached tokens on.
 
     The targets are fed token by token, as in generation, so per-step compression takes effect here
     too.
     """
-    targets = targets.to(logits.device)
-    total = torch.zeros(len(targets), dtype=torch.float64, device=logits.device)
     for i in range(targets.shape[1]):
         if i:
             logits = read(model, cache, targets[:, i - 1 : i])
-        total += torch.nn.functional.cross_entropy(logits.double(), targets[:, i], reduction="none")
-    return total / targets.shape[1]
+        yield logits
 
 
 def ends_of(model: "PreTrainedModel") -> frozenset[int]:

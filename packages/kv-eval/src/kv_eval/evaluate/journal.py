@@ -26,6 +26,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     tokens: tuple[int, ...] = ()  # generated tokens
     kept: tuple[tuple[int, ...], ...] = ()  # tokens kept after the prompt, by layer and KV head
+    divergences: tuple[float, ...] = ()  # from the full cache's distributions, by scored token
     length: int = 0  # tokens of the prompt, if it differs from the requested length
 
     @property

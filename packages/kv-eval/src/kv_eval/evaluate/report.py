@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kv_eval.evaluate.divergence import tail
 from kv_eval.evaluate.harness_tasks import PREFIX, Harness
 from kv_eval.evaluate.intervals import Interval, of_change, of_mean
 from kv_eval.evaluate.journal import Finished, Journal
@@ -43,6 +44,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     full_score: float
     score_interval: Interval | None = None
     change_interval: Interval | None = None  # of score - full_score, sample by sample
+    divergence: Amount | None = None  # of nll, from the full cache: mean over tokens
+    divergence_interval: Interval | None = None
+    divergence_tail: Amount | None = None  # its 99.9 % quantile over the scored tokens
     kv_bytes: Amount  # cache bytes after the prompt
     full_bytes: Whole
     seconds: Amount  # 0: not measured
@@ -87,7 +91,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def rows(plan: Plan, journal: Journal) -> tuple[Row, ...]:
     """Summarize a journal that has every sample of the plan, in the plan's order."""
     return tuple(
-        _row(
+        row_of(
             _samples(plan, journal, spec, *pair),
             _samples(plan, journal, FULL, *pair),
             plan.length,
@@ -108,7 +112,7 @@ def harness_rows(harness: Harness, policies: Sequence[str], journal: Journal) ->
             before = [entry for entry in full if entry.task == name]
             for spec in policies:
                 mine = [entry for entry in journal.of(spec, name) if entry.task == name]
-                found.append(_row(mine, before, before[0].length, harness.seed, 1))
+                found.append(row_of(mine, before, before[0].length, harness.seed, 1))
     return tuple(found)
 
 
@@ -153,9 +157,14 @@ def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -
     return [entry for entry in found if entry is not None]
 
 
-def _row(samples: list[Finished], full: list[Finished], length: int, seed: int, seeds: int) -> Row:
+def row_of(
+    samples: Sequence[Finished], full: Sequence[Finished], length: int, seed: int, seeds: int = 1
+) -> Row:
+    """Summarize the samples of a policy, and the same with the full cache, in the same order."""
     first = samples[0]
     scores, before = [s.score for s in samples], [s.score for s in full]
+    apart = [s.divergences for s in samples if s.divergences]
+    means = [fmean(each) for each in apart] if len(apart) == len(samples) else []
     return Row(
         policy=first.policy,
         task=first.task,
@@ -168,6 +177,9 @@ def _row(samples: list[Finished], full: list[Finished], length: int, seed: int, 
         full_score=fmean(before),
         score_interval=of_mean(scores),
         change_interval=None if first.policy == FULL else of_change(scores, before),
+        divergence=fmean(means) if means else None,
+        divergence_interval=of_mean(means) if means else None,
+        divergence_tail=tail([value for each in apart for value in each]) if means else None,
         kv_bytes=fmean(s.kv_bytes for s in samples),
         full_bytes=fmean(s.full_bytes for s in samples),
         seconds=sum(s.seconds for s in samples),

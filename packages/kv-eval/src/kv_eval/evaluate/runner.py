@@ -5,11 +5,13 @@ A prompt is read once for several policies; each cache then answers separately.
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kv_eval.evaluate.decode import answer, ends_of, nats, read
+from kv_eval.evaluate.decode import answer, ends_of, forced, read
+from kv_eval.evaluate.divergence import Reference, Steps, scored
 from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.scored import Said, finished
@@ -50,17 +52,46 @@ def run(
         make(loaded.model, spec)  # refuse unsupported policies before the first sample
     for samples in work:
         size = plan.batch_of(samples[0].task)
-        for start in range(0, len(samples), size):
-            chosen = samples[start : start + size]
-            for specs in _together(plan.policies, together):
-                have = {spec: _known(journal, spec, chosen, start) for spec in specs}
-                missing = [spec for spec in specs if not have[spec]]
-                fresh = _finish(loaded, missing, start, chosen, journal, make)
-                for spec in specs:
-                    if not have[spec]:
-                        have[spec] = next(fresh)
-                        journal.append(have[spec])
-                    yield from have[spec]
+        yield from run_samples(
+            loaded, plan.policies, samples, journal, make, size, together=together
+        )
+
+
+def run_samples(
+    loaded: "LoadedModel",
+    policies: Sequence[str],
+    samples: Sequence[Sample],
+    journal: Journal,
+    make: MakeCache,
+    batch: int,
+    *,
+    first: int = 0,
+    together: int = TOGETHER,
+) -> Iterator[Finished]:
+    """Run samples of one task and setting with every cache; see `run`.
+
+    Args:
+        loaded: the model.
+        policies: canonical, `full` first.
+        samples: to run; if `batch` is more than 1, with prompts of equal length.
+        journal: receives every finished sample.
+        make: creates the caches.
+        batch: samples that run together.
+        first: number of the first sample.
+        together: caches of one prompt in memory at the same time.
+    """
+    for place in range(0, len(samples), batch):
+        start, chosen = first + place, samples[place : place + batch]
+        reference = Reference(partial(_steps_of_full, loaded, chosen, make))
+        for specs in _together(policies, together):
+            have = {spec: _known(journal, spec, chosen, start) for spec in specs}
+            missing = [spec for spec in specs if not have[spec]]
+            fresh = _finish(loaded, missing, start, chosen, journal, make, reference)
+            for spec in specs:
+                if not have[spec]:
+                    have[spec] = next(fresh)
+                    journal.append(have[spec])
+                yield from have[spec]
 
 
 def _together(policies: Sequence[str], together: int) -> list[Sequence[str]]:
@@ -83,18 +114,19 @@ def _finish(
     samples: Sequence[Sample],
     journal: Journal,
     make: MakeCache,
+    reference: Reference,
 ) -> Iterator[list[Finished]]:
     """Run samples of equal lengths together; yield the results of one cache after another."""
     if not specs:
         return
     began = time.perf_counter()
     caches = [make(loaded.model, spec) for spec in specs]
-    read_prompt(loaded.model, caches, torch.tensor([s.prompt_ids for s in samples]))
+    read_prompt(loaded.model, caches, _prompts(samples))
     shared = (time.perf_counter() - began) / len(specs)
-    references = [journal.get(FULL, s.task, s.setting, start + i) for i, s in enumerate(samples)]
+    known = [journal.get(FULL, s.task, s.setting, start + i) for i, s in enumerate(samples)]
     caches.reverse()  # each is freed once it has answered
     for spec in specs:
-        yield _ask(loaded, spec, caches.pop(), start, samples, references, shared)
+        yield _ask(loaded, spec, caches.pop(), start, samples, known, reference, shared)
 
 
 def _ask(
@@ -103,19 +135,36 @@ def _ask(
     cache: "Cache",
     start: int,
     samples: Sequence[Sample],
-    references: Sequence[Finished | None],
+    known: Sequence[Finished | None],
+    reference: Reference,
     shared: float,
 ) -> list[Finished]:
-    """Query a cache that has read the prompts; `shared` is its share of the prefill seconds."""
+    """Query a cache that has read the prompts; `shared` is its share of the prefill seconds.
+
+    Args:
+        loaded: the model.
+        spec: text of the policy.
+        cache: the cache.
+        start: number of the first sample.
+        samples: of equal lengths.
+        known: the same samples with the full cache; None: this is it.
+        reference: logits of the full cache; from here, if this is it.
+        shared: seconds of the prefill.
+    """
     model, first = loaded.model, samples[0]
     began = time.perf_counter() - shared
     size = held(cache)
-    logits = read(model, cache, torch.tensor([s.question_ids for s in samples]))
+    logits = read(model, cache, _questions(samples))
     spoken: tuple[tuple[int, ...], ...] = ((),) * len(samples)
-    surprise: list[float | None] = [None] * len(samples)
+    surprise: Sequence[float | None] = [None] * len(samples)
+    apart: Sequence[tuple[float, ...]] = [()] * len(samples)
     if first.target_ids:
-        targets = torch.tensor([s.target_ids for s in samples])
-        surprise = nats(model, cache, logits, targets).tolist()
+        targets = _targets(samples, logits.device)
+        steps = forced(model, cache, logits, targets)
+        if spec == FULL:
+            surprise, apart = scored(reference.recorded(steps), targets, None)
+        else:
+            surprise, apart = scored(steps, targets, reference)
     else:
         ends = ends_of(model) if first.stop else ()
         spoken = answer(model, cache, logits, first.new_tokens, ends)
@@ -123,10 +172,30 @@ def _ask(
     kv_bytes, full_bytes = (round(n / len(samples)) for n in (size.kv_bytes, size.full_bytes))
     kept = size.kept or ((),) * len(samples)
     said = [
-        Said(tokens, of, kv_bytes, full_bytes, seconds, stay)
-        for tokens, of, stay in zip(spoken, surprise, kept, strict=True)
+        Said(tokens, of, kv_bytes, full_bytes, seconds, stay, away)
+        for tokens, of, stay, away in zip(spoken, surprise, kept, apart, strict=True)
     ]
     return [
         finished(loaded, spec, start + i, *each)
-        for i, each in enumerate(zip(samples, said, references, strict=True))
+        for i, each in enumerate(zip(samples, said, known, strict=True))
     ]
+
+
+def _steps_of_full(loaded: "LoadedModel", samples: Sequence[Sample], make: MakeCache) -> Steps:
+    """Run the full cache over a batch once more, for its logits at every target."""
+    cache = make(loaded.model, FULL)
+    read(loaded.model, cache, _prompts(samples))
+    logits = read(loaded.model, cache, _questions(samples))
+    return forced(loaded.model, cache, logits, _targets(samples, logits.device))
+
+
+def _prompts(samples: Sequence[Sample]) -> torch.Tensor:
+    return torch.tensor([sample.prompt_ids for sample in samples])
+
+
+def _questions(samples: Sequence[Sample]) -> torch.Tensor:
+    return torch.tensor([sample.question_ids for sample in samples])
+
+
+def _targets(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
+    return torch.tensor([sample.target_ids for sample in samples], device=device)

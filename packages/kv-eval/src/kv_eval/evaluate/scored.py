@@ -22,6 +22,8 @@ class Said:
         full_bytes: of an uncompressed cache.
         seconds: for reading the prompt and answering.
         kept: tokens kept after the prompt, by layer and KV head; empty if not counted.
+        divergences: from the full cache's next-token distributions, at each target, in nats; empty
+            without targets, under vLLM, and for the full cache itself.
     """
 
     tokens: tuple[int, ...]
@@ -30,6 +32,7 @@ class Said:
     full_bytes: int
     seconds: float
     kept: tuple[tuple[int, ...], ...] = ()
+    divergences: tuple[float, ...] = ()
 
 
 def finished(
@@ -51,12 +54,17 @@ def finished(
         reference: the same sample with the full cache; None if this is it.
 
     Raises:
-        FloatingPointError: the score is not finite.
+        FloatingPointError: the score or a divergence is not finite.
     """
     score = _score(loaded, sample, said, said.tokens if reference is None else reference.tokens)
     if not math.isfinite(score):
         raise FloatingPointError(
             f"the score of {policy} is {score} on {sample.task}: the model's output is not finite"
+        )
+    odd = next((each for each in said.divergences if not math.isfinite(each)), None)
+    if odd is not None:
+        raise FloatingPointError(
+            f"the divergence of {policy} from the full cache is {odd} at a token of {sample.task}"
         )
     return Finished(
         policy=policy,
@@ -69,6 +77,7 @@ def finished(
         seconds=said.seconds,
         tokens=said.tokens,
         kept=said.kept,
+        divergences=said.divergences,
     )
 
 

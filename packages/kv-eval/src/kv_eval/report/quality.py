@@ -83,6 +83,7 @@ def _unequal(panel: Panel) -> Markup:
 
 def _table(panel: Panel, files: tuple[str, ...]) -> Markup:
     several = len(files) > 1
+    apart = any(point.row.divergence is not None for point in panel.points)
     columns = [
         Column("no."),
         Column("policy", number=False),
@@ -90,18 +91,22 @@ def _table(panel: Panel, files: tuple[str, ...]) -> Markup:
         Column("score"),
         Column("95 %"),
         Column("over full"),
+        *([Column("KL"), Column("KL 99.9 %")] if apart else []),
         Column("% of full"),
         Column("bytes"),
         Column("samples"),
         Column("seconds"),
         Column("frontier", number=False),
     ]
-    rows = [_row(point, files[point.source] if several else None) for point in panel.points]
+    rows = [
+        _row(point, files[point.source] if several else None, apart=apart) for point in panel.points
+    ]
     return table(f"Every policy: {title(panel)}", columns, rows)
 
 
-def _row(point: Point, file: str | None) -> list[Cell]:
+def _row(point: Point, file: str | None, *, apart: bool) -> list[Cell]:
     row = point.row
+    far = [number(row.divergence, ".4f"), number(row.divergence_tail, ".4f")]
     return [
         number(point.number, "d"),
         word(row.policy),
@@ -109,6 +114,7 @@ def _row(point: Point, file: str | None) -> list[Cell]:
         number(row.score, ".3f"),
         Cell(interval(row.score_interval), row.score_interval and row.score_interval[0]),
         number(row.score - row.full_score, "+.3f"),
+        *(far if apart else []),
         number(100 * point.share, ".1f"),
         number(row.kv_bytes, ",.0f"),
         number(row.samples, ",d"),

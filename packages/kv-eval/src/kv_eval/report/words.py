@@ -34,9 +34,11 @@ def facts(point: Point, *, loss: bool) -> tuple[str, ...]:
     row = point.row
     unit = " nats per token" if loss else ""
     samples = "1 sample" if row.samples == 1 else f"{row.samples:,} samples"
+    far = () if row.divergence is None else (f"KL {row.divergence:.4f} nats from full",)
     times = () if point.times is None else (f"{point.times:.2f} of full's seconds",)
     return (
         f"score {row.score:.3f}{unit}, full {row.full_score:.3f}",
+        *far,
         f"{point.share:.1%} of the full cache",
         f"{row.kv_bytes:,.0f} bytes",
         samples,

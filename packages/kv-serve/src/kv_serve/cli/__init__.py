@@ -16,6 +16,7 @@ ORDER: Final = (
     "demo",
     "chat",
     "generate",
+    "recommend",
     "capacity",
     "policies",
     "doctor",

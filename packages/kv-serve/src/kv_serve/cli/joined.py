@@ -22,6 +22,7 @@ PACKAGES: Final = {  # our commands and the package of each
     "eval": "kv-eval",
     "generate": "kv-transformers",
     "inspect": "kv-eval",
+    "recommend": "kv-transformers",
     "report": "kv-eval",
 }
 ANY: Final = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kv_policy import Part, Registry
 
 # Headings by the facets that a policy supplies.
-GROUPS: Final = {
+GROUPS: Final[Mapping[tuple[str, ...], str]] = {
     ("formats",): "Formats: how tokens are stored",
     ("selector",): "Selectors: which tokens are kept",
     ("selector", "formats"): "Selectors with formats of their own",
@@ -115,12 +115,8 @@ def _line(registry: "Registry", name: str) -> tuple[str, tuple[str, str]]:
 
 
 def _heading(part: "type[Part]") -> str:
-    """Return the heading of the facets that a policy's class defines."""
-    from kv_policy import Part
-
-    facets = ("selector", "formats", "basis")
-    own = tuple(each for each in facets if getattr(part, each) is not getattr(Part, each))
-    return GROUPS.get(own, OTHER)
+    """Return the heading of the facets that a policy's class supplies."""
+    return GROUPS.get(part.facets(), OTHER)
 
 
 def _one(registry: "Registry", name: str) -> None:

@@ -74,11 +74,11 @@ def capacity(
     _show(found, rows, room, tokens, type(built).__name__)
 
 
-def nbytes(text: str) -> int:
+def nbytes(text: str, option: str = "--memory") -> int:
     """Read a number of bytes, such as 24GiB; exit with an error if it is none."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        refuse(f"--memory {text!r} is not a size; give a number and a unit, for example 24GiB")
+        refuse(f"{option} {text!r} is not a size; give a number and a unit, for example 24GiB")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** POWERS.index(prefix.lower() or " "))
 
