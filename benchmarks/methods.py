@@ -5,8 +5,8 @@ Cells are needle, with the question after the compressed prompt (`agnostic`) and
 cache holds after the prompt, by its own accounting, over those of an uncompressed cache of two
 bytes per number. Each method is measured as it is by default, without a format (`NAME_usual`), and
 with k8v4 such that it holds about a quarter of the bytes (`NAME_25`), beside kv-compress. A method
-without a budget holds what its rule keeps: the share of heads that retrieve is then set so that a
-prompt of 2,000 tokens comes near to a quarter, and `simlayerkv` holds what its threshold gives.
+without a budget holds what its rule keeps: the share of heads that retrieve, and the threshold of
+`simlayerkv`, are then set so that prompts of 2,000 tokens come near to a quarter.
 
 Prompts are of the default text. Scores of heads are of random tokens, so no prompt was read in
 calibration. They are written to `results/methods.heads.statistics`, which a later run reads again.
@@ -46,7 +46,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "headkv_usual": "headkv:file=FILE,budget=1024",
     "headkv_25": "headkv:file=FILE,budget=1080+k8v4",
     "simlayerkv_usual": "simlayerkv",
-    "simlayerkv_25": "simlayerkv:threshold=0.5,recent=512+k8v4",
+    "simlayerkv_25": "simlayerkv:threshold=0.8,recent=512+k8v4",
     "prefixkv_usual": "prefixkv:budget=1024",
     "prefixkv_25": "prefixkv:budget=1080+k8v4",
     "kvcrush_usual": "kvcrush:budget=1024",

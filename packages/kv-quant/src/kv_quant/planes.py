@@ -1,6 +1,7 @@
 """Position of integer codes of 1, 2, 3, 4 or 8 bits in bytes."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from kv_policy import BitLayout
@@ -31,9 +32,7 @@ class Planes:
     @property
     def each(self) -> tuple[BitLayout, ...]:
         """The planes, the low bits of a code first."""
-        return tuple(
-            BitLayout(self.dim, bits, self.group, self.tokens) for bits in WIDTHS[self.bits]
-        )
+        return _each(self)
 
     @property
     def layout(self) -> BitLayout | None:
@@ -64,3 +63,9 @@ class Planes:
                 return start + byte, first + bit
             start, bit = start + plane.stride, bit - plane.bits
         raise ValueError(f"bit {bit} is given, beyond the {self.bits} of a code")
+
+
+@lru_cache(maxsize=256)
+def _each(planes: Planes) -> tuple[BitLayout, ...]:
+    widths = WIDTHS[planes.bits]
+    return tuple(BitLayout(planes.dim, bits, planes.group, planes.tokens) for bits in widths)
