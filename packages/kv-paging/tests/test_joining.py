@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_paging import PagePool, PerHeadRankTiers, PoolExhausted, Tiers, TokenStore, fit
+from kv_paging import BOTH, PagePool, PerHeadRankTiers, PoolExhausted, Tiers, TokenStore, fit
 from kv_paging.moves import block_segments, take_pages
 from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
 
@@ -308,6 +308,55 @@ def test_what_has_joined_has_no_sequence_until_another_joins_it() -> None:
     other.check()
     other.release()
     assert pool.free == pool.capacity
+
+
+def test_tables_that_stay_where_they_are_take_sequences_in_and_let_them_go() -> None:
+    """At both ends of the tables, from tables that are narrower or wider."""
+    first = PageLayout.sized(WIDE, 4)
+    layouts = [first, PageLayout.fitted(SMALL, first.nbytes)]
+    pool = PagePool(first.nbytes, 200, grows=False)
+    mine = Tiers(pool, layouts, 1, 3, 2)
+    mine.fix(20)
+    before = [x.data_ptr() for store in mine.stores for x in (store.table, store.length)]
+    wanted: dict[int, list[torch.Tensor]] = {}
+    for sequence, count in ((1, 5), (0, 9), (2, 1), (1, 7)):
+        if sequence in wanted:
+            mine.clear_in_place(torch.tensor([sequence]))
+        other = Tiers(pool, layouts, 1, 1, 2)
+        other.stores[0].widen(30 if count == 9 else 1)
+        for tier in (0, 1):
+            key = torch.randn(2, count, DIM)
+            mark = torch.ones(2, count, dtype=torch.bool)
+            other.append(tier, other.table_rows(), key, key, mark)
+        wanted[sequence] = [store.read_layer(0, BOTH).key for store in other.stores]
+        mine.adopt(sequence, other)
+        assert other.pages_used == 0
+        mine.check()
+    mine.prepare(lambda: torch.tensor([True, False, True]), 3)
+    for sequence, keys in wanted.items():
+        for store, key in zip(mine.stores, keys, strict=True):
+            rows = store.table_rows().view(3, 2)[sequence]
+            found = store.read(rows, BOTH).key
+            assert found is not None
+            torch.testing.assert_close(found[:, : key.shape[1]], key)
+    assert before == [x.data_ptr() for store in mine.stores for x in (store.table, store.length)]
+    mine.clear_in_place(torch.tensor([0, 1, 2]))
+    assert pool.free == pool.capacity
+
+
+def test_a_row_that_outgrows_tables_that_stay_where_they_are_is_refused() -> None:
+    pool, mine, other = _pair()
+    mine.fix(4)
+    _fill(other)
+    mine.adopt(0, other)  # five tokens; a table of two pages has eight
+    for _ in range(3):
+        mine.prepare(lambda: torch.tensor([True]), 1)
+        count = len(mine.table_rows())
+        kinds, key = torch.zeros(count, dtype=torch.uint8), torch.ones(count, DIM)
+        mine.step(kinds, kinds + NOBODY, kinds + DROP, torch.full((1, count), -1), key, key)
+    with pytest.raises(ValueError, match="the fixed tables are too narrow"):
+        mine.prepare(lambda: torch.tensor([True]), 1)
+    assert pool.free == 4
 
 
 def test_what_cannot_join_is_refused() -> None:

@@ -325,3 +325,20 @@ def test_under_steps_the_newest_are_shielded_and_get_no_infinite_score() -> None
     recent_tokens = Stepping().recent_tokens(torch.tensor([9]))
     assert recent_tokens is not None
     assert recent_tokens.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("members", "wanted"),
+    [
+        ({}, True),  # nothing of it is called
+        ({"scores_once": True}, False),
+        ({"observe": Observe(last=4)}, True),
+        ({"observe": Observe(last=4, generated=True)}, False),
+        ({"decode": "step", "step": lambda self, view: None}, False),
+        ({"scores_once": True, "decodes_on_device": True}, True),
+    ],
+)
+def test_a_selector_decodes_on_the_device_if_it_says_so_or_is_not_called(
+    members: dict[str, object], wanted: bool
+) -> None:
+    assert complete(type("Made", (Bare,), members)()).decodes_on_device is wanted

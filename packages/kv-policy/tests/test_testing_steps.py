@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from kv_policy import DROP, NOBODY, Part, Selecting, Step, StepView
+from kv_policy import DROP, NOBODY, LayerView, Part, Selecting, Step, StepView
 from kv_policy.testing import check_policy
 from lawful import Good, refusal
 
@@ -62,6 +63,27 @@ class FromFirst(Good):
         return super().step(replace(view, candidate=view.candidate + 9 * view.first_layer))
 
 
+class Reads(Good):
+    """A step reads on the host how full the tiers are."""
+
+    decodes_on_device = True
+
+    def step(self, view: StepView) -> Step:
+        assert int(view.count.max()) >= 0
+        return super().step(view)
+
+
+class Looks(Good):
+    """So do scores, of the keys."""
+
+    decodes_on_device = True
+
+    def score(self, view: LayerView) -> Tensor:
+        assert view.keys is not None
+        assert not view.keys.isnan().any()
+        return super().score(view)
+
+
 class Stepless(Selecting):
     """Declares steps without a `step`."""
 
@@ -81,6 +103,8 @@ class Stepless(Selecting):
         (FromFirst, "a step of several layers differs from the step of each alone"),
         (Stepless, "Stepless has decode='step' but no step(view); define it, or set decode='grow'"),
         (Meets, "a step depends on other sequences"),
+        (Reads, "step reads numbers on the host, though decodes_on_device is True"),
+        (Looks, "score reads numbers on the host, though decodes_on_device is True"),
     ],
 )
 def test_a_broken_policy_is_told_its_law(broken: type[Part], law: str) -> None:

@@ -23,9 +23,6 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types here
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in WAITS:
             raise AssertionError(f"{func} makes the host wait")
@@ -35,5 +32,6 @@ class _Operations(TorchDispatchMode):
 @contextmanager
 def reading_raises() -> Iterator[None]:
     """Raise AssertionError where the host reads numbers of a tensor, on any device."""
-    with _Functions(), _Operations():
+    operations = _Operations()  # type: ignore[no-untyped-call]
+    with _Functions(), operations:
         yield
