@@ -5,6 +5,7 @@ from typing import Final
 
 from vllm.config import VllmConfig
 
+from kv_policy.files import write_whole
 from kv_serve.vllm.attach import is_ours
 
 PLAIN: Final = "one format for all tokens, such as k8v4"
@@ -153,5 +154,5 @@ def claim_folder(config: VllmConfig, policy: str) -> str | None:
             f"the KV connector {EXAMPLE} in {folder}, which has keys and values that another "
             f"policy or model stored; give an empty folder as {FOLDER}"
         )
-    claim.write_text(owner)
+    write_whole(claim, owner.encode())
     return None
