@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
-COUNT, MORE, DRAFTS = 80, 40, 3
+# An answer ends inside a block: one that ends where a block does may leave it uncached.
+COUNT, MORE, DRAFTS = 90, 40, 3
 Answers = tuple[list[list[int]], list[list[int]]]
 NGRAM = {
     "method": "ngram",
@@ -73,8 +74,9 @@ def counted(engine: "LLM") -> tuple[int, int]:
     return drafted, accepted
 
 
-SLOW = ("hadamard+k4v4", "k4v2", "raw")
-POLICIES = ["k8v4", *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)]
+SLOW = ("hadamard+k4v4", "k8v4", "raw")
+COARSE = "k4v2"  # with which an answer changes soonest if drafts attend to what is not stored
+POLICIES = [COARSE, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -107,8 +109,8 @@ def test_a_draft_model_changes_nothing(
         shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
         write_weights(tmp_path, num_hidden_layers=layers, **shape)
     given = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    expected = without("k8v4")
-    with start_tiny("k8v4", speculative_config=given) as engine:
+    expected = without(COARSE)
+    with start_tiny(COARSE, speculative_config=given) as engine:
         assert told(engine) == expected
         drafted, accepted = counted(engine)
     if layers == 1:
