@@ -21,6 +21,7 @@ from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_basis, check_budgets, check_shift
 from kv_runtime.decode_buffers import DecodeBuffers, captures
+from kv_runtime.drafts import split_requests
 from kv_runtime.expanded import Expanded
 from kv_runtime.fixed_rows import captures_pages, fixed_bytes
 from kv_runtime.inspect import NOWHERE, Holding, Kind, Place, holding
@@ -106,5 +107,6 @@ __all__ = [
     "request_pages",
     "same_maps",
     "serving",
+    "split_requests",
     "widened",
 ]

@@ -105,6 +105,7 @@ def _few_objects() -> Iterator[None]:
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
 
     gc.collect()
     gc.freeze()
@@ -112,6 +113,10 @@ def _few_objects() -> Iterator[None]:
         # vLLM freezes the objects of an engine, and later unfreezes all.
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        # For each engine vLLM looks for its Triton kernels in all modules, and fails at one of
+        # llvmlite, which n-gram drafting imports. Once is enough for a process.
+        register = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+        patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(register))
         yield
     gc.unfreeze()
 

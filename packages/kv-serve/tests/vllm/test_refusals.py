@@ -240,25 +240,15 @@ def test_two_say_how_keys_and_values_are_stored(llama: str, start_tiny: Start) -
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 2,
-                }
-            },
-            "speculative decoding",
-        ),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         (
             {
                 "kv_transfer_config": {
-                    "kv_connector": "ExampleConnector",
+                    "kv_connector": "NixlConnector",
                     "kv_role": "kv_both",
                 }
             },
-            "a KV transfer connector",
+            "the KV connector NixlConnector",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def builder() -> "SlotBuilder":
 
     made = SlotBuilder.__new__(SlotBuilder)
     made.blocks = Blocks.of(FORMAT, HEADS, SIZE, HEADS * SIZE * FORMAT.nbytes, CPU, "torch")
-    made.buffers, made.device = None, CPU
+    made.buffers, made.device, made.verified = None, CPU, None
     made.vllm_config = MagicMock()
     made.vllm_config.scheduler_config.max_num_seqs = 2 * MOST
     made.vllm_config.compilation_config.max_cudagraph_capture_size = MOST
@@ -92,6 +92,23 @@ def test_a_capture_of_other_steps_raises(builder: "SlotBuilder", new: list[int])
         builder.build_for_cudagraph_capture(metadata(new))
 
 
+def test_drafts_are_rows_of_their_own_and_chunks_of_prompts_are_not(
+    builder: "SlotBuilder",
+) -> None:
+    builder.verified = 4
+    given = metadata([3, 1, 3, 6])
+    given.is_prefilling = torch.tensor([False, False, True, False])  # the last reads output again
+    step = builder.build(0, given)
+    rows = [tuple(batch.position.shape) for batch in step.batches]
+    assert rows == [(4, 1), (1, 3), (1, 6)]
+    alone = step.batches[0]
+    assert alone.position.flatten().tolist() == [7, 8, 9, 7]
+    assert alone.stored[:, 0].tolist() == [7, 8, 9, 7]
+    assert torch.equal(alone.table[0], alone.table[2])
+    # A step of one token per request is as without speculative decoding.
+    assert len(builder.build(0, metadata([1, 1])).batches) == 1
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_graph_is_captured_where_torch_attends(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +124,7 @@ def test_no_graph_is_captured_where_torch_attends(
     layer.impl = SimpleNamespace(layer=SlotLayer(FORMAT, 0.3, "torch"))
     monkeypatch.setattr(slots, "attention_layers", lambda config: [layer])
     monkeypatch.setattr(slots, "CAPTURING", frozenset({"cuda", "meta"}))
-    config = MagicMock(spec=VllmConfig)
+    config = MagicMock(spec=VllmConfig, speculative_config=None)
     config.device_config = SimpleNamespace(device_type="meta" if device == "cuda" else device)
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     spec = FullAttentionSpec(
@@ -118,5 +135,13 @@ def test_no_graph_is_captured_where_torch_attends(
         dtype=torch.uint8,
         state_content_bytes=FORMAT.nbytes,
     )
+    found = slots.SlotBuilder.get_cudagraph_support(config, spec)
+    assert found == AttentionCGSupport.NEVER
+    # Nor of steps that verify drafts, whatever attends.
+    monkeypatch.setattr(slots, "captures", lambda *given: True)
+    found = slots.SlotBuilder.get_cudagraph_support(config, spec)
+    able = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert found == (able if device == "cuda" else AttentionCGSupport.NEVER)
+    config.speculative_config = MagicMock()
     found = slots.SlotBuilder.get_cudagraph_support(config, spec)
     assert found == AttentionCGSupport.NEVER

@@ -40,6 +40,7 @@ OVERRIDDEN: Final = (
     f"{_ATTENTION}:AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)",
     f"{_ATTENTION}:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, "
     "fast_build)",
+    f"{_ATTENTION}:AttentionMetadataBuilder.build_for_drafting(common_attn_metadata, draft_index)",
     f"{_SPEC}:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
     f"{_SPEC}:FullAttentionSpec.merge(specs)",
     f"{_SPEC}:FullAttentionSpec.prefix_cacheable",
@@ -127,7 +128,7 @@ CALLED: Final = (
     "vllm.v1.metrics.utils:create_metric_per_engine(metric, per_engine_labelvalues)",
     f"{_ATTENTION}:CommonAttentionMetadata.__init__(query_start_loc, query_start_loc_cpu, "
     "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
-    "slot_mapping)",
+    "slot_mapping, is_prefilling)",
     f"{_LATENT}:MLACommonMetadataBuilder.__init__(kv_cache_spec, layer_names, vllm_config, device)",
     "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
     "skip_compiled)",

@@ -8,7 +8,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from kv_attention import check_backend
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, keeps_shape, parse, tier_formats
 from kv_runtime import AUTO
-from kv_serve.vllm.attach import is_ours
+from kv_serve.vllm.beside import refused_connector, refused_drafts
 from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS
 from kv_serve.vllm.nearest import strangers
 from kv_serve.vllm.versions import SERVED, is_served
@@ -124,21 +124,27 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     value_dim = getattr(model.hf_text_config, "v_head_dim", None)
     unlike = not model.use_mla and value_dim not in (None, model.get_head_size())
     wrong = {
-        "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
-        "a KV transfer connector": config.kv_transfer_config is not None
-        and not is_ours(config.kv_transfer_config),
         "a model without attention": model.is_attention_free,
+        "a pooling model, which generates nothing that a cache is for": model.runner_type
+        == "pooling",
         "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "keys and values of unlike dimensions, for which vLLM has backends of its own": unlike,
     }
-    for what in (name for name, given in wrong.items() if given):
+    plain = is_plain(policy)
+    refused = (
+        *(name for name, given in wrong.items() if given),
+        refused_drafts(config, plain=plain),
+        refused_connector(config, plain=plain),
+    )
+    for what in (each for each in refused if each is not None):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
     if model.use_mla:
         _check_latents(policy, config.device_config.device_type)
-    _check_failures(config.kv_transfer_config)
+    if not plain:
+        _check_failures(config.kv_transfer_config)
     check_dtype(config.cache_config.cache_dtype)
 
 

@@ -91,13 +91,14 @@ def _add_middleware(given: Namespace, path: str) -> None:
 def _choose_storage(given: Namespace, policy: KVPolicy) -> None:
     """Configure our connector so that the process that serves metrics also sees it.
 
-    Prefix caching is disabled where it has no effect, unless the user has set it.
+    Prefix caching is disabled where it has no effect, unless the user has set it. Which connectors
+    of vLLM a policy without pages may have is checked with the whole configuration.
     """
     asked = given.kv_transfer_config
-    if asked is not None and (is_plain(policy) or not is_ours(asked)):
+    if asked is not None and is_plain(policy) == is_ours(asked):
         raise ValueError(
             f"--kv-transfer-config names {asked.kv_connector}, but the policy {policy} cannot be "
-            "served with another KV connector; omit the option"
+            "served with this KV connector; omit the option"
         )
     if is_plain(policy):
         _add_middleware(given, plain.PATH)

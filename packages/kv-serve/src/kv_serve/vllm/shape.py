@@ -20,9 +20,14 @@ PAGE_TOKENS: Final = 16  # of the pages of a self-check
 
 
 def attention_layers(config: VllmConfig) -> list[Attention]:
-    """Return the layers whose cache is under the policy, in execution order."""
+    """Return a model's layers whose cache is under the policy, in execution order.
+
+    They are those of `config.model_config`: a draft model has a configuration of its own, and its
+    layers beside the others in vLLM's table.
+    """
     layers = config.compilation_config.static_forward_context.values()
-    return [x for x in layers if isinstance(x, Attention) and isinstance(x.impl, UnderPolicy)]
+    under = [x for x in layers if isinstance(x, Attention) and isinstance(x.impl, UnderPolicy)]
+    return [x for x in under if x.impl.config.model_config is config.model_config]
 
 
 def kept_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from kv_runtime import Blocks, DecodeBuffers, SlotLayer, SlotStep, captures
+from kv_runtime import Blocks, DecodeBuffers, SlotLayer, SlotStep, captures, split_requests
 from kv_serve.vllm.shape import attention_layers
 
 # Devices whose launches vLLM captures.
@@ -23,6 +23,10 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
 
     Once vLLM captures CUDA graphs of decode steps, the metadata of every decode step is in the
     memory that they read.
+
+    Under speculative decoding a decoding request has several new tokens. Each is then a row of its
+    own, so that it attends as a token that is decoded alone, and what is accepted does not depend
+    on drafts.
     """
 
     def __init__(
@@ -32,18 +36,26 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        """Compute how blocks are divided into pages."""
+        """Compute how blocks are divided into pages; those of a draft model have its own sizes."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.blocks = _blocks(_layers(vllm_config)[0], kv_cache_spec, device)
+        named = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.blocks = _blocks(named.impl.layer, kv_cache_spec, device)
         self.buffers: DecodeBuffers | None = None  # until a graph is captured
+        # The most tokens of a request that are verified in a step; None: there are no drafts. A
+        # preempted request that reads its output again has more.
+        given = vllm_config.speculative_config
+        self.verified = None if given is None else given.num_speculative_tokens + 1
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Return that decode steps can be captured, if kernels for GPUs compute all of them."""
+        """Return that decode steps can be captured, if kernels for GPUs compute all of them.
+
+        Steps that verify drafts are not: the number of a request's rows differs between them.
+        """
         device = torch.device(vllm_config.device_config.device_type)
-        if device.type not in CAPTURING:
+        if device.type not in CAPTURING or vllm_config.speculative_config is not None:
             return AttentionCGSupport.NEVER
         spec = cast(AttentionSpec, kv_cache_spec)
         dtype = vllm_config.model_config.dtype
@@ -65,11 +77,27 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
         fast_build: bool = False,
     ) -> SlotStep:
         """Return the metadata of one step."""
-        given = common_attn_metadata
+        return self._step(common_attn_metadata, split=self.verified is not None)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> SlotStep:
+        """Return the metadata of a step of the draft model, which vLLM checks anyway.
+
+        It reads what was accepted as a prompt, and vLLM does not say which requests are in theirs.
+        """
+        return self._step(common_attn_metadata, split=False)
+
+    def _step(self, given: CommonAttentionMetadata, *, split: bool) -> SlotStep:
         start = given.query_start_loc_cpu[: given.num_reqs + 1]
         length = given.seq_lens[: given.num_reqs]
         table = given.block_table_tensor[: given.num_reqs]
         slot = given.slot_mapping[: given.num_actual_tokens]
+        if split and given.max_query_len > 1:
+            assert self.verified is not None, "there are drafts"
+            assert given.is_prefilling is not None, "vLLM's model runners set it"
+            verify = ~given.is_prefilling[: given.num_reqs] & (start.diff() <= self.verified)
+            start, length, table = split_requests(start, length, table, verify)
         count = _decoding(start)
         if self.buffers is None or count is None or given.num_reqs > self.buffers.requests:
             return self.blocks.step(start, length, given.max_seq_len, table, slot)

@@ -24,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_policy import CacheShape, KVPolicy, LayerBasis, TokenFormat
 from kv_runtime import Account, Bases, Layout, SlotLayer, check_shift, fit_block, fit_page
-from kv_serve.vllm.attach import attach
+from kv_serve.vllm.attach import attach, is_ours
+from kv_serve.vllm.beside import claim_folder, refused_kept
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.rows import RowsBuilder
@@ -225,8 +226,9 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     """Choose the storage of a policy, and attach our connector if it uses pages.
 
     Raises:
-        UnservableError: a connector is configured for a policy without pages; or the ranks of
-            tensor parallelism would lay out their pages differently.
+        UnservableError: our connector is configured for a policy without pages; another one, or
+            speculative decoding, is not supported with this model; or the ranks of tensor
+            parallelism would lay out their pages differently.
         WrongModelError: the policy was calibrated with another model.
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
@@ -234,11 +236,12 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         expect_fitted(policy, fingerprint_at(config.model_config.model))
     format = plain_format(policy, shape)
     if format is not None:
-        if config.kv_transfer_config is not None:
+        if is_ours(config.kv_transfer_config):
             raise UnservableError(
                 f"{policy} is stored in vLLM's slots and needs no KV connector; omit "
                 "--kv-transfer-config"
             )
+        _check_beside(config, policy)
         device = torch.device(config.device_config.device_type)
         bases = None if policy.basis is None else Bases.of(policy.basis, shape, device)
         return VllmSlots(format, full, config, bases)
@@ -249,6 +252,14 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         logger.info("prefixes are not shared: vLLM's blocks do not hold the tokens of %s", policy)
     own = cache.block_size if cache.user_specified_block_size else None
     return BilledPages(policy, shape, own, full, config)
+
+
+def _check_beside(config: VllmConfig, policy: KVPolicy) -> None:
+    kept = kept_specs(config)
+    states = any(isinstance(each, MambaSpec) for each in kept.values())
+    refused = refused_kept(config, states=states) if kept else claim_folder(config, str(policy))
+    if refused is not None:
+        raise UnservableError(f"the policy {policy} cannot be served with {refused}")
 
 
 def _paged(
