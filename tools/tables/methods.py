@@ -74,7 +74,7 @@ ASKED: Final = (
     ("nll", "agnostic", "nats"),
     ("needle", "aware", "needle, question inside"),
     ("multikey", "aware", "multikey, inside"),
-    ("needle-long", "agnostic", "needle, 8,000 tokens"),
+    ("needle-long", "agnostic", "needle, 4,000 tokens"),
     ("variable-tracking", "agnostic", "tracking"),
     ("agreement", "agnostic", "agreement"),
 )
