@@ -78,27 +78,50 @@ def lines() -> list[tuple[str, bool]]:
     return [*((line, True) for line in overridden), *((line, False) for line in CALLED)]
 
 
-def imported(sources: Path = OURS) -> list[tuple[str, str]]:
-    """List the modules of vLLM that our sources import, and the names from each."""
-    found = set[tuple[str, str]]()
+def imported(sources: Path = OURS) -> list[tuple[tuple[str, str], ...]]:
+    """List the modules of vLLM that our sources import, and the names from each.
+
+    The imports of one name in both branches of an `if` are alternatives of one entry.
+    """
+    found = set[tuple[tuple[str, str], ...]]()
     for path in sources.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and _is_theirs(node.module or ""):
-                found |= {(node.module or "", each.name) for each in node.names}
-            elif isinstance(node, ast.Import):
-                found |= {(each.name, "") for each in node.names if _is_theirs(each.name)}
+        tree, either = ast.parse(path.read_text("utf-8")), set[tuple[str, str]]()
+        for node in (each for each in ast.walk(tree) if isinstance(each, ast.If)):
+            first, second = (
+                [x for stmt in b for x in _imports(stmt)] for b in (node.body, node.orelse)
+            )
+            for one in first:
+                pairs = tuple((one, other) for other in second if other[1] == one[1])
+                found |= {*pairs}
+                either |= {each for pair in pairs for each in pair}
+        found |= {(each,) for each in _imports(tree) if each not in either}
     return sorted(found)
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _is_theirs(node.module or ""):
+            yield from ((node.module or "", each.name) for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((each.name, "") for each in node.names if _is_theirs(each.name))
 
 
 def differences(vllm: griffe.Module) -> list[str]:
     """List, as clauses, how parsed sources differ from what we use."""
     found = [each for line, exact in lines() for each in _compare(vllm, line, exact=exact)]
-    for module, name in imported():
-        try:
-            _find(vllm, module, name)
-        except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+    for each in imported():
+        if not any(_has(vllm, module, name) for module, name in each):
+            module, name = each[0]
             found.append(f"{module} has no {name}" if name else f"there is no module {module}")
     return found
+
+
+def _has(vllm: griffe.Module, module: str, name: str) -> bool:
+    try:
+        _find(vllm, module, name)
+    except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+        return False
+    return True
 
 
 def _is_theirs(module: str) -> bool:

@@ -219,11 +219,11 @@ def test_a_vllm_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_vllm_of_another_version_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.33.0")
+    monkeypatch.setattr("kv_serve.vllm.found.installed", lambda: "0.34.0")
     found = diagnose()
     assert not found.broken
     said = [problem.what for problem in found.problems]
-    assert "policies need vLLM 0.30 to 0.32, but vLLM 0.33.0 is installed" in said
+    assert "policies need vLLM 0.30 to 0.33, but vLLM 0.34.0 is installed" in said
 
 
 def test_a_vllm_that_does_not_find_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

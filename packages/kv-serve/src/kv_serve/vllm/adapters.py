@@ -1,7 +1,7 @@
-"""Check that the installed vLLM has the interfaces of 0.30, 0.31 or 0.32 that kv-serve uses.
+"""Check that the installed vLLM has the interfaces of 0.30 to 0.33 that kv-serve uses.
 
-These interfaces are equal in all three, except for the lines in `DIFFERENT`, and our classes accept
-both forms of those. So one set of classes supports all versions.
+These interfaces are equal in all of them, except for the lines in `DIFFERENT`, and our classes
+accept all forms of those. So one set of classes supports all versions.
 """
 
 import functools
@@ -83,8 +83,6 @@ OVERRIDDEN: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups("
     "request, block_ids)",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate(other)",
-    f"{_CPU_LATENT}.do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "
-    "k_scale)",
     f"{_CPU_LATENT}.forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
     f"{_CPU_LATENT}._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)",
     f"{_LATENT}:MLACommonMetadataBuilder.build(common_prefix_len, common_attn_metadata, "
@@ -92,19 +90,26 @@ OVERRIDDEN: Final = (
 )
 
 # The same where the versions differ, by the first minor version with this form.
+_STORED: Final = (
+    f"{_CPU_LATENT}.do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "
+    "k_scale"
+)
+_ALLOCATED: Final = (
+    f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)",
+    f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
+    "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
+    "apply_admission_cap, prefill_end)",
+)
 DIFFERENT: Final = {
     (0, 30): (
+        f"{_STORED})",
         f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
         f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
         "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
         "apply_admission_cap)",
     ),
-    (0, 31): (
-        f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)",
-        f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
-        "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
-        "apply_admission_cap, prefill_end)",
-    ),
+    (0, 31): (f"{_STORED})", *_ALLOCATED),
+    (0, 33): (f"{_STORED}, skip_scale)", *_ALLOCATED),
 }
 
 # We call these with these arguments; any other parameter must have a default.
@@ -217,9 +222,22 @@ def _parameters(found: object) -> list[inspect.Parameter]:
     return parameters[1:] if bound else parameters
 
 
+def set_up_environment() -> None:
+    """Set the variables that vLLM's own command sets before it starts."""
+    if _since(0, 33):
+        from vllm.entrypoints.common.startup import cli_env_setup
+    else:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+
+
 def configure_logging(arguments: Namespace) -> None:
     """Apply vLLM's logging options; 0.30 has none."""
-    if (minor(installed() or "") or (0, 0)) >= (0, 31):
+    if _since(0, 31):
         from vllm.logger import configure_logging_from_args
 
         configure_logging_from_args(arguments)
+
+
+def _since(*version: int) -> bool:
+    return (minor(installed() or "") or (0, 0)) >= version

@@ -186,6 +186,7 @@ class LatentImpl(UnderPolicy, CPUMLAImpl):
         slot_mapping: Int[Tensor, " n"],
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,  # since vLLM 0.33; scales are the format's own
     ) -> None:
         """Store the latents of a step; without blocks, in a run that sizes them, do nothing."""
         if kv_cache.numel() == 0:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from vllm import envs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -27,7 +26,7 @@ def read(arguments: Sequence[str]) -> Namespace:
     vLLM's own command is not called, as it exits if there is no distribution named vllm, which CPU
     builds lack. This function and `run` do the same for `serve`.
     """
-    cli_env_setup()
+    adapters.set_up_environment()
     parser = FlexibleArgumentParser(prog="kv-serve")
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     given: Namespace = parser.parse_args(["serve", *arguments])
