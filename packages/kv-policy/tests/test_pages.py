@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_policy import PageLayout, RawCodec, TokenFormat
+from kv_policy import PageLayout, RawCodec, TileCounts, TokenFormat
 from kv_policy.codec import BitLayout, Codec
 
 
@@ -112,3 +112,15 @@ def test_bit_layout_places_every_code_once(dim: int, bits: int, group: int) -> N
 def test_bit_layout_refuses(dim: int, bits: int, group: int) -> None:
     with pytest.raises(ValueError, match="is"):
         BitLayout(dim, bits, group)
+
+
+def test_lengths_of_counted_tiles_lie_one_after_another() -> None:
+    """Kernels read them so: one number for all heads of the only sequence must be as many."""
+    one = torch.tensor([33], dtype=torch.int32)
+    expanded = one[:, None].expand(-1, 4).reshape(1, -1)
+    assert expanded.stride(1) == 0  # for several sequences, torch copies here
+    found = TileCounts(expanded).length
+    assert found.is_contiguous()
+    assert found.tolist() == [[33] * 4]
+    held = torch.tensor([[5, 6]], dtype=torch.int32)
+    assert TileCounts(held).length is held  # else a captured step would not see it change

@@ -101,7 +101,7 @@ class TileCounts:
     every layer, and the others read. Whoever changes a length begins with a new `counted`.
 
     Attributes:
-        length: Tokens of each table row of all layers, int32.
+        length: Tokens of each table row of all layers, int32; contiguous, as kernels read it so.
         layer: The index of this layer.
         counted: By tokens of a tile: the tiles in table rows 0 to r of each layer.
     """
@@ -109,6 +109,10 @@ class TileCounts:
     length: Int[Tensor, "N R"]
     layer: int = 0
     counted: dict[int, Int[Tensor, "N R"]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Copy lengths that are one number expanded over rows."""
+        object.__setattr__(self, "length", self.length.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
