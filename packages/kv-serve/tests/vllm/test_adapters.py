@@ -43,10 +43,10 @@ def test_it_is_not_as_we_know_an_older_one() -> None:
     from kv_serve.vllm.adapters import differences
 
     found = differences("0.30.0")
-    assert [each.partition(" takes ")[0] for each in found] == [
+    assert {each.partition(" takes ")[0] for each in found} >= {
         "AttentionBackend.get_supported_kernel_block_sizes",
         "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
-    ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_vllm_that_differs_is_refused_by_name(
 
     faked(monkeypatch, module, code)
     with pytest.raises(
-        UnservableError, match=r"differs from the supported vLLM 0\.30 to 0\.32"
+        UnservableError, match=r"differs from the supported vLLM 0\.30 to 0\.33"
     ) as told:
         check_vllm()
     assert what in str(told.value)

@@ -62,7 +62,12 @@ def run(
     asked["options"] |= options or {}
     command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
     done = subprocess.run(
-        command, env={**os.environ}, text=True, capture_output=True, timeout=900, check=False
+        command,
+        env={**os.environ, "MALLOC_PERTURB_": "255"},  # memory that nobody wrote is not 0
+        text=True,
+        capture_output=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(target.read_text())
