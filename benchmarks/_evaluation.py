@@ -1,12 +1,15 @@
-"""Running the plan of an evaluation for a benchmark; a later run goes on from where one ended."""
+"""Running the plan of an evaluation for a benchmark; a later run resumes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Final
 
 import _result
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kv_eval.evaluate.intervals import of_change, of_mean
 from kv_eval.evaluate.journal import Finished, Journal, open_journal
 from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.runner import TOGETHER, run
@@ -15,6 +18,7 @@ from kv_transformers.from_text import FULL, MakeCache
 from kv_transformers.models import LoadedModel
 
 CONSOLE: Final = Console(stderr=True)
+Row = dict[str, object]
 
 
 def evaluated(
@@ -56,3 +60,37 @@ def samples_of(plan: Plan, journal: Journal, spec: str) -> Iterator[tuple[Finish
             assert mine is not None
             assert full is not None
             yield mine, full
+
+
+def cells(
+    loaded: LoadedModel, plan: Plan, journal: Journal, names: Mapping[str, str]
+) -> Iterator[Row]:
+    """Yield the mean of each policy in each cell, with its interval and that of the change.
+
+    `names` are what policies are called. `bytes` are of those of a full cache in 16 bits.
+    """
+    element = torch.empty(0, dtype=loaded.model.dtype).element_size()
+    for task, setting in plan.pairs:
+        full = [each.score for each in finished(plan, journal, FULL, task, setting)]
+        for spec in plan.policies:
+            found = finished(plan, journal, spec, task, setting)
+            scores = [each.score for each in found]
+            held = fmean(each.kv_bytes / each.full_bytes for each in found) * element / 2
+            yield {
+                "kind": "cell",
+                "name": FULL if spec == FULL else names[spec],
+                "task": task,
+                "setting": setting,
+                "policy": spec,
+                "samples": len(scores),
+                "mean": fmean(scores),
+                "interval": of_mean(scores),
+                "change": of_change(scores, full) if spec != FULL else None,
+                "bytes": 1.0 if spec == FULL else held,
+            }
+
+
+def finished(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
+    """Return a policy's finished samples of a cell."""
+    found = [journal.get(spec, task, setting, i) for i in range(plan.each)]
+    return [entry for entry in found if entry is not None]

@@ -20,20 +20,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Final
 
 import _result
 import torch
-from _evaluation import CONSOLE, evaluated
+from _evaluation import CONSOLE, cells, evaluated
 from _timing import timed
 
 from kv_eval.calibrate.collect import show
 from kv_eval.calibrate.passages import Passage, default_passages, read_passage
 from kv_eval.calibrate.repeated import Repetitions
 from kv_eval.evaluate.decode import read
-from kv_eval.evaluate.intervals import of_change, of_mean
-from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.plan import Plan
 from kv_eval.tasks import default_text, nll
 from kv_evict.gate_calibration import GateCalibration
@@ -159,39 +156,6 @@ def quick_size() -> Size:
     return Size(plans, 300, rounds=1, texts=1)
 
 
-def cells(loaded: LoadedModel, plan: Plan, journal: Journal) -> Iterator[Row]:
-    """Yield the mean of each policy in each cell, with its interval and that of the change."""
-    element = torch.empty(0, dtype=loaded.model.dtype).element_size()
-    names = {spec: name for name, spec in policies().items()} | {FULL: FULL}
-    for task, setting in plan.pairs:
-        full = _scores(_samples(plan, journal, FULL, task, setting))
-        for spec in plan.policies:
-            found = _samples(plan, journal, spec, task, setting)
-            scores = _scores(found)
-            held = fmean(each.kv_bytes / each.full_bytes for each in found) * element / 2
-            yield {
-                "kind": "cell",
-                "name": names[spec],
-                "task": task if plan.length < 2000 * LONG_TIMES else f"{task}-long",
-                "setting": setting,
-                "policy": spec,
-                "samples": len(scores),
-                "mean": fmean(scores),
-                "interval": of_mean(scores),
-                "change": of_change(scores, full) if spec != FULL else None,
-                "bytes": 1.0 if spec == FULL else held,
-            }
-
-
-def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
-    found = [journal.get(spec, task, setting, i) for i in range(plan.each)]
-    return [entry for entry in found if entry is not None]
-
-
-def _scores(found: Sequence[Finished]) -> list[float]:
-    return [entry.score for entry in found]
-
-
 def overlaps(loaded: LoadedModel, size: Size, given: Sequence[Passage]) -> Iterator[Row]:
     """Yield how many of KVzip's tokens the shipped gate keeps, text by text."""
     shape = cache_shape(loaded.model)
@@ -297,8 +261,12 @@ def measured(
     if part == "prefill":
         return [*seconds(loaded, size)]
     name = f"gate.{part}" + (".quick" if quick else "")
-    journal = evaluated(loaded, size.plans[part], name, together=TOGETHER)
-    return [*cells(loaded, size.plans[part], journal)]
+    plan = size.plans[part]
+    journal = evaluated(loaded, plan, name, together=TOGETHER)
+    called = {spec: name for name, spec in policies().items()}
+    longer = "-long" if plan.length == 2000 * LONG_TIMES else ""
+    found = cells(loaded, plan, journal, called)
+    return [row | {"task": f"{row['task']}{longer}"} for row in found]
 
 
 def earlier() -> list[Row]:

@@ -5,7 +5,7 @@ forced one at a time; at each, the divergence of Kullback and Leibler from the d
 the full cache is computed in float64, beside the nats of the true token. `kl` is the mean over all
 tokens, `kl_tail` their 99.9 % quantile, `nats` the nats per token over those of the full cache in
 the same windows, and `bytes` the share of the full cache's bytes that is held after the prompt.
-Finished samples are in `kld.partial` beside the results; a later run goes on from there.
+Finished samples are in `kld.partial` beside the results; a later run resumes from them.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from typing import Final
 
 import _result
 import torch
-from _evaluation import CONSOLE, evaluated
+from _evaluation import CONSOLE, evaluated, finished
 
 from kv_eval.evaluate.divergence import tail
 from kv_eval.evaluate.intervals import of_change, of_mean
-from kv_eval.evaluate.journal import Finished, Journal
+from kv_eval.evaluate.journal import Journal
 from kv_eval.evaluate.plan import Plan
 from kv_policy import parse
 from kv_transformers.from_text import FULL
@@ -65,9 +65,9 @@ def name_of(spec: str) -> str:
 
 def rows_of(plan: Plan, journal: Journal) -> Iterator[Row]:
     """Yield a row for the full cache and for each policy."""
-    full = [entry.score for entry in entries_of(plan, journal, FULL)]
+    full = [entry.score for entry in finished(plan, journal, FULL, "nll", "agnostic")]
     for spec in plan.policies:
-        found = entries_of(plan, journal, spec)
+        found = finished(plan, journal, spec, "nll", "agnostic")
         nats = [entry.score for entry in found]
         row: Row = {
             "kind": "policy",
@@ -89,12 +89,6 @@ def rows_of(plan: Plan, journal: Journal) -> Iterator[Row]:
             "kl_tail": tail([value for entry in found for value in entry.divergences]),
             "kl_windows": apart,
         }
-
-
-def entries_of(plan: Plan, journal: Journal, spec: str) -> list[Finished]:
-    """Return the samples of a policy."""
-    found = [journal.get(spec, "nll", "agnostic", i) for i in range(plan.each)]
-    return [entry for entry in found if entry is not None]
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float]:

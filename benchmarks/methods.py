@@ -13,24 +13,20 @@ calibration. They are written to `results/methods.heads.statistics`, which a lat
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Final
 
 import _result
-import torch
-from _evaluation import CONSOLE, evaluated
+from _evaluation import CONSOLE, cells, evaluated
 from _heads import head_scores
 
 from kv_eval.calibrate.random_tokens import RandomTokens
-from kv_eval.evaluate.intervals import of_change, of_mean
-from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.plan import Plan
 from kv_policy import parse
 from kv_transformers.from_text import FULL
-from kv_transformers.models import LoadedModel, load_model
+from kv_transformers.models import load_model
 
 TOGETHER: Final = 32  # caches of a prompt that are held at once
 LENGTH: Final = 2000
@@ -116,37 +112,6 @@ def plans(size: Size, policies: Sequence[str]) -> dict[str, Plan]:
     return {"needle": needle, "nll": nats}
 
 
-def cells(
-    loaded: LoadedModel, plan: Plan, journal: Journal, names: Mapping[str, str], file: Path
-) -> Iterator[Row]:
-    """Yield the mean of each policy in each cell, with its interval and that of the change."""
-    element = torch.empty(0, dtype=loaded.model.dtype).element_size()
-    called = {spec: name for name, spec in names.items()} | {FULL: FULL}
-    for task, setting in plan.pairs:
-        full = [each.score for each in _samples(plan, journal, FULL, task, setting)]
-        for spec in plan.policies:
-            found = _samples(plan, journal, spec, task, setting)
-            scores = [each.score for each in found]
-            held = fmean(each.kv_bytes / each.full_bytes for each in found) * element / 2
-            yield {
-                "kind": "cell",
-                "name": called[spec],
-                "task": task,
-                "setting": setting,
-                "policy": spec.replace(str(file), "F"),
-                "samples": len(scores),
-                "mean": fmean(scores),
-                "interval": of_mean(scores),
-                "change": of_change(scores, full) if spec != FULL else None,
-                "bytes": 1.0 if spec == FULL else held,
-            }
-
-
-def _samples(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:
-    found = [journal.get(spec, task, setting, i) for i in range(plan.each)]
-    return [entry for entry in found if entry is not None]
-
-
 def summarize(rows: Sequence[Row]) -> dict[str, float]:
     """The figures that a document may quote."""
     figures: dict[str, float] = {}
@@ -161,7 +126,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both parts and write the result; an interrupted run goes on from what it finished."""
+    """Run both parts and write the result; an interrupted run is resumed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--samples", type=int, default=32, help="prompts of a cell")
@@ -175,7 +140,8 @@ def main() -> None:
     names, rows, journals = specs(size, file), [], []
     for part, plan in plans(size, list(names.values())).items():
         journal = evaluated(loaded, plan, f"methods.{part}{quick}", together=TOGETHER)
-        rows += [*cells(loaded, plan, journal, names, file)]
+        found = cells(loaded, plan, journal, {spec: name for name, spec in names.items()})
+        rows += [row | {"policy": str(row["policy"]).replace(str(file), "F")} for row in found]
         journals.append(journal)
     summary = summarize(rows)
     for name, value in summary.items():

@@ -7,7 +7,7 @@ the best of the grid, window by window, `gap_upper` the upper end of its 95 % in
 the windows it read over those of the whole grid. `bytes_over_smallest` is of the other goal, the
 fewest bytes at a loss of at most `LOSS`: the bytes it ends at over those of the smallest policy
 whose interval ends at no more than that. Finished samples are in `recommend.partial` beside the
-results; a later run goes on from there.
+results; a later run resumes from them.
 """
 
 import argparse

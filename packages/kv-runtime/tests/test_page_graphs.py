@@ -157,7 +157,7 @@ def test_a_graph_launched_between_steps_stores_nothing() -> None:
     own.batch.fix(MOST, LONGEST)
     own.graphs[MOST].replay()
     assert own.batch.held(kept=True) == before
-    own.replay("ba")  # and the next step goes on
+    own.replay("ba")  # and the next step is right
 
 
 def test_all_layers_of_a_captured_step_share_one_plan_and_no_launch_depends_on_the_requests() -> (

@@ -5,26 +5,16 @@ from pathlib import Path
 import pytest
 
 from kv_eval.tasks import Text
-from kv_transformers.models import LoadedModel, load_model
+from tiny_fixtures import folder, loaded
 from tiny_model import save
 
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny chat model."""
-    return save(tmp_path_factory.mktemp("tiny"))
+__all__ = ["folder", "loaded"]
 
 
 @pytest.fixture(scope="session")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model that has no chat template."""
     return save(tmp_path_factory.mktemp("plain"), chat=False)
-
-
-@pytest.fixture(scope="session")
-def loaded(folder: Path) -> LoadedModel:
-    """The tiny chat model."""
-    return load_model(str(folder), device="cpu")
 
 
 @pytest.fixture(scope="session")

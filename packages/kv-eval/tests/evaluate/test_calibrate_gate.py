@@ -3,22 +3,24 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
+from calibrating import calibrated, said
 from kv_eval.calibrate.partial import Partial
 from kv_eval.calibrate.passages import default_passages, read_passage
 from kv_eval.calibrate.repeated import Repetitions
 from kv_eval.tasks import Text
 from kv_evict.gate_file import load
 from kv_policy import parse
-from kv_serve.cli import app
 from kv_transformers import CompressedCache, passing
 from kv_transformers.fitted import WrongModelError
 from kv_transformers.models import LoadedModel
+
+run = partial(calibrated, "gate")
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +43,6 @@ def options(folder: Path, files: tuple[Path, Path], tmp_path: Path) -> list[obje
     texts = [each for path in files for each in ("--text", path)]
     where = ("--model", folder, *texts, "--out", tmp_path / "found")
     return [*where, "--tokens", 4096, "--window", 200]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["calibrate", "gate", *map(str, arguments)])
-
-
-def said(result: Result) -> str:
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_it_writes_a_gate_that_compresses(

@@ -1,33 +1,27 @@
 """`kv-serve calibrate heads`: what it reads, writes and refuses, and how it resumes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
+from calibrating import calibrated, said
 from kv_eval.calibrate.partial import Partial
 from kv_eval.calibrate.random_tokens import REPEATS, RandomTokens, digest
 from kv_evict.heads_file import load
 from kv_policy import parse
-from kv_serve.cli import app
 from kv_transformers import CompressedCache, passing
 from kv_transformers.fitted import WrongModelError
 from kv_transformers.models import LoadedModel
+
+run = partial(calibrated, "heads")
 
 
 @pytest.fixture
 def options(folder: Path, tmp_path: Path) -> list[object]:
     return ["--model", folder, "--out", tmp_path / "found", "--period", 40]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["calibrate", "heads", *map(str, arguments)])
-
-
-def said(result: Result) -> str:
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_it_writes_scores_that_compress(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 import kv_eval.calibrate.collect as collect
+from calibrating import calibrated, said
 from kv_eval.calibrate.collect import Reading
 from kv_eval.calibrate.partial import Partial
 from kv_eval.calibrate.rate import Rate, RateSearch
@@ -21,13 +22,14 @@ from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.records import Records
 from kv_eval.tasks import Text
 from kv_policy import load_calibrator, parse
-from kv_serve.cli import app
 from kv_svd import load, load_facts, save
 from kv_transformers import CompressedCache, cache_shape
 from kv_transformers.collecting import output_projections
 from kv_transformers.fitted import WrongModelError
 from kv_transformers.from_text import FULL
 from kv_transformers.models import LoadedModel
+
+run = partial(calibrated, "zack")
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +44,6 @@ def long_file(text: Text, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(folder: Path, long_file: Path, tmp_path: Path) -> list[object]:
     where = ("--model", folder, "--text", long_file, "--out", tmp_path / "found")
     return [*where, "--tokens", 4096, "--window", 512]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["calibrate", "zack", *map(str, arguments)])
-
-
-def said(result: Result) -> str:
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_it_writes_what_the_policies_read(

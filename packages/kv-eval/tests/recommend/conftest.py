@@ -1,25 +1,12 @@
 """A tiny random model on disk, and a text for it."""
 
-from pathlib import Path
-
 import pytest
 
 from kv_eval.tasks import Text
-from kv_transformers.models import LoadedModel, load_model
 from task_text import plain_text
-from tiny_model import save
+from tiny_fixtures import folder, loaded
 
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny chat model."""
-    return save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def loaded(folder: Path) -> LoadedModel:
-    """The tiny chat model."""
-    return load_model(str(folder), device="cpu")
+__all__ = ["folder", "loaded", "text"]
 
 
 @pytest.fixture(scope="session")

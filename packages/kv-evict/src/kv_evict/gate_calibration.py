@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kv_evict.calibrating import expect_no_padding
 from kv_evict.gate_features import features, split, width
 from kv_evict.gate_file import Facts, GateWeights, save
 from kv_evict.gate_fit import Moments, NetworkFit
@@ -112,8 +113,7 @@ class GateCalibration:
         Raises:
             ValueError: there is padding, or vectors contain an infinity or NaN.
         """
-        if there is not None and not bool(there.all()):
-            raise ValueError(f"layer {layer}: a pass of a calibration has no padding")
+        expect_no_padding(layer, there)
         found, score = self.examples(layer, query, key, value)
         target = score.clamp(min=LEAST).log()
         given, wanted = found.double(), target.double()

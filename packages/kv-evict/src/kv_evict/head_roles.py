@@ -1,21 +1,19 @@
 """Base of methods in which some heads keep every token, and the others both ends."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Annotated
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
-from msgspec import Meta
 from torch import Tensor
 
+from kv_evict.by_head_scores import ByHeadScores
 from kv_evict.ends import keep_ends, step_ends
-from kv_evict.heads_file import HeadScores, Kind, load
-from kv_policy import LayerView, PlanView, Selecting, Step, StepView, protect
+from kv_evict.heads_file import Kind
+from kv_policy import LayerView, PlanView, Step, StepView, protect
 
 
 @dataclass(frozen=True)
-class HeadRoles(Selecting):
+class HeadRoles(ByHeadScores):
     """Base of methods that find roles of heads in a file of `kv-serve calibrate heads`.
 
     A method defines `shares`, `sinks`, and `newest`. There is no budget: heads that retrieve keep
@@ -24,20 +22,6 @@ class HeadRoles(Selecting):
     """
 
     decode = "step"  # each generated token evicts the oldest of a head that does not retrieve
-
-    file: Annotated[str, Meta(min_length=1, description="output of kv-serve calibrate heads")] = (
-        field(kw_only=True)
-    )
-
-    def __post_init__(self) -> None:
-        """Check the parameters and load the scores.
-
-        Raises:
-            NotCalibratedError: the file does not exist.
-            ValueError: a parameter is refused, or the file is damaged or holds no head scores.
-        """
-        super().__post_init__()
-        _ = self._heads  # a file that cannot be read is refused at construction
 
     @property
     def shares(self) -> tuple[tuple[Kind, float], ...]:
@@ -52,15 +36,6 @@ class HeadRoles(Selecting):
     def newest(self, length: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """Return the number of newest tokens that every head keeps, for sequences so long."""
         raise TypeError(f"{type(self).__name__} must define newest(length)")
-
-    @cached_property
-    def _heads(self) -> HeadScores:
-        return load(self.name, self.file)
-
-    @property
-    def fitted_to(self) -> str:
-        """Fingerprint of the calibrated model."""
-        return self._heads.facts.fingerprint
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
         """Return the position of a token, and infinity for a sink."""
@@ -90,7 +65,7 @@ class HeadRoles(Selecting):
         self, view: PlanView | StepView, layers: int, heads: int, device: torch.device
     ) -> Bool[Tensor, "N H"]:
         """Mark the heads that do not retrieve, in so many layers and heads of a view."""
-        self._heads.expect(self.name, view.shape)
-        every = self._heads.retrieving(self.shares, device)
+        self.heads.expect(self.name, view.shape)
+        every = self.heads.retrieving(self.shares, device)
         first = view.shape.first_head
         return ~every[view.first_layer : view.first_layer + layers, first : first + heads]

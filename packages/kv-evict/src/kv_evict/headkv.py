@@ -1,21 +1,20 @@
 """HeadKV: larger budgets for heads that retrieve."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from jaxtyping import Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.heads_file import HeadScores, load
+from kv_evict.by_head_scores import ByHeadScores
 from kv_evict.layer_budgets import layers_of, spread
 from kv_evict.snapkv import SnapKV
 from kv_policy import PlanView
 
 
 @dataclass(frozen=True)
-class HeadKV(SnapKV):
+class HeadKV(ByHeadScores, SnapKV):
     """Score as SnapKV does; a part of every budget goes to heads in proportion to their scores.
 
     Beside the window, a head keeps 1 - 1 / `beta` of the average, and all heads of the model share
@@ -29,32 +28,10 @@ class HeadKV(SnapKV):
     source: ClassVar[str] = "HeadKV, Fu et al., 2024, https://arxiv.org/abs/2410.19258"
     scope = "model"  # heads of all layers share one budget
 
-    file: Annotated[str, Meta(min_length=1, description="output of kv-serve calibrate heads")] = (
-        field(kw_only=True)
-    )
     beta: Annotated[
         float, Meta(ge=1, description="the budget over the part that heads share by their scores")
     ] = 1.2
     power: Annotated[float, Meta(gt=0, description="exponent of the scores")] = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the parameters and load the scores.
-
-        Raises:
-            NotCalibratedError: the file does not exist.
-            ValueError: a parameter is refused, or the file is damaged or holds no head scores.
-        """
-        super().__post_init__()
-        _ = self._heads  # a file that cannot be read is refused at construction
-
-    @cached_property
-    def _heads(self) -> HeadScores:
-        return load(self.name, self.file)
-
-    @property
-    def fitted_to(self) -> str:
-        """Fingerprint of the calibrated model."""
-        return self._heads.facts.fingerprint
 
     def counts(self, view: PlanView) -> Int[Tensor, "N B H"]:
         """Distribute the budget over all heads.
@@ -62,8 +39,8 @@ class HeadKV(SnapKV):
         Raises:
             ValueError: layers or heads differ from the calibrated model.
         """
-        self._heads.expect(self.name, view.shape)
-        every = self._heads.on("induction", view.score.device).double() ** self.power
+        self.heads.expect(self.name, view.shape)
+        every = self.heads.on("induction", view.score.device).double() ** self.power
         part = every / every.mean().clamp(min=1e-30)
         mine = part[layers_of(view)][:, None]
         average = (view.budget - self.window).clamp(min=0).double()[:, None]

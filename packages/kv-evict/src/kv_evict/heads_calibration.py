@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_evict.calibrating import expect_no_padding
 from kv_evict.heads_file import Facts, HeadScores, Kind, save
 from kv_policy import CacheShape, Calibrated
 
@@ -69,8 +70,7 @@ class HeadsCalibration:
             ValueError: there is padding, the pass is shorter than two periods, or vectors contain
                 an infinity or NaN.
         """
-        if there is not None and not bool(there.all()):
-            raise ValueError(f"layer {layer}: a pass of a calibration has no padding")
+        expect_no_padding(layer, there)
         length = key.shape[2]
         if length < 2 * self.period:
             raise ValueError(

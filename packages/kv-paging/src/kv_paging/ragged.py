@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.checks import expect_shape
@@ -227,34 +227,20 @@ class PerHeadRankTiers(Sequences):
             self.kinds.by_table_row([place for _, place in found]),
         )
 
-    def _step(
-        self,
-        candidate: UInt8[Tensor, " S"],
-        victim: UInt8[Tensor, " S"],
-        target: UInt8[Tensor, " S"],
-        place: Int[Tensor, "K S"],
-        key: Float[Tensor, "S D"],
-        value: Float[Tensor, "S Dv"],
-        score: Float[Tensor, " S"] | None = None,
-        position: Int[Tensor, " S"] | None = None,
-    ) -> None:
+    def _step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
         works = []
         for i, tiers in enumerate(self.each):
             own, form = self.kinds.rows(i), tiers.parts[0].layout.format
-            works.append(
-                (
-                    Placement(candidate[own], victim[own], target[own]),
-                    place[:, own],
-                    NewTokens(
-                        key[own, : form.key.dim],
-                        value[own, : form.value.dim],
-                        None if score is None else score[own],
-                        None if position is None else position[own],
-                    ),
-                )
+            mine = Placement(choice.candidate[own], choice.victim[own], choice.target[own])
+            new = NewTokens(
+                token.key[own, : form.key.dim],
+                token.value[own, : form.value.dim],
+                None if token.score is None else token.score[own],
+                None if token.position is None else token.position[own],
             )
-        for tiers, (choice, at, token) in zip(self.each, works, strict=True):
-            tiers.expect_step(choice, at, token)
+            works.append((mine, place[:, own], new))
+        for tiers, work in zip(self.each, works, strict=True):
+            tiers.expect_step(*work)
         if self.in_blocks:
             reserve_step([(t.members, *work[:2]) for t, work in zip(self.each, works, strict=True)])
             for members, work in zip((t.members for t in self.each), works, strict=True):

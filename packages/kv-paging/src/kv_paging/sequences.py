@@ -18,6 +18,7 @@ from kv_paging.head_pages import (
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.store import TokenStore
+from kv_paging.work import NewTokens, Placement
 from kv_policy import DROP, NOBODY
 
 
@@ -109,7 +110,8 @@ class Sequences(ABC):
             ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         self.own()
-        self._step(candidate, victim, target, place, key, value, score, position)
+        choice = Placement(candidate, victim, target)
+        self._step(choice, place, NewTokens(key, value, score, position))
 
     def grow(
         self,
@@ -129,21 +131,11 @@ class Sequences(ABC):
         """
         first = torch.zeros_like(some, dtype=torch.uint8)
         nowhere = some.new_full((self.tiers, len(some)), -1, dtype=torch.long)
-        candidate, nobody, drop = first.masked_fill(~some, DROP), first + NOBODY, first + DROP
-        self._step(candidate, nobody, drop, nowhere, key, value, score, position)
+        choice = Placement(first.masked_fill(~some, DROP), first + NOBODY, first + DROP)
+        self._step(choice, nowhere, NewTokens(key, value, score, position))
 
     @abstractmethod
-    def _step(
-        self,
-        candidate: UInt8[Tensor, " S"],
-        victim: UInt8[Tensor, " S"],
-        target: UInt8[Tensor, " S"],
-        place: Int[Tensor, "K S"],
-        key: Float[Tensor, "S D"],
-        value: Float[Tensor, "S Dv"],
-        score: Float[Tensor, " S"] | None = None,
-        position: Int[Tensor, " S"] | None = None,
-    ) -> None:
+    def _step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
         """Apply a step; no row that loses a token holds a page of others."""
 
     def join(self, other: "Sequences") -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_paging.blocks import BlockStore
@@ -210,25 +210,14 @@ class Tiers(Sequences):
         found = [member.weakest_all(until) for member in self._members]
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
 
-    def _step(
-        self,
-        candidate: UInt8[Tensor, " S"],
-        victim: UInt8[Tensor, " S"],
-        target: UInt8[Tensor, " S"],
-        place: Int[Tensor, "K S"],
-        key: Float[Tensor, "S D"],
-        value: Float[Tensor, "S Dv"],
-        score: Float[Tensor, " S"] | None = None,
-        position: Int[Tensor, " S"] | None = None,
-    ) -> None:
-        chosen, token = Placement(candidate, victim, target), NewTokens(key, value, score, position)
-        self.expect_step(chosen, place, token)
+    def _step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
+        self.expect_step(choice, place, token)
         if self.in_blocks:
-            step_in_turn(self._members, chosen, place, token)
+            step_in_turn(self._members, choice, place, token)
             return
-        self._room.for_step(lambda: pages_needed([self.work(chosen, place, token)]))
+        self._room.for_step(lambda: pages_needed([self.work(choice, place, token)]))
         kernels = shared([store.kernels for store in self.stores])
-        kernels.step(self.pool, [self.work(chosen, place, token)])
+        kernels.step(self.pool, [self.work(choice, place, token)])
 
     def work(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> DecodeStep:
         """Return a step as data; valid until the pool or a table grows."""

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -234,9 +234,7 @@ def load_calibrator(name: str) -> StartsCalibrator:
         ValueError: the name is not installed.
         BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
-    start, owner = _registered(CALIBRATION, name)
-    if not isinstance(start, StartsCalibrator):
-        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.Calibrator")
+    start: StartsCalibrator = _registered(CALIBRATION, name, StartsCalibrator)
     return start
 
 
@@ -247,9 +245,7 @@ def load_score_calibrator(name: str) -> StartsScoreCalibrator:
         ValueError: the name is not installed.
         BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
-    start, owner = _registered(SCORE_CALIBRATION, name)
-    if not isinstance(start, StartsScoreCalibrator):
-        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.ScoreCalibrator")
+    start: StartsScoreCalibrator = _registered(SCORE_CALIBRATION, name, StartsScoreCalibrator)
     return start
 
 
@@ -260,18 +256,27 @@ def load_head_calibrator(name: str) -> StartsHeadCalibrator:
         ValueError: the name is not installed.
         BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
-    start, owner = _registered(HEAD_CALIBRATION, name)
-    if not isinstance(start, StartsHeadCalibrator):
-        raise BrokenPolicyError(f"{owner}; register a factory of a kv_policy.HeadCalibrator")
+    start: StartsHeadCalibrator = _registered(HEAD_CALIBRATION, name, StartsHeadCalibrator)
     return start
 
 
-def _registered(group: str, name: str) -> tuple[object, str]:
-    """Import an entry point; return it, and the clause that it cannot be called."""
+def _registered(group: str, name: str, kind: type) -> Any:
+    """Import an entry point, a factory of this kind that makes such a calibrator.
+
+    Raises:
+        ValueError: the name is not installed.
+        BrokenPolicyError: two packages claim the name, its package cannot be imported, or it cannot
+            be called.
+    """
     found = claims(group)
     if name not in found:
         names = ", ".join(found) or "none"
         raise ValueError(f"unknown calibration {name!r}; choose one of: {names}")
     start = imported(f"the calibration {name!r}", found[name])
     owner, value = package_of(found[name][0]), found[name][0].value
-    return start, f"the calibration {name!r} of {owner} cannot be used: {value} is not callable"
+    if not isinstance(start, kind):
+        raise BrokenPolicyError(
+            f"the calibration {name!r} of {owner} cannot be used: {value} is not callable; "
+            f"register a factory of a kv_policy.{kind.__name__.removeprefix('Starts')}"
+        )
+    return start

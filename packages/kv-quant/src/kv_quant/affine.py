@@ -19,6 +19,26 @@ def clean(x: Float[Tensor, "*n"]) -> Float32[Tensor, "*n"]:
     return x.float().nan_to_num(nan=0.0).clamp_(-LIMIT, LIMIT).add_(0.0)
 
 
+def expect_vectors(x: Float[Tensor, "n 1 D"], dim: int) -> None:
+    """Raise unless these are vectors of `dim` elements.
+
+    Raises:
+        ValueError: they are not; the message has their shape.
+    """
+    if x.shape[1:] != (1, dim):
+        raise ValueError(f"vectors have shape {tuple(x.shape)}; expected n, 1, {dim}")
+
+
+def expect_rows(data: UInt8[Tensor, "n N"], nbytes: int) -> None:
+    """Raise unless these are encoded vectors of `nbytes` bytes.
+
+    Raises:
+        ValueError: they are not; the message has the bytes of a row.
+    """
+    if data.shape[1] != nbytes:
+        raise ValueError(f"a row has {data.shape[1]} bytes; a vector of this codec has {nbytes}")
+
+
 def affine(
     least: Float32[Tensor, "*n"], greatest: Float32[Tensor, "*n"], bits: int
 ) -> tuple[Float16[Tensor, "*n"], Float16[Tensor, "*n"]]:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
 from kv_policy import BitLayout
-from kv_quant.affine import clean, pack, unpack
+from kv_quant.affine import clean, expect_rows, expect_vectors, pack, unpack
 from kv_quant.planes import Planes
 
 # Positive levels of the quantizers of a standard normal number with the least mean squared error
@@ -85,8 +85,7 @@ class CodebookCodec:
         Raises:
             ValueError: the vectors do not have `dim` elements.
         """
-        if x.shape[1:] != (1, self.dim):
-            raise ValueError(f"vectors have shape {tuple(x.shape)}; expected n, 1, {self.dim}")
+        expect_vectors(x, self.dim)
         inner = clean(x[:, 0])
         scale = _scale(inner)
         divisor = scale.float().masked_fill(scale == 0, torch.inf)
@@ -102,10 +101,7 @@ class CodebookCodec:
             ValueError: the rows do not have `sum(parts)` bytes.
         """
         stride = self.planes.stride
-        if data.shape[1] != stride + 2:
-            raise ValueError(
-                f"a row has {data.shape[1]} bytes; a vector of this codec has {stride + 2}"
-            )
+        expect_rows(data, sum(self.parts))
         meta = data[:, stride:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         levels, _ = _tables(self.bits, data.device)
         codes = unpack(data[:, :stride], self.planes).int()

@@ -7,7 +7,16 @@ from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
 from kv_policy import BitLayout
-from kv_quant.affine import affine, check_size, clean, error, pack, unpack
+from kv_quant.affine import (
+    affine,
+    check_size,
+    clean,
+    error,
+    expect_rows,
+    expect_vectors,
+    pack,
+    unpack,
+)
 from kv_quant.planes import Planes
 
 
@@ -64,8 +73,7 @@ class IntegerCodec:
         Raises:
             ValueError: the vectors do not have `dim` elements.
         """
-        if x.shape[1:] != (1, self.dim):
-            raise ValueError(f"vectors have shape {tuple(x.shape)}; expected n, 1, {self.dim}")
+        expect_vectors(x, self.dim)
         inner = clean(x[:, 0])
         scale, zero = self._affine(inner)
         divisor = scale.float().masked_fill(scale == 0, torch.inf)  # a flat group gets codes 0
@@ -80,9 +88,8 @@ class IntegerCodec:
             ValueError: the rows do not have `sum(parts)` bytes.
         """
         planes = self.planes
-        stride, size = planes.stride, sum(planes.parts)
-        if data.shape[1] != size:
-            raise ValueError(f"a row has {data.shape[1]} bytes; a vector of this codec has {size}")
+        stride = planes.stride
+        expect_rows(data, sum(planes.parts))
         meta = data[:, stride:].clone(memory_format=torch.contiguous_format)  # aligned to float16
         scale, zero = meta.view(torch.float16).float().chunk(2, dim=1)
         codes = unpack(data[:, :stride], planes)

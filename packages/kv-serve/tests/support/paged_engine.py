@@ -140,7 +140,7 @@ class Engine:
         empty = PolicyCache(self.policy, self.shape, careful=True, **kept)
         self.worker = Worker(RequestBatch(empty, SCALE, lambda *_: None), pool, self.memory)
         if self.fixed:
-            self.worker.fix(self.fixed, 1000)
+            self.worker.requests.fix(self.fixed, 1000)
         self.pending: WorkerReport | None = None
 
     def ask(self, name: str, prompt: int, budget: object = None) -> Asked:
@@ -304,7 +304,7 @@ class Engine:
             fresh = [torch.cat([each[layer][i] for each in brought]) for i in range(3)]
             heads = self.shape.kv_heads * self.shape.group
             out = torch.full((start[-1], heads, self.shape.value_dim), torch.nan)
-            self.worker.attend(layer, rows, *fresh, out)
+            self.worker.requests.attend(layer, rows, *fresh, out)
             for i, each in enumerate(wanted):
                 mine = out[start[i] : start[i + 1]]
                 if each is None:

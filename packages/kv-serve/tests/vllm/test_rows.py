@@ -92,8 +92,8 @@ def test_the_worker_gets_the_rows_before_its_step_and_fixes_memory_where_one_is_
     builder.connector = None
     captured = builder.build_for_cudagraph_capture(metadata([7], [0]))
     assert (captured.key, captured.captured) == ((), True)
-    connector.worker.fix.assert_called_once_with(3, 50)
+    connector.worker.requests.fix.assert_called_once_with(3, 50)
     # A dummy run, in which the connector is disabled, launches the graph for no request.
     monkeypatch.setattr(rows, "connector_of_worker", lambda: None)
     builder.build_for_cudagraph_capture(metadata([7], [0]))
-    assert connector.worker.fix.call_count == 2
+    assert connector.worker.requests.fix.call_count == 2

@@ -202,9 +202,9 @@ def test_a_step_whose_tokens_did_not_reach_all_layers_raises(
 ) -> None:
     """Its output is made up: vLLM has run the model outside of the connector's step."""
     engine = engine_class(parse("raw"), SHAPE, 40)
-    attend = engine.worker.attend
+    attend = engine.worker.requests.attend
     monkeypatch.setattr(
-        type(engine.worker),
+        type(engine.worker.requests),
         "attend",
         lambda _, layer, *given: attend(layer, *given) if layer < layers else given[-1].zero_(),
     )
@@ -221,7 +221,9 @@ def test_a_graph_that_was_not_launched_raises_a_step_later(
     engine = engine_class(parse("raw"), SHAPE, 40, fixed=2)
     engine.ask("a", 20)
     engine.step(chunk=10**6)
-    monkeypatch.setattr(type(engine.worker), "attend", lambda _, layer, *given: given[-1].zero_())
+    monkeypatch.setattr(
+        type(engine.worker.requests), "attend", lambda _, layer, *given: given[-1].zero_()
+    )
     monkeypatch.setattr("torch.testing.assert_close", lambda *_: None)
     while not engine.worker.requests.names[0]:
         engine.step(chunk=10**6)

@@ -30,7 +30,7 @@ class SearchOptions:
         length: tokens of a prompt.
         continuation: tokens scored after each prompt.
         windows: prompts at most.
-        numbers: hidden numbers that are asked for in each task; 0: none.
+        numbers: hidden numbers to be found in each task; 0: none.
         precision: half-width of the interval at which the search ends, in nats per token.
         json: file of the result; finished samples are in a file beside it.
     """

@@ -1,6 +1,7 @@
 """An evaluation in a terminal: the progress bar, interruption, and the table of results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
 Tell = Callable[[str], None]
+SAVED = "; the samples are saved in {}, and the same command resumes from them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,19 @@ class SampleRun:
     policies: tuple[str, ...]
 
 
+@contextmanager
+def resumable(journal: "Journal", partial: Path) -> Iterator[None]:
+    """Exit with a remark where Ctrl-C interrupts samples; the journal has the finished ones."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        remark(
+            f"Interrupted. {len(journal)} samples are finished and saved in {partial}; run the "
+            "same command again to resume."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
 def finish(
     loaded: "LoadedModel", works: Sequence[SampleRun], path: Path, served: "Serving | None"
 ) -> None:
@@ -59,14 +74,8 @@ def finish(
         journal, sentence = open_journal(partial, {**settings, **measured})
     if sentence:
         remark(sentence)
-    try:
+    with resumable(journal, partial):
         _run(works, journal)
-    except KeyboardInterrupt:
-        remark(
-            f"Interrupted. {len(journal)} samples are finished and saved in {partial}; run the "
-            "same command again to resume."
-        )
-        raise typer.Exit(INTERRUPTED) from None
     found = tuple(row for work in works for row in work.rows(journal))
     report = Report(
         model=loaded.name,
@@ -79,9 +88,7 @@ def finish(
         kept={name: layers for work in works for name, layers in work.kept(journal).items()},
         spectra=singular,
     )
-    with writing(
-        path, f"; the samples are saved in {partial}, and the same command resumes from them"
-    ):
+    with writing(path, SAVED.format(partial)):
         report.write(path)
     journal.remove()
     _show(found)

@@ -5,15 +5,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kv_transformers.cli.console import (
-    INTERRUPTED,
-    err,
-    progress,
-    refuse,
-    refusing,
-    remark,
-    writing,
-)
+from kv_eval.cli.evaluation import SAVED, resumable
+from kv_transformers.cli.console import err, progress, refuse, refusing, remark, writing
 from kv_transformers.cli.options import Dtype, caches_by, expect_backend, load_model, reading_policy
 
 if TYPE_CHECKING:
@@ -76,14 +69,8 @@ def search(options: "SearchOptions") -> None:
         )
     if sentence:
         remark(sentence)
-    try:
+    with resumable(journal, partial):
         _run(made, journal, make)
-    except KeyboardInterrupt:
-        remark(
-            f"Interrupted. {len(journal)} samples are finished and saved in {partial}; run the "
-            "same command again to resume."
-        )
-        raise typer.Exit(INTERRUPTED) from None
     report = Report(
         model=loaded.name,
         commit=code,
@@ -93,9 +80,7 @@ def search(options: "SearchOptions") -> None:
         attention=served,
         rows=tuple(made.rows(journal)),
     )
-    with writing(
-        path, f"; the samples are saved in {partial}, and the same command resumes from them"
-    ):
+    with writing(path, SAVED.format(partial)):
         report.write(path)
     good = show(made, journal, options, fit)
     journal.remove()

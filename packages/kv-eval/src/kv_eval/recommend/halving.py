@@ -1,7 +1,7 @@
 """Successive halving: few windows of text for every policy, more for those that do well.
 
 Jamieson and Talwalkar (2016, https://arxiv.org/abs/1502.07943) halve the candidates and double the
-samples; here a third goes on, to three times as many windows. Where fewest bytes are sought, the
+samples; here a third is kept, for three times as many windows. Where fewest bytes are sought, the
 first rounds keep the frontiers of bytes and loss, one behind the other, as in multi-objective
 variants (Schmucker et al., 2021, https://arxiv.org/abs/2106.12639).
 """

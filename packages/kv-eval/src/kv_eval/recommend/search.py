@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
 BATCH: Final = 8  # windows that run together
-TRIES: Final = 4  # policies under which numbers are asked for at most
+TRIES: Final = 4  # policies at most whose hidden numbers are measured
 
 
 def fitting(
@@ -62,7 +62,7 @@ class TextSearch:
         length: tokens of a prompt.
         continuation: tokens scored after it.
         numbers: hidden numbers asked for in each task at the end; 0: none.
-        later: whether they are asked for after the prompt has been compressed.
+        later: whether their questions come after the prompt has been compressed.
     """
 
     loaded: "LoadedModel"
@@ -143,7 +143,7 @@ class TextSearch:
         return within_loss and not any(found.lost for found in self.found(policy, journal))
 
     def asked(self, policy: str) -> Plan | None:
-        """Return the plan of hidden numbers for a policy; None: none are asked for."""
+        """Return the plan of hidden numbers for a policy; None: none are measured."""
         if not self.numbers:
             return None
         return Plan(

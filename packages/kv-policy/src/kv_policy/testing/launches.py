@@ -32,6 +32,6 @@ class _Operations(TorchDispatchMode):
 @contextmanager
 def reading_raises() -> Iterator[None]:
     """Raise AssertionError where the host reads numbers of a tensor, on any device."""
-    operations = _Operations()  # type: ignore[no-untyped-call]
+    operations = _Operations()  # type: ignore[no-untyped-call]  # torch declares no types here
     with _Functions(), operations:
         yield

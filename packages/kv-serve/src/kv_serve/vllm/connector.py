@@ -248,14 +248,14 @@ class PageLayer:
         """
         connector = connector_of_worker()
         if connector is not None and step.captured:
-            connector.worker.capture(
+            connector.worker.requests.capture(
                 self.index, query, key, value, output, self.softcap, self.sinks, more=more
             )
             return
         if connector is None or not connector.in_step:
             output.zero_()
             return
-        connector.worker.attend(
+        connector.worker.requests.attend(
             self.index, step, query, key, value, output, self.softcap, self.sinks, more=more
         )
 

@@ -81,7 +81,7 @@ class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
         config = self.vllm_config
         if self.connector is not None:
             requests = config.scheduler_config.max_num_seqs
-            self.connector.worker.fix(requests, config.model_config.max_model_len)
+            self.connector.worker.requests.fix(requests, config.model_config.max_model_len)
         elif self.reserved is None:
             layout = page_graphs.layout_of(config, cast(PagedSpec, self.kv_cache_spec))
             size = sum(page_graphs.memory_of(config, layout))

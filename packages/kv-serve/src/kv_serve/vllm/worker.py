@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Final
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -102,42 +102,6 @@ class Worker:
             self.requests.rename(ids)
         if self.pool.poison:  # NaN times an attention weight of 0 is NaN in other layers, too
             self.memory.data[pages] = 0
-
-    def attend(
-        self,
-        layer: int,
-        rows: RequestRows,
-        query: Float[Tensor, "m Q D"],
-        key: Float[Tensor, "m H D"],
-        value: Float[Tensor, "m H Dv"],
-        output: Float[Tensor, "m Q Dv"],
-        softcap: float | None = None,
-        sinks: Float[Tensor, " Q"] | None = None,
-        *,
-        more: bool = False,
-    ) -> None:
-        """Store the step's tokens in one layer and attend to them, as `RequestBatch.attend`."""
-        assert self.metadata is not None, "begin is called before a forward pass"
-        self.requests.attend(layer, rows, query, key, value, output, softcap, sinks, more=more)
-
-    def fix(self, requests: int, tokens: int) -> None:
-        """Let decoding requests have memory of fixed addresses, as `RequestBatch.fix`."""
-        self.requests.fix(requests, tokens)
-
-    def capture(
-        self,
-        layer: int,
-        query: Float[Tensor, "m Q D"],
-        key: Float[Tensor, "m H D"],
-        value: Float[Tensor, "m H Dv"],
-        output: Float[Tensor, "m Q Dv"],
-        softcap: float | None = None,
-        sinks: Float[Tensor, " Q"] | None = None,
-        *,
-        more: bool = False,
-    ) -> None:
-        """Launch a layer's part of a decode step that is captured, as `RequestBatch.capture`."""
-        self.requests.capture(layer, query, key, value, output, softcap, sinks, more=more)
 
     def finish(self) -> None:
         """End the forward pass of the step, before failures and pages are reported.

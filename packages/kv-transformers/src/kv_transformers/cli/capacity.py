@@ -20,6 +20,14 @@ POLICIES: Final = (
     "kv-compress:keep=12.5%+k8v4",
 )
 CONTEXT: Final = 32_768
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of a request; by default {CONTEXT:,}, or the model's maximum if less.",
+        show_default=False,
+    ),
+]
 POWERS: Final = " kmgt"
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -36,14 +44,7 @@ def capacity(
     memory: Annotated[
         str, typer.Option(help="Memory for keys and values, for example 24GiB.")
     ] = "16GiB",
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Tokens of a request; by default {CONTEXT:,}, or the model's maximum if less.",
-            show_default=False,
-        ),
-    ] = None,
+    context: ContextOption = None,
     policy: Annotated[
         list[str] | None,
         typer.Option("--policy", help="A policy; may be repeated. By default, several."),
@@ -59,6 +60,17 @@ def capacity(
         from kv_policy import parse
 
         parts = {spec: parse(spec) for spec in policy or POLICIES}
+    name, found, tokens = model_memory(model, dtype, context)
+    rows = {"uncompressed": found.stock(tokens)}
+    with reading_policy(model):
+        rows |= {spec: found.under(part, tokens) for spec, part in parts.items()}
+    _show(found, rows, room, tokens, name)
+
+
+def model_memory(
+    model: str | None, dtype: Dtype, context: int | None
+) -> "tuple[str, ModelMemory, int]":
+    """Read a model's configuration; return its class, its memory, and the tokens of a request."""
     from kv_transformers import models
     from kv_transformers.capacity import ModelMemory
     from kv_transformers.models.config import weightless_model
@@ -68,10 +80,7 @@ def capacity(
         found = ModelMemory.of(built)
     config = built.config.get_text_config(decoder=True)
     tokens = context or min(CONTEXT, getattr(config, "max_position_embeddings", CONTEXT))
-    rows = {"uncompressed": found.stock(tokens)}
-    with reading_policy(model):
-        rows |= {spec: found.under(part, tokens) for spec, part in parts.items()}
-    _show(found, rows, room, tokens, type(built).__name__)
+    return type(built).__name__, found, tokens
 
 
 def nbytes(text: str, option: str = "--memory") -> int:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kv_transformers.cli.capacity import CONTEXT, nbytes
-from kv_transformers.cli.console import check_writable, err, refuse, refusing
+from kv_transformers.cli.capacity import ContextOption, model_memory, nbytes
+from kv_transformers.cli.console import check_writable, refuse, refusing
 from kv_transformers.cli.options import BackendOption, DeviceOption, Dtype, DtypeOption
 
 if TYPE_CHECKING:
@@ -43,14 +43,7 @@ def recommend(
     requests: Annotated[
         int, typer.Option(min=1, help="How many requests must fit into --memory.")
     ] = 1,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Tokens of a request; by default {CONTEXT:,}, or the model's maximum if less.",
-            show_default=False,
-        ),
-    ] = None,
+    context: ContextOption = None,
     loss: Annotated[
         float, typer.Option(min=0, help="Loss at most, in nats per token over the full cache's.")
     ] = LOSS,
@@ -101,7 +94,7 @@ def recommend(
     windows: Annotated[int, typer.Option(min=2, help="With --measure: prompts at most.")] = 32,
     numbers: Annotated[
         int,
-        typer.Option(min=0, help="With --measure: hidden numbers asked for in each of two tasks."),
+        typer.Option(min=0, help="With --measure: hidden numbers in each of two tasks."),
     ] = 8,
     precision: Annotated[
         float | None,
@@ -129,18 +122,13 @@ def recommend(
     each = None if per_request is None else nbytes(per_request, "--per-request")
     if room is None and requests > 1:
         refuse("--requests is of --memory; give the memory of all requests, for example 24GiB")
-    if not measure and (json or text or policy):
-        refuse("--json, --text and --policy are for --measure; add it, or omit them")
+    if not measure and (json or text or policy or length or precision is not None):
+        refuse(
+            "--json, --text, --policy, --length and --precision are for --measure; add it, or omit "
+            "them"
+        )
     search = _search(json) if measure else None
-    from kv_transformers import models
-    from kv_transformers.capacity import ModelMemory
-    from kv_transformers.models.config import weightless_model
-
-    with refusing(ValueError, models.ModelError), err().status("reading the configuration") as line:
-        built = weightless_model(model, dtype.value, progress=line.update)
-        found = ModelMemory.of(built)
-    config = built.config.get_text_config(decoder=True)
-    tokens = context or min(CONTEXT, getattr(config, "max_position_embeddings", CONTEXT))
+    _, found, tokens = model_memory(model, dtype, context)
     wish = Wish(tokens, room, requests, each, loss, later)
     if search is not None:
         from kv_transformers.search import SearchOptions
