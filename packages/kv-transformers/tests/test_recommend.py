@@ -266,7 +266,7 @@ def test_what_cannot_be_asked_is_refused(config: Path) -> None:
     assert result.exit_code == 2
     assert "--requests is of --memory" in said(result)
     assert run(config.parent / "no.json").exit_code == 2
-    for given in (("--policy", "k8v4"), ("--length", 100), ("--precision", 0.1)):
-        result = run(config, *given)
+    for more in (("--policy", "k8v4"), ("--length", 100), ("--precision", 0.1)):
+        result = run(config, *more)
         assert result.exit_code == 2
         assert "--policy, --length and --precision are for --measure" in said(result)
