@@ -31,31 +31,39 @@ struct Format {
   int meta_bytes() const { return 4 * groups; }
 };
 
+// The addresses of strips of kLanes equally spaced rows, by strip; null for other strips.
+struct Strips {
+  const uint8_t* data[kBlock / kLanes];
+  const uint8_t* meta[kBlock / kLanes];
+};
+
 // The vectors of up to kBlock tokens, by address, as few of them may be adjacent in pages. The last
 // one is repeated up to a multiple of kLanes.
 //
-// Kernels may read a format in strips of kLanes rows: for a whole strip, of equally spaced rows,
-// only the first row's address is given.
+// Kernels may read a format in strips: then the addresses of a strip's rows are given only if it
+// has none itself.
 struct Rows {
   int count;
   const uint8_t* const* data;
   const uint8_t* const* meta;  // scales, then zero points; unused for plain numbers
-  const bool* whole;           // by strip; null if all addresses are given
-  int64_t step;                // bytes from row to row of a whole strip
+  const Strips* strips;        // null if the addresses of all rows are given
+  int64_t step;                // bytes from row to row of a strip with an address
 };
 
-// The next rows, which kernels prefetch, a few at a time, during the computation.
-struct Ahead {
-  Rows rows;
-  int bytes, meta_bytes;  // of a row
+// Adjacent bytes.
+struct Span {
+  const uint8_t *first, *last;
+};
 
-  // Rows `first` to `last`; a strip starts at `first`.
-  Ahead part(int first, int last) const {
-    return {{last - first, rows.data + first, rows.meta + first,
-             rows.whole ? rows.whole + first / kLanes : nullptr, rows.step},
-            bytes,
-            meta_bytes};
-  }
+// What kernels prefetch during the computation: the next rows; or, if they read rows in strips, the
+// cache lines of a block's values and of the next block's keys, at an even rate from one kernel to
+// the next.
+struct Ahead {
+  Rows rows{};
+  int bytes = 0, meta_bytes = 0;  // of a row
+  const uint8_t *at = nullptr, *last = nullptr;  // the rest of the present span
+  const Span *span[2] = {}, *end[2] = {};        // those after it
+  int lines = 0;                                 // of all spans
 };
 
 // The queries of one KV head, already multiplied by the scale of the logits.
@@ -81,14 +89,14 @@ struct Kernels {
   // logits[g][i] = queries[g] . rows[i]; `prepared` is null if its size is 0. Entries after the
   // last row, up to a multiple of kLanes, are undefined.
   void (*dot)(const Format&, const Rows&, const Queries&, const void* prepared, float* logits,
-              const Ahead&);
+              Ahead&);
   // sums[g] += weights[g] . rows, over the tokens; weights are 0 up to a multiple of kLanes
   void (*weigh)(const Format&, const Rows&, int group, const float* weights, float* sums,
-                int width, const Ahead&);
+                int width, Ahead&);
   // weights = exp(logits - top), where top is the largest logit so far; sums and total are
   // rescaled for a larger one. In place; 0 up to a multiple of kLanes.
   void (*soften)(float* logits, int count, int group, float* top, float* total, float* sums,
-                 int width, const Ahead&);
+                 int width, Ahead&);
   // out[i] = the group's terms of p[g] = weights[g][i] * factor[g]
   void (*observe)(const float* weights, int count, int group, const float* factor, Term, Group,
                   float above, float* out);

@@ -6,26 +6,19 @@
 namespace kv {
 namespace {
 
-// Addresses of `count` consecutive rows, from index `at` of a block on; in strips, only that of the
-// first row of a whole strip.
-void list(const uint8_t* first, int64_t step, int at, int count, bool strips, const uint8_t** to) {
-  if (!strips) {
-    for (int i = 0; i < count; ++i) to[at + i] = first + i * step;
-    return;
+// Addresses of `count` consecutive rows, from index `at` of a block on; if `strips` is not null, of
+// whole strips there.
+void list(const uint8_t* first, int64_t step, int at, int count, const uint8_t** strips,
+          const uint8_t** to) {
+  const int end = at + count;
+  while (at < end) {
+    if (strips && at % kLanes == 0)
+      for (; end - at >= kLanes; at += kLanes, first += kLanes * step) strips[at / kLanes] = first;
+    if (at == end) return;
+    const int stop = strips ? std::min(end, (at / kLanes + 1) * kLanes) : end;
+    if (strips) strips[at / kLanes] = nullptr;
+    for (; at < stop; ++at, first += step) to[at] = first;
   }
-  for (int i = 0; i < count;) {
-    const int some = std::min(count - i, kLanes - (at + i) % kLanes);
-    const int listed = some == kLanes ? 1 : some;
-    for (int k = 0; k < listed; ++k) to[at + i + k] = first + (i + k) * step;
-    i += some;
-  }
-}
-
-// Marks the strips that are filled by the `count` tokens after a block's last.
-void mark(Block& block, int count) {
-  const int at = block.count, end = at + count;
-  for (int s = at / kLanes; s * kLanes < end; ++s)
-    block.whole[s] = at <= s * kLanes && (s + 1) * kLanes <= end;
 }
 
 // Repeats the last row, so that kernels can process whole vectors.
@@ -40,11 +33,15 @@ void pad(Block& block) {
 Cursor::Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, Fault& fault,
                Places places)
     : job_(job), fault_(fault), places_(places), table_row_(table_row), at_(first), last_(last) {
-  if (!job.parts.empty()) end_ = std::min(job.parts[0].count(table_row), last);
+  if (job.parts.empty()) return;
+  end_ = std::min(job.parts[0].count(table_row), last);
+  find();
 }
 
 bool Cursor::next(Block& block) {
   block.count = block.runs = 0;
+  block.key_spans.clear();
+  block.value_spans.clear();
   while (block.count == 0 && enter()) {
     const Part& part = job_.parts[part_];
     block.part = part_;
@@ -64,8 +61,17 @@ bool Cursor::enter() {
   while (at_ < last_ && at_ >= end_) {
     before_ += job_.parts[part_].count(table_row_);
     end_ = std::min(before_ + job_.parts[++part_].count(table_row_), last_);
+    find();
   }
   return at_ < last_;
+}
+
+// Sets the page of the next token.
+void Cursor::find() {
+  const Part& part = job_.parts[part_];
+  if (!part.paged) return;
+  column_ = (at_ - before_) / part.tokens;
+  inside_ = (at_ - before_) % part.tokens;
 }
 
 // Sets how a block addresses the tokens of a part.
@@ -79,10 +85,9 @@ void Cursor::start(const Part& part, Block& block) const {
 
 // Adds tokens of the page with the next slot, up to a hole; false for an invalid page.
 bool Cursor::from_pages(const Part& part, Block& block) {
-  const int64_t slot = at_ - before_, column = slot / part.tokens, inside = slot % part.tokens;
-  const int64_t width = part.table_width;
+  const int64_t slot = at_ - before_, inside = inside_, width = part.table_width;
   const int64_t page =
-      part.table[table_row_ * width + (part.reverse ? width - 1 - column : column)];
+      part.table[table_row_ * width + (part.reverse ? width - 1 - column_ : column_)];
   if (page < 0 || page >= part.pages) {
     fault_.raise(part_, page);
     at_ = end_ = last_;
@@ -105,18 +110,25 @@ bool Cursor::from_pages(const Part& part, Block& block) {
     count = i - skipped;
   }
   at_ += skipped + count;
+  inside_ += skipped + count;
+  if (inside_ >= part.tokens) ++column_, inside_ = 0;
   if (count == 0) return true;
   const int64_t first = inside + skipped;
   if (places_ != Places::kSlots) {
-    mark(block, int(count));
-    auto add = [&](const Format& format, const int64_t* offset, bool strips, const uint8_t** rows,
-                   const uint8_t** meta) {
+    auto add = [&](const Format& format, const int64_t* offset, Strips* strips, const uint8_t** rows,
+                   const uint8_t** meta, Spans& spans) {
       const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
-      list(at + offset[0] + first * step, step, to, int(count), strips, rows);
-      list(at + offset[1] + first * more, more, to, int(count), strips, meta);
+      const uint8_t *from = at + offset[0] + first * step, *scales = at + offset[1] + first * more;
+      list(from, step, to, int(count), strips ? strips->data : nullptr, rows);
+      list(scales, more, to, int(count), strips ? strips->meta : nullptr, meta);
+      if (!job_.kernels->strips) return;
+      spans.add(from, from + count * step);
+      if (more) spans.add(scales, scales + count * more);
     };
-    add(part.key, part.offset, block.key_strips, block.key, block.key_meta);
-    add(part.value, part.offset + 2, block.value_strips, block.value, block.value_meta);
+    add(part.key, part.offset, block.key_strips ? &block.key_strip : nullptr, block.key,
+        block.key_meta, block.key_spans);
+    add(part.value, part.offset + 2, block.value_strips ? &block.value_strip : nullptr, block.value,
+        block.value_meta, block.value_spans);
   }
   block.run[block.runs++] = {slot + skipped, int(count)};
   block.count += int(count);
@@ -143,9 +155,14 @@ void Cursor::from_tensors(const Part& part, Block& block) {
     if (count == 0) continue;
     const int64_t key = part.key_step[2], value = part.value_step[2];
     if (places_ != Places::kSlots) {
-      mark(block, count);
-      list(keys + slot * key, key, block.count, count, block.key_strips, block.key);
-      list(values + slot * value, value, block.count, count, block.value_strips, block.value);
+      list(keys + slot * key, key, block.count, count,
+           block.key_strips ? block.key_strip.data : nullptr, block.key);
+      list(values + slot * value, value, block.count, count,
+           block.value_strips ? block.value_strip.data : nullptr, block.value);
+      for (int64_t i = slot; job_.kernels->strips && i < stop; ++i) {
+        block.key_spans.add(keys + i * key, keys + i * key + part.key.bytes());
+        block.value_spans.add(values + i * value, values + i * value + part.value.bytes());
+      }
     }
     block.run[block.runs++] = {slot, count};
     block.count += count;

@@ -103,19 +103,42 @@ struct Run {
   int count;
 };
 
+// The addresses of a block's keys or values, with their scales and zero points.
+class Spans {
+ public:
+  void clear() { count_ = lines_ = 0; }
+
+  void add(const uint8_t* first, const uint8_t* last) {
+    lines_ += int(last - first) / 64 + 1;
+    if (count_ && spans_[count_ - 1].last == first)
+      spans_[count_ - 1].last = last;
+    else if (first < last)
+      spans_[count_++] = {first, last};
+  }
+
+  const Span* begin() const { return spans_; }
+  const Span* end() const { return spans_ + count_; }
+  int lines() const { return lines_; }  // at least those of cache
+
+ private:
+  int count_ = 0, lines_ = 0;
+  Span spans_[2 * kBlock];
+};
+
 // Up to kBlock visible tokens of one part.
 struct Block {
   int part = 0, count = 0, runs = 0;
   Run run[kBlock];
   // addresses of the numbers of each token, and of its scales and zero points
   const uint8_t *key[kBlock], *key_meta[kBlock], *value[kBlock], *value_meta[kBlock];
-  bool whole[kBlock / kLanes];                    // see Rows
+  Strips key_strip, value_strip;                  // see Rows
   bool key_strips = false, value_strips = false;  // whether they are read in strips
   int64_t key_step = 0, value_step = 0;
+  Spans key_spans, value_spans;  // if any are read in strips
 
-  Rows keys() const { return {count, key, key_meta, key_strips ? whole : nullptr, key_step}; }
+  Rows keys() const { return {count, key, key_meta, key_strips ? &key_strip : nullptr, key_step}; }
   Rows values() const {
-    return {count, value, value_meta, value_strips ? whole : nullptr, value_step};
+    return {count, value, value_meta, value_strips ? &value_strip : nullptr, value_step};
   }
 };
 
@@ -134,6 +157,7 @@ class Cursor {
 
  private:
   bool enter();
+  void find();
   void start(const Part& part, Block& block) const;
   bool from_pages(const Part& part, Block& block);
   void from_tensors(const Part& part, Block& block);
@@ -142,6 +166,7 @@ class Cursor {
   Fault& fault_;
   const Places places_;
   int64_t table_row_, at_, last_;  // in tokens of the table row
+  int64_t column_ = 0, inside_ = 0;  // the next token's page of its part, and slot in that
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`
 };

@@ -4,6 +4,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "ops.h"
@@ -40,9 +41,17 @@ struct Scratch {
   State state;
 };
 
-// The next rows of a block.
-Ahead ahead_of(const Format& format, const Rows& rows) {
-  return {rows, format.bytes(), format.meta_bytes()};
+// Prefetches `values`, then `keys`.
+Ahead ahead_of(const Spans& values, const Spans& keys) {
+  Ahead ahead;
+  ahead.span[0] = values.begin(), ahead.end[0] = values.end();
+  ahead.span[1] = keys.begin(), ahead.end[1] = keys.end();
+  ahead.lines = values.lines() + keys.lines();
+  return ahead;
+}
+
+void set_rows(Ahead& ahead, const Format& format, const Rows& rows) {
+  ahead.rows = rows, ahead.bytes = format.bytes(), ahead.meta_bytes = format.meta_bytes();
 }
 
 // Calls the kernels' begin and end around their products.
@@ -110,51 +119,74 @@ class Runner {
   // Floats of a block of weights, including its largest logits.
   int64_t block_size() const { return kBlock * job_.group + padded(int(job_.group)); }
 
+  // The next piece of a worker; null after the last.
+  const Piece* take() {
+    const size_t i = next_++;
+    return i < plan_.pieces.size() ? &plan_.pieces[i] : nullptr;
+  }
+
+  // A worker takes a piece before it has finished another, so that its first block is prefetched.
   void attend(int worker) {
     Scratch& scratch = scratch_[worker];
+    const bool watching = !job_.watches.empty();
     const Around around(*job_.kernels);
-    for (size_t i; (i = next_++) < plan_.pieces.size() && fault_.part < 0;) {
-      const Piece& piece = plan_.pieces[i];
-      const bool whole = piece.split < 0, watching = !job_.watches.empty();
-      const State state = whole ? scratch.state : split(piece.split);
-      float* weights = whole || !watching ? scratch.weights.get() : kept(piece);
-      attend(piece, scratch, state, weights);
-      if (!whole) continue;
-      finish(piece.table_row, state);
-      if (watching) observe(piece, weights);
+    Block blocks[2];
+    Block *now = blocks, *next = blocks + 1;
+    std::optional<Cursor> cursor;
+    auto enter = [&](const Piece* piece, Block& block) {
+      cursor.emplace(job_, piece->table_row, piece->first, piece->last, fault_, Places::kStrips);
+      cursor->next(block);
+    };
+    const Piece* piece = take();
+    if (piece) enter(piece, *now);
+    while (piece && fault_.part < 0) {
+      const Piece* then = take();
+      const bool whole = piece->split < 0;
+      const State state = whole ? scratch.state : split(piece->split);
+      float* weights = whole || !watching ? scratch.weights.get() : kept(*piece);
+      start(*piece, state);
+      if (now->count) {
+        const Queries queries = prepare(piece->table_row, scratch);
+        float* at = weights;
+        for (bool last = false; !last; std::swap(now, next)) {
+          last = !cursor->next(*next);
+          if (last && then) enter(then, *next);
+          attend(*now, *next, queries, scratch, state, at);
+          if (!watching) continue;
+          std::copy_n(state.top, job_.group, at + kBlock * job_.group);
+          at += block_size();
+        }
+      } else if (then) {
+        enter(then, *now);
+      }
+      if (whole) finish(piece->table_row, state);
+      if (whole && watching) observe(*piece, weights);
+      piece = then;
     }
   }
 
-  void attend(const Piece& piece, Scratch& scratch, const State& state, float* weights) {
-    const int group = int(job_.group), width = job_.value_width;
-    std::fill_n(state.top, group, -INFINITY);
-    std::fill_n(state.total, group, 0.0f);
-    std::fill_n(state.sums, group * width, 0.0f);
+  void start(const Piece& piece, const State& state) const {
+    std::fill_n(state.top, job_.group, -INFINITY);
+    std::fill_n(state.total, job_.group, 0.0f);
+    std::fill_n(state.sums, job_.group * job_.value_width, 0.0f);
     if (job_.sinks && piece.starts) begin(piece.table_row, state);
-    if (piece.first == piece.last) return;
-    const Queries queries = prepare(piece.table_row, scratch);
-    Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kStrips);
-    Block blocks[2];
-    Block *now = blocks, *next = blocks + 1;
-    cursor.next(*now);
-    for (; now->count; std::swap(now, next)) {
-      cursor.next(*next);
-      const Part &part = job_.parts[now->part], &coming = job_.parts[next->part];
-      const int64_t prepared = prepared_[now->part];
-      job_.kernels->dot(part.key, now->keys(), queries,
-                        prepared < 0 ? nullptr : scratch.prepared.get() + prepared, weights,
-                        ahead_of(part.value, now->values()));
-      if (job_.softcap > 0) job_.kernels->bound(weights, now->count, group, job_.softcap);
-      const Ahead keys = ahead_of(coming.key, next->keys());
-      const int first = job_.kernels->strips ? next->count / 3 / kLanes * kLanes : 0;
-      job_.kernels->soften(weights, now->count, group, state.top, state.total, state.sums, width,
-                           keys.part(0, first));
-      job_.kernels->weigh(part.value, now->values(), group, weights, state.sums, width,
-                          keys.part(first, next->count));
-      if (job_.watches.empty()) continue;
-      std::copy_n(state.top, group, weights + kBlock * group);
-      weights += block_size();
-    }
+  }
+
+  // Attends to a block; the keys of the next one are prefetched.
+  void attend(const Block& now, const Block& next, const Queries& queries, const Scratch& scratch,
+              const State& state, float* weights) const {
+    const int group = int(job_.group), width = job_.value_width;
+    const Part &part = job_.parts[now.part], &coming = job_.parts[next.part];
+    const int64_t prepared = prepared_[now.part];
+    Ahead ahead = ahead_of(now.value_spans, next.key_spans);
+    set_rows(ahead, part.value, now.values());
+    job_.kernels->dot(part.key, now.keys(), queries,
+                      prepared < 0 ? nullptr : scratch.prepared.get() + prepared, weights, ahead);
+    if (job_.softcap > 0) job_.kernels->bound(weights, now.count, group, job_.softcap);
+    set_rows(ahead, coming.key, next.keys());
+    job_.kernels->soften(weights, now.count, group, state.top, state.total, state.sums, width,
+                         ahead);
+    job_.kernels->weigh(part.value, now.values(), group, weights, state.sums, width, ahead);
   }
 
   // Begins with the sinks, as tokens whose value is 0; a query that is padding has none.
