@@ -90,6 +90,16 @@ class Attender {
     return starts;
   }
 
+  // In several sums, whose latencies overlap.
+  static float sum_of(const float* numbers, int count) {
+    float sums[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += numbers[i + lane];
+    return std::accumulate(numbers + i, numbers + count,
+                           std::accumulate(sums, sums + kLanes, 0.0f));
+  }
+
   // The maximum, or NaN if one is.
   static void raise(float& most, float x) { most = x > most || x != x ? x : most; }
 
@@ -158,7 +168,7 @@ class Attender {
       if (any_wide_ || any_scaled_) put(false, row);
       if (any_scaled_) {
         const auto* numbers = reinterpret_cast<const float*>(row);
-        scratch.totals[0].numbers[r] = std::accumulate(numbers, numbers + dim, 0.0f);
+        scratch.totals[0].numbers[r] = sum_of(numbers, dim);
       }
       scratch.top[0].numbers[r] = kLow;
       if (job_.sinks) {  // as tokens whose value is 0
@@ -267,8 +277,8 @@ class Attender {
       const float share = total == 0 ? 0 : 1 / total, shift = scratch.shift[0].numbers[r] * share;
       const float* sums =
           scratch.sums[0].numbers + (r / tile_rows() * panels * tile_rows() + r % tile_rows()) * kPanel;
-      for (int d = 0; d < panels * kPanel; ++d)
-        row[d] = sums[d / kPanel * tile_rows() * kPanel + d % kPanel] * share + shift;
+      for (int panel = 0; panel < panels; ++panel, sums += tile_rows() * kPanel)
+        for (int d = 0; d < kPanel; ++d) row[panel * kPanel + d] = sums[d] * share + shift;
       const int64_t place = sequences_[b].place[task.first + r / group];
       const float lse = top + std::log2(total);
       // A query that sees nothing has no probabilities.
