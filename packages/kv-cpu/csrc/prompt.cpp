@@ -53,7 +53,8 @@ class Attender {
     const Tasks found(job_, sequences_, starts_, kept_, workers);
     tasks_ = found.all;
     scratch_.resize(workers);
-    for (Scratch& scratch : scratch_) make(scratch, (found.most + tile_rows() - 1) / tile_rows() * tile_rows());
+    const int64_t rows = (found.most + tile_rows() - 1) / tile_rows() * tile_rows();
+    for (Scratch& scratch : scratch_) make(scratch, rows);
   }
 
   void run(Parallel parallel) {
@@ -114,7 +115,8 @@ class Attender {
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
     scratch.wide = room((any_wide_ ? rows : 1) * row_bytes(dim, false));
     if (any_narrow_) scratch.narrow = room(rows * row_bytes(dim, true));
-    for (auto* of : {&scratch.top, &scratch.total, &scratch.shift, &scratch.totals}) *of = room(4 * rows);
+    for (auto* of : {&scratch.top, &scratch.total, &scratch.shift, &scratch.totals})
+      *of = room(4 * rows);
     scratch.sums = room(4 * rows * panels * kPanel);
     scratch.keys = room(kPanels * panel_bytes(dim, false));
     scratch.values = room(panels * panel_bytes(kBlock, false));
@@ -216,7 +218,8 @@ class Attender {
                                scratch.sums[0].numbers + r * sums,
                                scratch.shift[0].numbers + r,
                                keeps,
-                               keeps ? logits_of(task, kept, r, scratch) : scratch.logits[0].numbers,
+                               keeps ? logits_of(task, kept, r, scratch)
+                                     : scratch.logits[0].numbers,
                                scratch.weights[0].numbers,
                                scratch.found[0].numbers});
     }
@@ -237,7 +240,8 @@ class Attender {
       const KeptBlock& block = scratch.blocks[i];
       std::fill_n(most, kBlock, -INFINITY);
       for (int64_t r = 0; r < rows(task); r += tile_rows())
-        prompt_.kernels->raise(logits_of(task, int64_t(i), r, scratch), block.panels[r / tile_rows()],
+        prompt_.kernels->raise(logits_of(task, int64_t(i), r, scratch),
+                               block.panels[r / tile_rows()],
                                int(std::min(tile_rows(), rows(task) - r)),
                                scratch.lse[0].numbers + r, most);
       float* largest =
@@ -274,9 +278,11 @@ class Attender {
     float* row = scratch.numbers[0].numbers;
     for (int64_t r = 0; r < rows(task); ++r) {
       const float total = scratch.total[0].numbers[r], top = scratch.top[0].numbers[r];
-      const float share = total == 0 ? 0 : 1 / total, shift = scratch.shift[0].numbers[r] * share;
+      const float share = total == 0 ? 0 : 1 / total;
+      const float shift = scratch.shift[0].numbers[r] * share;
+      const int64_t tile = r / tile_rows(), inside = r % tile_rows();
       const float* sums =
-          scratch.sums[0].numbers + (r / tile_rows() * panels * tile_rows() + r % tile_rows()) * kPanel;
+          scratch.sums[0].numbers + (tile * panels * tile_rows() + inside) * kPanel;
       for (int panel = 0; panel < panels; ++panel, sums += tile_rows() * kPanel)
         for (int d = 0; d < kPanel; ++d) row[panel * kPanel + d] = sums[d] * share + shift;
       const int64_t place = sequences_[b].place[task.first + r / group];

@@ -3,6 +3,7 @@
 
 namespace kv {
 
-extern const PromptKernels amx_prompt = {true, kRows, put_query, pack_keys, pack_values, attend, raise};
+extern const PromptKernels amx_prompt = {
+    true, kRows, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv
