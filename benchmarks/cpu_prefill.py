@@ -1,11 +1,12 @@
 # environment: vllm
 """Attention of a prompt's chunk on a CPU: native code, torch, and vLLM's own paged kernel.
 
-One layer of SmolLM2-135M, 9 query heads over 3 KV heads of 64 dimensions, in bfloat16: a chunk of
-new tokens, each of which sees those up to it, after tokens that are stored in pages in random
-order. `sdpa_bf16` is torch's fused kernel over plain tokens. A row is the median over rounds in
-which all variants take turns; a ratio is the median over rounds of vLLM's seconds over the
-variant's. Seconds of one thread are its processor time, of two threads the wall's.
+One layer of SmolLM2-135M, 9 query heads over 3 KV heads of 64 dimensions, and one of an 8B model,
+32 over 8 of 128, in bfloat16: a chunk of new tokens, each of which sees those up to it, after
+tokens that are stored in pages in random order. `sdpa_bf16` is torch's fused kernel over plain
+tokens. A row is the median over rounds in which all variants take turns; a ratio is the median over
+rounds of vLLM's seconds over the variant's. Seconds of one thread are its processor time, of two
+threads the wall's.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from kv_attention import DenseTokens, attend
 from kv_cpu import chosen
 from kv_policy import PagedTokens
 
-HEADS = Heads(query=9, kv=3, dim=64)
+SMALL = Heads(query=9, kv=3, dim=64)
+LARGE = Heads(query=32, kv=8, dim=128)
 SIZES = ((2048, 0), (2048, 2048), (512, 2048))  # tokens of the chunk, and stored before it
 FORMATS = ("raw", "k8v4", "k4v2")
 CONSOLE = Console(stderr=True)
@@ -35,10 +37,11 @@ Pass = Callable[[], Tensor]
 class Variants:
     """All ways to attend with the same chunk, by name; outputs are [Q, query heads, D]."""
 
-    def __init__(self, chunk: int, before: int) -> None:
+    def __init__(self, heads: Heads, chunk: int, before: int) -> None:
         """Store the tokens that come before the chunk in every format."""
-        key, value = random_vectors(HEADS, 1, before + chunk)
-        query = torch.randn(1, HEADS.kv, HEADS.group, chunk, HEADS.dim).to(torch.bfloat16)
+        self.heads = heads
+        key, value = random_vectors(heads, 1, before + chunk)
+        query = torch.randn(1, heads.kv, heads.group, chunk, heads.dim).to(torch.bfloat16)
         seen = torch.ones(chunk, before + chunk, dtype=torch.bool).tril(before)
         self.passes: dict[str, Pass] = {
             "vllm_bf16": vllm_prefill(query, key, value, "auto"),
@@ -49,7 +52,7 @@ class Variants:
         exact = self._sdpa(query.float(), key.float(), value.float(), seen)()
         self.exact = dict.fromkeys(self.passes, exact)
         for name in FORMATS if before else ("fresh",):
-            form = HEADS.format(name) if before else None
+            form = heads.format(name) if before else None
             pages = [stored(form, key[:, :, :before], value[:, :, :before])] if form else []
             for backend in ("cpu", "torch"):
                 ours = self._ours(query, place, pages, fresh, backend)
@@ -58,10 +61,9 @@ class Variants:
                     query.float(), place, pages, fresh, "torch"
                 )()
 
-    @staticmethod
-    def _sdpa(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Pass:
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Pass:
         # Keys are repeated for each head beforehand: that takes no time of the pass.
-        keys, values = (x.repeat_interleave(HEADS.group, dim=1) for x in (key, value))
+        keys, values = (x.repeat_interleave(self.heads.group, dim=1) for x in (key, value))
         heads = query.flatten(1, 2)
 
         def attended() -> Tensor:
@@ -72,8 +74,8 @@ class Variants:
 
         return attended
 
-    @staticmethod
     def _ours(
+        self,
         query: Tensor,
         place: Tensor,
         pages: list[PagedTokens],
@@ -86,7 +88,7 @@ class Variants:
         ]
 
         def attended() -> Tensor:
-            out = attend(query, place, pages, fresh, HEADS.dim**-0.5, backend=backend).out
+            out = attend(query, place, pages, fresh, self.heads.dim**-0.5, backend=backend).out
             return out[0].flatten(0, 1).transpose(0, 1)
 
         return attended
@@ -97,10 +99,10 @@ class Variants:
         return float((self.passes[name]().float() - exact).abs().max() / exact.abs().max())
 
 
-def rows(chunk: int, before: int, threads: int, rounds: int) -> list[Row]:
+def rows(heads: Heads, chunk: int, before: int, threads: int, rounds: int) -> list[Row]:
     """Time all variants over one size."""
     torch.set_num_threads(threads)
-    variants = Variants(chunk, before)
+    variants = Variants(heads, chunk, before)
     errors = {name: variants.error(name) for name in variants.passes}
     if (worst := max(errors.values())) > 0.05:
         raise RuntimeError(f"a variant is off by {worst:.2f} of the largest output: {errors}")
@@ -112,6 +114,9 @@ def rows(chunk: int, before: int, threads: int, rounds: int) -> list[Row]:
         low, ratio, high = turns.quartiles(("vllm_bf16",), (name,))
         found.append(
             {
+                "heads": heads.query,
+                "kv_heads": heads.kv,
+                "dim": heads.dim,
                 "chunk": chunk,
                 "before": before,
                 "threads": threads,
@@ -124,7 +129,8 @@ def rows(chunk: int, before: int, threads: int, rounds: int) -> list[Row]:
             }
         )
         CONSOLE.print(
-            f"{chunk} after {before}, {threads} threads, {name:10} {turns.median(name):.5f} s  "
+            f"{heads.query}/{heads.kv} of {heads.dim}, {chunk} after {before}, {threads} threads, "
+            f"{name:10} {turns.median(name):.5f} s  "
             f"x{ratio:.2f}  off {errors[name]:.4f}"
         )
     return found
@@ -138,12 +144,16 @@ def main() -> None:
     arguments = parser.parse_args()
     found: list[Row] = []
     for threads in (1,) if arguments.quick else (1, 2):
-        for chunk, before in SIZES:
-            found += rows(chunk, before, threads, 3 if arguments.quick else arguments.rounds)
+        for heads in (SMALL, LARGE):
+            for chunk, before in SIZES:
+                rounds = 3 if arguments.quick else arguments.rounds
+                found += rows(heads, chunk, before, threads, rounds)
     summary = {
         f"{r['variant']}_{r['chunk']}_after_{r['before']}": float(str(r["vs_vllm_bf16"]))
         for r in found
-        if r["threads"] == 1 and r["variant"] in ("fresh_cpu", "k8v4_cpu", "raw_cpu", "k8v4_torch")
+        if r["threads"] == 1
+        and r["heads"] == SMALL.query
+        and r["variant"] in ("fresh_cpu", "k8v4_cpu", "raw_cpu", "k8v4_torch")
     }
     for name, value in summary.items():
         print(f"{name:30} {value:.4f}")

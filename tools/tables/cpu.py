@@ -130,20 +130,33 @@ def timed(row: Row) -> tuple[str, str, str]:
     return f"{1e3 * row['seconds']:.1f}", f"{row['vs_vllm_bf16']:.2f}", f"{low:.2f} to {high:.2f}"
 
 
+def heads_of(row: Row) -> str:
+    """Write the heads of a prompt's layer; results without them are of SmolLM2-135M."""
+    return f"{row.get('heads', 9)} / {row.get('kv_heads', 3)} of {row.get('dim', 64)}"
+
+
 def chunks(rows: Sequence[Row]) -> str:
     """Write how long each variant takes for each chunk, on one thread and on two."""
-    found = {(row["chunk"], row["before"], row["variant"], row["threads"]): row for row in rows}
+    found = {
+        (heads_of(row), row["chunk"], row["before"], row["variant"], row["threads"]): row
+        for row in rows
+    }
     lines = (
         (
+            heads,
             f"{chunk:,}",
             f"{before:,}",
             attended_by(variant),
-            *(part for count in THREADS for part in timed(found[chunk, before, variant, count])),
+            *(
+                part
+                for count in THREADS
+                for part in timed(found[heads, chunk, before, variant, count])
+            ),
         )
-        for chunk, before, variant in dict.fromkeys(key[:3] for key in found)
+        for heads, chunk, before, variant in dict.fromkeys(key[:4] for key in found)
     )
     columns = (head for on in THREADS.values() for head in (f"ms, {on}", "speed", "quartiles"))
-    return table(("chunk", "stored", "attended by", *columns), lines)
+    return table(("heads", "chunk", "stored", "attended by", *columns), lines)
 
 
 def cpu_prefill(result: Row, said: Said) -> Iterator[str]:

@@ -25,9 +25,10 @@ struct KeptBlock {
 
 struct Scratch {
   std::vector<Line> wide, narrow;  // queries
-  std::vector<Line> top, total, sums, totals;
+  std::vector<Line> top, total, sums, shift, totals;
   std::vector<Line> keys, values, scales, logits, weights, found, numbers;
   std::vector<int> rank, start;
+  std::vector<RowTile> tiles;  // that see tokens of a block
   int latest[kPanels], earliest[kPanels];
   // for the largest probabilities: logits of a task by block and tile, the log-sum-exp of its rows
   // in base 2, and the largest logarithms so far of each part's tokens [B, H, width]
@@ -52,7 +53,8 @@ class Attender {
     const Tasks found(job_, sequences_, starts_, kept_, workers);
     tasks_ = found.all;
     scratch_.resize(workers);
-    for (Scratch& scratch : scratch_) make(scratch, (found.most + kTile - 1) / kTile * kTile);
+    const int64_t rows = (found.most + tile_rows() - 1) / tile_rows() * tile_rows();
+    for (Scratch& scratch : scratch_) make(scratch, rows);
   }
 
   void run(Parallel parallel) {
@@ -89,6 +91,16 @@ class Attender {
     return starts;
   }
 
+  // In several sums, whose latencies overlap.
+  static float sum_of(const float* numbers, int count) {
+    float sums[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += numbers[i + lane];
+    return std::accumulate(numbers + i, numbers + count,
+                           std::accumulate(sums, sums + kLanes, 0.0f));
+  }
+
   // The maximum, or NaN if one is.
   static void raise(float& most, float x) { most = x > most || x != x ? x : most; }
 
@@ -103,14 +115,15 @@ class Attender {
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
     scratch.wide = room((any_wide_ ? rows : 1) * row_bytes(dim, false));
     if (any_narrow_) scratch.narrow = room(rows * row_bytes(dim, true));
-    for (auto* of : {&scratch.top, &scratch.total, &scratch.totals}) *of = room(4 * rows);
+    for (auto* of : {&scratch.top, &scratch.total, &scratch.shift, &scratch.totals})
+      *of = room(4 * rows);
     scratch.sums = room(4 * rows * panels * kPanel);
     scratch.keys = room(kPanels * panel_bytes(dim, false));
     scratch.values = room(panels * panel_bytes(kBlock, false));
     scratch.scales = room(4 * 4 * kBlock);
-    scratch.logits = room(4 * kTile * kBlock);
-    scratch.weights = room(kTile * row_bytes(kBlock, false));
-    scratch.found = room(4 * kTile * panels * kPanel);
+    scratch.logits = room(4 * tile_rows() * kBlock);
+    scratch.weights = room(tile_rows() * row_bytes(kBlock, false));
+    scratch.found = room(4 * tile_rows() * panels * kPanel);
     scratch.numbers = room(4 * panels * kPanel);
     scratch.rank.resize(rows);
     scratch.start.resize(kBlock);
@@ -132,6 +145,7 @@ class Attender {
     }
   }
 
+  int64_t tile_rows() const { return prompt_.kernels->rows; }
   int64_t rows(const Task& task) const { return (task.last - task.first) * job_.group; }
 
   void begin(const Task& task, Scratch& scratch) const {
@@ -142,6 +156,7 @@ class Attender {
     std::fill(scratch.top.begin(), scratch.top.end(), Line{});
     std::fill(scratch.total.begin(), scratch.total.end(), Line{});
     std::fill(scratch.sums.begin(), scratch.sums.end(), Line{});
+    std::fill(scratch.shift.begin(), scratch.shift.end(), Line{});
     auto* narrow = reinterpret_cast<uint8_t*>(scratch.narrow.data());
     auto* wide = reinterpret_cast<uint8_t*>(scratch.wide.data());
     for (int64_t r = 0; r < rows(task); ++r) {
@@ -155,7 +170,7 @@ class Attender {
       if (any_wide_ || any_scaled_) put(false, row);
       if (any_scaled_) {
         const auto* numbers = reinterpret_cast<const float*>(row);
-        scratch.totals[0].numbers[r] = std::accumulate(numbers, numbers + dim, 0.0f);
+        scratch.totals[0].numbers[r] = sum_of(numbers, dim);
       }
       scratch.top[0].numbers[r] = kLow;
       if (job_.sinks) {  // as tokens whose value is 0
@@ -185,30 +200,37 @@ class Attender {
     const int sums = panels_of(value_dim) * kPanel;
     const bool keeps = size_t(block.part) < prompt_.largest.size();
     if (keeps) scratch.blocks.push_back({block.part, {block.run, block.run + block.runs}, {}});
-    for (int64_t r = 0; r < rows(task); r += kTile) {
-      const int last = scratch.rank[std::min(r + kTile, rows(task)) - 1];
+    scratch.tiles.clear();
+    for (int64_t r = 0; r < rows(task); r += tile_rows()) {
+      const int last = scratch.rank[std::min(r + tile_rows(), rows(task)) - 1];
       int held = panels;
       while (held > 0 && scratch.earliest[held - 1] > last) --held;
       if (keeps) scratch.blocks.back().panels.push_back(held);
       if (held == 0) continue;
       const int64_t kept = int64_t(scratch.blocks.size()) - 1;
-      const RowTile tile{queries + r * row_bytes(dim, keys.narrow),
-                         scratch.totals[0].numbers + r,
-                         scratch.rank.data() + r,
-                         scratch.top[0].numbers + r,
-                         scratch.total[0].numbers + r,
-                         scratch.sums[0].numbers + r * sums,
-                         keeps ? logits_of(task, kept, r, scratch) : scratch.logits[0].numbers,
-                         scratch.weights[0].numbers,
-                         scratch.found[0].numbers};
-      prompt_.kernels->attend(packed, held, job_.scale * kLog2, job_.softcap * kLog2, tile);
+      scratch.tiles.push_back({int(std::min(tile_rows(), rows(task) - r)),
+                               held,
+                               queries + r * row_bytes(dim, keys.narrow),
+                               scratch.totals[0].numbers + r,
+                               scratch.rank.data() + r,
+                               scratch.top[0].numbers + r,
+                               scratch.total[0].numbers + r,
+                               scratch.sums[0].numbers + r * sums,
+                               scratch.shift[0].numbers + r,
+                               keeps,
+                               keeps ? logits_of(task, kept, r, scratch)
+                                     : scratch.logits[0].numbers,
+                               scratch.weights[0].numbers,
+                               scratch.found[0].numbers});
     }
+    prompt_.kernels->attend(packed, job_.scale * kLog2, job_.softcap * kLog2, scratch.tiles.data(),
+                            int(scratch.tiles.size()));
   }
 
   // The kept logits of the tile of rows from r on.
   float* logits_of(const Task& task, int64_t block, int64_t r, Scratch& scratch) const {
-    const int64_t tiles = (rows(task) + kTile - 1) / kTile;
-    return scratch.kept[0].numbers + (block * tiles + r / kTile) * kTile * kBlock;
+    const int64_t tiles = (rows(task) + tile_rows() - 1) / tile_rows();
+    return scratch.kept[0].numbers + (block * tiles + r / tile_rows()) * tile_rows() * kBlock;
   }
 
   // Raises the largest probabilities by those of a task, whose log-sum-exp is known now.
@@ -217,9 +239,10 @@ class Attender {
     for (size_t i = 0; i < scratch.blocks.size(); ++i) {
       const KeptBlock& block = scratch.blocks[i];
       std::fill_n(most, kBlock, -INFINITY);
-      for (int64_t r = 0; r < rows(task); r += kTile)
-        prompt_.kernels->raise(logits_of(task, int64_t(i), r, scratch), block.panels[r / kTile],
-                               int(std::min<int64_t>(kTile, rows(task) - r)),
+      for (int64_t r = 0; r < rows(task); r += tile_rows())
+        prompt_.kernels->raise(logits_of(task, int64_t(i), r, scratch),
+                               block.panels[r / tile_rows()],
+                               int(std::min(tile_rows(), rows(task) - r)),
                                scratch.lse[0].numbers + r, most);
       float* largest =
           &scratch.largest[block.part][task.table_row * job_.parts[block.part].width];
@@ -256,10 +279,12 @@ class Attender {
     for (int64_t r = 0; r < rows(task); ++r) {
       const float total = scratch.total[0].numbers[r], top = scratch.top[0].numbers[r];
       const float share = total == 0 ? 0 : 1 / total;
+      const float shift = scratch.shift[0].numbers[r] * share;
+      const int64_t tile = r / tile_rows(), inside = r % tile_rows();
       const float* sums =
-          scratch.sums[0].numbers + (r / kTile * panels * kTile + r % kTile) * kPanel;
-      for (int d = 0; d < panels * kPanel; ++d)
-        row[d] = sums[d / kPanel * kTile * kPanel + d % kPanel] * share;
+          scratch.sums[0].numbers + (tile * panels * tile_rows() + inside) * kPanel;
+      for (int panel = 0; panel < panels; ++panel, sums += tile_rows() * kPanel)
+        for (int d = 0; d < kPanel; ++d) row[panel * kPanel + d] = sums[d] * share + shift;
       const int64_t place = sequences_[b].place[task.first + r / group];
       const float lse = top + std::log2(total);
       // A query that sees nothing has no probabilities.

@@ -25,26 +25,33 @@ struct PackedBlock {
   const int* latest;  // per panel of tokens, the maximum of these
 };
 
-// kTile rows, each a query of a head of the group, and their partial results: weights are relative
-// to 2**top. Sums are in panels of kPanel dimensions, row by row.
+// The rows of a tile, each a query of a head of the group, and their partial results: weights are
+// relative to 2**top. Sums are in panels of kPanel dimensions, row by row.
 struct RowTile {
+  int count;   // rows in use; there is memory for all
+  int panels;  // the first ones of the block, which the rows may see
   const void* queries;  // narrow if the keys are
   const float* totals;  // sums of the numbers of each query
   const int* rank;      // index of each row's query in the sequence, ascending
   float *top, *total, *sums;
-  // buffers for the logits and weights of a block, and for products that are added to the sums
+  float* shift;  // that of each row's sums, of all dimensions, from the values' zero points
+  bool keeps;    // whether all logits of the block are used later
+  // buffers for the logits and weights of a block, and for products that are added to the sums;
+  // those of logits are the tile's own if it keeps them
   float *logits, *weights, *found;
 };
 
 // The kernels of one instruction set.
 struct PromptKernels {
   bool narrow;  // whether bfloat16 numbers can be multiplied directly
+  int rows;     // of a tile
   void (*put_query)(Number, const void* from, int64_t step, int dim, bool narrow, void* row);
   void (*pack_keys)(const Format&, const Rows&, const Packed& to);
   void (*pack_values)(const Format&, const Rows&, const Packed& to);
-  // Adds the first panels of a block of tokens to the rows' partial results. Logits are in base 2,
-  // with `scale` multiplied in, and bounded by `most` if it is not 0.
-  void (*attend)(const PackedBlock&, int panels, float scale, float most, const RowTile&);
+  // Adds a block of tokens to the partial results of consecutive rows, all tiles of which but the
+  // last are full. Logits are in base 2, with `scale` multiplied in, and bounded by `most` if it is
+  // not 0.
+  void (*attend)(const PackedBlock&, float scale, float most, const RowTile* tiles, int count);
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);

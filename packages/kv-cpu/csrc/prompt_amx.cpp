@@ -1,8 +1,9 @@
 #define KV_TILES
-#include "prompt.inc"
+#include "prompt_tiles.inc"
 
 namespace kv {
 
-extern const PromptKernels amx_prompt = {true, put_query, pack_keys, pack_values, attend, raise};
+extern const PromptKernels amx_prompt = {
+    true, kRows, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

@@ -1,10 +1,10 @@
 #define KV_EMULATED_TILES
 #define KV_TILES
-#include "prompt.inc"
+#include "prompt_tiles.inc"
 
 namespace kv {
 
 extern const PromptKernels amx_emulated_prompt = {
-    true, put_query, pack_keys, pack_values, attend, raise};
+    true, kRows, put_query, pack_keys, pack_values, attend, raise};
 
 }  // namespace kv

@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const PromptKernels avx2_prompt = {false, put_query, pack_keys, pack_values, attend, raise};
+extern const PromptKernels avx2_prompt = {
+    false, kRows, put_query, pack_keys, pack_values, attend_plainly, raise};
 
 }  // namespace kv

@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const PromptKernels avx512_prompt = {
-    false, put_query, pack_keys, pack_values, attend, raise};
+    false, kRows, put_query, pack_keys, pack_values, attend_plainly, raise};
 
 }  // namespace kv

@@ -2,6 +2,7 @@
 
 namespace kv {
 
-extern const PromptKernels bf16_prompt = {true, put_query, pack_keys, pack_values, attend, raise};
+extern const PromptKernels bf16_prompt = {
+    true, kRows, put_query, pack_keys, pack_values, attend_plainly, raise};
 
 }  // namespace kv

@@ -6,7 +6,7 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kMostSums = 1 << 17;  // floats per task, to stay in the L2 cache
+constexpr int64_t kMostSums = 1 << 18;  // floats per task, to stay in the L2 cache
 constexpr int64_t kLeastRows = 8 * kTile;  // minimum to amortize unpacking the tokens again
 constexpr int64_t kMostKept = 1 << 20;  // logits that a task keeps, if its rows are not too few
 constexpr int64_t kTasks = 4;           // per worker, to balance the load
@@ -44,10 +44,13 @@ Tasks::Tasks(const Job& job, const std::vector<Sequence>& sequences,
   const int64_t limit = workers > 1 ? total / (kTasks * workers) : total;
   int64_t room = kMostSums / (panels_of(int(job.value_dim)) * kPanel);
   if (kept) room = std::min(room, std::max(kMostKept / kept, kLeastRows));
-  const int64_t queries = std::max<int64_t>(1, room / job.group);
-  const int64_t least = std::min(queries, (kLeastRows + job.group - 1) / job.group);
+  const int64_t held = std::max<int64_t>(1, room / job.group);
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
     const auto count = int64_t(seen[table_row].size());
+    // Tasks of equal size, as the last one unpacks the most tokens.
+    const int64_t parts = (count + held - 1) / held;
+    const int64_t queries = parts ? (count + parts - 1) / parts : 1;
+    const int64_t least = std::min(queries, (kLeastRows + job.group - 1) / job.group);
     Task task{table_row, 0, 0, 0};
     for (int64_t i = 0; i < count; ++i) {
       task.work += seen[table_row][i] + 1;
