@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, TokenStore
+from kv_paging import PagePool, TokenStore, back_with_huge_pages
 from kv_policy import CacheShape, PagedTokens, PageLayout, TokenFormat, parse, tier_formats
 
 PAGE_BYTES = 13_312  # 64 tokens of k8v4 or 128 of k4v2 with 128 dimensions a head
@@ -43,9 +43,16 @@ def random_vectors(heads: Heads, sequences: int, tokens: int) -> tuple[Tensor, T
 
 
 def stored(
-    form: TokenFormat, key: Tensor, value: Tensor, page_bytes: int = PAGE_BYTES
+    form: TokenFormat,
+    key: Tensor,
+    value: Tensor,
+    page_bytes: int = PAGE_BYTES,
+    huge: bool = False,
 ) -> PagedTokens:
-    """Store the vectors of a layer in pages whose order in memory is random."""
+    """Store the vectors of a layer in pages whose order in memory is random.
+
+    `huge` backs them with huge pages, as a pool of pages does.
+    """
     sequences, heads, tokens, _ = key.shape
     layout = PageLayout.fitted(form, page_bytes)
     pages = sequences * heads * -(-tokens // layout.tokens)
@@ -58,18 +65,24 @@ def stored(
     view = store.view(0)
     order = torch.randperm(pages)
     data = torch.empty_like(view.data)
+    if huge:
+        back_with_huge_pages(data)
     data[order] = view.data
     return replace(view, data=data, table=order[view.table.long()].to(view.table.dtype))
 
 
 def tiers(
-    heads: Heads, specs: Sequence[tuple[str, float]], key: Tensor, value: Tensor
+    heads: Heads,
+    specs: Sequence[tuple[str, float]],
+    key: Tensor,
+    value: Tensor,
+    huge: bool = False,
 ) -> list[PagedTokens]:
     """Store consecutive shares of the tokens in a format each."""
     ends = torch.tensor([share for _, share in specs]).cumsum(0) * key.shape[2]
     stops = ends.round().int().tolist()
     return [
-        stored(heads.format(spec), key[:, :, a:b], value[:, :, a:b])
+        stored(heads.format(spec), key[:, :, a:b], value[:, :, a:b], huge=huge)
         for (spec, _), a, b in zip(specs, [0, *stops[:-1]], stops, strict=True)
     ]
 

@@ -5,7 +5,8 @@ One layer of 32 query heads over 8 KV heads of 128 dimensions, queries in bfloat
 order. A row is one process's median over rounds in which all variants take turns; a ratio is the
 median over rounds of vLLM's seconds in bfloat16 over the variant's. Bytes are codes and scales, or
 numbers of 2 bytes; the share of bandwidth is bytes per second over those of summing a long tensor
-in the same rounds. On a processor with AMX the result is `cpu_decode_amx`.
+in the same rounds. All memory is in pages of 4 KiB, and that of the variants `huge_pages` in huge
+pages, which pools of pages ask for and vLLM does not. On a processor with AMX the result is `cpu_decode_amx`.
 """
 
 import argparse
@@ -32,6 +33,7 @@ FORMATS = {
     "k4v2": [("k4v2", 1.0)],
     "mix_20_80": [("k8v4", 0.2), ("k4v2", 0.8)],
 }
+HUGE = "_huge_pages"  # the same pages in huge pages of the system, as a pool's are
 WATCHED = {
     "k8v4_sum": Observe(1, "sum"),
     "k8v4_square": Observe(1, "sum", 2),
@@ -81,6 +83,7 @@ class Variants:
 
         for name, specs in FORMATS.items():
             ours(name, tiers(HEADS, specs, key, value))
+            ours(name + HUGE, tiers(HEADS, specs, key, value, huge=True))
         form = HEADS.format("k8v4")
         pages = [stored(form, key, value)]
         for name, observe in WATCHED.items():
@@ -168,6 +171,7 @@ def main() -> None:
         "k4v2_vs_vllm_bf16": of("k4v2", "vs_vllm_bf16"),
         "mix_20_80_vs_vllm_bf16": of("mix_20_80", "vs_vllm_bf16"),
         "raw_vs_vllm_bf16": of("raw", "vs_vllm_bf16"),
+        **{f"{name}{HUGE}_vs_vllm_bf16": of(name + HUGE, "vs_vllm_bf16") for name in FORMATS},
         "k8v4_page_16_over_k8v4": of("k8v4_page_16", "vs_vllm_bf16") / of("k8v4", "vs_vllm_bf16"),
         "k8v4_vs_sdpa": of("k8v4", "vs_vllm_bf16") / of("sdpa_bf16", "vs_vllm_bf16"),
         "k8v4_share_of_bandwidth": of("k8v4", "share_of_bandwidth"),

@@ -9,6 +9,7 @@ from kv_paging.head_pages import (
     release_all,
     select_all,
 )
+from kv_paging.huge_pages import back_with_huge_pages
 from kv_paging.kernels import (
     PageKernels,
     can_capture_pages,
@@ -45,6 +46,7 @@ __all__ = [
     "TokenWrite",
     "VectorNames",
     "adopt_all",
+    "back_with_huge_pages",
     "can_capture_pages",
     "clear_all",
     "expect_joined",

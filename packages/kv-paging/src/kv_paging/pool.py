@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_paging.checks import PoolExhausted, expect_each_once, expect_memory, expect_sizes
 from kv_paging.free_list import FreeList, moved_out, together
+from kv_paging.huge_pages import back_with_huge_pages
 from kv_paging.moves import copy_pages
 from kv_paging.owners import Owners
 
@@ -363,8 +364,10 @@ class PagePool:
     def _grow(self, more: int, free: int) -> None:
         """Add pages; `free` is the number of free pages before."""
         old, new = self.capacity, self.capacity + more
-        data = torch.zeros(new + 1, self.page_bytes, dtype=torch.uint8, device=self.device)
+        data = torch.empty(new + 1, self.page_bytes, dtype=torch.uint8, device=self.device)
+        back_with_huge_pages(data)
         data[:old] = self._data[:old]
+        data[old:] = 0
         if self.poison:
             data[old:] = _POISON
         # Copy the range of free ids to 0: the old one may wrap at the old capacity.
