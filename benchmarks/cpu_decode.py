@@ -5,8 +5,9 @@ One layer of 32 query heads over 8 KV heads of 128 dimensions, queries in bfloat
 order. A row is one process's median over rounds in which all variants take turns; a ratio is the
 median over rounds of vLLM's seconds in bfloat16 over the variant's. Bytes are codes and scales, or
 numbers of 2 bytes; the share of bandwidth is bytes per second over those of summing a long tensor
-in the same rounds. All memory is in pages of 4 KiB, and that of the variants `huge_pages` in huge
-pages, which pools of pages ask for and vLLM does not. On a processor with AMX the result is `cpu_decode_amx`.
+in the same rounds. Memory is in pages of 4 KiB of the system; `huge_pages` are the same tokens in
+huge pages, which pools of pages ask for and vLLM does not. On a processor with AMX the result is
+`cpu_decode_amx`.
 """
 
 import argparse

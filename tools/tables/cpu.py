@@ -14,6 +14,10 @@ DECODED: Final = {
     "k4v2": "`k4v2`",
     "mix_20_80": "20:80",
     "k8v4_page_16": "`k8v4`, 16 a page",
+    "raw_huge_pages": "`raw`, huge pages",
+    "k8v4_huge_pages": "`k8v4`, huge pages",
+    "k4v2_huge_pages": "`k4v2`, huge pages",
+    "mix_20_80_huge_pages": "20:80, huge pages",
 }
 READERS: Final = ("read", "vllm_bf16", "vllm_fp8", "sdpa_bf16", "raw", "k8v4", "k4v2", "mix_20_80")
 READ_SIZE: Final = (4, 16384)  # sequences, and tokens of each
@@ -37,16 +41,17 @@ def speeds(rows: Sequence[Row]) -> str:
         (row["threads"], row["sequences"], row["tokens"], row["variant"]): row["vs_vllm_bf16"]
         for row in rows
     }
+    decoded = [name for name in DECODED if name in {key[3] for key in ratios}]
     lines = (
         (
             f"{threads}",
             f"{batch}",
             f"{tokens:,}",
-            *(f"{ratios[threads, batch, tokens, variant]:.2f}" for variant in DECODED),
+            *(f"{ratios[threads, batch, tokens, variant]:.2f}" for variant in decoded),
         )
         for threads, batch, tokens in sorted({key[:3] for key in ratios})
     )
-    return table(("threads", "batch", "tokens", *DECODED.values()), lines)
+    return table(("threads", "batch", "tokens", *(DECODED[name] for name in decoded)), lines)
 
 
 def bandwidths(rows: Sequence[Row]) -> str:
