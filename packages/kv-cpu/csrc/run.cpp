@@ -270,38 +270,71 @@ class Runner {
     float few[most];
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
-    clear(piece);
+    Unseen unseen(*this, piece);
     Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
     Block block;
     while (cursor.next(block)) {
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
-      for (int i = 0; i < block.runs; at += block.run[i++].count)
+      for (int i = 0; i < block.runs; at += block.run[i++].count) {
+        unseen.until(block.part, block.run[i]);
         observe(piece.table_row, block.part, block.run[i], at, factor);
+      }
       weights += block_size();
     }
+    unseen.rest();
   }
 
-  // Zeros a piece's slots, and those after the last piece: results are uninitialized, so that each
-  // thread touches its own part first.
-  void clear(const Piece& piece) const {
-    int64_t before = 0;
-    for (size_t which = 0; which < job_.parts.size(); ++which) {
-      const Part& part = job_.parts[which];
-      const int64_t count = part.count(piece.table_row), plane = job_.table_rows() * part.width;
-      const int64_t from = std::clamp<int64_t>(piece.first - before, 0, count);
-      const int64_t to =
-          piece.ends ? part.width : std::clamp<int64_t>(piece.last - before, 0, count);
-      for (int t = 0; t < job_.terms; ++t)
-        std::fill_n(job_.sums[which] + t * plane + piece.table_row * part.width + from, to - from,
-                    0);
-      for (size_t w = 0; w < job_.watches.size(); ++w)
-        std::fill_n(job_.seen[which] + w * plane + piece.table_row * part.width + from, to - from,
-                    0);
-      before += count;
+  // Zeros the slots of a piece's parts that no run names, and those after the last piece: results
+  // are uninitialized, and each slot is written once.
+  class Unseen {
+   public:
+    Unseen(const Runner& runner, const Piece& piece) : runner_(runner), piece_(piece) { enter(); }
+
+    // Zeros those before a run; runs are in order.
+    void until(int part, const Run& run) {
+      while (part_ < part) leave();
+      zero(run.slot);
+      at_ = run.slot + run.count;
     }
-  }
+
+    void rest() {
+      while (part_ < int(runner_.job_.parts.size())) leave();
+    }
+
+   private:
+    void enter() {
+      if (part_ == int(runner_.job_.parts.size())) return;
+      const Part& part = runner_.job_.parts[part_];
+      const int64_t count = part.count(piece_.table_row);
+      at_ = std::clamp<int64_t>(piece_.first - before_, 0, count);
+      end_ = piece_.ends ? part.width : std::clamp<int64_t>(piece_.last - before_, 0, count);
+      before_ += count;
+    }
+
+    void leave() {
+      zero(end_);
+      ++part_;
+      enter();
+    }
+
+    void zero(int64_t end) const {
+      if (at_ >= end) return;
+      const Job& job = runner_.job_;
+      const int64_t width = job.parts[part_].width, plane = job.table_rows() * width;
+      const int64_t from = piece_.table_row * width + at_, count = end - at_;
+      for (int t = 0; t < job.terms; ++t)
+        std::fill_n(job.sums[part_] + t * plane + from, count, 0.0f);
+      for (size_t w = 0; w < job.watches.size(); ++w)
+        std::fill_n(job.seen[part_] + w * plane + from, count, 0);
+    }
+
+    const Runner& runner_;
+    const Piece& piece_;
+    int part_ = 0;
+    int64_t before_ = 0, at_ = 0, end_ = 0;  // tokens of the parts before; slots of this one
+  };
 
   void observe(int64_t table_row, int which, const Run& run, const float* weights,
                const float* factor) {
