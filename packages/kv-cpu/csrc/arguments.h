@@ -38,9 +38,16 @@ const int64_t* read_positions(const torch::stable::Tensor& position, int64_t seq
 // numbers: of each watch group, skip, count of terms, terms; above: one of each
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above);
 
-// Adds the parts to a job whose sizes and watches are set, and to the results, per part, the sums
-// [terms, B, H, width] and counts [watches, B, H, width] if anything is observed: zeroed or
-// uninitialized.
+// Adds the parts to a job whose sizes and watches are set.
+void read_parts(Job& job, const std::vector<torch::stable::Tensor>& tensors,
+                const std::vector<int64_t>& numbers);
+
+// Adds to the results, per part of a job, the sums [terms, B, H, width] and counts
+// [watches, B, H, width] if anything is observed: zeroed or uninitialized.
+void make_sums(Job& job, const torch::stable::Tensor& q, bool zeros,
+               std::vector<torch::stable::Tensor>& results);
+
+// Does both.
 void read_parts(Job& job, const torch::stable::Tensor& q,
                 const std::vector<torch::stable::Tensor>& tensors,
                 const std::vector<int64_t>& numbers, bool zeros,

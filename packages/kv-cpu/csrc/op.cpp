@@ -224,14 +224,8 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
     refuse("watches are ", all, " numbers; ", above.size(), " shares describe ", at, " of them");
 }
 
-void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
-                const std::vector<int64_t>& numbers, bool zeros, std::vector<Tensor>& results) {
-  auto make = [&](int64_t rows, int64_t width, ScalarType type) {
-    const std::vector<int64_t> sizes{rows, job.sequences, job.heads, width};
-    results.push_back(zeros ? torch::stable::new_zeros(q, sizes, type)
-                            : torch::stable::new_empty(q, sizes, type));
-    return results.back().mutable_data_ptr();
-  };
+void read_parts(Job& job, const std::vector<Tensor>& tensors,
+                const std::vector<int64_t>& numbers) {
   const size_t count = numbers.size() / kNumbers;
   if (numbers.size() % kNumbers || tensors.size() != count * kTensors)
     refuse("parts are ", numbers.size(), " numbers and ", tensors.size(), " tensors; each needs ",
@@ -240,12 +234,27 @@ void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
     job.parts.push_back(
         read_part(job, int64_t(i), &tensors[i * kTensors], &numbers[i * kNumbers]));
   check_work(job);
+}
+
+void make_sums(Job& job, const Tensor& q, bool zeros, std::vector<Tensor>& results) {
   if (job.watches.empty()) return;
+  auto make = [&](int64_t rows, int64_t width, ScalarType type) {
+    const std::vector<int64_t> sizes{rows, job.sequences, job.heads, width};
+    results.push_back(zeros ? torch::stable::new_zeros(q, sizes, type)
+                            : torch::stable::new_empty(q, sizes, type));
+    return results.back().mutable_data_ptr();
+  };
   for (const Part& part : job.parts) {
     job.sums.push_back(static_cast<float*>(make(job.terms, part.width, ScalarType::Float)));
     const auto watches = int64_t(job.watches.size());
     job.seen.push_back(static_cast<int32_t*>(make(watches, part.width, ScalarType::Int)));
   }
+}
+
+void read_parts(Job& job, const Tensor& q, const std::vector<Tensor>& tensors,
+                const std::vector<int64_t>& numbers, bool zeros, std::vector<Tensor>& results) {
+  read_parts(job, tensors, numbers);
+  make_sums(job, q, zeros, results);
 }
 
 void check(const Job& job, const Fault& fault) {
@@ -296,7 +305,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // Version of the operators' signatures; library.py expects the same.
-int64_t interface() { return 4; }
+int64_t interface() { return 5; }
 
 }  // namespace
 }  // namespace kv

@@ -37,13 +37,18 @@ View pages_of(const Tensor& data, Use use) {
 }
 
 Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers) {
+  Tier tier = tier_of(pages, numbers);
+  tier.table_view = view(table, {"table"}, kIntegers, {kAny, kAny}, Lay::kContiguous);
+  tier.table_rows = tier.table_view.size(0), tier.width = tier.table_view.size(1);
+  tier.table = integers_of(tier.table_view);
+  return tier;
+}
+
+Tier tier_of(const View& pages, const int64_t* numbers) {
   Tier tier;
   tier.pages_view = pages;
   tier.data = pages.data, tier.pages = pages.size(0), tier.step = pages.strides[0];
   tier.tokens = within({"tokens of a page"}, numbers[0], 1, kMost);
-  tier.table_view = view(table, {"table"}, kIntegers, {kAny, kAny}, Lay::kContiguous);
-  tier.table_rows = tier.table_view.size(0), tier.width = tier.table_view.size(1);
-  tier.table = integers_of(tier.table_view);
   const int64_t bytes = pages.size(1);
   tier.score = within({"offset of scores"}, numbers[5], -1, bytes);
   tier.position = within({"offset of positions"}, numbers[6], -1, bytes);

@@ -25,15 +25,15 @@ constexpr int kTierNumbers = 16;
 // All table rows of one tier.
 struct Tier {
   Format format[2];  // of keys, of values
-  int64_t code[2], meta[2], score, position;  // offsets in a page; -1: not stored
+  int64_t code[2], meta[2], score = -1, position = -1;  // offsets in a page; -1: not stored
   Segment segment[6];  // all segments of a token
   int segments = 0;
-  uint8_t* data;
-  int64_t pages, step;  // bytes from one page to the next
-  int64_t tokens;
+  uint8_t* data = nullptr;
+  int64_t pages = 0, step = 0;  // bytes from one page to the next
+  int64_t tokens = 1;
   Integers table;
-  int64_t table_rows, width;
-  bool reverse;
+  int64_t table_rows = 0, width = 0;
+  bool reverse = false;
   View pages_view, table_view;
 
   int64_t entry(int64_t table_row, int64_t column) const {
@@ -62,6 +62,8 @@ View pages_of(const Tensor& data, Use use);
 // numbers: tokens, offsets of key codes, key metadata, value codes and value metadata, offsets of
 // scores and positions, reverse, then number, dim, bits and group of keys and of values
 Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers);
+// The same, without a table: tokens are found by page alone.
+Tier tier_of(const View& pages, const int64_t* numbers);
 // The same, for a single tier.
 Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers);
 

@@ -96,6 +96,7 @@ def test_the_interface_is_counted_on_where_operators_change():
         2: "9af22479b40f30fa",
         3: "ed592a839e444502",
         4: "9fbab260573a8494",
+        5: "bf05f305ae4522c5",
     }
     assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
 

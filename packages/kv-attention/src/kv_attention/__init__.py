@@ -9,22 +9,27 @@ from kv_attention.backends import (
     check_backend,
     choose_backend,
     load_backend,
+    load_rows,
 )
 from kv_attention.checks import check_softmax, longest_of
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Partial, Scored
 from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
+from kv_attention.rows import DecodeRows, RowInputs, TokenPlaces
 from kv_attention.tokens import Attended, DenseTokens
 
 __all__ = [
     "Attended",
     "AttentionInputs",
     "BackendChoice",
+    "DecodeRows",
     "DenseTokens",
     "HeadGroup",
     "Partial",
+    "RowInputs",
     "Scored",
+    "TokenPlaces",
     "all_backends",
     "attend",
     "attend_and_score",
@@ -37,5 +42,6 @@ __all__ = [
     "choose_backend",
     "largest_probabilities",
     "load_backend",
+    "load_rows",
     "longest_of",
 ]

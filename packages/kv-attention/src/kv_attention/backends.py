@@ -13,6 +13,7 @@ from kv_attention import reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
 from kv_attention.partial import Scored
+from kv_attention.rows import DecodeRows
 from kv_attention.tokens import Attended
 from kv_policy import Backend, installed_backends, interpreter
 from kv_policy.interpreter import interpreted
@@ -141,6 +142,16 @@ def load_partial(name: str) -> AttendPartly | None:
     """
     attend: AttendPartly | None = _available(name).partial()
     return attend
+
+
+def load_rows(name: str) -> DecodeRows | None:
+    """Return how the backend with this name decodes on an engine's tensors; None: it does not.
+
+    Raises:
+        ValueError: as `load_backend`.
+    """
+    decode: DecodeRows | None = _available(name).decode_rows()
+    return decode
 
 
 def _available(name: str) -> Backend:

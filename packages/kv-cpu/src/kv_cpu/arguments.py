@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, AttentionInputs, DenseTokens, compiled, longest_of
-from kv_policy import Observe, PagedTokens
+from kv_policy import Observe, PagedTokens, PageLayout
 from kv_policy.described import NUMBERS, described
 
 MOST_DIM: Final = 1024  # of a vector
@@ -45,8 +45,14 @@ def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list
     numbers: list[int] = []
     for part, place in zip(inputs.pages, inputs.page_positions, strict=True):
         at = place if watched else None
-        tensors += _paged_tensors(part, at)
-        numbers += _paged_numbers(part, at, longest_of(part) if watched else 0)
+        tensors += paged_tensors(part, at)
+        numbers += numbers_of_pages(
+            part.layout,
+            reverse=part.reverse,
+            holes=part.holes,
+            placed=at is not None,
+            width=longest_of(part) if watched else 0,
+        )
     for tokens in inputs.dense:
         tensors += _dense_tensors(tokens)
         numbers += _dense_numbers(tokens)
@@ -82,7 +88,8 @@ def to_attended(
     return results
 
 
-def _paged_tensors(part: PagedTokens, place: Int[Tensor, "B H _"] | None) -> list[Tensor]:
+def paged_tensors(part: PagedTokens, place: Int[Tensor, "B H _"] | None) -> list[Tensor]:
+    """Return the tensors of a part in pages, with the positions of its tokens if they are read."""
     table, length = _integers(part.table), _integers(part.length)
     data = part.data if part.data.stride(1) == 1 else part.data.contiguous()
     return [data, table, length, length if place is None else place.long()]
@@ -92,11 +99,21 @@ def _integers(x: Tensor) -> Tensor:
     return (x if x.dtype in (torch.int32, torch.int64) else x.long()).contiguous()
 
 
-def _paged_numbers(part: PagedTokens, place: Tensor | None, width: int) -> list[int]:
-    pages = described(part.layout)
-    holes = pages.positions if part.holes else -1
-    given = int(place is not None)
-    return [1, width, *pages.formats, given, *pages.places, holes, int(part.reverse)]
+def numbers_of_pages(
+    layout: PageLayout, *, reverse: bool, holes: bool, placed: bool = False, width: int = 0
+) -> list[int]:
+    """Return the numbers of a part in pages.
+
+    Args:
+        layout: the layout of its pages.
+        reverse: as for `PagedTokens`.
+        holes: the same.
+        placed: whether the positions of its tokens are given.
+        width: how many slots are observed.
+    """
+    pages = described(layout)
+    at = pages.positions if holes else -1
+    return [1, width, *pages.formats, int(placed), *pages.places, at, int(reverse)]
 
 
 def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:

@@ -83,7 +83,7 @@ def place(
     torch.ops.kv_cpu.page_write(
         data,
         page[:, None].int(),
-        _numbers(layout, False),
+        tier_numbers(layout, False),
         torch.arange(len(page)),
         row.contiguous(),
         torch.ones(len(page), 1, dtype=torch.bool),
@@ -232,7 +232,7 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
         numbers.append(len(work.tiers))
         for pages in work.tiers:
             tensors += (pages.table[:, 0], pages.length[:, 0])
-            numbers += _numbers(pages.layout, pages.reverse)
+            numbers += tier_numbers(pages.layout, pages.reverse)
     torch.ops.kv_cpu.page_step(
         pool.data, ring.ids, ring.start, ring.count, tensors, numbers, pool.poison, chosen()
     )
@@ -240,10 +240,11 @@ def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:
 
 def _tier(pages: PagedTokens) -> tuple[Tensor, Tensor, Sequence[int]]:
     """Return the arguments of a tier except its lengths, without the scratch page."""
-    return pages.data[:-1], pages.table[:, 0], _numbers(pages.layout, pages.reverse)
+    return pages.data[:-1], pages.table[:, 0], tier_numbers(pages.layout, pages.reverse)
 
 
-def _numbers(layout: PageLayout, reverse: bool) -> Sequence[int]:
+def tier_numbers(layout: PageLayout, reverse: bool) -> Sequence[int]:
+    """Return the numbers of a tier's pages."""
     pages = described(layout)
     score = layout.score_offset if layout.scores else -1
     position = pages.positions if layout.positions else -1

@@ -5,6 +5,7 @@ from typing import Final
 from kv_cpu.backend import attend
 from kv_cpu.library import FORCE, chosen, compiled, forced, missing, runnable
 from kv_cpu.prompt import attend_partly
+from kv_cpu.rows import decode_rows
 from kv_policy import Backend, Instructions
 
 
@@ -22,6 +23,7 @@ BACKEND: Final = Backend(
     page_kernels="kv_cpu.pages",
     token_scores="kv_cpu.token_scores",
     partial=lambda: attend_partly,
+    decode_rows=lambda: decode_rows,
     preferred=True,
     environment=(FORCE,),
 )

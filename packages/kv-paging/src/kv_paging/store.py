@@ -30,6 +30,12 @@ class TokenStore(HeadPages):
         tiles = replace(self._tiles, layer=layer)
         return self._view(self.table[layer], self._length[layer], self.pool.data, tiles)
 
+    def views(self) -> list[PagedTokens]:
+        """Return every layer as `view` does, without tiles; valid until the next operation."""
+        data = self.pool.data
+        rows = zip(self.table.unbind(0), self._length.unbind(0), strict=True)
+        return [self._view(table, length, data) for table, length in rows]
+
     def view_layers(self, layers: slice) -> PagedTokens:
         """Return some layers as one with the heads of all; valid until the next operation."""
         table, length = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.table, self._length))

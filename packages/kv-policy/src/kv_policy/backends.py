@@ -47,6 +47,8 @@ class Backend:
             None if torch computes these scores.
         partial: returns the function that attends to some of the tokens, as
             `kv_attention.backends.AttendPartly` declares it; None if torch does this.
+        decode_rows: returns the function that decodes on an engine's own tensors, as
+            `kv_attention.rows.DecodeRows` declares it; None if there is none.
         preferred: whether it is chosen before torch on its devices.
         self_checked: whether a cache that chooses it by itself compares it with torch first.
         environment: the environment variables it reads.
@@ -63,6 +65,7 @@ class Backend:
     page_kernels: str | None = None
     token_scores: str | None = None
     partial: Callable[[], Any] = lambda: None
+    decode_rows: Callable[[], Any] = lambda: None
     preferred: bool = False
     self_checked: bool = False
     environment: tuple[str, ...] = ()

@@ -132,6 +132,27 @@ class Batch:
         window = raw.view(slice(layer, layer + 1))
         return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
 
+    def layer_views(self) -> list[tuple[PagedTokens, ...]] | None:
+        """Return the stored tokens of every layer, in the order of `views` and without tiles.
+
+        Valid until the next operation.
+
+        Returns:
+            None: heads have different dimensions, or the window is not in pages.
+        """
+        found = []
+        for _, store in self.held_stores:
+            if not isinstance(store, TokenStore):
+                return None
+            found.append(store.views())
+        raw = self.held_window
+        if raw is not None:
+            slots = raw.views() if isinstance(raw, RingBuffer) else None
+            if slots is None:
+                return None
+            found.append(slots)
+        return list(zip(*found, strict=True)) if found else [()] * self.shape.layers
+
     def groups(
         self,
         layer: int,

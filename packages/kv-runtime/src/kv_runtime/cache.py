@@ -12,9 +12,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, check_softmax
+from kv_attention import Attended, RowInputs, check_softmax, load_rows
 from kv_paging import PagePool, page_kernels_of
-from kv_policy import Budget, CacheShape, KVPolicy, Observe, Queries, Replay, complete
+from kv_policy import (
+    Budget,
+    CacheShape,
+    KVPolicy,
+    Observe,
+    PagedTokens,
+    Queries,
+    Replay,
+    complete,
+)
 from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, checked_backend
@@ -105,6 +114,8 @@ class PolicyCache:
         self.backend = checked_backend(
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
+        plain = self.bases is None and not shape.value_in_key
+        self._decode_rows = load_rows(self.backend) if plain else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
 
@@ -154,6 +165,7 @@ class PolicyCache:
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
+        self._views: list[tuple[PagedTokens, ...]] | None = None  # of the pass, by layer
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
 
@@ -215,7 +227,7 @@ class PolicyCache:
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
-        self._alone = self._order = None
+        self._alone = self._order = self._views = None
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -319,6 +331,70 @@ class PolicyCache:
             if self._pass is None:
                 self._followers = ()
         return result.out if self.bases is None else self.bases.undone(layer, result.out, value_dim)
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        scale: float,
+        output: Float[Tensor, "m Q Dv"],
+        first: int,
+        softcap: float | None = None,
+        sinks: Float[Tensor, "H G"] | None = None,
+    ) -> bool:
+        """Do what `attend` does in a decode pass, on tensors of an engine, in one call if possible.
+
+        Args:
+            layer: the layer.
+            query: queries by token, of which those from row `first` on are of the sequences.
+            key: the keys of the same tokens.
+            value: their values.
+            scale: as for `attend`.
+            output: set to the attention of the sequences' rows.
+            first: the row of the first sequence.
+            softcap: as for `attend`.
+            sinks: the same.
+
+        Returns:
+            False: the backend or the pass needs `attend`, and nothing has been done.
+
+        Raises:
+            RuntimeError: `begin` was not called, or layers are out of order.
+        """
+        if self._decode_rows is None or self._shared is not None or self._followers:
+            return False
+        now, batch = self._expect(layer)
+        position = now.whole.position
+        alone = len(now.parts) == 1 and position.shape[1] == 1 and now.whole.reach is None
+        if now.whole.is_prefill or not alone or self.reads_queries:
+            return False
+        if layer == 0:
+            self._views = batch.layer_views()
+        if self._views is None:
+            return False
+        keys, values = (x.new_empty(len(position), x.shape[1], 1, x.shape[2]) for x in (key, value))
+        result = self._decode_rows(
+            RowInputs(
+                query,
+                key,
+                value,
+                output,
+                first,
+                position,
+                self._views[layer],
+                scale,
+                softcap,
+                sinks,
+                copies=(keys, values),
+                observations=(self.observe,),
+            )
+        )
+        if result is None:
+            return False
+        self.keep(layer, keys, values, result)
+        return True
 
     def _by_position(self, chosen: Bool[Tensor, "B Lq T"]) -> Bool[Tensor, "B Lq T"]:
         """Return which tokens are chosen in the current pass, by position."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kv_attention import DenseTokens, attend
+from kv_attention import DecodeRows, DenseTokens, RowInputs, TokenPlaces, attend, load_rows
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import HeadBasis, LayerBasis, PagedTokens, PageLayout, TileCounts, TokenFormat
 from kv_runtime.checks import check_shift
@@ -55,6 +55,7 @@ class Blocks:
     heads: int  # H
     layout: PageLayout  # of a page, which holds as many tokens as a block
     kernels: PageKernels
+    decode: DecodeRows | None = None  # decodes a layer in one call; None: the backend does not
 
     @classmethod
     def of(
@@ -68,7 +69,8 @@ class Blocks:
     ) -> "Blocks":
         """Lay out the pages of blocks of `nbytes` bytes, and choose the page kernels."""
         layout = PageLayout(format, tokens, nbytes // heads)
-        return cls(heads, layout, select_page_kernels(layout, device, page_kernels_of(backend)))
+        kernels = select_page_kernels(layout, device, page_kernels_of(backend))
+        return cls(heads, layout, kernels, load_rows(backend))
 
     def pages(self, block: Int[Tensor, "*any"]) -> Int[Tensor, "*any H"]:
         """Return the pages of blocks."""
@@ -77,14 +79,15 @@ class Blocks:
     def data(self, cache: UInt8[Tensor, "blocks *rest bytes"]) -> UInt8[Tensor, "P nbytes"]:
         """Return the bytes of a layer's blocks by page."""
         nbytes = self.layout.nbytes
-        return cache.as_strided((len(cache) * self.heads, nbytes), (nbytes, 1))
+        return cache.as_strided((cache.shape[0] * self.heads, nbytes), (nbytes, 1))
 
     def places(self, slot: Int[Tensor, " n"]) -> tuple[Int[Tensor, " nH"], Int[Tensor, " nH"]]:
         """Return the page of each token and head, and its slot there; `slot` as in `step`."""
         # Padding is written to block 0, which vLLM never allocates.
         place, tokens = slot.clamp(min=0), self.layout.tokens
         page = self.pages(place.div(tokens, rounding_mode="floor"))
-        return page.flatten(), (place % tokens)[:, None].expand_as(page).flatten()
+        rows = (place % tokens)[:, None].expand_as(page)
+        return page.flatten(), rows.flatten().contiguous()  # read so by every layer
 
     def keys(
         self, cache: UInt8[Tensor, "blocks *rest bytes"], block: Int[Tensor, " n"]
@@ -211,6 +214,14 @@ class SlotStep:
     page: Int[Tensor, " nH"]  # page of each new token and head, by token
     slot: Int[Tensor, " nH"]
     batches: tuple[SlotBatch, ...]
+    decoding: SlotBatch | None = field(init=False)  # in consecutive rows; None: others as well
+
+    def __post_init__(self) -> None:
+        """Find whether the step decodes alone."""
+        batch = self.batches[0] if len(self.batches) == 1 else None
+        alone = batch is not None and batch.position.shape[1] == 1
+        rows = alone and batch is not None and isinstance(batch.source, slice)
+        object.__setattr__(self, "decoding", batch if rows else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +277,8 @@ class SlotLayer:
             more: a further layer will attend to them; makes no difference here.
         """
         layout, pages = step.blocks.layout, step.blocks.data(cache)
+        if not stored and self._decoded(query, key, value, pages, step, output):
+            return
         key, value = _projected(self.basis.key, key), _projected(self.basis.value, value)
         if not stored:
             self._store(pages, key, value, step)
@@ -305,6 +318,44 @@ class SlotLayer:
                 found = self.basis.value.undo(found)
             if found is not out:
                 write_rows(found, output, batch.target, batch.place)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether vectors are stored in the model's own basis."""
+        return self.basis.key is None and self.basis.value is None
+
+    def _decoded(
+        self,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        pages: UInt8[Tensor, "P nbytes"],
+        step: SlotStep,
+        output: Float[Tensor, "m Q Dv"],
+    ) -> bool:
+        """Do what `forward` does in one call; False: the step or the backend needs more of them."""
+        batch, blocks = step.decoding, step.blocks
+        if batch is None or blocks.decode is None or not self._plain:
+            return False
+        assert isinstance(batch.source, slice), "a decoding batch has consecutive rows"
+        layout = blocks.layout
+        tokens = PagedTokens(
+            pages, batch.table, batch.stored, layout, longest=batch.longest, tiles=batch.tiles
+        )
+        inputs = RowInputs(
+            query,
+            key,
+            value,
+            output,
+            batch.source.start,
+            batch.position,
+            (tokens,),
+            self.scale,
+            self.softcap,
+            self.sinks,
+            TokenPlaces(pages, layout, step.page, step.slot),
+        )
+        return blocks.decode(inputs) is not None
 
     def _store(
         self,

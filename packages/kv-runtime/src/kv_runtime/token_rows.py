@@ -77,10 +77,14 @@ class TokenRows:
         `kv_attention.attend`; `more` as for `PolicyCache.attend`.
         """
         heads = key.shape[1]
+        by_head = None if sinks is None else sinks.view(heads, -1)
+        if isinstance(self.target, slice) and self.real.shape[1] == 1 and not more:
+            step = query, key, value, scale, output, self.target.start, softcap, by_head
+            if self.cache.attend_rows(layer, *step):
+                return
         keep = self.cache.reads_queries
         grouped = self._places(query, keep=keep).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
         k, v = (each.transpose(1, 2) for each in self._copies(key, value))
-        by_head = None if sinks is None else sinks.view(heads, -1)
         into = decode_rows(output, self.target, self.real.shape[1], heads)
         out = self.cache.attend(layer, grouped, k, v, scale, softcap, by_head, more=more, out=into)
         if out is not into:

@@ -271,6 +271,10 @@ class RingBuffer(Window):
         Valid until the next operation.
         """
 
+    def views(self) -> list[PagedTokens] | None:
+        """Return every layer as `view` does, without tiles; None: slots are not in pages."""
+        return None
+
     @property
     @abstractmethod
     def dims(self) -> tuple[int, int]:

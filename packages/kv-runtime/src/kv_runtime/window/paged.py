@@ -114,6 +114,11 @@ class PagedWindow(RingBuffer):
         tiles = self._tiles[heads]
         return replace(every, length=tiles.length.view_as(every.length), tiles=tiles)
 
+    def views(self) -> list[PagedTokens]:
+        """Return every layer as `view` does, without tiles."""
+        length = self._filled[:, None].expand(-1, self._shape.kv_heads).contiguous()
+        return [replace(each, length=length) for each in self._store.views()]
+
     def forget_tiles(self) -> None:
         """Let the next attention count tiles again."""
         self._tiles = {}

@@ -1,0 +1,202 @@
+// A decode step on tensors as an engine has them, by token and head: attention over stored tokens
+// and the new token of each sequence, which may be stored or copied by the same call.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "pages.h"
+
+namespace kv {
+namespace {
+
+constexpr int64_t kWorth = 512;  // vectors to encode that justify another thread
+
+// Rows first .. first + count - 1 of tensors by token and head.
+struct TokenRows {
+  const View& x;
+  int64_t first;
+  const uint8_t* at(int64_t row, int64_t head) const {
+    return x.data + (first + row) * x.step(0) + head * x.step(1);
+  }
+};
+
+Format plain(ScalarType type, int64_t dim) { return {number_of(type), int(dim), 0, 1, 0, 0}; }
+
+// The new tokens as a part of one token per sequence.
+Part fresh_part(const View& key, const View& value, int64_t first, const int64_t* position) {
+  Part part;
+  part.width = 1;
+  part.key = plain(key.type, key.size(2)), part.value = plain(value.type, value.size(2));
+  part.keys = TokenRows{key, first}.at(0, 0), part.values = TokenRows{value, first}.at(0, 0);
+  for (int d = 0; d < 2; ++d) part.key_step[d] = key.step(d), part.value_step[d] = value.step(d);
+  part.place = position;
+  part.place_step[0] = 1;
+  return part;
+}
+
+// The places of new tokens: data [P, bytes], page and slot [n * H], by token and head.
+struct Places {
+  Tier tier;
+  Integers page, slot;
+  int64_t count = 0;
+};
+
+Places places_of(const std::vector<Tensor>& store, const std::vector<int64_t>& numbers,
+                 const View& key, const View& value) {
+  if (store.size() != 3)
+    refuse("store has ", store.size(), " tensors; give page data, pages and slots, or none");
+  if (numbers.size() != kTierNumbers)
+    refuse("a tier has ", numbers.size(), " numbers; it must have ", kTierNumbers);
+  const View data = pages_of(store[0], Use::kWrites);
+  const View page = view(store[1], {"pages of new tokens"}, kIntegers, {kAny}, Lay::kContiguous);
+  const int64_t count = page.size(0), heads = key.size(1);
+  const View slot = view(store[2], {"slots of new tokens"}, kIntegers, {count}, Lay::kContiguous);
+  Places places{tier_of(data, numbers.data()), integers_of(page), integers_of(slot), count};
+  const Tier& tier = places.tier;
+  if (tier.score >= 0 || tier.position >= 0)
+    refuse("pages of new tokens store scores or positions; none are given");
+  if (tier.format[0].dim != key.size(2) || tier.format[1].dim != value.size(2))
+    refuse("pages of new tokens have keys and values of ", tier.format[0].dim, " and ",
+           tier.format[1].dim, " dimensions; those given have ", key.size(2), " and ",
+           value.size(2));
+  const int64_t tokens = std::min(key.size(0), value.size(0));
+  if (count % heads || count > product(heads, tokens))
+    refuse("there are ", count, " places of new tokens; ", tokens, " tokens of ", heads,
+           " heads are given");
+  for (int64_t i = 0; i < count; ++i) {
+    tier.check_page(places.page[i]);
+    within({"a slot of a new token"}, places.slot[i], 0, tier.tokens - 1);
+  }
+  for (const auto& [label, other] : {std::pair{Label{"pages of new tokens"}, &page},
+                                     {Label{"slots of new tokens"}, &slot},
+                                     {Label{"key"}, &key},
+                                     {Label{"value"}, &value}})
+    check_apart(data, {"page data"}, *other, label);
+  return places;
+}
+
+void store_tokens(const Places& places, const Coder& coder, const View& key, const View& value) {
+  const int64_t heads = key.size(1);
+  for_all(places.count, kWorth, [&](int64_t i) {
+    uint8_t* page = places.tier.at(places.page[i]);
+    for (int which = 0; which < 2; ++which) {
+      const View& x = which ? value : key;
+      const uint8_t* from = TokenRows{x, 0}.at(i / heads, i % heads);
+      places.tier.encode(coder, which, number_of(x.type), &from, 1, page, places.slot[i]);
+    }
+  });
+}
+
+// Copies the new tokens [B, H, D] of a job.
+void copy_tokens(const View& from, int64_t first, const View& to) {
+  const TokenRows rows{from, first}, copies{to, 0};
+  for (int64_t b = 0; b < to.size(0); ++b)
+    for (int64_t h = 0; h < to.size(1); ++h)
+      std::memcpy(const_cast<uint8_t*>(copies.at(b, h)), rows.at(b, h), to.size(2) * to.item);
+}
+
+Kinds kind_of(ScalarType type) {
+  if (type == ScalarType::Float) return kFloat32;
+  return type == ScalarType::Half ? kFloat16 : kBFloat16;
+}
+
+// The attention of rows first .. first + B - 1 of q [m, Q, D], whose positions are [B, 1], over parts
+// in pages and the new tokens key [m, H, D] and value [m, H, Dv] of these rows; it is written to the
+// same rows of out [m, Q, Dv]. Then new tokens are stored, if `store` has their places: page data
+// [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the keys
+// [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the sums
+// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page is
+// missing, nothing is written.
+std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
+                                int64_t first, std::vector<Tensor> tensors,
+                                std::vector<int64_t> parts, std::vector<int64_t> watches,
+                                std::vector<double> above, double scale, double softcap,
+                                std::vector<Tensor> sinks, std::vector<Tensor> store,
+                                std::vector<int64_t> tier, std::vector<Tensor> copies, Name isa) {
+  const Coder& coder = coder_of(isa);
+  Job job;
+  job.kernels = kernels_of(isa);
+  const View x = view(q, {"q"}, kFloats, {kAny, kAny, kAny}, Lay::kRows);
+  const View keys = view(key, {"key"}, kFloats, {kAny, kAny, x.size(2)}, Lay::kRows);
+  const View values = view(value, {"value"}, kFloats, {kAny, keys.size(1), kAny}, Lay::kRows);
+  const View result =
+      view(out, {"out"}, kFloats, {kAny, x.size(1), values.size(2)}, Lay::kRows, Use::kWrites);
+  const View place = view(position, {"position"}, kInt64, {kAny, 1}, Lay::kContiguous);
+  job.sequences = place.size(0), job.heads = keys.size(1);
+  const int64_t rows = std::min({x.size(0), keys.size(0), values.size(0), result.size(0)});
+  within({"the first row"}, first, 0, rows);
+  if (job.sequences > rows - first)
+    refuse("rows ", first, " to ", first + job.sequences - 1, " decode; there are ", rows);
+  if (job.heads < 1 || x.size(1) % job.heads)
+    refuse("q has ", x.size(1), " heads; they must be a multiple of the ", job.heads, " KV heads");
+  job.group = within({"queries of a KV head"}, x.size(1) / job.heads, 1, kMostGroup);
+  job.key_dim = within({"dimensions of q"}, x.size(2), 1, kMostDim);
+  job.value_dim = within({"dimensions of values"}, values.size(2), 1, kMostDim);
+  job.query_width = padded(int(job.key_dim) + 7), job.value_width = padded(int(job.value_dim));
+  job.scale = float(scale);
+  job.query_number = number_of(x.type);
+  job.queries = TokenRows{x, first}.at(0, 0);
+  job.query_step[0] = x.step(0), job.query_step[1] = job.group * x.step(1);
+  job.query_step[2] = x.step(1), job.query_step[3] = x.item;
+  job.position = read_positions(position, job.sequences, 1);
+  read_softmax(job, softcap, sinks);
+  read_watches(job, watches, above);
+  for (Watch& watch : job.watches)  // for one query, the maximum of sums is the sum of maxima
+    if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
+  read_parts(job, tensors, parts);
+  job.parts.push_back(fresh_part(keys, values, first, job.position));
+  const std::pair<Label, const View*> read[] = {
+      {{"q"}, &x}, {{"key"}, &keys}, {{"value"}, &values}, {{"position"}, &place}};
+  for (const auto& [label, other] : read) check_apart(result, {"out"}, *other, label);
+  Places places;
+  if (!store.empty()) {
+    places = places_of(store, tier, keys, values);
+    check_apart(places.tier.pages_view, {"page data"}, x, {"q"});
+    check_apart(places.tier.pages_view, {"page data"}, result, {"out"});
+  }
+  View copied[2];
+  if (!copies.empty() && copies.size() != 2)
+    refuse("copies are ", copies.size(), " tensors; give one of keys and one of values, or none");
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const View& from = i ? values : keys;
+    const Label label{i ? "copies of values" : "copies of keys"};
+    copied[i] = view(copies[i], label, kind_of(from.type),
+                     {job.sequences, job.heads, from.size(2)}, Lay::kContiguous, Use::kWrites);
+    for (const auto& [other_label, other] : read)
+      check_apart(copied[i], label, *other, other_label);
+    check_apart(copied[i], label, result, {"out"});
+    if (i) check_apart(copied[i], label, copied[0], {"copies of keys"});
+  }
+  std::vector<Tensor> sums;
+  make_sums(job, q, false, sums);
+  const int64_t heads = job.sequences * x.size(1), width = job.value_dim;
+  const auto room = std::make_unique_for_overwrite<float[]>(heads * (width + 1));
+  job.out = room.get(), job.lse = room.get() + heads * width;
+  Fault fault;
+  run(job, int(torch::stable::get_num_threads()), parallel, fault);
+  check(job, fault);
+  const Format format = plain(result.type, width);
+  const TokenRows to{result, first};
+  for (int64_t i = 0; i < heads; ++i) {
+    const auto* from = reinterpret_cast<const uint8_t*>(job.out + i * width);
+    coder.encode(format, Number::kFloat32, &from, 1,
+                 const_cast<uint8_t*>(to.at(i / x.size(1), i % x.size(1))), nullptr);
+  }
+  if (!store.empty()) store_tokens(places, coder, keys, values);
+  for (size_t i = 0; i < copies.size(); ++i) copy_tokens(i ? values : keys, first, copied[i]);
+  return sums;
+}
+
+}  // namespace
+}  // namespace kv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
+  m.def(
+      "decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor(a!) out, int first, "
+      "Tensor[] tensors, int[] parts, int[] watches, float[] above, float scale, float softcap, "
+      "Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, str isa) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode_rows", TORCH_BOX(&kv::decode_rows)); }

@@ -1,0 +1,110 @@
+"""Decode steps on an engine's tensors: attention, output and storing in one call per layer."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kv_attention import Attended, RowInputs, longest_of
+from kv_cpu.arguments import (
+    MOST_DIM,
+    MOST_GROUP,
+    numbers_of_pages,
+    paged_tensors,
+    to_attended,
+    watches,
+)
+from kv_cpu.library import chosen
+from kv_cpu.pages import tier_numbers
+from kv_policy import PageLayout
+from kv_policy.described import NUMBERS, described
+
+
+class _Layout(NamedTuple):
+    """Pages as the operator reads them, or why it does not."""
+
+    declined: str | None
+    part: tuple[int, ...] = ()  # as stored tokens
+    tier: tuple[int, ...] = ()  # as places of new tokens
+
+
+def decode_rows(inputs: RowInputs) -> Attended | None:
+    """Do the step in one call; None if `declined` returns a reason.
+
+    Raises:
+        RuntimeError: the inputs do not match, or a table names a missing page; nothing is written.
+        OSError: the library cannot be loaded.
+        ValueError: the environment names an instruction set that is unavailable here.
+    """
+    if declined(inputs) is not None:
+        return None
+    watching = any(what.last != 0 for what in inputs.observations)
+    tensors: list[Tensor] = []
+    parts: list[int] = []
+    for pages in inputs.pages:
+        width = longest_of(pages) if watching else 0
+        layout = _layout(pages.layout, pages.reverse, pages.holes, width)
+        if layout.declined is not None:
+            return None
+        tensors += paged_tensors(pages, None)
+        parts += layout.part
+    sinks, places = inputs.sinks, inputs.places
+    store: list[Tensor] = []
+    tier: tuple[int, ...] = ()
+    if places is not None:
+        layout = _layout(places.layout, False, False, 0)
+        if layout.declined is not None:
+            return None
+        store, tier = [places.data, places.page, places.slot], layout.tier
+    found = torch.ops.kv_cpu.decode_rows(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.position,
+        inputs.output,
+        inputs.first,
+        tensors,
+        parts,
+        *watches(inputs.observations),
+        inputs.scale,
+        inputs.softcap or 0.0,
+        [] if sinks is None else [sinks.float().contiguous()],
+        store,
+        tier,
+        [] if inputs.copies is None else [x.squeeze(2) for x in inputs.copies],
+        chosen(),
+    )
+    rows = inputs.output[inputs.first : inputs.first + inputs.position.shape[0]]
+    out = rows.unflatten(1, (inputs.key.shape[1], -1)).unsqueeze(3)
+    return Attended.of(to_attended(out, found, inputs.observations))
+
+
+def declined(inputs: RowInputs) -> str | None:
+    """Return why native code does not compute attention on these tensors; None if it does."""
+    q, key, value, output = inputs.query, inputs.key, inputs.value, inputs.output
+    if not {q.dtype, key.dtype, value.dtype, output.dtype} <= NUMBERS.keys():
+        return "vectors in float64"
+    if not q.is_cpu:
+        return f"tensors on {q.device.type}"
+    (_, heads, dim), (_, kv_heads, value_dim) = q.shape, value.shape
+    if heads > MOST_GROUP * kv_heads or max(dim, value_dim) > MOST_DIM:
+        return f"more than {MOST_GROUP} queries of a KV head, or {MOST_DIM} dimensions"
+    for x in (q, key, value, output):
+        if x.stride(2) != 1:
+            return "vectors whose numbers are not consecutive"
+    for what in inputs.observations:
+        if what.last != 0 and (what.skip > 1 or what.gumbel is not None):
+            return "an observation needs positions or noise"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, key, value)):
+        return "gradients are required"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _layout(layout: PageLayout, reverse: bool, holes: bool, width: int) -> _Layout:
+    reason = described(layout).declined
+    if reason is not None:
+        return _Layout(reason)
+    part = numbers_of_pages(layout, reverse=reverse, holes=holes, width=width)
+    return _Layout(None, tuple(part), tuple(tier_numbers(layout, False)))

@@ -1,0 +1,158 @@
+"""Decode steps on an engine's tensors, compared with attention and storing in torch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_cases import Case
+from kv_attention import Attended, RowInputs, TokenPlaces, load_rows
+from kv_cpu.rows import declined, decode_rows
+from kv_policy import Observe, PageLayout, RawCodec, TokenFormat
+
+BEFORE, AFTER = 2, 1  # rows of other tokens around those that decode
+
+
+def rows_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the new tokens by token and head, NaN in rows of others."""
+    (fresh,) = case.dense
+    by_token = (
+        case.q.squeeze(3).flatten(1, 2),
+        *(x.squeeze(2) for x in (fresh.key, fresh.value)),
+    )
+    padded = [torch.full((BEFORE + len(x) + AFTER, *x.shape[1:]), torch.nan) for x in by_token]
+    for x, wide in zip(by_token, padded, strict=True):
+        wide[BEFORE:-AFTER] = x
+    q, key, value = padded
+    return q, key, value
+
+
+def inputs(case: Case, **more: Any) -> RowInputs:
+    """Return the case as a step on an engine's tensors, whose output is NaN so far."""
+    q, key, value = rows_of(case)
+    out = torch.full((len(q), q.shape[1], value.shape[2]), torch.nan)
+    given = RowInputs(q, key, value, out, BEFORE, case.position, case.pages, case.scale)
+    return replace(given, softcap=case.softcap, sinks=case.sinks, **more)
+
+
+def done(step: RowInputs) -> Attended:
+    """Take the step, which must be supported."""
+    found = decode_rows(step)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("tiers", [[], [("8", "4")], [("bfloat16", "bfloat16"), ("4", "2")]])
+def test_output_is_that_of_torch(
+    near: float, case: Callable[..., Case], tiers: list, sinks: bool, softcap: float | None
+) -> None:
+    """Rows of the sequences are attention over stored tokens and their own; others stay."""
+    made = case(3, L=1, H=3, G=2, D=33, Dv=17, tiers=tiers, sinks=sinks, softcap=softcap)
+    step = inputs(made)
+    found = done(step)
+    torch.testing.assert_close(found.out, made.attend().out, rtol=near, atol=near)
+    assert step.output[:BEFORE].isnan().all()
+    assert step.output[-AFTER:].isnan().all()
+    by_head = step.output[BEFORE:-AFTER].unflatten(1, (3, 2)).unsqueeze(3)
+    assert torch.equal(by_head, found.out)
+
+
+def test_padding_has_no_output(near: float, case: Callable[..., Case]) -> None:
+    """A sequence whose new token is padding gets zeros, though its vectors are NaN."""
+    made = case(1, L=1, padding="all")
+    step = inputs(made)
+    assert (done(step).out[-1] == 0).all()
+    torch.testing.assert_close(step.output[BEFORE], made.attend().out[0, ..., 0, :].flatten(0, 1))
+
+
+def test_observations_are_those_of_torch(near: float, case: Callable[..., Case]) -> None:
+    """Masses of stored tokens, and of the new one, for several observations."""
+    made = case(5, L=1, tiers=[("8", "8"), ("4", "4")], known=True)
+    watched = Observe(1, "max"), Observe(1, also=frozenset({"squares"}))
+    found = done(inputs(made, observations=watched))
+    other = made.attend(watched[0], "torch", watched[1:])
+    for mine, theirs in (
+        *zip(found.mass, other.mass, strict=True),
+        *zip(found.seen, other.seen, strict=True),
+        *zip(found.others[0].also, other.others[0].also, strict=True),
+    ):
+        if isinstance(mine, dict):
+            mine, theirs = mine["squares"], theirs["squares"]
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
+
+
+def places(tokens: int, heads: int, dims: tuple[int, int]) -> TokenPlaces:
+    """Return places of float32 tokens, each in a page of its own, all others 255."""
+    form = TokenFormat(*(RawCodec(dim, torch.float32) for dim in dims))
+    layout = PageLayout.sized(form, 4, False, False)
+    data = torch.full((tokens * heads + 3, layout.nbytes), 255, dtype=torch.uint8)
+    page = torch.randperm(len(data), generator=torch.Generator().manual_seed(1))[: tokens * heads]
+    return TokenPlaces(data, layout, page, torch.arange(tokens * heads) % 4)
+
+
+def test_new_tokens_are_stored_and_copied(near: float, case: Callable[..., Case]) -> None:
+    """Tokens lie in their slots afterwards, no other byte has changed, and copies are equal."""
+    made = case(2, L=1, H=2, D=6, Dv=3)
+    step = inputs(made)
+    tokens = len(step.key) - AFTER
+    where = places(tokens, 2, (6, 3))
+    copies = torch.empty(2, 2, 1, 6), torch.empty(2, 2, 1, 3)
+    done(replace(step, places=where, copies=copies))
+    (key_at, _, key_bytes), (value_at, _, value_bytes) = where.layout.segments
+    untouched = torch.ones_like(where.data, dtype=torch.bool)
+    for i, (page, slot) in enumerate(zip(where.page.tolist(), where.slot.tolist(), strict=True)):
+        row, head = divmod(i, 2)
+        for at, size, given in ((key_at, key_bytes, step.key), (value_at, value_bytes, step.value)):
+            span = slice(at + slot * size, at + (slot + 1) * size)
+            stored = where.data[page, span].clone().view(torch.float32)
+            torch.testing.assert_close(stored, given[row, head], equal_nan=True, rtol=0, atol=0)
+            untouched[page, span] = False
+    assert (where.data[untouched] == 255).all()
+    for copy, given in zip(copies, (step.key, step.value), strict=True):
+        assert torch.equal(copy.squeeze(2), given[BEFORE:-AFTER])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda step, where: {"first": 4}, "rows 4 to 5 decode; there are 5"),
+        (lambda step, where: {"first": -1}, "the first row"),
+        (lambda step, where: {"output": step.query}, "share memory|memory"),
+        (lambda step, where: {"places": replace(where, page=where.page + 99)}, "page"),
+        (lambda step, where: {"places": replace(where, slot=where.slot + 4)}, "slot"),
+        (lambda step, where: {"places": replace(where, page=where.page[:-1])}, "slots"),
+    ],
+)
+def test_what_does_not_match_is_refused(
+    near: float, case: Callable[..., Case], change: Callable[..., dict], message: str
+) -> None:
+    """The sentence names the argument, and neither the output nor a page has changed."""
+    step = inputs(case(2, L=1, H=2, D=6, Dv=6))
+    where = places(4, 2, (6, 6))
+    with pytest.raises(RuntimeError, match=message):
+        decode_rows(replace(step, **{"places": where, **change(step, where)}))
+    assert step.output.isnan().all()
+    assert (where.data == 255).all()
+
+
+def test_what_is_not_supported_is_left_to_others(case: Callable[..., Case]) -> None:
+    """Nothing is done, and the reason is given."""
+    step = inputs(case(2, L=1))
+    wide = replace(step, query=step.query.double())
+    assert declined(wide) == "vectors in float64"
+    assert decode_rows(wide) is None
+    strided = replace(step, key=step.key.mT.contiguous().mT)
+    assert declined(strided) == "vectors whose numbers are not consecutive"
+    later = replace(step, observations=(Observe(1, skip=2),))
+    assert declined(later) == "an observation needs positions or noise"
+
+
+def test_backends_name_their_decode_step() -> None:
+    """Native code has one, torch has none."""
+    assert load_rows("cpu") is decode_rows
+    assert load_rows("torch") is None
