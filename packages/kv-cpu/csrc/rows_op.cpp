@@ -104,11 +104,11 @@ Kinds kind_of(ScalarType type) {
 
 // The attention of rows first .. first + B - 1 of q [m, Q, D], whose positions are [B, 1], over parts
 // in pages and the new tokens key [m, H, D] and value [m, H, Dv] of these rows; it is written to the
-// same rows of out [m, Q, Dv]. Then new tokens are stored, if `store` has their places: page data
+// same rows of out [m, Q, Dv]. New tokens are stored first, if `store` has their places: page data
 // [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the keys
 // [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the sums
-// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page is
-// missing, nothing is written.
+// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page of
+// stored tokens is missing, no output is written.
 std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
                                 int64_t first, std::vector<Tensor> tensors,
                                 std::vector<int64_t> parts, std::vector<int64_t> watches,
@@ -174,6 +174,8 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   const int64_t heads = job.sequences * x.size(1), width = job.value_dim;
   const auto room = std::make_unique_for_overwrite<float[]>(heads * (width + 1));
   job.out = room.get(), job.lse = room.get() + heads * width;
+  // Before the attention: rows of one request see each other's tokens as they are stored.
+  if (!store.empty()) store_tokens(places, coder, keys, values);
   Fault fault;
   run(job, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);
@@ -184,7 +186,6 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
     coder.encode(format, Number::kFloat32, &from, 1,
                  const_cast<uint8_t*>(to.at(i / x.size(1), i % x.size(1))), nullptr);
   }
-  if (!store.empty()) store_tokens(places, coder, keys, values);
   for (size_t i = 0; i < copies.size(); ++i) copy_tokens(i ? values : keys, first, copied[i]);
   return sums;
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_cases import Case
 from kv_attention import Attended, RowInputs, TokenPlaces, load_rows
 from kv_cpu.rows import declined, decode_rows
-from kv_policy import Observe, PageLayout, RawCodec, TokenFormat
+from kv_policy import Observe, PagedTokens, PageLayout, RawCodec, TokenFormat
 
 BEFORE, AFTER = 2, 1  # rows of other tokens around those that decode
 
@@ -115,6 +115,21 @@ def test_new_tokens_are_stored_and_copied(near: float, case: Callable[..., Case]
     assert (where.data[untouched] == 255).all()
     for copy, given in zip(copies, (step.key, step.value), strict=True):
         assert torch.equal(copy.squeeze(2), given[BEFORE:-AFTER])
+
+
+def test_rows_of_one_request_see_tokens_as_stored(near: float, case: Callable[..., Case]) -> None:
+    """The second row's stored tokens are the first row's new token, which the same call stores."""
+    made = case(2, B=2, L=1, H=1, D=6, Dv=6, tiers=[])
+    step = inputs(made)
+    first = places(2, 1, (6, 6))
+    table = first.page[:1].int().expand(2, 1, 1)
+    where = replace(first, page=first.page[:1].repeat(4), slot=torch.tensor([2, 3, 0, 1]))
+    length = torch.tensor([[0], [1]], dtype=torch.int32)
+    seen = PagedTokens(where.data, table, length, where.layout)
+    done(replace(step, pages=(seen,), places=where))
+    both = step.key[BEFORE:-AFTER, 0].float(), step.value[BEFORE:-AFTER, 0].float()
+    weights = (step.query[BEFORE + 1] @ both[0].T * step.scale).softmax(-1)
+    torch.testing.assert_close(step.output[BEFORE + 1], weights @ both[1], rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(

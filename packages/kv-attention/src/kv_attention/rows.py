@@ -45,7 +45,8 @@ class RowInputs:
         scale: the factor of the logits.
         softcap: the bound of the logits, as for `kv_attention.attend`.
         sinks: a logit of each query head, as for `kv_attention.attend`.
-        places: where new tokens are stored after the attention; None: the caller stores them.
+        places: where new tokens are stored before the attention, as rows of one request see each
+            other's; None: the caller stores them.
         copies: set to the keys and values of the sequences' rows; None: no copies are needed.
         observations: the attention masses to sum, without positions and noise; the first belongs
             to the result, the others become its `others`.
@@ -76,6 +77,7 @@ class DecodeRows(Protocol):
         Returns the sequences' rows of the output, and what is observed, as `kv_attention.attend`.
 
         Raises:
-            RuntimeError: the inputs do not match; nothing has been written.
+            RuntimeError: the inputs do not match, and nothing has been written; or a table names a
+                missing page, and no output has been.
         """
         ...
