@@ -11,6 +11,7 @@ huge pages, which pools of pages ask for and vLLM does not. On a processor with 
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from itertools import product
@@ -142,9 +143,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--rounds", type=int, default=15, help="turns that every variant takes")
+    parser.add_argument("--most", type=int, help="leave out sizes of more tokens in all")
     arguments = parser.parse_args()
     has_amx = "amx" in runnable()
-    sizes = SIZES
+    most = arguments.most or max(math.prod(size) for size in SIZES)
+    sizes = [size for size in SIZES if math.prod(size) <= most]
     threads: tuple[int, ...] = (1, 2)
     rounds = arguments.rounds
     if arguments.quick:
