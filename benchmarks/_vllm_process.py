@@ -4,7 +4,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Final, ParamSpec, TypeVar
 from unittest.mock import patch
@@ -34,6 +36,28 @@ def apart(work: Callable[P, T], *arguments: P.args, environment: Mapping[str, st
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
     ):
         return pool.submit(work, *arguments).result()
+
+
+def asked(
+    work: Callable[..., None],
+    *arguments: object,
+    held: ExitStack,
+    environment: Mapping[str, str] = STEPPED,
+) -> Connection:
+    """Call work(*arguments, pipe) in a fresh process and wait for its first message.
+
+    It answers messages until an empty one, which `held` sends when it ends.
+    """
+    context = get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+    with patch.dict(os.environ, QUIET | dict(environment)):
+        process.start()
+    theirs.close()
+    held.callback(process.join)
+    held.callback(mine.send, ())
+    mine.recv()
+    return mine
 
 
 class Rows:

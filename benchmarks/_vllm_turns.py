@@ -1,18 +1,16 @@
 """Engines of vLLM in processes of their own, which take turns: prompts, decode steps, shares."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
 from _vllm_engine import Ask, Room, ask, serve, started
-from _vllm_process import QUIET, STEPPED
+from _vllm_process import STEPPED, asked
 from vllm.v1.engine.llm_engine import LLMEngine
 
 KERNELS: Final = ("decode_rows", "decode", "prompt")  # native attention
@@ -126,16 +124,7 @@ class Engine:
     def start(cls, way: str, room: Room, threads: int, held: ExitStack) -> "Engine":
         """Start it and wait until it can be asked; it ends with `held`."""
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        context = get_context("spawn")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=answer, args=(way, room, theirs), daemon=True)
-        with patch.dict(os.environ, QUIET | STEPPED | bound):
-            process.start()
-        theirs.close()
-        held.callback(process.join)
-        held.callback(mine.send, ())
-        mine.recv()
-        return cls(mine)
+        return cls(asked(answer, way, room, held=held, environment=STEPPED | bound))
 
     def prompt(self, prompt: Sequence[int]) -> float:
         """Seconds to the first token of a prompt that is alone."""

@@ -9,22 +9,19 @@ the same format and scores nothing; `stock_ratio_k8v4` is `k8v4` over vLLM's own
 """
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from statistics import median, quantiles
 from typing import Final
-from unittest.mock import patch
 
 import _result
 from _arguments import count
 from _vllm_engine import Ask, Room, serve, started
 from _vllm_load import raw_token_bytes, text_ids
-from _vllm_process import CONSOLE, QUIET, STEPPED, alternating
+from _vllm_process import CONSOLE, STEPPED, alternating, asked
 from _vllm_ways import BF16
 
 LENGTH: Final = 2000
@@ -36,6 +33,7 @@ WAYS: Final = {
     "snapkv": "snapkv:budget=520+k8v4",
     "gate": "gate:file=smollm2-135m,budget=520+k8v4",
 }
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 UNSEEN: Final = 2  # rounds before the first that counts
 
 
@@ -58,15 +56,7 @@ class Engine:
     @classmethod
     def start(cls, way: str, room: Room, dtype: str, held: ExitStack) -> "Engine":
         """Start it and wait until it can be asked; it ends with `held`."""
-        context = get_context("spawn")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=answer, args=(way, room, dtype, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        held.callback(process.join)
-        held.callback(mine.send, ())
-        mine.recv()
-        return cls(mine)
+        return cls(asked(answer, way, room, dtype, held=held, environment=STEPPED | ONE_THREAD))
 
     def seconds(self, prompt: Sequence[int]) -> float:
         """Until the first token."""
@@ -80,8 +70,7 @@ def measure(length: int, rounds: int, dtype: str) -> dict[str, list[float]]:
     room = Room(8 * length * raw_token_bytes(), length + 16, length + 16, 4)
     ids = text_ids()
     found: dict[str, list[float]] = {name: [] for name in WAYS}
-    quiet = QUIET | STEPPED | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with patch.dict(os.environ, quiet), ExitStack() as held:
+    with ExitStack() as held:
         engines = {n: Engine.start(way, room, dtype, held) for n, way in WAYS.items()}
         for i, name in alternating(tuple(WAYS), rounds + UNSEEN):
             begin = 997 * i % (len(ids) - length)

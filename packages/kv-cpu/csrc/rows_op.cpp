@@ -97,6 +97,24 @@ void copy_tokens(const View& from, int64_t first, const View& to) {
       std::memcpy(const_cast<uint8_t*>(copies.at(b, h)), rows.at(b, h), to.size(2) * to.item);
 }
 
+// Raises for a page of stored tokens that does not exist, before anything is written.
+void check_tables(const Job& job) {
+  Fault fault;
+  for (size_t i = 0; i < job.parts.size(); ++i) {
+    const Part& part = job.parts[i];
+    for (int64_t row = 0; part.paged && row < job.table_rows(); ++row) {
+      if (job.position[row / job.heads] < 0) continue;  // its query is padding
+      const int64_t used = (part.count(row) + part.tokens - 1) / part.tokens;
+      const int64_t first = row * part.table_width + (part.reverse ? part.table_width - used : 0);
+      for (int64_t column = first; column < first + used; ++column) {
+        const int64_t page = part.table[column];
+        if (page < 0 || page >= part.pages) fault.raise(int(i), page);
+      }
+    }
+  }
+  check(job, fault);
+}
+
 Kinds kind_of(ScalarType type) {
   if (type == ScalarType::Float) return kFloat32;
   return type == ScalarType::Half ? kFloat16 : kBFloat16;
@@ -107,8 +125,8 @@ Kinds kind_of(ScalarType type) {
 // same rows of out [m, Q, Dv]. New tokens are stored first, if `store` has their places: page data
 // [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the keys
 // [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the sums
-// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page of
-// stored tokens is missing, no output is written.
+// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page is
+// missing, nothing is written.
 std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
                                 int64_t first, std::vector<Tensor> tensors,
                                 std::vector<int64_t> parts, std::vector<int64_t> watches,
@@ -174,8 +192,11 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   const int64_t heads = job.sequences * x.size(1), width = job.value_dim;
   const auto room = std::make_unique_for_overwrite<float[]>(heads * (width + 1));
   job.out = room.get(), job.lse = room.get() + heads * width;
-  // Before the attention: rows of one request see each other's tokens as they are stored.
-  if (!store.empty()) store_tokens(places, coder, keys, values);
+  if (!store.empty()) {
+    check_tables(job);
+    // Before the attention: rows of one request see each other's tokens as they are stored.
+    store_tokens(places, coder, keys, values);
+  }
   Fault fault;
   run(job, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);

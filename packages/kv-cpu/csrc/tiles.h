@@ -104,9 +104,9 @@ class Tiles {
                      : "memory");
   }
 
-  // A product whose sums in tile 0 are not used. Where tiles are not multiplied for some tenths of a
-  // microsecond, the first products after that take several times as long.
-  void keep_awake() { add_unsigned<0, 4, 6>(); }
+  // A product whose sums, in tile 0, are not used: after some tenths of a microsecond without one,
+  // the next products are slower.
+  void keep_in_use() { add_unsigned<0, 4, 6>(); }
 
   // Both are bfloat16.
   template <int kSum, int kLeft, int kRight>
@@ -172,7 +172,7 @@ class Tiles {
     add<uint8_t>(tiles_[kSum], tiles_[kLeft], tiles_[kRight]);
   }
 
-  void keep_awake() {}
+  void keep_in_use() {}
 
   template <int kSum, int kLeft, int kRight>
   void add_numbers() {

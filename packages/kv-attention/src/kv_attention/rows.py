@@ -77,7 +77,7 @@ class DecodeRows(Protocol):
         Returns the sequences' rows of the output, and what is observed, as `kv_attention.attend`.
 
         Raises:
-            RuntimeError: the inputs do not match, and nothing has been written; or a table names a
-                missing page, and no output has been.
+            RuntimeError: the inputs do not match, or a table names a missing page; nothing has been
+                written.
         """
         ...

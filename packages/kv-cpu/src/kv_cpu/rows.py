@@ -33,8 +33,7 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
     """Do the step in one call; None if `declined` returns a reason.
 
     Raises:
-        RuntimeError: the inputs do not match, and nothing is written; or a table names a missing
-            page, and no output is.
+        RuntimeError: the inputs do not match, or a table names a missing page; nothing is written.
         OSError: the library cannot be loaded.
         ValueError: the environment names an instruction set that is unavailable here.
     """

@@ -115,6 +115,7 @@ class Maker:
     def call(self) -> Call:
         names: dict[str, Callable[[], list[Arg]]] = {
             "decode": self.decode,
+            "decode_rows": self.decode_rows,
             "prompt": self.prompt,
             "attention_mass": self.attention_mass,
             "page_read": self.page_read,
@@ -260,6 +261,41 @@ class Maker:
         softmax = self.softmax(q)
         return [q, position, tensors, parts, numbers, above, value_dim, 0.2, *softmax, isa]
 
+    def decode_rows(self) -> list[Arg]:
+        sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
+        key_dim, value_dim, first = self.dim(), self.dim(), self.random.randint(0, 2)
+        rows = first + sequences + self.random.randint(0, 1)
+        q = self.normal(rows, heads * group, key_dim, dtype=self.floating())
+        key = self.normal(rows, heads, key_dim, dtype=self.floating())
+        value = self.normal(rows, heads, value_dim, dtype=self.floating())
+        out = self.normal(rows, heads * group, value_dim, dtype=self.floating())
+        position = self.integers(30, 45, sequences, 1)
+        if self.random.random() < 0.2:
+            position[-1] = -1
+        by_head = q[:sequences].view(sequences, heads, group, 1, key_dim)
+        tensors: list[Tensor] = []
+        parts: list[int] = []
+        for _ in range(self.random.randint(0, 2)):
+            more, few = self.part(by_head, value_dim, True)
+            tensors += more
+            parts += few
+        store: list[Tensor] = []
+        tier: list[int] = []
+        if self.random.random() < 0.6:
+            data, _, tier, _ = self.tier(1, (False, False), (key_dim, value_dim))
+            count = heads * self.random.randint(0, min(rows, 6 * tier[0] // heads))
+            where = torch.randperm(6 * tier[0], generator=self.generator)[:count]
+            page, slot = where // tier[0], where % tier[0]
+            store = [data, page.to(self.either()), slot.to(self.either())]
+        copies: list[Tensor] = []
+        if self.random.random() < 0.5:
+            copies = [torch.zeros(sequences, *x.shape[1:], dtype=x.dtype) for x in (key, value)]
+        softcap, sinks = self.softmax(by_head)
+        watches = self.watches(False)
+        isa = self.random.choice(self.isas)
+        given = (q, key, value, position, out, first, tensors, parts)
+        return [*given, *watches, 0.2, softcap, sinks, store, tier, copies, isa]
+
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
         q, position, tensors, parts, value_dim = self.pass_over(length, False)
@@ -353,7 +389,11 @@ class Maker:
     def page_step(self) -> list[Arg]:
         more = (self.random.random() < 0.5, self.random.random() < 0.5)
         dims, table_rows = (self.dim(), self.dim()), 2
-        tiers = [self.tier(table_rows, more, dims) for _ in range(2)]
+        tiers: list[tuple[Tensor, Tensor, list[int], Tensor]] = []
+        while len(tiers) < 2:
+            tier = self.tier(table_rows, more, dims)
+            if tier[2][0] * tier[1].shape[1] > 1:  # two tokens may enter it
+                tiers.append(tier)
         size = max(tier[0].shape[1] for tier in tiers)
         data = self.integers(0, 256, 12, size, dtype=torch.uint8)
         for half, tier in enumerate(tiers):

@@ -27,6 +27,7 @@ import native_judge
 from kv_cpu import missing, runnable
 from native_calls import Arena, Arg, Call, Maker, bend, bytes_of
 
+OUTPUT = {"decode_rows": 4}  # index of an argument that is set to rounded results
 MEMORY = 8 << 30  # address space that a call may add to its process
 HANGS = 120  # maximum seconds of a call
 
@@ -107,11 +108,13 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
         return "bytes beside its arguments changed", False
     if expected is None:
         return f"not refused; {reason}", False
-    for i, (bounds, x) in enumerate(zip(expected, found or [], strict=True)):
+    output = args[OUTPUT[call.name]] if call.name in OUTPUT else None
+    results = [*([] if output is None else [output]), *(found or [])]
+    for i, (bounds, x) in enumerate(zip(expected, results, strict=True)):
         if not bounds.hold(x):
             return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
     for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
-        if not _equal(x, y):
+        if x is not output and not _equal(x, y):
             return f"tensor {i} differs from the reference", False
     return None, False
 

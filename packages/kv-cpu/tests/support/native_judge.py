@@ -278,6 +278,42 @@ def decode(q, position, tensors, numbers, watches, above, value_dim, scale, soft
     return found + observed(q, position, lse, table_rows, numbers, watches, above, last)
 
 
+def decode_rows(
+    q, key, value, position, out, first, tensors, numbers, watches, above,
+    scale, softcap, sinks, store, tier, copies, isa,
+):  # fmt: skip
+    """Return bounds of the output, of all its rows, then those of what is observed."""
+    sequences, heads = len(position), key.shape[1]
+    at(range(len(out) + 1), first + sequences)
+    if store:
+        data, page, slot = store
+        pages = Tier(data, page[:, None], tier)
+        if pages.score >= 0 or pages.position >= 0:
+            raise IndexError("scores or positions")
+        for i in range(len(page)):
+            vectors = (x[i // heads, i % heads] for x in (key, value))
+            pages.write(i, at(range(tier[0]), int(slot[i])), tuple(vectors), None, None)
+    rows = slice(first, first + sequences)
+    new = [x[rows].unsqueeze(2) for x in (key, value)]
+    for copy, x in zip(copies, new, strict=bool(copies)):
+        copy.copy_(x.squeeze(2))
+    kinds = [(NUMBERS[x.dtype], x.shape[-1], 0, 1) for x in new]
+    by_head = q[rows].unflatten(1, (heads, -1)).unsqueeze(3)
+    parts = [*tensors, *new, position, position]
+    described = [*numbers, 0, 1, *kinds[0], *kinds[1], 1, *[0] * 7]
+    given = (by_head, position, parts, described, value.shape[-1], scale, softcap, sinks)
+    found, lse, table_rows = attention(*given)
+    whole = out.double()
+    whole[rows] = found.flatten(1, 3).view(sequences, -1, value.shape[-1])
+    near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(out.dtype, NEAR)
+    result = [unknown(whole, near)]
+    if not above:
+        return result
+    last = [1] * len(above)
+    more = (lse, table_rows, described, watches, above, last)
+    return result + observed(by_head, position, *more)
+
+
 def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sinks, isa):
     given = (q, position, tensors, numbers, value_dim, scale, softcap, sinks)
     out, lse, table_rows = attention(*given)

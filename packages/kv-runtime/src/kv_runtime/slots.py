@@ -43,6 +43,12 @@ class SlotBatch:
         """Return the tokens' vectors: a view if their rows follow each other."""
         return x[self.source].view(*self.position.shape, *x.shape[1:])
 
+    def tokens(self, pages: UInt8[Tensor, "P nbytes"], layout: PageLayout) -> PagedTokens:
+        """Return the tokens of earlier steps in a layer's pages."""
+        return PagedTokens(
+            pages, self.table, self.stored, layout, longest=self.longest, tiles=self.tiles
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -283,14 +289,7 @@ class SlotLayer:
         if not stored:
             self._store(pages, key, value, step)
         for batch in step.batches:
-            tokens = PagedTokens(
-                pages,
-                batch.table,
-                batch.stored,
-                layout,
-                longest=batch.longest,
-                tiles=batch.tiles,
-            )
+            tokens = batch.tokens(pages, layout)
             fresh = DenseTokens(
                 batch.take(key).transpose(1, 2),
                 batch.take(value).transpose(1, 2),
@@ -339,9 +338,6 @@ class SlotLayer:
             return False
         assert isinstance(batch.source, slice), "a decoding batch has consecutive rows"
         layout = blocks.layout
-        tokens = PagedTokens(
-            pages, batch.table, batch.stored, layout, longest=batch.longest, tiles=batch.tiles
-        )
         inputs = RowInputs(
             query,
             key,
@@ -349,7 +345,7 @@ class SlotLayer:
             output,
             batch.source.start,
             batch.position,
-            (tokens,),
+            (batch.tokens(pages, layout),),
             self.scale,
             self.softcap,
             self.sinks,
