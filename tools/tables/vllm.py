@@ -192,6 +192,28 @@ def vllm_quality(result: Row, said: Said) -> Iterator[str]:
     yield quality(result["rows"])
 
 
+def worked(row: Row) -> tuple[str, ...]:
+    """Write a row of prompts or steps: its median, and the shares of attention and of ours."""
+    shares = (f"{100 * row[key]:.1f} %" if key in row else "" for key in ("attention", "own"))
+    size = f"{row['batch']} of {row['tokens']:,} tokens"
+    milliseconds = f"{1000 * row['median']:.1f}"
+    return (
+        row["kind"],
+        row["mode"],
+        size,
+        compressed_first(cache(row["way"])),
+        milliseconds,
+        *shares,
+    )
+
+
+def vllm_steps(result: Row, said: Said) -> Iterator[str]:
+    """Yield the median of prompts and steps of each engine, and what is ours in them."""
+    yield markdown.figures(result, said)
+    head = ("what", "mode", "requests", "cache", "ms", "layers and metadata", "ours beside kernels")
+    yield table(head, map(worked, result["rows"]))
+
+
 def vllm_soak(result: Row, said: Said) -> Iterator[str]:
     """Yield the outcome of the requests of each engine."""
     yield markdown.figures(result, said)
@@ -344,6 +366,7 @@ WRITERS: Final = {
     "vllm_prefill": vllm_prefill,
     "vllm_quality": vllm_quality,
     "vllm_soak": vllm_soak,
+    "vllm_steps": vllm_steps,
     "vllm_throughput": vllm_throughput,
     "vllm_trace": vllm_trace,
 }
